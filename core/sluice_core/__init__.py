@@ -1,0 +1,5 @@
+"""The pure part of Sluice: records, SLO arithmetic and the policies that decide.
+
+No I/O, no clock, no logging, no global random: ``now`` (seconds, any monotonic origin) and ``rng`` are
+arguments. The same policy objects run in the router, in the engine's scheduler and in the simulator.
+"""

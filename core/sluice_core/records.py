@@ -1,0 +1,271 @@
+"""The records that policies read and return.
+
+Frozen records are facts at one moment; the mutable state that policies keep lives in the modules that own it
+(``engines.EngineTable``, ``flowing.DecodeSet``). Times are seconds on the caller's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+EngineId = NewType("EngineId", str)
+
+
+class Role(StrEnum):
+    """What an engine is at the moment (architecture: only its chunk size makes it so)."""
+
+    PREFILL_HEAVY = "P-heavy"
+    DECODE_HEAVY = "D-heavy"
+
+
+class EarlyRejection(StrEnum):
+    """What happens to a request that no engine can serve within its TTFT SLO."""
+
+    OFF = "Off"
+    RANDOM = "Random"
+    REJECT = "Reject"
+
+
+class MoveCause(StrEnum):
+    """Why a request should leave an engine."""
+
+    PREFILL_DONE = "prefill_done"
+    DEGRADE = "degrade"
+    BACKFLOW = "backflow"
+    DRAIN = "drain"
+    MANUAL = "manual"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Latency objectives of one request.
+
+    Args:
+        ttft_s: Limit for the time to first token, in seconds.
+        tpot_s: Limit for the time per output token, in seconds.
+    """
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationShape:
+    """What one engine iteration computes.
+
+    Args:
+        prefill_tokens: Prompt tokens, over all chunks.
+        attention_work: Sum over the chunks of ``c * (context + c / 2)``, in token pairs.
+        num_chunks: Prefill chunks.
+        num_decodes: Decodes, one token each.
+        decode_context_tokens: Sum of the decodes' contexts.
+    """
+
+    prefill_tokens: int = 0
+    attention_work: float = 0.0
+    num_chunks: int = 0
+    num_decodes: int = 0
+    decode_context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """An engine's load report: sums, not queues (architecture 4.2).
+
+    Args:
+        last_submit_number: Last submit of this router that the report includes.
+        queued_prefill_tokens: Prefill tokens not yet computed, waiting and running.
+        queued_requests: Requests with such tokens.
+        queued_attention_work: Their attention work, as in ``IterationShape``.
+        running_decodes: Decodes that run.
+        decode_context_tokens: Sum of their contexts.
+        kv_blocks_total: KV blocks of the engine.
+        kv_blocks_used: Blocks that requests hold, pinned ones included.
+        kv_blocks_granted: Blocks reserved by grants.
+        kv_blocks_pinned: Blocks handed off and not yet released.
+        iteration_remaining_s: Expected rest of the iteration under way.
+        pull_bytes_per_s: Measured rate of KV pulls; 0 when none was measured.
+    """
+
+    last_submit_number: int = 0
+    queued_prefill_tokens: int = 0
+    queued_requests: int = 0
+    queued_attention_work: float = 0.0
+    running_decodes: int = 0
+    decode_context_tokens: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_granted: int = 0
+    kv_blocks_pinned: int = 0
+    iteration_remaining_s: float = 0.0
+    pull_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRequest:
+    """A request that needs a prefill placed.
+
+    Args:
+        request_id: The router's id.
+        arrival_s: Arrival at the router.
+        prompt_tokens: Tokens to compute; for a recovery, generated ones included.
+        slo: Objectives of this request.
+        priority: Higher goes first.
+        is_recovery: True when the client already has tokens: the TTFT SLO no longer applies.
+        excluded: Engines that must not get it (it failed there).
+    """
+
+    request_id: RequestId
+    arrival_s: float
+    prompt_tokens: int
+    slo: Slo
+    priority: int = 0
+    is_recovery: bool = False
+    excluded: frozenset[EngineId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One engine as a placement or a move saw it; kept for explanations.
+
+    Args:
+        engine_id: The engine.
+        role: Its role.
+        queued_prefill_tokens: Its queue, own placements included.
+        queue_s: Q, seconds until its prefill queue is empty.
+        execute_s: E, seconds to prefill this request.
+        transfer_s: T, seconds to move the KV; 0 on D-heavy engines.
+        is_feasible: Q + E + T within what is left of the TTFT SLO.
+        reason: ``feasible``, ``ttft``, ``kv``, ``room``, ``draining`` or ``excluded``.
+    """
+
+    engine_id: EngineId
+    role: Role
+    queued_prefill_tokens: int
+    queue_s: float
+    execute_s: float
+    transfer_s: float
+    is_feasible: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Decision: the prefill goes to ``engine_id``.
+
+    Args:
+        request_id: The request.
+        engine_id: The engine.
+        predicted_ttft_s: Estimate from arrival at the router.
+        reason: ``feasible``, ``only`` (roles void), ``least_late``, ``random``, ``recovery``.
+        is_feasible: False when the TTFT SLO will probably be missed.
+    """
+
+    request_id: RequestId
+    engine_id: EngineId
+    predicted_ttft_s: float
+    reason: str
+    is_feasible: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Decision: the router keeps the request and asks again.
+
+    Args:
+        request_id: The request.
+        reason: ``no_engine``, ``kv``, ``late_binding``.
+    """
+
+    request_id: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reject:
+    """Decision: the request is refused.
+
+    Args:
+        request_id: The request.
+        retry_after_s: Smallest predicted lateness over the engines.
+        reason: ``slo_infeasible``.
+    """
+
+    request_id: RequestId
+    retry_after_s: float
+    reason: str = "slo_infeasible"
+
+
+Decision = Place | Hold | Reject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveProposal:
+    """A request that should leave its engine.
+
+    Args:
+        request_id: The request.
+        cause: Why.
+        output_tokens: Tokens generated so far.
+        num_blocks: KV blocks it holds.
+    """
+
+    request_id: RequestId
+    cause: MoveCause
+    output_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowParameters:
+    """Live parameters of the strategies. Defaults: TaiChi, sections 3.3 and 4.1; bounds: the CRD.
+
+    Args:
+        watermark: M, share of KV blocks or of max_num_seqs.
+        approaching_factor: Alpha, share of the TPOT SLO.
+        early_rejection: Policy for infeasible requests.
+        min_tokens_between_moves: Output tokens between two moves of a request unless its SLO is at stake.
+    """
+
+    watermark: float = 0.95
+    approaching_factor: float = 0.96
+    early_rejection: EarlyRejection = EarlyRejection.OFF
+    min_tokens_between_moves: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloClass:
+    """A named objective; the default class has the empty name."""
+
+    name: str
+    slo: Slo
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """One engine's part of a plan."""
+
+    role: Role
+    chunk_size_tokens: int
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the control plane hands to the data plane (architecture 4.1)."""
+
+    cluster_uid: str
+    generation: int
+    strategy: str
+    parameters: FlowParameters
+    slo_classes: tuple[SloClass, ...]
+    attainment: float
+    engines: dict[EngineId, EnginePlan] = field(default_factory=dict)
+    unnamed_chunk_size_tokens: int = 256
+    served_model_name: str = ""
+    model_fingerprint: str = ""
+    num_routers: int = 1
