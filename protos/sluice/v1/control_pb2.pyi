@@ -377,3 +377,55 @@ class RequestSample(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestSample: _TypeAlias = RequestSample  # noqa: Y015
+
+@_typing.final
+class MoveRequest(_message.Message):
+    """A request to move."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The router's id of the request (x-request-id in the answer's headers)."""
+    engine_id: _builtins.str
+    """Engine to move to."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveRequest: _TypeAlias = MoveRequest  # noqa: Y015
+
+@_typing.final
+class MoveResponse(_message.Message):
+    """Whether the move has begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_STARTED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    is_started: _builtins.bool
+    """True: the target was asked for a grant."""
+    reason: _builtins.str
+    """Why not: unknown_request, unknown_engine, same_engine, not_decoding, moving."""
+    def __init__(
+        self,
+        *,
+        is_started: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_started", b"is_started", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveResponse: _TypeAlias = MoveResponse  # noqa: Y015

@@ -45,6 +45,11 @@ class ControlStub:
                 request_serializer=sluice_dot_v1_dot_control__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_control__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/sluice.v1.Control/Move',
+                request_serializer=sluice_dot_v1_dot_control__pb2.MoveRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_control__pb2.MoveResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -65,6 +70,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Move(self, request, context):
+        """Asks for a move of a running decode, for people and tests; it goes the way of every move (grant, hand-off).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=sluice_dot_v1_dot_control__pb2.GetStatusRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_control__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=sluice_dot_v1_dot_control__pb2.MoveRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_control__pb2.MoveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class Control:
             '/sluice.v1.Control/GetStatus',
             sluice_dot_v1_dot_control__pb2.GetStatusRequest.SerializeToString,
             sluice_dot_v1_dot_control__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.Control/Move',
+            sluice_dot_v1_dot_control__pb2.MoveRequest.SerializeToString,
+            sluice_dot_v1_dot_control__pb2.MoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class ControlStub:
     """Hands over a plan. Applied whole or refused with a reason."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetStatusRequest, _control_pb2.GetStatusResponse]
     """Long-polls the state of this router and of the engines as it sees them."""
+    Move: _grpc.UnaryUnaryMultiCallable[_control_pb2.MoveRequest, _control_pb2.MoveResponse]
+    """Asks for a move of a running decode, for people and tests; it goes the way of every move (grant, hand-off)."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -47,6 +49,8 @@ class ControlAsyncStub(ControlStub):
     """Hands over a plan. Applied whole or refused with a reason."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.GetStatusRequest, _control_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Long-polls the state of this router and of the engines as it sees them."""
+    Move: _aio.UnaryUnaryMultiCallable[_control_pb2.MoveRequest, _control_pb2.MoveResponse]  # type: ignore[assignment]
+    """Asks for a move of a running decode, for people and tests; it goes the way of every move (grant, hand-off)."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     """Served by each router, for the control plane (operator or launcher) only."""
@@ -66,5 +70,13 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.GetStatusResponse, _abc.Awaitable[_control_pb2.GetStatusResponse]]:
         """Long-polls the state of this router and of the engines as it sees them."""
+
+    @_abc_1.abstractmethod
+    def Move(
+        self,
+        request: _control_pb2.MoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.MoveResponse, _abc.Awaitable[_control_pb2.MoveResponse]]:
+        """Asks for a move of a running decode, for people and tests; it goes the way of every move (grant, hand-off)."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
