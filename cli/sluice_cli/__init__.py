@@ -1,0 +1,1 @@
+"""The ``sluice`` command: a launcher of local clusters, and questions to running ones."""
