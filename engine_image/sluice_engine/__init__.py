@@ -1,0 +1,1 @@
+"""One vLLM engine behind the engine stream: the serving process, and the plugin that runs inside vLLM's EngineCore."""

@@ -1,0 +1,411 @@
+"""What crosses between the serving process and the EngineCore process; nothing else does.
+
+Three things cross, all of them plain msgpack once encoded:
+
+1. *Commands*, down, in batches: ``await client.call_utility_async("sluice", encode_commands([...]))`` answers with what
+   ``decode_answers`` reads, one answer per command and in their order. A batch is carried out between two iterations,
+   whole and in order, after the submits and aborts that were sent before it.
+2. *Extras* of a submitted request, down, in ``SamplingParams.extra_args[EXTRAS_KEY]`` (``RequestExtras.encode``).
+   ``EngineCoreRequest.prompt_token_ids`` is the prompt without generated tokens; ``max_tokens``, ``min_tokens``, the
+   penalties and the seed of its sampling parameters belong to the whole request, tokens of other engines included.
+3. *Reports*, up, one per iteration: an ``EngineCoreOutput`` whose id is ``REPORT_ID``, beside the tokens of that very
+   iteration (``decode_report``). An iteration that computes nothing but has something to tell sends one too.
+
+A request that was handed off ends with finish reason "length" and carries ``kv_transfer_params`` that ``decode_hand_off``
+reads; that one has to be looked for before the finish reason is believed. A returned request ends by being named in
+``Report.returned`` alone: vLLM sends no output for it. An abort is vLLM's own (``client.abort_requests_async``); it is
+answered by nothing.
+
+No timestamp crosses, only durations.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+# Name of the EngineCore utility that carries commands.
+UTILITY = "sluice"
+# Key of the extras in SamplingParams.extra_args.
+EXTRAS_KEY = "sluice"
+# Request id of the reserved output that carries a report. Ids of real requests never begin with a NUL.
+REPORT_ID = "\0sluice"
+# Key that marks kv_transfer_params as ours, and says how many tokens they cover.
+NUM_TOKENS_KEY = "sluice_num_tokens"
+
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+
+class Parameters(msgspec.Struct, frozen=True, kw_only=True):
+    """Strategy parameters (``sluice_core.records.FlowParameters``), all live.
+
+    Args:
+        watermark: M, share of KV blocks (or of max_num_seqs) above which a D-heavy engine degrades.
+        approaching_factor: Alpha, share of the TPOT SLO above which a decode on a P-heavy engine flows back.
+        min_tokens_between_moves: Output tokens between two moves of one request, unless its SLO is at stake.
+    """
+
+    watermark: float = 0.95
+    approaching_factor: float = 0.96
+    min_tokens_between_moves: int = 16
+
+
+class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
+    """The engine's part of a plan. A generation lower than the one in force changes nothing.
+
+    Args:
+        generation: Generation of the plan.
+        role: ``"P-heavy"``, ``"D-heavy"`` (``sluice_core.records.Role``).
+        chunk_size_tokens: Tokens per iteration, decodes included; 0: no new prompts.
+        is_draining: True: no new prompts, no grants, every decode is proposed with the cause ``drain``.
+        strategy: ``"TaiChi"``, ``"Aggregated"`` or ``"Disaggregated"``.
+        parameters: Its parameters.
+    """
+
+    generation: int
+    role: str
+    chunk_size_tokens: int
+    is_draining: bool = False
+    strategy: str = "TaiChi"
+    parameters: Parameters = Parameters()
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
+    """Asks for room. The blocks are taken out of the pool at once, and given to the request that names ``key``.
+
+    Args:
+        key: Chosen by the serving process, unique over all routers.
+        num_tokens: Tokens the request will hold when it arrives, one more included.
+        cause: ``sluice_core.records.MoveCause``.
+        ttl_s: Seconds until the reservation lapses.
+    """
+
+    key: str
+    num_tokens: int
+    cause: str
+    ttl_s: float = 2.0
+
+
+class ReleaseGrant(msgspec.Struct, frozen=True, kw_only=True, tag="release_grant"):
+    """Gives a reservation back; an unknown key is no error (it lapsed, or it was used).
+
+    Args:
+        key: Key of the grant.
+    """
+
+    key: str
+
+
+class HandOff(msgspec.Struct, frozen=True, kw_only=True, tag="hand_off"):
+    """Ends a request's part here at the next iteration boundary; its KV blocks stay until they are read or released.
+
+    Args:
+        request_id: The engine's id of the request.
+    """
+
+    request_id: str
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """Frees the KV blocks of a handed-off request now; an unknown request is no error (its blocks are free).
+
+    Args:
+        request_id: The engine's id of the request.
+    """
+
+    request_id: str
+
+
+class ReadLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Asks for the load outside of an iteration (idle reports); lapsed grants are dropped first."""
+
+
+Command = Configure | Grant | ReleaseGrant | HandOff | Release | ReadLoad
+
+# --- answers -----------------------------------------------------------------------------------------------------
+
+
+class Configured(msgspec.Struct, frozen=True, kw_only=True, tag="configured"):
+    """What is in force from the next iteration on.
+
+    Args:
+        generation: Generation in force.
+        role: Role in force.
+        chunk_size_tokens: Chunk size in force.
+        error: Why the Configure was refused; empty when it was taken (or was older than what is in force).
+    """
+
+    generation: int
+    role: str
+    chunk_size_tokens: int
+    error: str = ""
+
+
+class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+    """Answer to ``Grant``.
+
+    Args:
+        key: Key of the grant.
+        is_granted: False: no room.
+        reason: Why not: ``kv``, ``seqs``, ``draining``, ``watermark``, ``length``.
+        ttl_s: Seconds until the reservation lapses.
+    """
+
+    key: str
+    is_granted: bool
+    reason: str = ""
+    ttl_s: float = 0.0
+
+
+class HandOffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hand_off_answer"):
+    """Answer to ``HandOff``. An accepted one can still be refused later, in ``Report.refused``.
+
+    Args:
+        request_id: The engine's id of the request.
+        is_accepted: True: its Finished comes with KV, or, if it ends by itself at that boundary, without.
+        reason: Why not: ``unknown``, ``prefill``, ``preempted``, ``waiting``.
+    """
+
+    request_id: str
+    is_accepted: bool
+    reason: str = ""
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """Answer to commands that have nothing to tell."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Sums, not queues (``LoadReport`` of the wire; the serving process adds the rest).
+
+    Args:
+        queued_prefill_tokens: Prefill tokens not yet computed, waiting and running, pulls left out.
+        queued_requests: Requests with such tokens.
+        queued_attention_work: Sum over them of ``c * (context + c / 2)``, in token pairs.
+        running_decodes: Decodes that run.
+        decode_context_tokens: Sum of their contexts.
+        pulling_requests: Requests that wait for KV from another engine.
+        kv_blocks_total: KV blocks of the engine.
+        kv_blocks_used: Blocks that requests hold, pinned ones included, granted ones not.
+        kv_blocks_granted: Blocks reserved by grants.
+        kv_blocks_pinned: Blocks handed off, neither read nor released.
+        chunk_size_tokens: Chunk size in force.
+        is_draining: True while draining.
+        generation: Plan generation in force.
+        pull_bytes_per_s: Measured rate of KV pulls; 0: none yet.
+        num_preemptions: Since the start.
+        num_moved_in: Requests that arrived with KV, since the start.
+        num_moved_out: Requests handed off, since the start.
+        num_recomputed_pulls: Pulls that failed, came too late or were malformed, and were recomputed, since the start.
+    """
+
+    queued_prefill_tokens: int = 0
+    queued_requests: int = 0
+    queued_attention_work: float = 0.0
+    running_decodes: int = 0
+    decode_context_tokens: int = 0
+    pulling_requests: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_granted: int = 0
+    kv_blocks_pinned: int = 0
+    chunk_size_tokens: int = 0
+    is_draining: bool = False
+    generation: int = 0
+    pull_bytes_per_s: float = 0.0
+    num_preemptions: int = 0
+    num_moved_in: int = 0
+    num_moved_out: int = 0
+    num_recomputed_pulls: int = 0
+
+
+Answer = Configured | Granted | HandOffAnswer | Done | Load
+
+# --- extras of a request -----------------------------------------------------------------------------------------
+
+
+class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
+    """What vLLM's own request record has no place for.
+
+    Args:
+        link: Number of the router's stream, chosen by the serving process; reports echo submit numbers per link.
+        submit_number: Counts the link's submits from 1.
+        output_token_ids: Tokens generated so far elsewhere, in order.
+        transfer_params: KV handle of the source (``transfer_params_json`` of the wire), checked for fingerprint by the
+            serving process and for everything else here; empty: prefill here.
+        grant_key: Grant that reserves the room; empty: none.
+        ttft_slo_s: TTFT objective, in seconds.
+        tpot_slo_s: TPOT objective, in seconds; 0: none.
+        since_first_token_s: Seconds since the client's first token at submission; negative before it.
+        output_tokens_since_reset: Output tokens since the last move that reset the length.
+        is_recovery: True: ahead of other prefills, and never returned.
+    """
+
+    link: int = 0
+    submit_number: int = 0
+    output_token_ids: list[int] = []
+    transfer_params: str = ""
+    grant_key: str = ""
+    ttft_slo_s: float = 0.0
+    tpot_slo_s: float = 0.0
+    since_first_token_s: float = -1.0
+    output_tokens_since_reset: int = 0
+    is_recovery: bool = False
+
+    def encode(self) -> dict[str, Any]:
+        """Plain data for ``SamplingParams.extra_args[EXTRAS_KEY]``."""
+        return {EXTRAS_KEY: msgspec.to_builtins(self)}
+
+
+# --- reports -----------------------------------------------------------------------------------------------------
+
+
+class Iteration(msgspec.Struct, frozen=True, kw_only=True):
+    """One iteration that computed something.
+
+    Args:
+        number: Counts from 1 since the start of the engine.
+        prefill_tokens: Prefill tokens computed, recomputed ones included.
+        attention_work: Sum over the prefill chunks of ``c * (context + c / 2)``, in token pairs.
+        num_chunks: Prefill chunks.
+        num_decodes: Decodes.
+        decode_context_tokens: Sum of their contexts.
+        duration_s: Measured wall time, from the later of its own scheduling and the end of the iteration before.
+    """
+
+    number: int
+    prefill_tokens: int
+    attention_work: float
+    num_chunks: int
+    num_decodes: int
+    decode_context_tokens: int
+    duration_s: float
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that should leave; it keeps running until it is told to hand off.
+
+    Args:
+        request_id: The engine's id of the request.
+        cause: ``sluice_core.records.MoveCause``.
+        num_output_tokens: Output tokens so far, over all engines.
+        num_blocks: KV blocks it holds.
+    """
+
+    request_id: str
+    cause: str
+    num_output_tokens: int
+    num_blocks: int
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    """An accepted hand-off that was given up; the request goes on here.
+
+    Args:
+        request_id: The engine's id of the request.
+        reason: ``preempted``.
+    """
+
+    request_id: str
+    reason: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What an iteration tells, beside its tokens.
+
+    Args:
+        load: Load after it.
+        iteration: What it computed; None when it computed nothing.
+        proposals: Requests that should leave.
+        returned: Requests that ended because chunk size 0 or a drain sends unstarted prompts back to their routers.
+        refused: Accepted hand-offs that were given up.
+        last_submit_numbers: By link, the last submit the load includes; only links that submitted since the last report.
+    """
+
+    load: Load
+    iteration: Iteration | None = None
+    proposals: list[Proposal] = []
+    returned: list[str] = []
+    refused: list[Refused] = []
+    last_submit_numbers: dict[int, int] = {}
+
+
+class HandedOff(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the KV of a handed-off request lies.
+
+    Args:
+        num_tokens: Tokens whose KV is complete: prompt + output - 1.
+        transfer_params: ``transfer_params_json`` of the wire.
+    """
+
+    num_tokens: int
+    transfer_params: str
+
+
+# --- encoding ----------------------------------------------------------------------------------------------------
+
+
+def encode_commands(commands: list[Command]) -> list[dict[str, Any]]:
+    """Plain data for ``call_utility_async(UTILITY, ...)``."""
+    encoded: list[dict[str, Any]] = msgspec.to_builtins(commands)
+    return encoded
+
+
+def decode_commands(encoded: list[dict[str, Any]]) -> list[Command]:
+    """Reverse of ``encode_commands``.
+
+    Raises:
+        msgspec.ValidationError: Not a batch of commands.
+    """
+    return msgspec.convert(encoded, list[Command])
+
+
+def encode_answers(answers: list[Answer]) -> list[dict[str, Any]]:
+    """Plain data for the utility's result."""
+    encoded: list[dict[str, Any]] = msgspec.to_builtins(answers)
+    return encoded
+
+
+def decode_answers(encoded: list[dict[str, Any]]) -> list[Answer]:
+    """Reverse of ``encode_answers``."""
+    return msgspec.convert(encoded, list[Answer])
+
+
+def encode_report(report: Report) -> dict[str, Any]:
+    """Plain data for the ``kv_transfer_params`` of the reserved output."""
+    encoded: dict[str, Any] = msgspec.to_builtins(report, str_keys=True)
+    return encoded
+
+
+def decode_report(kv_transfer_params: dict[str, Any]) -> Report:
+    """Reads the report of the output whose request id is ``REPORT_ID``."""
+    return msgspec.convert(kv_transfer_params, Report, strict=False)
+
+
+def decode_extras(extra_args: dict[str, Any] | None) -> RequestExtras:
+    """Reads a request's extras; a request without any gets the defaults.
+
+    Raises:
+        msgspec.ValidationError: Not extras.
+    """
+    return msgspec.convert((extra_args or {}).get(EXTRAS_KEY, {}), RequestExtras)
+
+
+def decode_hand_off(kv_transfer_params: dict[str, Any] | None) -> HandedOff | None:
+    """Reads where a handed-off request's KV lies.
+
+    Args:
+        kv_transfer_params: Of the output with which the request ended.
+
+    Returns:
+        None when the request was not handed off, so that its finish reason means what it says.
+    """
+    if not kv_transfer_params or NUM_TOKENS_KEY not in kv_transfer_params:
+        return None
+    return HandedOff(
+        num_tokens=kv_transfer_params[NUM_TOKENS_KEY],
+        transfer_params=json.dumps(kv_transfer_params, separators=(",", ":")),
+    )
