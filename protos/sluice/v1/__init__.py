@@ -1,0 +1,1 @@
+"""Messages and services of Sluice, version 1, generated from the protos beside this file."""

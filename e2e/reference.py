@@ -1,0 +1,67 @@
+"""Answers requests with stock vLLM, without Sluice: what every moved, recovered or re-chunked request must equal.
+
+Run as a program: reads a JSON list of requests from a file, writes a JSON list of answers to another. One engine, no
+plugin, no KV connector, whole prompts in one chunk.
+
+Usage: python e2e/reference.py MODEL REQUESTS.json ANSWERS.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# Set before vLLM is imported: no usage statistics, no hub, no plugin of ours, one thread as our engines have.
+os.environ.update(
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_PLUGINS="",
+    OMP_NUM_THREADS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+)
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    completion = output.outputs[0]
+    logprobs = None
+    if completion.logprobs is not None:
+        logprobs = [
+            step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids, strict=True)
+        ]
+    return {
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "logprobs": logprobs,
+    }
+
+
+def main(model: str, requests_path: Path, answers_path: Path) -> None:
+    """Generates every request of ``requests_path``: {prompt_token_ids, sampling: SamplingParams arguments}."""
+    from vllm import LLM, SamplingParams
+
+    requests = json.loads(requests_path.read_text())
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        block_size=32,
+        max_model_len=4096,
+        max_num_batched_tokens=8192,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=256 << 20,
+        disable_log_stats=True,
+    )
+    outputs = llm.generate(
+        [{"prompt_token_ids": request["prompt_token_ids"]} for request in requests],
+        [SamplingParams(detokenize=False, **request["sampling"]) for request in requests],
+        use_tqdm=False,
+    )
+    answers_path.write_text(json.dumps([_answer(output) for output in outputs]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
