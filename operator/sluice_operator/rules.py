@@ -1,0 +1,246 @@
+"""Rules that tie fields of the manifest together. Each is a function from the spec to what breaks it.
+
+The CRD states the same rules in CEL; a test holds the two equal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sluice_operator.fields import port_range
+from sluice_operator.sliders import resolve_sliders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sluice_operator.spec import ServingClusterSpec, TokenBounds
+
+SMALLEST_CHUNK_TOKENS = 16
+ENGINE_PORTS = {8010: "the engine's gRPC server", 9090: "metrics"}
+# Arguments of vLLM that Sluice sets, by their long name; the value says what to use instead.
+OWNED_ARGUMENTS = {
+    "model": "spec.model",
+    "revision": "spec.model.revision",
+    "served-model-name": "spec.model.servedName",
+    "tensor-parallel-size": "spec.engine.tensorParallelSize",
+    "tp": "spec.engine.tensorParallelSize",
+    "max-num-batched-tokens": "spec.engine.maxBatchTokens",
+    "max-model-len": "spec.engine.maxModelLen",
+    "host": "nothing: the operator chooses it",
+    "port": "nothing: the operator chooses it",
+    "api-key": "spec.router.auth",
+    "scheduler-cls": "spec.strategy",
+    "scheduling-policy": "spec.strategy",
+    "enable-chunked-prefill": "spec.chunkSizes",
+    "kv-transfer-config": "spec.network",
+    "pipeline-parallel-size": "nothing: not supported",
+    "pp": "nothing: not supported",
+    "data-parallel-size": "spec.replicas",
+    "dp": "spec.replicas",
+}
+OWNED_ENVIRONMENT = frozenset(
+    {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT",
+        "VLLM_PLUGINS",
+        "UCX_TLS",
+        "UCX_NET_DEVICES",
+        "UCX_IB_GID_INDEX",
+        "UCX_TCP_PORT_RANGE",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """A rule that does not hold.
+
+    Args:
+        path: The field, from the spec on, in the manifest's names.
+        value: Its value.
+        message: The limit, and what to do.
+    """
+
+    path: tuple[str | int, ...]
+    value: Any
+    message: str
+
+
+def find_broken(spec: ServingClusterSpec) -> list[Broken]:
+    """Checks all rules."""
+    return [broken for rule in RULES for broken in rule(spec)]
+
+
+def _chunks_fit_the_batch(spec: ServingClusterSpec) -> Iterator[Broken]:
+    limit = spec.engine.max_batch_tokens
+    sizes = {"prefillHeavy": spec.chunk_sizes.prefill_heavy, "decodeHeavy": spec.chunk_sizes.decode_heavy}
+    for name, tokens in sizes.items():
+        path = ("chunkSizes", name)
+        if tokens > limit:
+            yield Broken(
+                path=path,
+                value=tokens,
+                message=f"is above engine.maxBatchTokens, {limit}; lower it, or raise that (which restarts engines)",
+            )
+        elif 0 < tokens < SMALLEST_CHUNK_TOKENS:
+            yield Broken(
+                path=path,
+                value=tokens,
+                message=f"is below the least chunk size, {SMALLEST_CHUNK_TOKENS}; raise it, or use 0 for no prefills",
+            )
+
+
+def _count_fits_the_replicas(spec: ServingClusterSpec) -> Iterator[Broken]:
+    wanted = spec.prefill_heavy
+    if isinstance(wanted, int) and wanted > spec.replicas:
+        yield Broken(
+            path=("prefillHeavy",),
+            value=wanted,
+            message=f"is above replicas, {spec.replicas}; lower it, raise replicas, or use a percentage",
+        )
+
+
+def _decode_only_needs_two(spec: ServingClusterSpec) -> Iterator[Broken]:
+    if spec.replicas == 1 and resolve_sliders(spec).decode_heavy_tokens == 0:
+        cause = "strategy Disaggregated" if spec.strategy == "Disaggregated" else "chunkSizes.decodeHeavy 0"
+        yield Broken(
+            path=("replicas",), value=1, message=f"is too few: {cause} needs a P-heavy and a D-heavy engine; use 2"
+        )
+
+
+def _class_names_differ(spec: ServingClusterSpec) -> Iterator[Broken]:
+    counts = Counter(slo_class.name for slo_class in spec.slo.classes)
+    for index, slo_class in enumerate(spec.slo.classes):
+        if counts[slo_class.name] > 1:
+            yield Broken(
+                path=("slo", "classes", index, "name"),
+                value=slo_class.name,
+                message="is the name of another class too; rename one",
+            )
+
+
+def _one_source(spec: ServingClusterSpec) -> Iterator[Broken]:
+    given = sorted(spec.model.source.model_dump(exclude_none=True))
+    if len(given) != 1:
+        yield Broken(
+            path=("model", "source"),
+            value=", ".join(given) or "{}",
+            message="must hold exactly one of huggingFace, persistentVolumeClaim and image",
+        )
+
+
+def _arguments_are_free(spec: ServingClusterSpec) -> Iterator[Broken]:
+    for index, argument in enumerate(spec.engine.extra_args):
+        name = argument.split("=", 1)[0].lstrip("-").replace("_", "-").removeprefix("no-")
+        if argument.startswith("-") and (name in OWNED_ARGUMENTS or name.split(".", 1)[0] in OWNED_ARGUMENTS):
+            instead = OWNED_ARGUMENTS[name.split(".", 1)[0]]
+            yield Broken(
+                path=("engine", "extraArgs", index),
+                value=argument,
+                message=f"is set by Sluice; remove it and use {instead}",
+            )
+
+
+def _environment_is_free(spec: ServingClusterSpec) -> Iterator[Broken]:
+    for index, variable in enumerate(spec.engine.env):
+        path = ("engine", "env", index, "name")
+        if variable.name in OWNED_ENVIRONMENT or variable.name.startswith("SLUICE_"):
+            yield Broken(path=path, value=variable.name, message="is set by Sluice; remove it (see spec.network)")
+        if (variable.value is None) == (variable.value_from is None):
+            yield Broken(path=path, value=variable.name, message="needs either value or valueFrom")
+
+
+def _ports_differ(spec: ServingClusterSpec) -> Iterator[Broken]:
+    network = spec.network
+    if network.kv_port in ENGINE_PORTS:
+        yield Broken(
+            path=("network", "kvPort"),
+            value=network.kv_port,
+            message=f"is the port of {ENGINE_PORTS[network.kv_port]}; choose another",
+        )
+    if network.tcp_port_range is None:
+        return
+    taken = {network.kv_port, *ENGINE_PORTS} & set(port_range(network.tcp_port_range))
+    if taken:
+        yield Broken(
+            path=("network", "tcpPortRange"),
+            value=network.tcp_port_range,
+            message=f"contains {', '.join(map(str, sorted(taken)))}, used otherwise; choose another range",
+        )
+
+
+def _rdma_is_whole(spec: ServingClusterSpec) -> Iterator[Broken]:
+    mode, rdma = spec.network.mode, spec.network.rdma
+    path: tuple[str, ...] = ("network", "rdma")
+    if (mode == "RDMA") != (rdma is not None):
+        wanted = (
+            "is required by network.mode RDMA" if rdma is None else "needs network.mode RDMA; set it or remove this"
+        )
+        yield Broken(path=path, value=None if rdma is None else "{...}", message=wanted)
+    if rdma is None:
+        return
+    if (rdma.resource_name is None) == (rdma.resource_claim_template_name is None):
+        yield Broken(
+            path=(*path, "resourceName"),
+            value=rdma.resource_name,
+            message="exactly one of resourceName and resourceClaimTemplateName must be set",
+        )
+    if rdma.gid_index is not None and rdma.fabric != "RoCE":
+        yield Broken(
+            path=(*path, "gidIndex"), value=rdma.gid_index, message=f"is for RoCE; remove it for {rdma.fabric}"
+        )
+    has_nvidia = any(name.startswith("nvidia.com/") for name in spec.engine.resources.limits)
+    if rdma.transports and has_nvidia and not {"cuda_copy", "cuda_ipc"} & set(rdma.transports):
+        yield Broken(
+            path=(*path, "transports"),
+            value=",".join(rdma.transports),
+            message="cannot read GPU memory; add cuda_copy or cuda_ipc",
+        )
+
+
+def _bounds_are_ordered(spec: ServingClusterSpec) -> Iterator[Broken]:
+    bounds, limit = spec.autotune.bounds, spec.engine.max_batch_tokens
+    path = ("autotune", "bounds")
+    if bounds.replicas and bounds.replicas.min > bounds.replicas.max:
+        yield _unordered((*path, "replicas"), bounds.replicas.min, bounds.replicas.max)
+    if bounds.prefill_heavy:
+        low, high = bounds.prefill_heavy.min, bounds.prefill_heavy.max
+        if type(low) is not type(high):
+            yield Broken(
+                path=(*path, "prefillHeavy"), value=f"{low}, {high}", message="must be two counts or two percentages"
+            )
+        elif int(str(low).rstrip("%")) > int(str(high).rstrip("%")):
+            yield _unordered((*path, "prefillHeavy"), low, high)
+    chunks: dict[str, TokenBounds | None] = {
+        "prefillHeavy": bounds.chunk_sizes.prefill_heavy,
+        "decodeHeavy": bounds.chunk_sizes.decode_heavy,
+    }
+    for name, chunk in chunks.items():
+        if chunk and chunk.min > chunk.max:
+            yield _unordered((*path, "chunkSizes", name), chunk.min, chunk.max)
+        if chunk and chunk.max > limit:
+            yield Broken(
+                path=(*path, "chunkSizes", name, "max"),
+                value=chunk.max,
+                message=f"is above engine.maxBatchTokens, {limit}; lower it or raise that",
+            )
+
+
+def _unordered(path: tuple[str | int, ...], low: object, high: object) -> Broken:
+    return Broken(path=(*path, "min"), value=low, message=f"is above max, {high}; swap them")
+
+
+RULES: tuple[Callable[[ServingClusterSpec], Iterator[Broken]], ...] = (
+    _chunks_fit_the_batch,
+    _count_fits_the_replicas,
+    _decode_only_needs_two,
+    _class_names_differ,
+    _one_source,
+    _arguments_are_free,
+    _environment_is_free,
+    _ports_differ,
+    _rdma_is_whole,
+    _bounds_are_ordered,
+)

@@ -1,0 +1,420 @@
+"""The ServingCluster: every field of the manifest with its default, its bounds and what a change of it does.
+
+The operator and ``sluice up`` read manifests through this one model. Rules that tie fields together are in
+``rules``; how a refusal reads is in ``manifest``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
+
+from sluice_operator import rules
+from sluice_operator.fields import (
+    CountOrPercentage,
+    Effect,
+    Label,
+    Part,
+    Percentage,
+    Port,
+    PortRange,
+    Quantity,
+    ResourceName,
+    StrictBool,
+    Text,
+)
+
+API_VERSION = "sluice.dev/v1alpha1"
+KIND = "ServingCluster"
+
+StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated"]
+EarlyRejectionName = Literal["Off", "Random", "Reject"]
+
+
+class ChunkSizes(Part):
+    """Most tokens that one iteration processes, decodes included, by role (sliders S_P and S_D)."""
+
+    prefill_heavy: Annotated[int, Field(strict=True, ge=16)] = 1024
+    """Chunk size of P-heavy engines, in tokens; 16 to engine.maxBatchTokens."""
+    decode_heavy: Annotated[int, Field(strict=True, ge=0)] = 256
+    """Chunk size of D-heavy engines, in tokens; 0 (no prefills there) or 16 to engine.maxBatchTokens."""
+
+
+class SloClassSpec(Part):
+    """A named pair of objectives that requests may ask for."""
+
+    name: Label
+    """Name that requests give in x-sluice-slo-class."""
+    ttft_milliseconds: Annotated[int, Field(strict=True, ge=1, le=600_000)]
+    """Objective for the time to first token, in milliseconds."""
+    tpot_milliseconds: Annotated[int, Field(strict=True, ge=1, le=60_000)]
+    """Objective for the time per output token, in milliseconds."""
+    priority: Annotated[int, Field(strict=True, ge=-1000, le=1000)] = 0
+    """Higher goes first."""
+
+
+class SloSpec(Part):
+    """Latency objectives."""
+
+    ttft_milliseconds: Annotated[int, Field(strict=True, ge=1, le=600_000)]
+    """Objective for the time to first token, in milliseconds."""
+    tpot_milliseconds: Annotated[int, Field(strict=True, ge=1, le=60_000)]
+    """Objective for the time per output token, in milliseconds."""
+    attainment: Percentage = "90%"
+    """Share of requests that shall meet both objectives."""
+    classes: Annotated[tuple[SloClassSpec, ...], Field(max_length=16)] = ()
+    """Named objectives besides the default ones."""
+
+
+class ParametersSpec(Part):
+    """Parameters of the strategies."""
+
+    watermark_percent: Annotated[int, Field(strict=True, ge=50, le=99)] = 95
+    """Watermark M: share of KV blocks above which a D-heavy engine degrades its longest outputs."""
+    approaching_factor_percent: Annotated[int, Field(strict=True, ge=50, le=100)] = 96
+    """Alpha: share of the TPOT objective above which a decode on a P-heavy engine flows back."""
+    early_rejection: EarlyRejectionName = "Off"
+    """What happens to a request that no engine can serve within its TTFT objective. Quote "Off" in YAML."""
+    min_tokens_between_moves: Annotated[int, Field(strict=True, ge=0, le=65_536)] = 16
+    """Output tokens between two moves of one request, unless its objective is at stake."""
+
+
+class SecretKeyRef(Part):
+    """A key of a Secret in the cluster's namespace."""
+
+    name: ResourceName
+    """Name of the Secret."""
+    key: Text
+    """Key in it."""
+
+
+class HuggingFaceSource(Part):
+    """The model is fetched from the Hugging Face Hub by model.name."""
+
+    token_secret_ref: SecretKeyRef | None = None
+    """Token for gated models."""
+
+
+class PersistentVolumeClaimSource(Part):
+    """The model lies on a volume; `sluice up` looks in .sluice/volumes/<claimName>/<path>."""
+
+    claim_name: Label
+    """Name of the claim."""
+    path: Annotated[str, Field(max_length=1024, pattern=r"^[^/]")] = "."
+    """Directory of the model, relative to the volume."""
+
+
+class ImageSource(Part):
+    """The model lies in an OCI image, mounted as a volume."""
+
+    reference: Text
+    """Image reference."""
+    path: Annotated[str, Field(max_length=1024, pattern=r"^[^/]")] = "."
+    """Directory of the model, relative to the image's root."""
+
+
+class ModelSource(Part):
+    """Where the model comes from: exactly one."""
+
+    hugging_face: HuggingFaceSource | None = None
+    """The Hugging Face Hub."""
+    persistent_volume_claim: PersistentVolumeClaimSource | None = None
+    """A volume."""
+    image: ImageSource | None = None
+    """An OCI image."""
+
+
+class ModelSpec(Part):
+    """The model; mounted read-only at /model in engines and routers."""
+
+    name: Text
+    """Name of the model, such as Qwen/Qwen2.5-14B-Instruct."""
+    revision: Text | None = None
+    """Revision of the model."""
+    served_name: Text | None = None
+    """Name that clients use; model.name when absent."""
+    source: ModelSource
+    """Where it comes from."""
+
+
+class EnvVar(Part):
+    """An environment variable of the engine container."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
+    """Its name; names that Sluice sets itself are refused."""
+    value: str | None = None
+    """Its value."""
+    value_from: dict[str, Any] | None = None
+    """Kubernetes' valueFrom; not available to `sluice up`."""
+
+
+class Resources(Part):
+    """Kubernetes' resource requirements; `sluice up` does not enforce them."""
+
+    limits: dict[ResourceName, Quantity] = Field(default_factory=dict)
+    """Most of each resource."""
+    requests: dict[ResourceName, Quantity] = Field(default_factory=dict)
+    """Resources reserved."""
+    claims: tuple[dict[str, Any], ...] = ()
+    """Kubernetes' resource claims."""
+
+
+class Emulation(Part):
+    """Replaces the forward pass by the clock of a latency model."""
+
+    gpu: Label
+    """GPU that is emulated, such as h100."""
+    model: Text
+    """Model whose iterations are emulated."""
+
+
+class EngineSpec(Part):
+    """One engine: a vLLM instance in a pod or a local process."""
+
+    image: Text | None = None
+    """Container image; the operator's own when absent."""
+    tensor_parallel_size: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
+    """GPUs that share one engine."""
+    max_batch_tokens: Annotated[int, Field(strict=True, ge=16, le=1_048_576)] = 8192
+    """Largest chunk size that may be set without a restart, in tokens."""
+    max_model_len: Annotated[int, Field(strict=True, ge=16, le=16_777_216)] | None = None
+    """Longest prompt + output, in tokens; the model's own limit when absent."""
+    extra_args: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
+    """Further arguments of vLLM."""
+    env: Annotated[tuple[EnvVar, ...], Field(max_length=64)] = ()
+    """Further environment variables."""
+    resources: Resources = Resources()
+    """Resources of the engine container."""
+    startup_timeout_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 1800
+    """Longest time from the start of an engine until it serves."""
+    drain_timeout_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] = 300
+    """Longest time an engine may take to hand its work over before it stops."""
+    shared_memory: Quantity | None = None
+    """Size of /dev/shm."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Kubernetes' nodeSelector."""
+    tolerations: tuple[dict[str, Any], ...] = ()
+    """Kubernetes' tolerations."""
+    affinity: dict[str, Any] = Field(default_factory=dict)
+    """Kubernetes' affinity."""
+    pod_template: dict[str, Any] = Field(default_factory=dict)
+    """Merged over the rendered pod template; checked by the API server."""
+    emulation: Emulation | None = None
+    """Emulates a GPU instead of computing."""
+
+
+class RdmaSpec(Part):
+    """How engines reach the RDMA fabric."""
+
+    fabric: Literal["InfiniBand", "RoCE", "EFA"]
+    """Kind of fabric."""
+    resource_name: ResourceName | None = None
+    """Extended resource of the network device."""
+    resource_claim_template_name: Label | None = None
+    """ResourceClaimTemplate of the network device, instead of resourceName."""
+    resource_count: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
+    """Devices (or slots of a shared plugin) per engine."""
+    networks: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
+    """Multus networks."""
+    net_devices: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
+    """UCX_NET_DEVICES."""
+    gid_index: Annotated[int, Field(strict=True, ge=0, le=255)] | None = None
+    """GID index; RoCE only."""
+    transports: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
+    """UCX_TLS; on GPUs it must contain cuda_copy or cuda_ipc."""
+    memlock: Literal["Node", "IPCLock"] = "Node"
+    """Who raises the limit of locked memory: the node, or the IPC_LOCK capability."""
+    require_rdma: Annotated[StrictBool, Field(alias="requireRDMA")] = False
+    """Refuse to serve over TCP when RDMA cannot be used."""
+    pod_annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations of engine pods, for network plugins."""
+
+
+class NetworkSpec(Part):
+    """How KV moves between engines."""
+
+    mode: Literal["TCP", "RDMA"] = "TCP"
+    """Transport of KV."""
+    kv_port: Annotated[int, Field(strict=True, ge=1024, le=65_535)] = 5600
+    """Port of NIXL's side channel."""
+    tcp_port_range: PortRange | None = None
+    """Ports of UCX over TCP; any when absent."""
+    rdma: RdmaSpec | None = None
+    """Required by mode RDMA, refused otherwise."""
+
+
+class ServiceSpec(Part):
+    """The Service in front of the routers."""
+
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    """Kind of Service."""
+    port: Port = 8000
+    """Port of the OpenAI API; also the local port of `sluice up`."""
+    annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations of the Service."""
+
+
+class AuthSpec(Part):
+    """Who may use the API."""
+
+    mode: Literal["None"] = "None"
+    """How clients prove who they are."""
+
+
+class TlsSpec(Part):
+    """Encryption of the API."""
+
+    mode: Literal["Disabled"] = "Disabled"
+    """Where certificates come from."""
+
+
+class RouterSpec(Part):
+    """The routers."""
+
+    replicas: Annotated[int, Effect.LIVE, Field(strict=True, ge=1, le=64)] = 2
+    """Router processes."""
+    image: Text | None = None
+    """Container image; the operator's own when absent."""
+    resources: Resources = Resources()
+    """Resources of the router container."""
+    service: ServiceSpec = ServiceSpec()
+    """The Service in front of them."""
+    auth: AuthSpec = AuthSpec()
+    """Who may use the API."""
+    tls: TlsSpec = TlsSpec()
+    """Encryption of the API."""
+
+
+class CountBounds(Part):
+    """Least and most."""
+
+    min: CountOrPercentage
+    """Least value."""
+    max: CountOrPercentage
+    """Most value."""
+
+
+class TokenBounds(Part):
+    """Least and most, in tokens."""
+
+    min: Annotated[int, Field(strict=True, ge=0)]
+    """Least value."""
+    max: Annotated[int, Field(strict=True, ge=16)]
+    """Most value."""
+
+
+class ReplicaBounds(Part):
+    """Least and most engines."""
+
+    min: Annotated[int, Field(strict=True, ge=1, le=1024)]
+    """Least value."""
+    max: Annotated[int, Field(strict=True, ge=1, le=1024)]
+    """Most value."""
+
+
+class ChunkSizeBounds(Part):
+    """Bounds of the chunk sizes."""
+
+    prefill_heavy: TokenBounds | None = None
+    """Bounds of chunkSizes.prefillHeavy."""
+    decode_heavy: TokenBounds | None = None
+    """Bounds of chunkSizes.decodeHeavy."""
+
+
+class AutotuneBounds(Part):
+    """How far the tuner may go; a slider without bounds is not touched."""
+
+    prefill_heavy: CountBounds | None = None
+    """Bounds of prefillHeavy."""
+    chunk_sizes: ChunkSizeBounds = ChunkSizeBounds()
+    """Bounds of the chunk sizes."""
+    replicas: ReplicaBounds | None = None
+    """Bounds of replicas."""
+
+
+class AutotuneSpec(Part):
+    """The search for better sliders."""
+
+    mode: Literal["Off", "Recommend", "Apply"] = "Off"
+    """Off, write recommendations to the status, or apply them. Quote "Off" in YAML."""
+    bounds: AutotuneBounds = AutotuneBounds()
+    """How far it may go."""
+    cooldown_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 300
+    """Shortest time between two changes."""
+
+
+class ServingClusterSpec(Part):
+    """What the user wants."""
+
+    replicas: Annotated[int, Effect.LIVE, Field(strict=True, ge=1, le=1024)] = 2
+    """Engines in all."""
+    prefill_heavy: Annotated[CountOrPercentage, Effect.LIVE] = "50%"
+    """P-heavy engines, as a count or a share of replicas (rounded half up). Use a share when autoscaling."""
+    chunk_sizes: Annotated[ChunkSizes, Effect.LIVE] = ChunkSizes()
+    """Chunk sizes by role."""
+    slo: Annotated[SloSpec, Effect.LIVE]
+    """Latency objectives."""
+    strategy: Annotated[StrategyName, Effect.LIVE] = "TaiChi"
+    """TaiChi uses the sliders as given. Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
+    Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills."""
+    parameters: Annotated[ParametersSpec, Effect.LIVE] = ParametersSpec()
+    """Parameters of the strategies."""
+    model: Annotated[ModelSpec, Effect.RESTARTS_ALL]
+    """The model."""
+    engine: Annotated[EngineSpec, Effect.RESTARTS_ENGINES] = EngineSpec()
+    """The engines."""
+    network: Annotated[NetworkSpec, Effect.RESTARTS_ENGINES] = NetworkSpec()
+    """How KV moves between engines."""
+    router: Annotated[RouterSpec, Effect.RESTARTS_ROUTERS] = RouterSpec()
+    """The routers."""
+    autotune: Annotated[AutotuneSpec, Effect.LIVE] = AutotuneSpec()
+    """The search for better sliders."""
+
+    @model_validator(mode="after")
+    def _keep_rules(self) -> Self:
+        broken = [
+            InitErrorDetails(
+                type=PydanticCustomError("rule", "{message}", {"message": found.message}),
+                loc=found.path,
+                input=found.value,
+            )
+            for found in rules.find_broken(self)
+        ]
+        if broken:
+            raise ValidationError.from_exception_data(type(self).__name__, broken)
+        return self
+
+
+class Metadata(Part):
+    """The object's name; what else Kubernetes keeps there is not ours."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: Annotated[Label, Field(max_length=45)]
+    """Name of the cluster; short enough for the names derived from it."""
+    namespace: Label = "default"
+    """Its namespace; `sluice up` has none."""
+    uid: str = ""
+    """Kubernetes' uid; `sluice up` makes one."""
+
+
+class ServingCluster(Part):
+    """One model served by P-heavy and D-heavy engines under latency objectives."""
+
+    api_version: Literal["sluice.dev/v1alpha1"]
+    """Version of this schema."""
+    kind: Literal["ServingCluster"]
+    """This kind."""
+    metadata: Metadata
+    """Its name."""
+    spec: ServingClusterSpec
+    """What the user wants."""
+    status: dict[str, Any] | None = None
+    """What the operator reports; ignored on input."""
+
+    @property
+    def served_name(self) -> str:
+        """Name that clients use for the model."""
+        return self.spec.model.served_name or self.spec.model.name
