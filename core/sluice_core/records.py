@@ -116,6 +116,8 @@ class PrefillRequest:
         priority: Higher goes first.
         is_recovery: True when the client already has tokens: the TTFT SLO no longer applies.
         excluded: Engines that must not get it (it failed there).
+        next_token_due_s: For a recovery: when its next token is due by the TPOT SLO (first token + TPOT SLO * output
+            tokens), on the same clock as ``arrival_s``. The earliest has the largest TPOT debt and goes first.
     """
 
     request_id: RequestId
@@ -125,6 +127,7 @@ class PrefillRequest:
     priority: int = 0
     is_recovery: bool = False
     excluded: frozenset[EngineId] = frozenset()
+    next_token_due_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +163,8 @@ class Place:
         request_id: The request.
         engine_id: The engine.
         predicted_ttft_s: Estimate from arrival at the router.
-        reason: ``feasible``, ``only`` (roles void), ``least_late``, ``random``, ``recovery``.
+        reason: ``feasible``; ``least_late`` or ``random`` when nothing is (``EarlyRejection``); ``unproven`` when a
+            rejection would rest on an idle or barely fitted engine; ``recovery``.
         is_feasible: False when the TTFT SLO will probably be missed.
     """
 
@@ -177,7 +181,7 @@ class Hold:
 
     Args:
         request_id: The request.
-        reason: ``no_engine``, ``kv``, ``late_binding``.
+        reason: ``no_engine``, ``kv``, ``late_binding``, ``recovery_cap``.
     """
 
     request_id: RequestId

@@ -1,0 +1,154 @@
+"""What an engine may put into its next iteration.
+
+Architecture.md section 2, in one place. The chunk size is the most tokens of an iteration, decodes included. Decodes
+are never cut; requests that arrive with their KV (joining) come next; local prefills get the rest, the *prefill
+room*: ``max(0, chunk size - decodes - joining)``. Chunk size 0 means no new prompts: prefills that have started
+finish at the last non-zero size, unstarted ones return to their router, recompute always runs, 2048 tokens at a time.
+
+No class starves:
+
+- decodes and joining requests always have their token;
+- recompute goes ahead of other prefills;
+- within a class the order is by arrival, and priority is worth a bounded head start, so every request becomes first;
+- where decodes fill the chunk, prefills still get a small chunk now and then (minimum progress, ``ChunkedPrefillPolicy``);
+- the victim of a preemption is the request that comes last in that same order, so the first one is never preempted
+  and always ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+RECOMPUTE_TOKENS = 2048  # architecture.md 2: per iteration, where the chunk size is 0
+PRIORITY_HEAD_START_S = 10.0  # one level of priority is worth this much earlier arrival
+MIN_PROGRESS_INTERVAL_S = 0.25  # longest time without prefill progress while prefills wait
+MIN_PROGRESS_TOKENS = 128  # 4 times a second: 512 tokens/s, for about 1 ms of TPOT on an A100 with a 14B model
+
+
+class RequestKind(IntEnum):
+    """Classes of requests in the order in which an iteration serves them."""
+
+    DECODE = 0
+    JOINING = 1
+    RECOMPUTE = 2
+    RECOVERY = 3
+    STARTED_PREFILL = 4
+    NEW_PROMPT = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBatch:
+    """What the scheduler knows before an iteration.
+
+    Args:
+        chunk_size_tokens: Chunk size in force; 0: no new prompts.
+        last_chunk_size_tokens: Last non-zero chunk size in force (the same unless it is 0 now).
+        max_batch_tokens: Most tokens that an iteration can ever have.
+        block_size_tokens: Tokens per KV block.
+        num_decodes: Running decodes.
+        num_joining: Requests whose KV has arrived, or whose pull can start now: one token each.
+        num_recomputing: Requests to recompute (preempted, failed pull) and recoveries.
+        num_started_prefills: Prefills with computed tokens, recomputes left out.
+        num_new_prompts: Prompts without.
+        last_prefill_s: When an iteration last computed a prefill token, or since when prefills have waited if that is
+            later; on the caller's clock.
+        is_draining: The engine takes nothing new.
+    """
+
+    chunk_size_tokens: int
+    last_chunk_size_tokens: int
+    max_batch_tokens: int
+    block_size_tokens: int
+    num_decodes: int = 0
+    num_joining: int = 0
+    num_recomputing: int = 0
+    num_started_prefills: int = 0
+    num_new_prompts: int = 0
+    last_prefill_s: float = 0.0
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """Knobs for one iteration.
+
+    Args:
+        token_budget: Most tokens of the iteration; never under decodes + joining.
+        prefill_room_tokens: Part of it for local prefills and recompute together.
+        max_tokens_per_prefill: Most tokens of one prefill or recompute chunk.
+        runs_recompute: Requests to recompute may have tokens.
+        runs_started_prefills: Started prefills may have tokens.
+        runs_new_prompts: New prompts may start.
+        returns_new_prompts: Unstarted prompts go back to their router (recoveries do not).
+        is_minimum_progress: The room comes from the minimum progress rule.
+    """
+
+    token_budget: int
+    prefill_room_tokens: int
+    max_tokens_per_prefill: int
+    runs_recompute: bool
+    runs_started_prefills: bool
+    runs_new_prompts: bool
+    returns_new_prompts: bool
+    is_minimum_progress: bool = False
+
+    def hides(self, kind: RequestKind) -> bool:
+        """Say whether requests of ``kind`` stay out of this iteration (they keep blocks and position)."""
+        raise NotImplementedError
+
+
+class BatchPolicy(Protocol):
+    """Decides what an engine may batch."""
+
+    def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
+        """Set the limits of the next iteration.
+
+        Args:
+            now: Seconds on the caller's monotonic clock.
+            engine: What waits and runs.
+
+        Returns:
+            Budget, room and which classes run.
+        """
+        ...
+
+    def order_key(self, kind: RequestKind, arrival_s: float, priority: int) -> tuple[int, float]:
+        """Order requests in an iteration: lower keys go first. Static as long as the kind stays.
+
+        Args:
+            kind: Class of the request.
+            arrival_s: Arrival at the router, on the caller's clock.
+            priority: Higher goes first.
+        """
+        ...
+
+    def victim_key(self, arrival_s: float, priority: int) -> float:
+        """Order requests for preemption out of KV blocks: the highest key is preempted first.
+
+        Args:
+            arrival_s: Arrival at the router, on the caller's clock.
+            priority: Higher is spared longer.
+        """
+        ...
+
+
+class ChunkedPrefillPolicy:
+    """Architecture.md section 2: decodes first, prefills in what the chunk size leaves.
+
+    Minimum progress: with prefills waiting, room 0, and no prefill token computed for ``MIN_PROGRESS_INTERVAL_S``,
+    the iteration gets ``MIN_PROGRESS_TOKENS`` (at most the chunk size, at least a KV block) on top of its decodes.
+    """
+
+    def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
+        """See ``BatchPolicy.limits``."""
+        raise NotImplementedError
+
+    def order_key(self, kind: RequestKind, arrival_s: float, priority: int) -> tuple[int, float]:
+        """See ``BatchPolicy.order_key``."""
+        raise NotImplementedError
+
+    def victim_key(self, arrival_s: float, priority: int) -> float:
+        """See ``BatchPolicy.victim_key``."""
+        raise NotImplementedError
