@@ -29,9 +29,7 @@ def _answer(output: Any) -> dict[str, Any]:
     completion = output.outputs[0]
     logprobs = None
     if completion.logprobs is not None:
-        logprobs = [
-            step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids, strict=True)
-        ]
+        logprobs = [step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids, strict=True)]
     return {
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
@@ -39,9 +37,15 @@ def _answer(output: Any) -> dict[str, Any]:
     }
 
 
+def _sampling(arguments: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no integer keys; logit_bias needs them."""
+    bias = arguments.get("logit_bias")
+    return arguments if bias is None else {**arguments, "logit_bias": {int(token): b for token, b in bias.items()}}
+
+
 def main(model: str, requests_path: Path, answers_path: Path) -> None:
     """Generates every request of ``requests_path``: {prompt_token_ids, sampling: SamplingParams arguments}."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # noqa: PLC0415  the environment above must be set first
 
     requests = json.loads(requests_path.read_text())
     llm = LLM(
@@ -50,6 +54,7 @@ def main(model: str, requests_path: Path, answers_path: Path) -> None:
         block_size=32,
         max_model_len=4096,
         max_num_batched_tokens=8192,
+        max_num_seqs=8,  # eight of the longest prompts fit one iteration: no prompt is ever cut into chunks
         enforce_eager=True,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=256 << 20,
@@ -57,7 +62,7 @@ def main(model: str, requests_path: Path, answers_path: Path) -> None:
     )
     outputs = llm.generate(
         [{"prompt_token_ids": request["prompt_token_ids"]} for request in requests],
-        [SamplingParams(detokenize=False, **request["sampling"]) for request in requests],
+        [SamplingParams(detokenize=False, **_sampling(request["sampling"])) for request in requests],
         use_tqdm=False,
     )
     answers_path.write_text(json.dumps([_answer(output) for output in outputs]))

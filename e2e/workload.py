@@ -1,0 +1,116 @@
+"""Requests whose answers are known: prompts around block and chunk boundaries, every kind of sampling state.
+
+``make_requests`` is deterministic; ``answers`` asks stock vLLM once (``reference.py``) and keeps the result beside the
+model, keyed by the requests and the model, so that later runs compare at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sluice.v1 import sampling_pb2
+
+REFERENCE = Path(__file__).with_name("reference.py")
+BLOCK = 32
+VOCABULARY = 2000  # below the tiny model's, so that no special token is drawn
+
+# One token, around one and two blocks, around the chunk sizes of the example (64 and 256), and a long one.
+PROMPT_LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 95, 127, 128, 129, 255, 256, 257, 319, 320, 321, 511, 513, 640, 1000)
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "logprobs": 2},
+    "seeded": {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1234},
+    "penalties": {
+        "temperature": 0.7,
+        "seed": 99,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.7,
+        "repetition_penalty": 1.1,
+    },
+    "biased": {"temperature": 0.0, "logit_bias": {"17": 4.0, "900": -5.0}, "min_tokens": 8, "logprobs": 1},
+    "min_p": {"temperature": 1.0, "min_p": 0.02, "seed": 7, "logprobs": 1},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request and how to sample it.
+
+    Args:
+        name: Says kind and prompt length; unique.
+        prompt_token_ids: The prompt.
+        sampling: Arguments of ``vllm.SamplingParams``.
+    """
+
+    name: str
+    prompt_token_ids: list[int]
+    sampling: dict[str, Any]
+
+    def to_proto(self) -> sampling_pb2.SamplingParams:
+        """The same sampling on our wire."""
+        fields = dict(self.sampling)
+        logprobs = fields.pop("logprobs", None)
+        bias = {int(token): value for token, value in fields.pop("logit_bias", {}).items()}
+        message = sampling_pb2.SamplingParams(logit_bias=bias, **fields)
+        if logprobs is not None:
+            message.num_logprobs = logprobs
+        return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What stock vLLM answers.
+
+    Args:
+        token_ids: Output tokens.
+        finish_reason: ``length`` or ``stop``.
+        logprobs: Of each output token; None when not asked for.
+    """
+
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[float] | None
+
+
+def make_requests(count: int, *, max_tokens: int = 48, seed: int = 5) -> list[Request]:
+    """Make ``count`` requests: every prompt length with every kind of sampling before any pair repeats."""
+    rng = random.Random(seed)
+    pairs = [(length, kind) for kind in SAMPLING for length in PROMPT_LENGTHS]
+    requests = []
+    for index in range(count):
+        length, kind = pairs[index % len(pairs)]
+        sampling = {"max_tokens": max_tokens, "ignore_eos": True, **SAMPLING[kind]}
+        if "seed" in sampling:
+            sampling["seed"] += index
+        prompt = [rng.randrange(3, VOCABULARY) for _ in range(length)]
+        requests.append(Request(name=f"{kind}-{length}-{index}", prompt_token_ids=prompt, sampling=sampling))
+    return requests
+
+
+def answers(model: Path, requests: list[Request], cache: Path) -> list[Answer]:
+    """Ask stock vLLM, or the cache.
+
+    Args:
+        model: Folder of the model.
+        requests: What to ask.
+        cache: Folder for results.
+    """
+    asked = [{"prompt_token_ids": r.prompt_token_ids, "sampling": r.sampling} for r in requests]
+    key = hashlib.sha256(json.dumps(asked).encode())
+    key.update(REFERENCE.read_bytes())
+    key.update((model / "model.safetensors").read_bytes())
+    kept = cache / f"answers-{key.hexdigest()[:16]}.json"
+    if not kept.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        requests_file, fresh = cache / "requests.json", cache / "fresh.json"
+        requests_file.write_text(json.dumps(asked))
+        subprocess.run([sys.executable, str(REFERENCE), str(model), str(requests_file), str(fresh)], check=True)
+        fresh.rename(kept)
+    return [Answer(**answer) for answer in json.loads(kept.read_text())]
