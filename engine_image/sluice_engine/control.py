@@ -8,6 +8,7 @@ Three things cross, all of them plain msgpack once encoded:
 2. *Extras* of a submitted request, down, in ``SamplingParams.extra_args[EXTRAS_KEY]`` (``RequestExtras.encode``).
    ``EngineCoreRequest.prompt_token_ids`` is the prompt without generated tokens; ``max_tokens``, ``min_tokens``, the
    penalties and the seed of its sampling parameters belong to the whole request, tokens of other engines included.
+   ``EngineCoreRequest.priority`` is the wire's: higher goes first. Ids are never used twice in the life of an engine.
 3. *Reports*, up, one per iteration: an ``EngineCoreOutput`` whose id is ``REPORT_ID``, beside the tokens of that very
    iteration (``decode_report``). An iteration that computes nothing but has something to tell sends one too.
 
@@ -150,7 +151,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
     Args:
         key: Key of the grant.
         is_granted: False: no room.
-        reason: Why not: ``kv``, ``seqs``, ``draining``, ``watermark``, ``length``.
+        reason: Why not: ``kv``, ``seqs``, ``draining``, ``watermark``.
         ttl_s: Seconds until the reservation lapses.
     """
 
@@ -239,6 +240,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
         grant_key: Grant that reserves the room; empty: none.
         ttft_slo_s: TTFT objective, in seconds.
         tpot_slo_s: TPOT objective, in seconds; 0: none.
+        age_s: Seconds since the request arrived at its router, at submission.
         since_first_token_s: Seconds since the client's first token at submission; negative before it.
         output_tokens_since_reset: Output tokens since the last move that reset the length.
         is_recovery: True: ahead of other prefills, and never returned.
@@ -251,6 +253,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
     grant_key: str = ""
     ttft_slo_s: float = 0.0
     tpot_slo_s: float = 0.0
+    age_s: float = 0.0
     since_first_token_s: float = -1.0
     output_tokens_since_reset: int = 0
     is_recovery: bool = False
