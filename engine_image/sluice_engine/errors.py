@@ -1,0 +1,42 @@
+"""The errors of the serving process.
+
+::
+
+    EngineError
+      SettingsError          the command line is wrong; exit status 2
+      UnsupportedVllmError   another vLLM than the one the hooks are written against; exit status 3
+      StartError             a port is taken, the model cannot be loaded; exit status 4
+      SubmitRefusedError     one request is wrong; answered by its slot's Finished with ERROR
+
+Everything else that escapes ends the process, because a supervisor restarts it faster than it heals.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of this program's errors."""
+
+    exit_status = 1
+
+
+class SettingsError(EngineError):
+    """The command line is wrong; the message names the option, the value and the limit."""
+
+    exit_status = 2
+
+
+class UnsupportedVllmError(EngineError):
+    """Another vLLM than the one that the hooks are written against."""
+
+    exit_status = 3
+
+
+class StartError(EngineError):
+    """The engine cannot start; the message names what is in the way."""
+
+    exit_status = 4
+
+
+class SubmitRefusedError(EngineError):
+    """A request that this engine cannot run; the message names the field, the value and the limit."""

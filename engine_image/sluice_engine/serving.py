@@ -1,0 +1,144 @@
+"""One engine from start to end: EngineCore, servers, drain.
+
+Ready means: the EngineCore runs, and nobody has asked this process to stop. After SIGTERM the engine is not ready any
+more, tells its routers, waits until requests and their KV have left or the drain's time is over, and leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from sluice.v1 import engine_pb2, engine_pb2_grpc
+from sluice_engine import identity, launch, metrics
+from sluice_engine.attach import EngineService
+from sluice_engine.request_builder import VllmRequestBuilder
+from sluice_engine.server import EngineServer, Pace
+
+if TYPE_CHECKING:
+    from sluice_engine.lifecycle import StopSignal
+    from sluice_engine.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
+# A prompt of a million tokens takes 4 MB.
+MAX_MESSAGE_BYTES = 64 << 20
+GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A second engine on the same port must fail, not share it.
+    ("grpc.so_reuseport", 0),
+)
+DRAIN_POLL_S = 0.05
+# Where Linux lists RDMA devices.
+INFINIBAND = Path("/sys/class/infiniband")
+EXIT_ENGINE_DEAD = 5
+
+
+def run(settings: EngineSettings, stop: StopSignal) -> int:
+    """Starts the engine and serves until the end.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        UnsupportedVllmError: vLLM is not the one that the hooks are written against.
+        StartError: It cannot start.
+    """
+    launch.check_hooks()
+    launch.check_ports(settings)
+    epoch = identity.make_epoch()
+    config = launch.make_vllm_config(settings, epoch)
+    client = launch.start_core(config)
+    builder = VllmRequestBuilder(config, launch.load_tokenizer(config))
+    server = EngineServer(
+        identity.make_hello(settings, config, epoch),
+        client,
+        builder,
+        clock=time.monotonic,
+        pace=Pace(lease_s=settings.lease_s),
+        transport=find_transport(settings),
+    )
+    # What exists now lives as long as the process.
+    gc.collect()
+    gc.freeze()
+    status: int = uvloop.run(serve(settings, server, stop))
+    return status
+
+
+def find_transport(settings: EngineSettings) -> str:
+    """KV transport in use, for status pages: what UCX was told, or what it chooses by itself."""
+    if settings.emulation is not None:
+        return "emulated"
+    if transports := os.environ.get("UCX_TLS"):
+        return transports
+    return "rdma" if any(INFINIBAND.glob("*")) else "tcp"
+
+
+async def serve(settings: EngineSettings, server: EngineServer, stop: StopSignal) -> int:
+    """Serves until the engine is drained or dead; returns the exit status."""
+    stopped = stop.bind(asyncio.get_running_loop())
+    pump = asyncio.create_task(server.pump(), name="pump")
+    keeper = asyncio.create_task(server.keep_time(), name="clock")
+    listener, state = await start_grpc(settings, server)
+    metrics.start_http(settings.host, settings.metrics_port, server, lambda: not stopped.is_set() and not pump.done())
+    logger.info("engine %s serves on %s:%d", settings.engine_id, settings.host, settings.port)
+    stopping = asyncio.create_task(stopped.wait())
+    await asyncio.wait({pump, keeper, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    await state.enter_graceful_shutdown()
+    if stopping.done():
+        logger.info("engine %s drains", settings.engine_id)
+        await wait_for_drain(server, {pump, keeper}, settings.drain_timeout_s)
+    fault = describe_fault(pump, keeper)
+    await server.close(fault)
+    await listener.stop(grace=0.2)
+    if fault:
+        logger.error("engine %s ends: %s", settings.engine_id, fault)
+        return EXIT_ENGINE_DEAD
+    logger.info("engine %s leaves with %d requests", settings.engine_id, server.num_requests)
+    return 0
+
+
+async def start_grpc(settings: EngineSettings, server: EngineServer) -> tuple[grpc.aio.Server, Any]:
+    """Starts the gRPC server with the engine stream, health and reflection."""
+    listener = grpc.aio.server(options=GRPC_OPTIONS)
+    engine_pb2_grpc.add_EngineServicer_to_server(EngineService(server), listener)
+    state = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(state, listener)
+    for name in ("", SERVICE):
+        await state.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), listener)
+    listener.add_insecure_port(f"{settings.host}:{settings.port}")
+    await listener.start()
+    return listener, state
+
+
+async def wait_for_drain(server: EngineServer, vital: set[asyncio.Task[None]], timeout_s: float) -> None:
+    """Waits until the engine is empty, its time is over, or one of its vital tasks ends."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await server.drain()
+            # Blocks come back unannounced.
+            while not server.is_drained and not any(task.done() for task in vital):  # noqa: ASYNC110
+                await asyncio.sleep(DRAIN_POLL_S)
+    except TimeoutError:
+        logger.warning("the drain's %s s are over: %d requests are cut off", timeout_s, server.num_requests)
+
+
+def describe_fault(*vital: asyncio.Task[None]) -> str:
+    """Why a vital task ended; empty while all run."""
+    for task in vital:
+        if task.done() and not task.cancelled() and (error := task.exception()):
+            return f"{task.get_name()}: {type(error).__name__}: {error}"
+    return ""
