@@ -1,0 +1,199 @@
+"""One HTTP/1.1 connection: aiohttp's parsing and keep-alive, with what the token path and hostile clients need.
+
+A stream writes straight to the transport and hears synchronously that the client has drained or gone. A request's
+headers must arrive in time; what cannot be parsed is answered in OpenAI's form.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from aiohttp import web
+
+from sluice_router.errors import InvalidRequestError
+from sluice_router.sse import format_error
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Awaitable, Callable
+
+    from sluice_router.sinks import StreamSink
+
+
+class ConnectionSettings:
+    """Limits of a connection.
+
+    Args:
+        header_timeout_s: From the first byte of a request to the end of its headers.
+        write_buffer_bytes: What the transport holds before the client counts as paused.
+        clock: The data plane's clock.
+    """
+
+    def __init__(self, *, header_timeout_s: float, write_buffer_bytes: int, clock: Callable[[], float]) -> None:
+        self.header_timeout_s = header_timeout_s
+        self.write_buffer_bytes = write_buffer_bytes
+        self.clock = clock
+
+
+class EdgeConnection(web.RequestHandler):
+    """A client's connection.
+
+    Args:
+        settings: Its limits.
+        server: aiohttp's server.
+        loop: The event loop.
+        arguments: aiohttp's.
+    """
+
+    def __init__(
+        self,
+        settings: ConnectionSettings,
+        server: web.Server,
+        loop: asyncio.AbstractEventLoop,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(server, loop=loop, **arguments)
+        self._settings = settings
+        self._event_loop = loop
+        self._first_byte_s: float | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._is_serving = False
+        self._on_lost: Callable[[], None] | None = None
+        self._sink: StreamSink | None = None
+
+    def begin_request(self) -> float:
+        """Notes that a request's headers are complete.
+
+        Returns:
+            When its first byte came, on the data plane's clock.
+        """
+        self._is_serving = True
+        self._cancel_header_timer()
+        arrival_s, self._first_byte_s = self._first_byte_s, None
+        return self._settings.clock() if arrival_s is None else arrival_s
+
+    def end_request(self) -> None:
+        """Notes that a request is answered."""
+        self._is_serving = False
+        self._on_lost = None
+        self._sink = None
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Has ``on_lost`` called, synchronously, when the client goes before the request is answered."""
+        self._on_lost = on_lost
+        if self.transport is None:
+            on_lost()
+
+    def attach(self, sink: StreamSink) -> None:
+        """Has ``sink`` told when the client drains."""
+        self._sink = sink
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Sets the limit at which a client counts as paused."""
+        cast("asyncio.Transport", transport).set_write_buffer_limits(high=self._settings.write_buffer_bytes)
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Starts the headers' clock with the first byte of a request."""
+        if not self._is_serving and self._first_byte_s is None and data:
+            self._first_byte_s = self._settings.clock()
+            self._header_timer = self._event_loop.call_later(self._settings.header_timeout_s, self.force_close)
+        super().data_received(data)
+
+    def resume_writing(self) -> None:
+        """Lets the stream go on."""
+        super().resume_writing()
+        if self._sink is not None:
+            self._sink.on_drained(self._settings.clock())
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Cancels the request in this very tick."""
+        self._cancel_header_timer()
+        on_lost, self._on_lost = self._on_lost, None
+        if on_lost is not None:
+            on_lost()
+        super().connection_lost(exc)
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Answers what cannot be parsed, and our own faults, in OpenAI's form."""
+        if status >= 500:
+            self.log_exception("fault while answering %s %s", request.method, request.path, exc_info=exc)
+            body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
+        else:
+            first_line = (message or "bad request").splitlines()[0]
+            body = format_error(InvalidRequestError(f"malformed HTTP request: {first_line}", code="malformed_http"))
+        response = web.json_response(body, status=status)
+        response.force_close()
+        return response
+
+    def _cancel_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+class EdgeServer(web.Server):
+    """Makes a connection object per client.
+
+    Args:
+        handler: Answers requests.
+        settings: Limits of a connection.
+        loop: The event loop.
+        arguments: aiohttp's, for each connection.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        settings: ConnectionSettings,
+        loop: asyncio.AbstractEventLoop,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(handler, handler_cancellation=True, **arguments)
+        self._settings = settings
+        self._event_loop = loop
+        self._arguments = arguments
+
+    def __call__(self) -> EdgeConnection:
+        """Makes a connection."""
+        return EdgeConnection(self._settings, self, self._event_loop, **self._arguments)
+
+
+class HttpStream:
+    """The body of one streamed answer, written past aiohttp's coroutines.
+
+    Args:
+        connection: The client's connection.
+        is_chunked: Whether the body is sent in HTTP chunks; HTTP/1.0 has none.
+    """
+
+    __slots__ = ("_connection", "_is_chunked", "_transport")
+
+    def __init__(self, connection: EdgeConnection, *, is_chunked: bool) -> None:
+        self._connection = connection
+        self._transport = connection.transport
+        self._is_chunked = is_chunked
+
+    @property
+    def is_writable(self) -> bool:
+        """False while the transport is full."""
+        return not self._connection.writing_paused
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes in the transport."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def write(self, data: bytes) -> None:
+        """Writes; uvloop raises on a closed transport, and the client's end is heard of elsewhere."""
+        transport = self._transport
+        if not data or transport is None or transport.is_closing():
+            return
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def abort(self) -> None:
+        """Closes at once."""
+        if self._transport is not None:
+            self._transport.abort()

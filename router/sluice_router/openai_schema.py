@@ -1,0 +1,363 @@
+"""What clients may ask for: the bodies of ``/v1/completions`` and ``/v1/chat/completions``.
+
+The models hold types and limits that need no knowledge of the model served; ``preparing`` checks the rest. Every
+violation becomes one ``FieldError`` that names the field, the value and the limit. Fields that OpenAI or vLLM know and
+this router does not serve are refused unless they hold the value that asks for nothing; fields that nobody here knows
+are ignored, and named to the client in ``x-sluice-ignored``.
+
+Names and defaults are OpenAI's and, beyond them, vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1000
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_STRUCTURE_CHARACTERS = 256 * 1024
+MAX_CHOICES = 1024
+# Bounds of an objective, as the ServingCluster's (operator.md, CRD).
+MAX_TTFT_MS = 600_000
+MAX_TPOT_MS = 60_000
+MAX_PRIORITY = 1000
+MAX_NAME_CHARACTERS = 256
+# A value is quoted in a message up to this length.
+MAX_QUOTED_CHARACTERS = 80
+
+Schema = TypeVar("Schema", bound=BaseModel)
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Pattern = Annotated[str, Field(min_length=1, max_length=MAX_STRUCTURE_CHARACTERS)]
+
+# Fields that are known and not served, with the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "prompt_logprobs": (None,),
+    "prompt_embeds": (None,),
+    "logprob_token_ids": (None, []),
+    "allowed_token_ids": (None,),
+    "truncate_prompt_tokens": (None,),
+    "priority": (None, 0),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "mm_processor_kwargs": (None,),
+    "kv_transfer_params": (None,),
+    "guided_decoding_backend": (None,),
+    "guided_whitespace_pattern": (None,),
+}
+UNSUPPORTED_HINTS = {"priority": "; use sluice.priority or x-sluice-priority (higher goes first)"}
+
+
+class FieldError(ValueError):
+    """A field of a request is wrong.
+
+    Args:
+        field: Its path, as ``messages[0].content``; empty for the body as a whole.
+        message: Names the field, the value and the limit.
+        code: OpenAI's error code.
+    """
+
+    def __init__(self, field: str, message: str, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class SluiceOptions(_Body):
+    """The headers ``x-sluice-*`` for clients that can only set the body; they win over the headers."""
+
+    slo_ttft_ms: int | None = Field(default=None, ge=1, le=MAX_TTFT_MS)
+    slo_tpot_ms: int | None = Field(default=None, ge=1, le=MAX_TPOT_MS)
+    slo_class: str | None = Field(default=None, max_length=MAX_NAME_CHARACTERS)
+    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+
+
+class JsonSchemaFormat(_Body):
+    """A named JSON schema, OpenAI's form."""
+
+    name: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(_Body):
+    """OpenAI's way to constrain an output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _require_schema(self) -> Self:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.json_schema is None):
+            raise ValueError("type json_schema needs json_schema.schema")
+        return self
+
+
+class StructuredOutputs(_Body):
+    """vLLM's way to constrain an output."""
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: Pattern | None = None
+    choice: list[str] | None = Field(default=None, min_length=1, max_length=MAX_CHOICES)
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+
+
+class SamplingFields(_Body):
+    """What both endpoints share."""
+
+    model: str | None = Field(default=None, max_length=MAX_NAME_CHARACTERS)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    min_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: list[StopString] | None = Field(default=None, max_length=MAX_STOPS)
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, Bias] | None = Field(default=None, max_length=MAX_LOGIT_BIAS)
+    bad_words: list[BadWord] | None = Field(default=None, max_length=MAX_BAD_WORDS)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=MAX_CHOICES)
+    guided_grammar: Pattern | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    sluice: SluiceOptions | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _accept_one_stop(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token to report; None: no logprobs."""
+        raise NotImplementedError
+
+    @property
+    def output_limit_tokens(self) -> int | None:
+        """Most output tokens, if the client says so."""
+        return self.max_tokens
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionBody(SamplingFields):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: str | list[TokenId]
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _accept_one_prompt(cls, value: object) -> object:
+        """Takes a list of one prompt for that prompt, as several clients send it."""
+        if isinstance(value, list) and value and isinstance(value[0], str | list):
+            if len(value) > 1:
+                raise ValueError(f"one prompt per request is supported, not {len(value)}")
+            return value[0]
+        return value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token to report; None: no logprobs."""
+        return self.logprobs
+
+
+class ContentPart(_Body):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _require_text(self) -> Self:
+        if self.type != "text":
+            raise ValueError(f"content of type {self.type!r} is not supported; only text is")
+        if self.text is None:
+            raise ValueError("a part of type text needs text")
+        return self
+
+
+class ChatMessage(_Body):
+    """One message; what else it holds (name, tool calls) goes to the template as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """Returns the message as templates expect it: the content is one string."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text or "" for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content}
+
+
+class ChatBody(SamplingFields):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _refuse_forced_tools(cls, value: object) -> object:
+        if value not in (None, "none", "auto"):
+            raise ValueError("forced tool calls are not supported; allowed are none and auto")
+        return value
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed when logprobs is true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token to report; None: no logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def output_limit_tokens(self) -> int | None:
+        """Most output tokens; the newer name wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def parse_completion(body: bytes) -> tuple[CompletionBody, list[str]]:
+    """Reads the body of a completion request.
+
+    Args:
+        body: JSON.
+
+    Returns:
+        The checked fields, and the names of the ignored ones.
+
+    Raises:
+        FieldError: The body or a field is wrong.
+    """
+    fields = _read_object(body)
+    return _check(CompletionBody, fields), find_ignored(CompletionBody, fields)
+
+
+def parse_chat(body: bytes) -> tuple[ChatBody, list[str]]:
+    """Reads the body of a chat request; see ``parse_completion``."""
+    fields = _read_object(body)
+    return _check(ChatBody, fields), find_ignored(ChatBody, fields)
+
+
+def find_ignored(schema: type[SamplingFields], fields: dict[str, Any]) -> list[str]:
+    """Names the fields that nobody here knows, sorted."""
+    return sorted(fields.keys() - schema.model_fields.keys() - UNSUPPORTED.keys())
+
+
+def quote(value: object) -> str:
+    """Quotes a client's value for a message, cut to a readable length."""
+    text = repr(value)
+    return text if len(text) <= MAX_QUOTED_CHARACTERS else text[:MAX_QUOTED_CHARACTERS] + "..."
+
+
+def _read_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise FieldError("", f"the body is not valid JSON: {error}", "invalid_json") from error
+    if not isinstance(fields, dict):
+        raise FieldError("", f"the body must be a JSON object, not {quote(fields)}", "invalid_json")
+    for name, neutral in UNSUPPORTED.items():
+        # 1 == True in Python; JSON's true is not a number.
+        value = fields.get(name)
+        if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral):
+            hint = UNSUPPORTED_HINTS.get(name, "")
+            raise FieldError(name, f"{name} is not supported (got {quote(value)}){hint}", "unsupported_parameter")
+    return fields
+
+
+def _check(schema: type[Schema], fields: dict[str, Any]) -> Schema:
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error) from error
+
+
+def explain(error: ValidationError) -> FieldError:
+    """Turns the first violation into the client's terms."""
+    first = error.errors(include_url=False)[0]
+    reason = first["msg"].removeprefix("Value error, ")
+    field = _format_path(first["loc"])
+    if first["type"] == "missing":
+        return FieldError(field, f"{field} is required", "missing_required_parameter")
+    if not field:
+        return FieldError(reason.split(" ", 1)[0], reason)
+    return FieldError(field, f"{field}: {reason[:1].lower()}{reason[1:]}, not {quote(first['input'])}")
+
+
+def _format_path(location: tuple[int | str, ...]) -> str:
+    """Writes a path as ``messages[0].content``; names of union members are not the client's."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif (part.isidentifier() and part not in {"str", "dict"}) or not path:
+            path += f".{part}" if path else part
+    return path

@@ -1,0 +1,180 @@
+"""One request's output on its way from token ids to what a client reads.
+
+``Output`` is synchronous and knows nothing of protocols: it detokenizes, finds the stop string, counts tokens up to it,
+and gathers what has not gone out yet into a ``Delta``. A sink decides when the delta goes, and in which form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sluice_router.text.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sluice.v1 import engine_pb2
+    from sluice_router.text.tokenizer import ModelText
+
+# Memory of one token's logprobs without alternatives, and of one alternative, while a client is paused; estimates.
+LOGPROB_BYTES = 120
+ALTERNATIVE_BYTES = 16
+TOKEN_ID_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSettings:
+    """How a request wants its output.
+
+    Args:
+        stops: Strings that end the output.
+        is_stop_included: Whether what ended the output stays in its text.
+        hidden_token_ids: Tokens that end the output and have no text then.
+        skip_special_tokens: Whether special tokens have no text.
+        min_tokens: Output tokens before which stop strings do not count.
+        num_logprobs: Alternatives per token; None: no logprobs.
+        returns_token_ids: Whether the answer has token ids.
+    """
+
+    stops: tuple[str, ...] = ()
+    is_stop_included: bool = False
+    hidden_token_ids: frozenset[int] = frozenset()
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    num_logprobs: int | None = None
+    returns_token_ids: bool = False
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether deltas carry tokens beside the text."""
+        return self.returns_token_ids or self.num_logprobs is not None
+
+
+@dataclass(slots=True)
+class Delta:
+    """What has come and has not gone out.
+
+    Args:
+        text: Text.
+        token_ids: Its tokens, where the request wants them.
+        logprobs: Their logprobs, where the request wants them.
+        first_index: Index of the first token in the output.
+        text_offset: Characters of the output before ``text``.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[engine_pb2.TokenLogprobs] = field(default_factory=list)
+    first_index: int = 0
+    text_offset: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.token_ids)
+
+
+class Output:
+    """The output of one request.
+
+    Args:
+        text: The model's text side.
+        settings: How the request wants its output.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_first_index",
+        "_hidden",
+        "_logprobs",
+        "_parts",
+        "_settings",
+        "_stops",
+        "_taken_characters",
+        "_token_ids",
+        "num_bytes",
+        "num_pending",
+        "num_tokens",
+    )
+
+    def __init__(self, text: ModelText, settings: OutputSettings) -> None:
+        self._settings = settings
+        self._detokenizer = text.make_detokenizer(skip_special_tokens=settings.skip_special_tokens)
+        self._stops = StopStrings(settings.stops, is_included=settings.is_stop_included) if settings.stops else None
+        self._hidden = frozenset() if settings.is_stop_included else settings.hidden_token_ids
+        self._parts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[engine_pb2.TokenLogprobs] = []
+        self._first_index = 0
+        self._taken_characters = 0
+        self.num_tokens = 0
+        self.num_pending = 0
+        self.num_bytes = 0
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the output."""
+        return None if self._stops is None else self._stops.matched
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[engine_pb2.TokenLogprobs] | None) -> int | None:
+        """Takes the next tokens.
+
+        Args:
+            token_ids: In order.
+            logprobs: One per token, when the request asked for them.
+
+        Returns:
+            None, or the number of output tokens when a stop string ended the output.
+        """
+        for index, token_id in enumerate(token_ids):
+            self.num_tokens += 1
+            self.num_pending += 1
+            if self._settings.keeps_tokens:
+                self._keep_token(token_id, None if logprobs is None else logprobs[index])
+            text = "" if token_id in self._hidden else self._detokenizer.step(token_id)
+            if self._stops is not None:
+                text = self._stops.push(text, is_armed=self.num_tokens > self._settings.min_tokens)
+            if text:
+                self._append(text)
+            if self._stops is not None and self._stops.matched is not None:
+                return self.num_tokens
+        return None
+
+    def finish(self) -> None:
+        """Releases what was held back; the output has ended."""
+        text = self._detokenizer.flush()
+        if self._stops is not None:
+            if self._stops.matched is not None:
+                return
+            text = self._stops.push(text, is_armed=self.num_tokens > self._settings.min_tokens)
+            if self._stops.matched is None:
+                text += self._stops.flush()
+        if text:
+            self._append(text)
+
+    def take(self) -> Delta:
+        """Hands out what has come since the last call."""
+        delta = Delta(
+            text=self._parts[0] if len(self._parts) == 1 else "".join(self._parts),
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            first_index=self._first_index,
+            text_offset=self._taken_characters,
+        )
+        self._parts = []
+        if self._settings.keeps_tokens:
+            self._token_ids, self._logprobs = [], []
+        self._first_index = self.num_tokens
+        self._taken_characters += len(delta.text)
+        self.num_pending = self.num_bytes = 0
+        return delta
+
+    def _append(self, text: str) -> None:
+        self._parts.append(text)
+        self.num_bytes += len(text) if text.isascii() else 4 * len(text)
+
+    def _keep_token(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> None:
+        self._token_ids.append(token_id)
+        self.num_bytes += TOKEN_ID_BYTES
+        if self._settings.num_logprobs is not None and logprobs is not None:
+            self._logprobs.append(logprobs)
+            self.num_bytes += LOGPROB_BYTES + ALTERNATIVE_BYTES * len(logprobs.top_token_ids)

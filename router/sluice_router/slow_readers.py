@@ -1,0 +1,96 @@
+"""Clients that read slower than their engine generates.
+
+Nothing ever waits for them: not the engine link, not another stream. While a client is paused its text is kept, within
+three limits (bytes and time of one stream, bytes of all). Who exceeds one is shed: cancelled, closed, counted; for the
+limit on all of them, who holds most goes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class SlowReader(Protocol):
+    """A paused stream."""
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes held for the client, the transport's included."""
+        ...
+
+    @property
+    def paused_since_s(self) -> float:
+        """When the client's transport was found full, in seconds on the data plane's clock."""
+        ...
+
+    def shed(self) -> None:
+        """Cancels the request and closes the connection."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowReaderLimits:
+    """What slow clients may cost. Source: router.md, section 2.
+
+    Args:
+        max_stream_bytes: Held for one stream.
+        max_paused_s: How long a client may stay paused.
+        max_total_bytes: Held for all paused streams of the process.
+    """
+
+    max_stream_bytes: int = 256 * 1024
+    max_paused_s: float = 30.0
+    max_total_bytes: int = 64 * 1024 * 1024
+
+
+class SlowReaders:
+    """The paused streams of this process. Changed by the streams themselves and by ``sweep``.
+
+    Args:
+        limits: What they may cost.
+    """
+
+    def __init__(self, limits: SlowReaderLimits) -> None:
+        self._limits = limits
+        self._readers: dict[SlowReader, None] = {}
+        self.num_shed: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def add(self, reader: SlowReader) -> None:
+        """Takes a stream in that was found paused."""
+        self._readers[reader] = None
+
+    def discard(self, reader: SlowReader) -> None:
+        """Lets a stream go that drained or ended."""
+        self._readers.pop(reader, None)
+
+    def check(self, reader: SlowReader) -> None:
+        """Sheds a stream that holds too much; called for each token kept."""
+        if reader.num_buffered_bytes > self._limits.max_stream_bytes:
+            self._shed(reader, "stream_bytes")
+
+    def sweep(self, now: float) -> None:
+        """Sheds who is paused for too long, and the largest ones while all together hold too much.
+
+        Args:
+            now: In seconds, on the data plane's clock.
+        """
+        for reader in list(self._readers):
+            if now - reader.paused_since_s > self._limits.max_paused_s:
+                self._shed(reader, "paused")
+        held = {reader: reader.num_buffered_bytes for reader in self._readers}
+        total = sum(held.values())
+        for reader in sorted(held, key=lambda reader: held[reader], reverse=True):
+            if total <= self._limits.max_total_bytes:
+                return
+            total -= held[reader]
+            self._shed(reader, "total_bytes")
+
+    def _shed(self, reader: SlowReader, limit: str) -> None:
+        self.discard(reader)
+        self.num_shed[limit] += 1
+        reader.shed()
