@@ -1,0 +1,280 @@
+"""A real cluster for tests: ``sluice up`` as a user runs it, in a directory of its own.
+
+Nothing is faked: the launcher, the routers and the engines are the product's processes, and tests look at them from
+outside (HTTP, gRPC, ``sluice status``, signals to process ids).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import psutil
+import yaml
+
+from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from workload import Request
+
+SLUICE = (sys.executable, "-m", "sluice_cli.main")
+PROMPT_DEADLINE_S = 60.0
+
+
+class NotReachedError(AssertionError):
+    """A condition did not come true in time."""
+
+
+@dataclass(slots=True)
+class Cluster:
+    """A running ``sluice up``.
+
+    Args:
+        directory: Working directory: manifest, state, logs.
+        manifest: The manifest in force; change it with ``edit``.
+        process: The launcher.
+    """
+
+    directory: Path
+    manifest: dict[str, Any]
+    process: subprocess.Popen[bytes]
+    log: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = self.directory / "up.log"
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest["metadata"]["name"])
+
+    # --- what is the case
+
+    def status(self) -> dict[str, Any]:
+        """``sluice status --json``."""
+        done = subprocess.run(
+            [*SLUICE, "status", "--json"], cwd=self.directory, capture_output=True, text=True, check=True
+        )
+        status: dict[str, Any] = json.loads(done.stdout)
+        return status
+
+    def processes(self, kind: str) -> dict[str, dict[str, Any]]:
+        """Process records of a kind (``engine``, ``router``) by name, as the launcher keeps them."""
+        path = self.directory / ".sluice" / "clusters" / self.name / "processes.json"
+        return {record["name"]: record for record in json.loads(path.read_text()) if record["kind"] == kind}
+
+    def pid(self, name: str) -> int:
+        """Process id of an engine or router."""
+        kind = name.split("-", maxsplit=1)[0]
+        return int(self.processes(kind)[name]["pid"])
+
+    def address(self, router: str = "router-0", port: str = "grpc") -> str:
+        """host:port of a router."""
+        return f"127.0.0.1:{self.processes('router')[router]['ports'][port]}"
+
+    def url(self, router: str = "router-0") -> str:
+        """Root of a router's HTTP API."""
+        return f"http://{self.address(router, 'http')}"
+
+    # --- what to do
+
+    def edit(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """Edit the manifest file as an editor does: write another file, rename it over the first."""
+        edited = json.loads(json.dumps(self.manifest))
+        change(edited["spec"])
+        self.write(edited)
+
+    def write(self, manifest: dict[str, Any]) -> None:
+        path = self.directory / "manifest.yaml"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(yaml.safe_dump(manifest))
+        temporary.replace(path)
+        self.manifest = manifest
+
+    def kill(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to an engine or router by its process id."""
+        os.kill(self.pid(name), number)
+
+    def engine_tree(self, name: str) -> list[int]:
+        """Process ids of an engine: the serving process and its EngineCore."""
+        serving = psutil.Process(self.pid(name))
+        return [serving.pid, *(child.pid for child in serving.children(recursive=True))]
+
+    @staticmethod
+    def signal_all(pids: list[int], number: signal.Signals) -> None:
+        """Send a signal to processes; those that have ended are left out."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def wait(self, what: str, is_reached: Callable[[dict[str, Any]], bool], timeout_s: float = 90.0) -> dict[str, Any]:
+        """Poll ``sluice status`` until a condition on it holds.
+
+        Raises:
+            NotReachedError: It did not, in time; the message has the last status.
+        """
+        deadline = time.monotonic() + timeout_s
+        status: dict[str, Any] = {}
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise NotReachedError(f"`sluice up` ended with {self.process.returncode}:\n{self.tail()}")
+            with contextlib.suppress(subprocess.CalledProcessError):
+                status = self.status()
+                if is_reached(status):
+                    return status
+            time.sleep(0.2)
+        raise NotReachedError(f"not reached in {timeout_s:g} s: {what}\n{json.dumps(status, indent=1)}\n{self.tail()}")
+
+    def wait_ready(self, timeout_s: float = 180.0) -> dict[str, Any]:
+        """Wait until every engine and router serves."""
+        return self.wait("every engine and router serves", lambda status: bool(status["is_ready"]), timeout_s)
+
+    def wait_idle(self, timeout_s: float = 45.0) -> dict[str, Any]:
+        """Wait until no request is left, and every engine has all blocks free, none granted and none pinned."""
+        return self.wait("every engine idle with all its blocks free", is_idle, timeout_s)
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of the launcher's output."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> int:
+        """Ctrl-C, as a user would; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+    # --- requests
+
+    @contextlib.asynccontextmanager
+    async def client(self, router: str = "router-0") -> AsyncIterator[Client]:
+        """gRPC client of a router's API and control."""
+        async with (
+            grpc.aio.insecure_channel(self.address(router)) as api,
+            grpc.aio.insecure_channel(self.address(router, "control")) as control,
+        ):
+            yield Client(router_pb2_grpc.RouterStub(api), control_pb2_grpc.ControlStub(control))
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Stubs of one router."""
+
+    api: router_pb2_grpc.RouterAsyncStub
+    control: control_pb2_grpc.ControlAsyncStub
+
+    async def generate(
+        self, request: Request, *, move_at: tuple[int, ...] = (), route: tuple[str, ...] = (), name: str = ""
+    ) -> Result:
+        """Stream one request; ask for a move to ``route[i]`` once ``move_at[i]`` tokens have come."""
+        call = self.api.Generate(
+            router_pb2.GenerateRequest(
+                token_ids=router_pb2.TokenIds(values=request.prompt_token_ids),
+                sampling=request.to_proto(),
+                request_id=name or request.name,
+            )
+        )
+        result = Result(name=name or request.name)
+        moves = list(zip(move_at, route, strict=True))
+        async for delta in call:
+            result.take(delta)
+            if moves and len(result.token_ids) >= moves[0][0] and not result.finish_reason:
+                _, engine_id = moves.pop(0)
+                await self.control.Move(control_pb2.MoveRequest(request_id=delta.request_id, engine_id=engine_id))
+        return result
+
+
+@dataclass(slots=True)
+class Result:
+    """What a client got."""
+
+    name: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: int = 0
+    num_hand_offs: int = 0
+
+    def take(self, delta: router_pb2.GenerateResponse) -> None:
+        """Append a delta; a lost, doubled or reordered token is an error at once."""
+        if delta.token_ids:
+            assert delta.first_output_index == len(self.token_ids), f"{self.name}: token order"
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(entry.logprob for entry in delta.logprobs)
+        self.text += delta.text
+        self.finish_reason = delta.finish_reason
+        self.num_hand_offs = delta.usage.num_hand_offs
+
+
+def is_idle(status: dict[str, Any]) -> bool:
+    """No request anywhere, and no block used, granted or pinned."""
+    return (
+        bool(status["is_ready"])
+        and all(router["num_requests"] == 0 for router in status["routers"])
+        and all(
+            engine["kv_blocks_free"] == engine["kv_blocks_total"] > 0
+            and engine["kv_blocks_granted"] == engine["kv_blocks_pinned"] == engine["kv_blocks_used"] == 0
+            and engine["running_decodes"] == engine["waiting_requests"] == 0
+            for engine in status["engines"]
+        )
+    )
+
+
+@contextlib.contextmanager
+def run_cluster(directory: Path, manifest: dict[str, Any], *, models: Path, ports: str) -> Iterator[Cluster]:
+    """Run ``sluice up`` in the foreground until the block ends; then Ctrl-C, and nothing may be left behind.
+
+    Args:
+        directory: Working directory, made if need be.
+        manifest: The ServingCluster.
+        models: Folder that stands for the claim ``models``.
+        ports: LOW-HIGH.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "manifest.yaml"
+    path.write_text(yaml.safe_dump(manifest))
+    with (directory / "up.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*SLUICE, "up", str(path), "--volume", f"models={models}", "--port-range", ports],
+            cwd=directory,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        cluster = Cluster(directory, manifest, process)
+        try:
+            yield cluster
+        finally:
+            pids = [r["pid"] for kind in ("engine", "router") for r in _records(cluster, kind) if r["pid"]]
+            cluster.stop()
+    left = [pid for pid in pids if _is_alive(pid)]
+    assert not left, f"processes left behind: {left}"
+
+
+def _records(cluster: Cluster, kind: str) -> list[dict[str, Any]]:
+    try:
+        return list(cluster.processes(kind).values())
+    except FileNotFoundError:
+        return []
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

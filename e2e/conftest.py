@@ -1,0 +1,73 @@
+"""One cluster for the tests that leave it whole; tests that need another make their own with ``start_cluster``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import workload
+import yaml
+from cluster import Cluster, run_cluster
+
+from sluice_cli import tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
+NUM_REQUESTS = 220
+PORTS = "27000-27999"
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """Folder with the tiny model, made once per checkout."""
+    folder = ROOT / ".sluice" / "volumes" / "models"
+    tiny_model.make_tiny_model(folder / "tiny")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def known(models: Path) -> list[tuple[workload.Request, workload.Answer]]:
+    """Requests with stock vLLM's answers."""
+    requests = workload.make_requests(NUM_REQUESTS)
+    return list(zip(requests, workload.answers(models / "tiny", requests, ROOT / ".sluice" / "e2e"), strict=True))
+
+
+@pytest.fixture(scope="session")
+def example() -> dict[str, Any]:
+    """The example manifest."""
+    manifest: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
+    manifest["spec"]["router"]["service"]["port"] = 27000
+    return manifest
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(
+    tmp_path_factory: pytest.TempPathFactory, example: dict[str, Any], models: Path
+) -> Iterator[Cluster]:
+    """The example cluster with two routers, shared by all tests that ask for ``cluster``."""
+    example["spec"]["router"]["replicas"] = 2
+    with run_cluster(tmp_path_factory.mktemp("cluster"), example, models=models, ports=PORTS) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """The shared cluster, whole before and idle with all its blocks free after every test."""
+    before = shared_cluster.manifest
+    shared_cluster.wait_idle()
+    yield shared_cluster
+    if shared_cluster.manifest != before:
+        shared_cluster.write(before)
+    shared_cluster.wait_ready()
+    shared_cluster.wait_idle()
+
+
+@pytest.fixture
+def start_cluster(tmp_path: Path, models: Path) -> Callable[[dict[str, Any], str], Any]:
+    """Starts a cluster of the test's own on its own ports."""
+    return lambda manifest, ports: run_cluster(tmp_path / "cluster", manifest, models=models, ports=ports)

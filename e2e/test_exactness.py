@@ -1,0 +1,72 @@
+"""The tokens of moved requests are those of stock vLLM, whatever the hops, the sampling state and the chunk sizes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from cluster import Client, Cluster, Result
+    from workload import Answer, Request
+
+pytestmark = pytest.mark.engine
+
+CONCURRENCY = 12
+MAX_HOPS = 4
+LOGPROB_TOLERANCE = 1e-4
+
+
+def check(result: Result, answer: Answer) -> None:
+    """A result is token-exact, ends alike and has the same logprobs."""
+    assert result.token_ids == answer.token_ids, result.name
+    if answer.logprobs is not None:
+        assert result.logprobs == pytest.approx(answer.logprobs, abs=LOGPROB_TOLERANCE), result.name
+
+
+async def run_all(
+    client: Client, known: list[tuple[Request, Answer]], engines: list[str], hops: Counter[int], seed: int = 1
+) -> None:
+    """Run the requests a few at a time, each with up to ``MAX_HOPS`` asked-for moves at random lengths."""
+    rng = random.Random(seed)
+    gate = asyncio.Semaphore(CONCURRENCY)
+
+    async def run(index: int, request: Request, answer: Answer) -> None:
+        count = index % (MAX_HOPS + 1)
+        cuts = tuple(sorted(rng.sample(range(1, request.sampling["max_tokens"] - 6), count)))
+        route = tuple(rng.choice(engines) for _ in cuts)
+        async with gate:
+            result = await client.generate(request, move_at=cuts, route=route)
+        check(result, answer)
+        hops[min(result.num_hand_offs, MAX_HOPS)] += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        for index, (request, answer) in enumerate(known):
+            tasks.create_task(run(index, request, answer))
+
+
+async def test_moved_requests_have_the_tokens_of_stock_vllm(
+    cluster: Cluster, known: list[tuple[Request, Answer]]
+) -> None:
+    assert len(known) >= 200
+    hops: Counter[int] = Counter()
+    engines = sorted(cluster.processes("engine"))
+    async with cluster.client() as client:
+        await run_all(client, known, engines, hops)
+    print(f"requests by number of hops: {dict(sorted(hops.items()))}")
+    assert sum(hops.values()) == len(known)
+    assert all(hops[count] >= 5 for count in range(MAX_HOPS + 1)), hops
+
+
+async def test_two_routers_share_the_engines(cluster: Cluster, known: list[tuple[Request, Answer]]) -> None:
+    hops: Counter[int] = Counter()
+    engines = sorted(cluster.processes("engine"))
+    async with cluster.client("router-0") as first, cluster.client("router-1") as second:
+        await asyncio.gather(
+            run_all(first, known[:60], engines, hops, seed=2), run_all(second, known[60:120], engines, hops, seed=3)
+        )
+    assert sum(hops.values()) == 120
+    assert sum(count for hop, count in hops.items() if hop) >= 40

@@ -1,0 +1,67 @@
+"""A killed, frozen or removed engine is not noticed by clients: every stream completes with its exact tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from test_exactness import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster import Cluster
+    from workload import Answer, Request
+
+pytestmark = pytest.mark.engine
+
+NUM_STREAMS = 16
+ENGINES = ("engine-0", "engine-1", "engine-2", "engine-3")
+
+
+async def stream_through(cluster: Cluster, known: list[tuple[Request, Answer]], fault: Callable[[], object]) -> None:
+    """Stream requests, cause the fault once half of them have tokens, and compare every answer."""
+    loop = asyncio.get_running_loop()
+    async with cluster.client() as client:
+        tasks = [asyncio.create_task(client.generate(request)) for request, _ in known]
+        await asyncio.sleep(0.7)
+        done = sum(task.done() for task in tasks)
+        await loop.run_in_executor(None, fault)
+        results = await asyncio.wait_for(asyncio.gather(*tasks), 120)
+    assert done < len(tasks), "the fault came after the streams had ended"
+    for result, (_, answer) in zip(results, known, strict=True):
+        check(result, answer)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_killed_engine_is_not_noticed(
+    cluster: Cluster, known: list[tuple[Request, Answer]], engine: str
+) -> None:
+    first = ENGINES.index(engine) * NUM_STREAMS
+    before = cluster.pid(engine)
+    await stream_through(cluster, known[first : first + NUM_STREAMS], lambda: cluster.kill(engine, signal.SIGKILL))
+    cluster.wait_ready()
+    assert cluster.pid(engine) != before
+
+
+@pytest.mark.parametrize("engine", ["engine-0", "engine-3"])
+async def test_a_frozen_engine_is_not_noticed(
+    cluster: Cluster, known: list[tuple[Request, Answer]], engine: str
+) -> None:
+    frozen = cluster.engine_tree(engine)
+    try:
+        await stream_through(cluster, known[80 : 80 + NUM_STREAMS], lambda: cluster.signal_all(frozen, signal.SIGSTOP))
+    finally:
+        cluster.signal_all(frozen, signal.SIGCONT)
+    cluster.wait_ready()
+
+
+async def test_a_removed_engine_is_not_noticed(cluster: Cluster, known: list[tuple[Request, Answer]]) -> None:
+    def remove() -> None:
+        cluster.edit(lambda spec: spec.update(replicas=3))
+
+    await stream_through(cluster, known[100 : 100 + 2 * NUM_STREAMS], remove)
+    status = cluster.wait("one engine is gone", lambda status: len(status["engines"]) == 3)
+    assert len({engine["pid"] for engine in status["engines"]}) == 3
