@@ -96,7 +96,11 @@ class BatchLimits:
 
     def hides(self, kind: RequestKind) -> bool:
         """Say whether requests of ``kind`` stay out of this iteration (they keep blocks and position)."""
-        raise NotImplementedError
+        if kind in {RequestKind.DECODE, RequestKind.JOINING}:
+            return False
+        if kind is RequestKind.NEW_PROMPT:
+            return not self.runs_new_prompts
+        return not (self.runs_started_prefills if kind is RequestKind.STARTED_PREFILL else self.runs_recompute)
 
 
 class BatchPolicy(Protocol):
@@ -143,12 +147,44 @@ class ChunkedPrefillPolicy:
 
     def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
         """See ``BatchPolicy.limits``."""
-        raise NotImplementedError
+        ahead = engine.num_decodes + engine.num_joining
+        takes_new_prompts = engine.chunk_size_tokens > 0 and not engine.is_draining
+        room = max(0, min(_desired_room(engine, ahead), engine.max_batch_tokens - ahead))
+        is_minimum_progress = room == 0 and _is_progress_due(now, engine, takes_new_prompts=takes_new_prompts)
+        if is_minimum_progress:
+            chunk = engine.chunk_size_tokens or engine.last_chunk_size_tokens or MIN_PROGRESS_TOKENS
+            least = max(engine.block_size_tokens, min(MIN_PROGRESS_TOKENS, chunk))
+            room = max(0, min(least, engine.max_batch_tokens - ahead))
+        return BatchLimits(
+            token_budget=ahead + room,
+            prefill_room_tokens=room,
+            max_tokens_per_prefill=room,
+            runs_recompute=room > 0,
+            runs_started_prefills=room > 0,
+            runs_new_prompts=room > 0 and takes_new_prompts,
+            returns_new_prompts=not takes_new_prompts,
+            is_minimum_progress=is_minimum_progress,
+        )
 
     def order_key(self, kind: RequestKind, arrival_s: float, priority: int) -> tuple[int, float]:
         """See ``BatchPolicy.order_key``."""
-        raise NotImplementedError
+        return int(kind), arrival_s - priority * PRIORITY_HEAD_START_S
 
     def victim_key(self, arrival_s: float, priority: int) -> float:
         """See ``BatchPolicy.victim_key``."""
-        raise NotImplementedError
+        return arrival_s - priority * PRIORITY_HEAD_START_S
+
+
+def _desired_room(engine: EngineBatch, ahead: int) -> int:
+    """Compute the room that the chunk size leaves beside ``ahead`` tokens; the engine's maximum is not looked at."""
+    if engine.chunk_size_tokens > 0:
+        return engine.chunk_size_tokens - ahead
+    started = (engine.last_chunk_size_tokens or RECOMPUTE_TOKENS) - ahead if engine.num_started_prefills else 0
+    return max(started, RECOMPUTE_TOKENS if engine.num_recomputing else 0)
+
+
+def _is_progress_due(now: float, engine: EngineBatch, *, takes_new_prompts: bool) -> bool:
+    """Say whether prefills wait that have seen no progress for too long."""
+    waiting = engine.num_recomputing + engine.num_started_prefills
+    waiting += engine.num_new_prompts if takes_new_prompts else 0
+    return waiting > 0 and now - engine.last_prefill_s >= MIN_PROGRESS_INTERVAL_S

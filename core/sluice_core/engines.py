@@ -1,19 +1,37 @@
 """The engines as one router knows them: reports plus its own placements since.
 
-``EngineTable`` owns the state; ``report``, ``record_placement`` and the other methods are the only writers. Engines
-that can take a prefill stand in ``order``: immutable ``Entry`` tuples, ascending by queued prefill tokens, P-heavy
-first among equals. An entry is replaced, never changed, so a decision record is a copy of pointers.
+``EngineTable`` owns the state; its methods are the only writers. Engines that can take a prefill stand in ``order``:
+immutable ``Entry`` tuples, ascending by queued prefill tokens, P-heavy first among equals. An entry is replaced, never
+changed, so a decision record is a copy of pointers. Engines that can take none stand in ``blocked``, with the reason.
+
+Invariants: every engine is in exactly one of the two; ``queued_prefill_tokens``, ``free_at_s`` and
+``reserved_kv_blocks`` are the last report's plus those of ``in_flight``, the own placements that it does not include.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+
+from sluice_core.kv import blocks_for_tokens
+from sluice_core.latency import (
+    DEFAULT_TRANSFER_BYTES_PER_S,
+    TRANSFER_LATENCY_S,
+    LatencyModel,
+    OnlineLatencyModel,
+)
+from sluice_core.records import EngineLoad, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sluice_core.latency import LatencyModel
-    from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
+    from sluice_core.records import EngineId, IterationShape, RequestId
+
+PROVEN_OBSERVATIONS = 100  # router.md section 3: with fewer fitted iterations an estimate justifies no rejection
+RECOVERY_SHARE = 0.5  # of an engine's prefill time, while other prefills wait there
+RECOVERY_BURST_S = 0.5  # recovery work that an engine takes ahead of that share
+_RATE_GAIN = 0.2  # weight of the newest pull rate in the running mean
 
 
 class EngineSpec(NamedTuple):
@@ -32,65 +50,148 @@ class EngineSpec(NamedTuple):
     max_batch_tokens: int
 
 
+class Entry(NamedTuple):
+    """An engine as a placement sees it; sorts by queue, then P-heavy first. Times in seconds.
+
+    Args:
+        queued_prefill_tokens: Its queue, own placements included.
+        rank: 0 for P-heavy and where roles are void, 1 for D-heavy.
+        number: Unique per engine of the table.
+        free_at_s: When the queue is empty, on the caller's clock.
+        per_token_s: Prefill time per token.
+        per_work_s: Prefill time per token pair of attention.
+        per_iteration_s: Time of each iteration beside its prefill tokens.
+        room_tokens: Prefill room.
+        available_tokens: Tokens of a prompt for which KV blocks are left.
+        transfer_latency_s: Fixed part of T; 0 where decode stays.
+        transfer_per_token_s: Part of T per prompt token; 0 where decode stays.
+        engine_id: The engine.
+        role: Its role.
+        is_proven: Its latency model has seen ``PROVEN_OBSERVATIONS`` iterations.
+        blocked_reason: Why it takes no prefill: ``draining``, ``no_report`` or ``room``; empty when it does.
+    """
+
+    queued_prefill_tokens: int
+    rank: int
+    number: int
+    free_at_s: float
+    per_token_s: float
+    per_work_s: float
+    per_iteration_s: float
+    room_tokens: int
+    available_tokens: int
+    transfer_latency_s: float
+    transfer_per_token_s: float
+    engine_id: EngineId
+    role: Role
+    is_proven: bool
+    blocked_reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class InFlight:
+    """An own placement that no report includes yet."""
+
+    submit_number: int | None = None
+    tokens: int
+    execute_s: float
+    blocks: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class EngineState:
     """One engine; mutable, changed by ``EngineTable`` only. Read it freely.
 
-    Attributes:
+    Args:
         engine_id: The engine.
         spec: What it is.
+        number: Unique in the table.
+        latency: Its latency model.
         role: Role in force.
         chunk_size_tokens: Chunk size in force.
         is_draining: Takes nothing new.
         load: Last report.
-        latency: Its latency model.
+        reported_at_s: When it was received, on the caller's clock; None before the first.
+        room_tokens: Prefill room beside the reported decodes.
         queued_prefill_tokens: Reported queue plus own placements since.
         free_at_s: When that queue is empty, on the caller's clock.
-        in_flight: Own placements that no report includes yet, oldest first.
         reserved_kv_blocks: KV blocks that queued prompts and own placements will take.
+        recovery_free_at_s: When its recoveries are done at ``RECOVERY_SHARE`` of its time.
+        in_flight: Own placements that no report includes yet, oldest first.
         pending_grants: Blocks asked for and not yet answered, by grant id.
-        room_tokens: Prefill room beside the reported decodes.
+        entry: What placements see.
     """
 
     engine_id: EngineId
     spec: EngineSpec
+    number: int
+    latency: LatencyModel
     role: Role
     chunk_size_tokens: int
-    is_draining: bool
-    load: EngineLoad
-    latency: LatencyModel
-    queued_prefill_tokens: int
-    free_at_s: float
-    reserved_kv_blocks: int
-    pending_grants: dict[int, int]
-    room_tokens: int
+    is_draining: bool = False
+    load: EngineLoad = field(default_factory=EngineLoad)
+    reported_at_s: float | None = None
+    room_tokens: int = 0
+    queued_prefill_tokens: int = 0
+    free_at_s: float = 0.0
+    reserved_kv_blocks: int = 0
+    recovery_free_at_s: float = 0.0
+    in_flight: dict[RequestId, InFlight] = field(default_factory=dict)
+    pending_grants: dict[int, int] = field(default_factory=dict)
+    entry: Entry | None = None
+
+    @property
+    def committed_kv_blocks(self) -> int:
+        """KV blocks used or promised to moves: reported ones, grants and own grant requests."""
+        return self.load.kv_blocks_used + self.load.kv_blocks_granted + sum(self.pending_grants.values())
+
+    @property
+    def num_committed_seqs(self) -> int:
+        """Decodes that run or may arrive by own grant requests."""
+        return self.load.running_decodes + len(self.pending_grants)
 
 
 class EngineTable:
     """All engines that this router may use.
 
     Args:
-        make_latency_model: Makes the model of a new engine; ``OnlineLatencyModel`` by default.
+        make_latency_model: Makes the model of a new engine.
+
+    Attributes:
+        order: Engines that can take a prefill, sorted; read only.
+        blocked: Engines that can take none; read only.
+        pull_bytes_per_s: Running mean of the measured KV pull rates; 0 before any.
     """
 
-    def __init__(self, make_latency_model: Callable[[], LatencyModel] | None = None) -> None:
-        raise NotImplementedError
+    def __init__(self, make_latency_model: Callable[[], LatencyModel] = OnlineLatencyModel) -> None:
+        self.order: list[Entry] = []
+        self.blocked: dict[EngineId, Entry] = {}
+        self.pull_bytes_per_s = 0.0
+        self._make_latency_model = make_latency_model
+        self._states: dict[EngineId, EngineState] = {}
+        self._num_added = 0
+        self._are_roles_void = True
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self._states)
 
     def __contains__(self, engine_id: EngineId) -> bool:
-        raise NotImplementedError
+        return engine_id in self._states
 
     def __iter__(self) -> Iterator[EngineState]:
-        raise NotImplementedError
+        return iter(self._states.values())
 
     def __getitem__(self, engine_id: EngineId) -> EngineState:
-        raise NotImplementedError
+        return self._states[engine_id]
+
+    def get(self, engine_id: EngineId) -> EngineState | None:
+        """Return an engine, or None when the table does not have it."""
+        return self._states.get(engine_id)
 
     @property
     def are_roles_void(self) -> bool:
         """True when all engines that do not drain have one chunk size: no transfer, no flow."""
-        raise NotImplementedError
+        return self._are_roles_void
 
     def add(self, engine_id: EngineId, spec: EngineSpec, *, role: Role, chunk_size_tokens: int) -> None:
         """Add an engine; it takes placements from its first report on.
@@ -98,15 +199,34 @@ class EngineTable:
         Raises:
             ValueError: It is in the table already.
         """
-        raise NotImplementedError
+        if engine_id in self._states:
+            raise ValueError(f"engine {engine_id!r} is in the table already")
+        self._num_added += 1
+        state = EngineState(
+            engine_id=engine_id,
+            spec=spec,
+            number=self._num_added,
+            latency=self._make_latency_model(),
+            role=role,
+            chunk_size_tokens=chunk_size_tokens,
+        )
+        self._states[engine_id] = state
+        self._refresh(state)
+        self._check_roles()
 
     def remove(self, engine_id: EngineId) -> None:
         """Forget an engine and everything placed on it. Unknown ones are ignored."""
-        raise NotImplementedError
+        state = self._states.pop(engine_id, None)
+        if state is not None:
+            self._take_out(state)
+            self._check_roles()
 
     def configure(self, engine_id: EngineId, *, role: Role, chunk_size_tokens: int, is_draining: bool = False) -> None:
         """Put an acknowledged role, chunk size and drain flag in force."""
-        raise NotImplementedError
+        state = self._states[engine_id]
+        state.role, state.chunk_size_tokens, state.is_draining = role, chunk_size_tokens, is_draining
+        self._refresh(state)
+        self._check_roles()
 
     def report(self, engine_id: EngineId, load: EngineLoad, now: float) -> None:
         """Take a load report: drops the placements it includes, adds the rest to its sums.
@@ -116,11 +236,25 @@ class EngineTable:
             load: The report.
             now: When it was received, in seconds.
         """
-        raise NotImplementedError
+        state = self._states[engine_id]
+        state.load, state.reported_at_s = load, now
+        if state.in_flight:
+            last = load.last_submit_number
+            included = [
+                request_id
+                for request_id, placement in state.in_flight.items()
+                if placement.submit_number is not None and placement.submit_number <= last
+            ]
+            for request_id in included:
+                del state.in_flight[request_id]
+        if load.pull_bytes_per_s > 0:
+            gain = _RATE_GAIN if self.pull_bytes_per_s else 1.0
+            self.pull_bytes_per_s += gain * (load.pull_bytes_per_s - self.pull_bytes_per_s)
+        self._refresh(state)
 
     def observe_iteration(self, engine_id: EngineId, shape: IterationShape, duration_s: float) -> None:
         """Fit the engine's latency model to a measured iteration; call it before the ``report`` of the same message."""
-        raise NotImplementedError
+        self._states[engine_id].latency.observe(shape, duration_s)
 
     def record_placement(
         self,
@@ -129,6 +263,7 @@ class EngineTable:
         now: float,
         *,
         tokens: int,
+        kv_tokens: int,
         execute_s: float,
         is_recovery: bool,
     ) -> None:
@@ -138,24 +273,152 @@ class EngineTable:
             engine_id: Where it goes.
             request_id: The request.
             now: Seconds on the caller's clock.
-            tokens: Prompt tokens to compute there.
+            tokens: Prompt tokens to compute there, expected prefix-cache hits left out.
+            kv_tokens: Tokens that its KV cache will hold.
             execute_s: E, in seconds.
             is_recovery: Counts against the cap on recoveries.
         """
-        raise NotImplementedError
+        state = self._states[engine_id]
+        blocks = blocks_for_tokens(kv_tokens, state.spec.block_size_tokens)
+        state.in_flight[request_id] = InFlight(tokens=tokens, execute_s=execute_s, blocks=blocks)
+        state.queued_prefill_tokens += tokens
+        state.free_at_s = max(now, state.free_at_s) + execute_s
+        state.reserved_kv_blocks += blocks
+        if is_recovery:
+            state.recovery_free_at_s = max(now, state.recovery_free_at_s) + execute_s / RECOVERY_SHARE
+        entry = state.entry
+        assert entry is not None
+        self._put(
+            state,
+            entry._replace(
+                queued_prefill_tokens=state.queued_prefill_tokens,
+                free_at_s=state.free_at_s,
+                available_tokens=entry.available_tokens - blocks * state.spec.block_size_tokens,
+            ),
+        )
 
     def mark_submitted(self, engine_id: EngineId, request_id: RequestId, submit_number: int) -> None:
-        """Note under which number a placement was sent; a report that includes the number drops it."""
-        raise NotImplementedError
+        """Note under which number a placement was sent; a report that includes the number drops it.
 
-    def cancel_placement(self, engine_id: EngineId, request_id: RequestId, now: float) -> None:
-        """Forget a placement that was not sent, or was aborted before a report included it. Unknown ones are ignored."""
-        raise NotImplementedError
+        Raises:
+            ValueError: No such placement.
+        """
+        state = self._states.get(engine_id)
+        placement = state.in_flight.get(request_id) if state else None
+        if placement is None:
+            raise ValueError(f"no placement of request {request_id!r} on engine {engine_id!r} to mark as submitted")
+        placement.submit_number = submit_number
+
+    def cancel_placement(self, engine_id: EngineId, request_id: RequestId, now: float) -> None:  # noqa: ARG002 - see Args
+        """Forget a placement that was not sent, or was aborted before a report included it. Unknown ones are ignored.
+
+        Args:
+            engine_id: Where it was placed.
+            request_id: The request.
+            now: Seconds on the caller's clock, as for every event; the estimate is rebuilt from the last report.
+        """
+        state = self._states.get(engine_id)
+        if state is not None and state.in_flight.pop(request_id, None) is not None:
+            self._refresh(state)
 
     def record_grant_request(self, engine_id: EngineId, grant_id: int, num_blocks: int) -> None:
         """Count blocks asked for on a target until its answer, so that moves of one tick spread."""
-        raise NotImplementedError
+        state = self._states[engine_id]
+        state.pending_grants[grant_id] = num_blocks
+        self._refresh(state)
 
     def record_grant_answer(self, engine_id: EngineId, grant_id: int) -> None:
         """Stop counting: granted blocks are in the target's reports from now on. Unknown ones are ignored."""
-        raise NotImplementedError
+        state = self._states.get(engine_id)
+        if state is not None and state.pending_grants.pop(grant_id, None) is not None:
+            self._refresh(state)
+
+    def _check_roles(self) -> None:
+        """Recompute whether roles are void; a change alters the rank and the transfer time of every engine."""
+        chunk_sizes = {state.chunk_size_tokens for state in self._states.values() if not state.is_draining}
+        are_roles_void = len(chunk_sizes) <= 1
+        if are_roles_void != self._are_roles_void:
+            self._are_roles_void = are_roles_void
+            for state in self._states.values():
+                self._refresh(state)
+
+    def _refresh(self, state: EngineState) -> None:
+        """Recompute what follows from the last report, the settings and the placements in flight."""
+        load, placements = state.load, state.in_flight.values()
+        state.room_tokens = max(0, min(state.chunk_size_tokens, state.spec.max_batch_tokens) - load.running_decodes)
+        queue_s = state.latency.estimate_prefill_s(
+            tokens=load.queued_prefill_tokens,
+            attention_work=load.queued_attention_work,
+            num_prompts=load.queued_requests,
+            room_tokens=state.room_tokens,
+            num_decodes=load.running_decodes,
+            decode_context_tokens=load.decode_context_tokens,
+        )
+        reported_at_s = state.reported_at_s or 0.0
+        queued_blocks = blocks_for_tokens(load.queued_prefill_tokens, state.spec.block_size_tokens)
+        state.queued_prefill_tokens = load.queued_prefill_tokens
+        state.free_at_s = reported_at_s + load.iteration_remaining_s + queue_s
+        # Each queued prompt ends in a partly filled block of its own.
+        state.reserved_kv_blocks = queued_blocks + max(0, load.queued_requests - 1)
+        for placement in placements:
+            state.queued_prefill_tokens += placement.tokens
+            state.free_at_s += placement.execute_s
+            state.reserved_kv_blocks += placement.blocks
+        self._put(state, self._make_entry(state))
+
+    def _make_entry(self, state: EngineState) -> Entry:
+        """Gather what a placement needs to know of an engine."""
+        load = state.load
+        is_ranked = not self._are_roles_void
+        transfers = is_ranked and state.role is Role.PREFILL_HEAVY
+        rate = self.pull_bytes_per_s or DEFAULT_TRANSFER_BYTES_PER_S
+        available_blocks = load.kv_blocks_total - state.committed_kv_blocks - state.reserved_kv_blocks
+        per_token_s, per_work_s, per_iteration_s = state.latency.compute_prefill_coefficients(
+            load.running_decodes, load.decode_context_tokens
+        )
+        return Entry(
+            state.queued_prefill_tokens,
+            int(is_ranked and state.role is Role.DECODE_HEAVY),
+            state.number,
+            state.free_at_s,
+            per_token_s,
+            per_work_s,
+            per_iteration_s,
+            state.room_tokens,
+            available_blocks * state.spec.block_size_tokens,
+            TRANSFER_LATENCY_S if transfers else 0.0,
+            state.spec.kv_bytes_per_token / rate if transfers else 0.0,
+            state.engine_id,
+            state.role,
+            state.latency.num_observations >= PROVEN_OBSERVATIONS,
+            _find_blocked_reason(state),
+        )
+
+    def _put(self, state: EngineState, entry: Entry) -> None:
+        """Replace an engine's entry."""
+        self._take_out(state)
+        state.entry = entry
+        if entry.blocked_reason:
+            self.blocked[state.engine_id] = entry
+        else:
+            insort(self.order, entry)
+
+    def _take_out(self, state: EngineState) -> None:
+        """Remove an engine's entry from wherever it stands."""
+        entry = state.entry
+        if entry is None:
+            return
+        if entry.blocked_reason:
+            del self.blocked[state.engine_id]
+        else:
+            del self.order[bisect_left(self.order, entry)]
+        state.entry = None
+
+
+def _find_blocked_reason(state: EngineState) -> str:
+    """Say why an engine takes no prefill; empty when it does."""
+    if state.is_draining:
+        return "draining"
+    if state.reported_at_s is None:
+        return "no_report"
+    return "" if state.room_tokens > 0 else "room"

@@ -3,13 +3,9 @@
 The engine keeps its decodes in a ``DecodeSet`` and asks ``FlowPolicy.propose`` after each iteration; the router asks
 ``FlowPolicy.target`` for the engine that shall take a proposed request.
 
-All decodes of an engine gain one token per iteration, so both orders of Algorithm 1 are static and an iteration costs
-nothing per running decode:
-
-- longest output first = ascending iteration number at which the length counter was zero;
-- TPOT so far above ``alpha * tau``: ``now - t_first > alpha * tau * (output_tokens - 1)`` with
-  ``output_tokens = k - k0`` (k counts iterations) is ``alpha * tau * (k0 + 1) - t_first > alpha * tau * k - now``,
-  whose left side never changes; one order per TPOT SLO.
+Beyond the paper (router.md section 3), against ping-pong: a request moves again only ``min_tokens_between_moves`` output
+tokens after its last move, unless its TPOT has passed the SLO itself; a request that would flow back at once is not
+degraded; proposals stand and are not repeated until their back-off has passed; an engine has a bounded number of them.
 """
 
 from __future__ import annotations
@@ -17,19 +13,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice_core.records import EngineId, MoveCause, RequestId, Role
+from sluice_core.decodes import Decode, DecodeSet
+from sluice_core.records import EngineId, FlowParameters, MoveCause, MoveProposal, RequestId, Role
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterable
 
-    from sluice_core.engines import EngineTable
-    from sluice_core.kv import KvBlocks
-    from sluice_core.records import FlowParameters, MoveProposal
+    from sluice_core.engines import EngineState, EngineTable
 
-MAX_MOVES_IN_FLIGHT = 16  # proposals and hand-offs of one engine at a time
-PROPOSAL_BACKOFF_S = 0.25  # first wait before an unanswered proposal is made again; doubles
-MAX_PROPOSAL_BACKOFF_S = 4.0
+__all__ = ["DecodeSet", "FlowPolicy", "FlowRequest"]
+
+MAX_STANDING_PROPOSALS = 16  # of one engine at a time
+PROPOSAL_BACKOFF_S = 0.25  # before an unanswered proposal is made again; doubles each time
+MAX_PROPOSAL_BACKOFF_S = 2.0  # the life of a grant (architecture.md 4.3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,93 +46,6 @@ class FlowRequest:
     source: EngineId
     num_blocks: int
     excluded: frozenset[EngineId] = frozenset()
-
-
-class DecodeSet:
-    """The running decodes of one engine, of all routers; mutable, owned by the engine's scheduler.
-
-    Call order of an iteration: ``advance`` (every member gained a token), ``join``/``leave`` for what started or
-    ended in it, then ``FlowPolicy.propose``.
-
-    Args:
-        block_size_tokens: Tokens per KV block.
-        max_num_seqs: Most running requests.
-
-    Attributes:
-        role: Role in force; set it on a configure.
-        is_draining: Every decode is proposed; set it on a configure.
-        kv: KV blocks of the engine; set it before each ``propose``.
-    """
-
-    role: Role
-    is_draining: bool
-    kv: KvBlocks
-
-    def __init__(self, *, block_size_tokens: int, max_num_seqs: int) -> None:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        raise NotImplementedError
-
-    def join(
-        self,
-        request_id: RequestId,
-        *,
-        now: float,
-        prompt_tokens: int,
-        output_tokens: int,
-        output_tokens_since_reset: int,
-        since_first_token_s: float,
-        tpot_slo_s: float,
-        is_moved_in: bool,
-    ) -> None:
-        """Add a decode that has at least one output token.
-
-        Args:
-            request_id: Unique on the engine.
-            now: Seconds on the caller's clock.
-            prompt_tokens: Prompt length.
-            output_tokens: Tokens of the whole request so far, on all engines.
-            output_tokens_since_reset: Length that Algorithm 1 sorts by: tokens since the last backflow.
-            since_first_token_s: Seconds since the client's first token.
-            tpot_slo_s: TPOT objective, in seconds.
-            is_moved_in: It came from another engine with its KV; False: it was prefilled here.
-
-        Raises:
-            ValueError: Known already, or without an output token.
-        """
-        raise NotImplementedError
-
-    def leave(self, request_id: RequestId) -> None:
-        """Remove a decode that finished, was handed off, preempted or aborted. Unknown ones are ignored."""
-        raise NotImplementedError
-
-    def advance(self, skipped: Iterable[RequestId] = ()) -> None:
-        """Count an iteration in which every member gained one token.
-
-        Args:
-            skipped: Members that gained none (not scheduled); costs O(skipped).
-        """
-        raise NotImplementedError
-
-    def set_output_tokens(self, request_id: RequestId, output_tokens: int) -> None:
-        """Correct a member's output length after the current iteration (several tokens in one step)."""
-        raise NotImplementedError
-
-    def refuse(self, request_id: RequestId) -> None:
-        """Note that a proposed move will not happen now; it is proposed again after its back-off."""
-        raise NotImplementedError
-
-    def output_tokens(self, request_id: RequestId) -> int:
-        """Count the tokens of the whole request so far."""
-        raise NotImplementedError
-
-    def output_tokens_since_reset(self, request_id: RequestId) -> int:
-        """Count the length that Algorithm 1 sorts by."""
-        raise NotImplementedError
 
 
 class FlowPolicy:
@@ -179,14 +89,27 @@ class FlowPolicy:
         Returns:
             New proposals, most urgent first.
         """
-        raise NotImplementedError
+        parameters = self.parameters
+        engine.wake(now, min_tokens=parameters.min_tokens_between_moves, alpha=parameters.approaching_factor)
+        limit = MAX_STANDING_PROPOSALS - engine.num_proposed
+        if limit <= 0:
+            return []
+        if engine.is_draining:
+            return [_propose(now, engine, decode, MoveCause.DRAIN) for decode in engine.list_members(limit)]
+        if engine.role is Role.DECODE_HEAVY:
+            return self._degrade(now, engine, limit) if self.degrades else []
+        proposals = self._flow_back(now, engine, limit) if self.flows_back else []
+        if self.moves_first_decodes:
+            at_home = engine.list_at_home(limit - len(proposals))
+            proposals += [_propose(now, engine, decode, MoveCause.PREFILL_DONE) for decode in at_home]
+        return proposals
 
-    def target(self, now: float, request: FlowRequest, engines: EngineTable) -> EngineId | None:
+    def target(self, now: float, request: FlowRequest, engines: EngineTable) -> EngineId | None:  # noqa: ARG002 - a policy may look at the time
         """Pick the engine to ask for a grant.
 
         First decode and backflow: the D-heavy engine with the least KV used, grants included, and physical room.
         Degradation: the P-heavy engine with the fewest used blocks, bounded by the watermark. Drain and manual: the same
-        role first, then any with room. Void roles: no flow, drain alone finds a target.
+        role first, then any with room. Void roles: no flow, drain and manual alone find a target.
 
         Args:
             now: Seconds on the caller's clock.
@@ -196,4 +119,80 @@ class FlowPolicy:
         Returns:
             The target; None: it stays where it is.
         """
-        raise NotImplementedError
+        source = engines.get(request.source)
+        if request.cause in {MoveCause.DRAIN, MoveCause.MANUAL}:
+            others = self._list_with_room(request, engines)
+            same_role = [state for state in others if source is not None and state.role is source.role]
+            return self._pick_least_used(same_role or others)
+        role = Role.PREFILL_HEAVY if request.cause is MoveCause.DEGRADE else Role.DECODE_HEAVY
+        if engines.are_roles_void or (source is not None and source.role is role):
+            return None
+        return self._pick_least_used([state for state in self._list_with_room(request, engines) if state.role is role])
+
+    def _flow_back(self, now: float, engine: DecodeSet, limit: int) -> list[MoveProposal]:
+        """Algorithm 1, lines 1 to 3: decodes whose TPOT so far nears the SLO, the furthest beyond it first."""
+        slow = engine.list_slow(now, limit)
+        slow += [decode for decode in engine.list_fresh() if engine.has_tpot_above(decode, now, 1.0)]
+        if not slow:
+            return []
+        slow.sort(key=lambda decode: engine.compute_tpot_share(decode, now), reverse=True)
+        return [_propose(now, engine, decode, MoveCause.BACKFLOW) for decode in slow[:limit]]
+
+    def _degrade(self, now: float, engine: DecodeSet, limit: int) -> list[MoveProposal]:
+        """Algorithm 1, lines 4 to 12: the longest outputs until usage is down to the watermark."""
+        watermark, alpha = self.parameters.watermark, self.parameters.approaching_factor
+        max_blocks, max_seqs = watermark * engine.kv.total, watermark * engine.max_num_seqs
+        used = engine.kv.used - engine.kv.pinned
+        proposals: list[MoveProposal] = []
+        while len(proposals) < limit and (
+            used - engine.proposed_blocks > max_blocks or len(engine) - engine.num_proposed > max_seqs
+        ):
+            decode = engine.get_longest()
+            if decode is None:
+                break
+            if engine.has_tpot_above(decode, now, alpha):
+                engine.set_aside(decode, now + PROPOSAL_BACKOFF_S)
+            else:
+                proposals.append(_propose(now, engine, decode, MoveCause.DEGRADE))
+        return proposals
+
+    def _list_with_room(self, request: FlowRequest, engines: EngineTable) -> list[EngineState]:
+        """List the engines that could take a request.
+
+        Room is physical on D-heavy engines; on P-heavy ones it ends at the watermark.
+        """
+        found = []
+        for state in engines:
+            share = self.parameters.watermark if state.role is Role.PREFILL_HEAVY else 1.0
+            if (
+                state.engine_id != request.source
+                and not state.is_draining
+                and state.engine_id not in request.excluded
+                and state.committed_kv_blocks + request.num_blocks <= share * state.load.kv_blocks_total
+                and state.num_committed_seqs + 1 <= share * state.spec.max_num_seqs
+            ):
+                found.append(state)
+        return found
+
+    def _pick_least_used(self, states: Iterable[EngineState]) -> EngineId | None:
+        """Pick the engine with the smallest share of its KV blocks committed; at random among equals."""
+        least, best = 2.0, list[EngineId]()
+        for state in states:
+            share = state.committed_kv_blocks / state.load.kv_blocks_total
+            if share < least:
+                least, best = share, []
+            if share == least:
+                best.append(state.engine_id)
+        return best[int(self._rng.random() * len(best))] if best else None
+
+
+def _propose(now: float, engine: DecodeSet, decode: Decode, cause: MoveCause) -> MoveProposal:
+    """Make a proposal and let it stand."""
+    backoff_s = min(MAX_PROPOSAL_BACKOFF_S, PROPOSAL_BACKOFF_S * 2.0**decode.num_proposals)
+    engine.propose(decode, now + backoff_s)
+    return MoveProposal(
+        request_id=decode.request_id,
+        cause=cause,
+        output_tokens=engine.output_tokens(decode.request_id),
+        num_blocks=engine.count_blocks(decode),
+    )

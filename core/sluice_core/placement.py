@@ -2,28 +2,49 @@
 
 Algorithm 2 takes, among the engines whose Q + E + T stays within the TTFT SLO, the one with the fewest queued prefill
 tokens. That is the first feasible engine in ascending order of queued prefill tokens. Ties go to P-heavy engines, then
-to one of the feasible at random. Aggregation and disaggregation are the same code: with equal chunk sizes roles are
-void and nothing is transferred; an engine with chunk size 0 has no room and is never feasible.
+to one of the feasible at random, each with the same probability. Aggregation and disaggregation are the same code: with
+equal chunk sizes roles are void and nothing is transferred; an engine with chunk size 0 has no room and is never
+feasible.
+
+Beyond the paper (router.md section 3): the prompt's KV must fit; nothing feasible is handled by ``EarlyRejection``;
+recoveries go first, but take only a share of an engine's time while other prefills wait there; a prompt that waits for
+KV beyond its TTFT SLO is not overtaken any more, so that large prompts do not starve behind small ones.
 
 Decisions are kept in a bounded ring as tuples and formatted on demand (``explain``).
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from sluice_core.records import Candidate, Decision, EngineId, FlowParameters, PrefillRequest, RequestId
+from sluice_core.engines import RECOVERY_BURST_S, EngineTable, Entry
+from sluice_core.latency import compute_attention_work
+from sluice_core.records import (
+    Candidate,
+    Decision,
+    EarlyRejection,
+    EngineId,
+    FlowParameters,
+    Hold,
+    Place,
+    PrefillRequest,
+    Reject,
+    RequestId,
+)
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Sequence
 
-    from sluice_core.engines import EngineTable
-
 CachedTokens = Callable[[PrefillRequest, EngineId], int]
 """Prompt tokens expected in an engine's prefix cache; the seam for prefix-aware routing."""
+
+MAX_RECORDED_ENGINES = 64  # per decision: those with the shortest queues, and the chosen one
+_MAX_TIE_DRAWS = 8  # random picks among tied engines before all of them are looked at
 
 
 class PlacementPolicy(Protocol):
@@ -54,12 +75,36 @@ class PlacementPolicy(Protocol):
 
 
 class PlacementRecord(NamedTuple):
-    """A decision and what it saw, kept in a ring; ``explain`` formats it."""
+    """A decision and what it saw, kept in a ring; ``explain`` formats it.
+
+    Args:
+        now: When it was made, on the caller's clock.
+        request: The request.
+        decision: The decision.
+        entries: Engines as they stood before it, in the order of the walk, blocked ones last.
+        cached: Expected prefix-cache hits on each of them; empty: none.
+    """
 
     now: float
     request: PrefillRequest
     decision: Decision
-    entries: tuple[tuple[object, ...], ...]
+    entries: tuple[Entry, ...]
+    cached: tuple[int, ...]
+
+
+class _Walk(NamedTuple):
+    """Result of a walk.
+
+    Args:
+        position: Of the first feasible candidate, or -1.
+        done_s: When the request would be done on each candidate before it, on the caller's clock; infinite where its KV
+            does not fit.
+        least_without_kv_s: The earliest of those where it does not fit.
+    """
+
+    position: int
+    done_s: list[float]
+    least_without_kv_s: float
 
 
 class LengthAwarePlacement:
@@ -69,6 +114,9 @@ class LengthAwarePlacement:
         parameters: Live parameters; replace the attribute on a plan change.
         rng: Breaks ties; seeded by the caller.
         num_records: Decisions kept for explanations.
+
+    Attributes:
+        records: The last decisions, oldest first.
     """
 
     def __init__(self, parameters: FlowParameters, rng: random.Random, *, num_records: int = 4096) -> None:
@@ -84,15 +132,244 @@ class LengthAwarePlacement:
         cached_tokens: CachedTokens | None = None,
     ) -> list[Decision]:
         """See ``PlacementPolicy.assign``."""
-        raise NotImplementedError
+        round_ = _Round(now, engines, cached_tokens)
+        decisions: list[Decision] = []
+        for request in sorted(waiting, key=_order):
+            order, blocked = engines.order, engines.blocked
+            entries = tuple(order) if len(order) <= MAX_RECORDED_ENGINES else tuple(order[:MAX_RECORDED_ENGINES])
+            decision = self._decide(round_, request)
+            if isinstance(decision, Hold):
+                round_.note_hold(request, decision)
+            if blocked:
+                entries += tuple(blocked.values())[:MAX_RECORDED_ENGINES]
+            self._record(round_, request, decision, entries)
+            decisions.append(decision)
+        return decisions
+
+    def _decide(self, round_: _Round, request: PrefillRequest) -> Decision:
+        """Decide about one request."""
+        hold = round_.find_hold(request)
+        if hold is not None:
+            return hold
+        return self._recover(round_, request) if request.is_recovery else self._place(round_, request)
 
     def find_records(self, request_id: RequestId) -> list[PlacementRecord]:
         """Find the decisions about a request that are still kept, oldest first."""
         return [record for record in self.records if record.request.request_id == request_id]
 
+    def _record(self, round_: _Round, request: PrefillRequest, decision: Decision, entries: tuple[Entry, ...]) -> None:
+        """Keep a decision for explanations."""
+        chosen = round_.chosen
+        round_.chosen = None
+        if chosen is not None and len(entries) >= MAX_RECORDED_ENGINES and chosen not in entries:
+            entries = (*entries, chosen)
+        cached: tuple[int, ...] = ()
+        if round_.cached_tokens is not None:
+            cached = tuple(round_.cached_tokens(request, entry.engine_id) for entry in entries)
+        self.records.append(PlacementRecord(round_.now, request, decision, entries, cached))
 
-def explain(record: PlacementRecord) -> Sequence[Candidate]:
-    """Reconstruct the engines that a decision saw, in the order of the walk.
+    def _place(self, round_: _Round, request: PrefillRequest) -> Decision:
+        """Algorithm 2 for one new prefill."""
+        deadline_s = request.arrival_s + request.slo.ttft_s
+        candidates = round_.list_candidates(request)
+        found = round_.walk(request, candidates, deadline_s)
+        if found.position >= 0:
+            entry = self._break_tie(round_, request, candidates, found.position, deadline_s)
+            return round_.place(request, entry, "feasible", is_feasible=True)
+        if not candidates:
+            return Hold(request_id=request.request_id, reason=round_.find_absence())
+        if self.parameters.early_rejection is EarlyRejection.REJECT:
+            return self._reject(round_, request, candidates, found)
+        fitting = [i for i, done_s in enumerate(found.done_s) if done_s < math.inf]
+        if not fitting:
+            return Hold(request_id=request.request_id, reason="kv")
+        if self.parameters.early_rejection is EarlyRejection.RANDOM:
+            chosen = fitting[int(self._rng.random() * len(fitting))]
+            return round_.place(request, candidates[chosen], "random", is_feasible=False)
+        least_late = min(fitting, key=found.done_s.__getitem__)
+        return round_.place(request, candidates[least_late], "least_late", is_feasible=False)
+
+    def _break_tie(
+        self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], index: int, deadline_s: float
+    ) -> Entry:
+        """Pick uniformly among the feasible engines that are tied with the first feasible one.
+
+        Random picks until one is feasible are uniform over the feasible ones; when many fail, all are looked at.
+        """
+        first = candidates[index]
+        end = index + 1
+        if end < len(candidates) and candidates[end][:2] == first[:2]:
+            end = bisect_left(candidates, (first.queued_prefill_tokens, first.rank + 1), end)
+        if end == index + 1:
+            return first
+        for _ in range(_MAX_TIE_DRAWS):
+            entry = candidates[index + int(self._rng.random() * (end - index))]
+            if entry is first or round_.is_feasible(request, entry, deadline_s):
+                return entry
+        tied = [entry for entry in candidates[index:end] if round_.is_feasible(request, entry, deadline_s)]
+        return tied[int(self._rng.random() * len(tied))]
+
+    def _reject(self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], found: _Walk) -> Decision:
+        """Reject, unless an engine may do better than its estimate, or will once it has KV blocks."""
+        deadline_s = request.arrival_s + request.slo.ttft_s
+        unproven = [i for i, entry in enumerate(candidates) if not (entry.queued_prefill_tokens and entry.is_proven)]
+        chosen = min(unproven, key=found.done_s.__getitem__, default=-1)
+        if chosen >= 0 and found.done_s[chosen] < math.inf:
+            return round_.place(request, candidates[chosen], "unproven", is_feasible=False)
+        if unproven or found.least_without_kv_s < deadline_s:
+            return Hold(request_id=request.request_id, reason="kv")
+        least_done_s = min(found.least_without_kv_s, *found.done_s)
+        return Reject(request_id=request.request_id, retry_after_s=least_done_s - deadline_s)
+
+    def _recover(self, round_: _Round, request: PrefillRequest) -> Decision:
+        """Place a recovery where it is done first, among the engines that have not had their share of recoveries."""
+        candidates = round_.list_candidates(request)
+        if not candidates:
+            return Hold(request_id=request.request_id, reason=round_.find_absence())
+        fitting = [entry for entry in candidates if entry.available_tokens >= request.prompt_tokens]
+        if not fitting:
+            return Hold(request_id=request.request_id, reason="kv")
+        open_ = [entry for entry in fitting if round_.is_open_to_recoveries(entry)]
+        if not open_:
+            return Hold(request_id=request.request_id, reason="recovery_cap")
+        entry = min(open_, key=lambda candidate: round_.estimate_done_s(request, candidate))
+        return round_.place(request, entry, "recovery", is_feasible=True)
+
+
+class _Round:
+    """One call of ``assign``: its arguments, and what it has learned about holds so far.
+
+    Within a call engines only fill up, so what did not fit once is not tried again: a long queue of waiting requests
+    costs one walk, not one per request.
+    """
+
+    __slots__ = ("_holds", "_is_blocked_by_kv", "_least_kv_held", "cached_tokens", "chosen", "engines", "now")
+
+    def __init__(self, now: float, engines: EngineTable, cached_tokens: CachedTokens | None) -> None:
+        self.now = now
+        self.engines = engines
+        self.cached_tokens = cached_tokens
+        self.chosen: Entry | None = None
+        self._least_kv_held = math.inf
+        self._is_blocked_by_kv = False
+        self._holds: set[str] = set()
+
+    def find_hold(self, request: PrefillRequest) -> Hold | None:
+        """Hold a request that cannot fare better than one held before it in this call."""
+        if self._least_kv_held <= request.prompt_tokens or (self._is_blocked_by_kv and not request.is_recovery):
+            return Hold(request_id=request.request_id, reason="kv")
+        if "recovery_cap" in self._holds and request.is_recovery:
+            return Hold(request_id=request.request_id, reason="recovery_cap")
+        return None
+
+    def note_hold(self, request: PrefillRequest, hold: Hold) -> None:
+        """Learn from a hold. Requests that exclude engines say nothing about others."""
+        if request.excluded:
+            return
+        self._holds.add(hold.reason)
+        if hold.reason == "kv":
+            self._least_kv_held = min(self._least_kv_held, request.prompt_tokens)
+            is_overdue = request.is_recovery or self.now > request.arrival_s + request.slo.ttft_s
+            self._is_blocked_by_kv = self._is_blocked_by_kv or (is_overdue and self._can_ever_fit(request))
+
+    def list_candidates(self, request: PrefillRequest) -> Sequence[Entry]:
+        """List the engines that can take a prefill and are not excluded, in ascending order of their queues."""
+        if not request.excluded:
+            return self.engines.order
+        return [entry for entry in self.engines.order if entry.engine_id not in request.excluded]
+
+    def find_absence(self) -> str:
+        """Say why there is no candidate."""
+        is_full = any(entry.blocked_reason == "room" for entry in self.engines.blocked.values())
+        return "room" if is_full else "no_engine"
+
+    def walk(self, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float) -> _Walk:
+        """Find the first feasible engine. The hot loop: it repeats ``estimate_done_s`` in place."""
+        if self.cached_tokens is not None:
+            return self._walk_cached(request, candidates, deadline_s)
+        now, tokens = self.now, request.prompt_tokens
+        half_squared = tokens * tokens * 0.5
+        done: list[float] = []
+        least_without_kv_s = math.inf
+        for index, entry in enumerate(candidates):
+            _, _, _, free_at_s, token_s, work_s, iteration_s, room, available, latency_s, transfer_s, _, _, _, _ = entry
+            done_s = (
+                (free_at_s if free_at_s > now else now)  # noqa: FURB136 - calling max() costs a third of the loop
+                + token_s * tokens
+                + work_s * half_squared
+                + -(-tokens // room) * iteration_s
+                + latency_s
+                + transfer_s * tokens
+            )
+            if available < tokens:
+                least_without_kv_s = min(least_without_kv_s, done_s)
+                done_s = math.inf
+            elif done_s < deadline_s:
+                return _Walk(index, done, least_without_kv_s)
+            done.append(done_s)
+        return _Walk(-1, done, least_without_kv_s)
+
+    def _walk_cached(self, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float) -> _Walk:
+        """``walk`` with expected prefix-cache hits."""
+        done: list[float] = []
+        least_without_kv_s = math.inf
+        for index, entry in enumerate(candidates):
+            done_s = self.estimate_done_s(request, entry)
+            if entry.available_tokens < request.prompt_tokens:
+                least_without_kv_s = min(least_without_kv_s, done_s)
+                done_s = math.inf
+            elif done_s < deadline_s:
+                return _Walk(index, done, least_without_kv_s)
+            done.append(done_s)
+        return _Walk(-1, done, least_without_kv_s)
+
+    def is_feasible(self, request: PrefillRequest, entry: Entry, deadline_s: float) -> bool:
+        """Say whether an engine has the KV blocks and meets the deadline."""
+        return entry.available_tokens >= request.prompt_tokens and self.estimate_done_s(request, entry) < deadline_s
+
+    def is_open_to_recoveries(self, entry: Entry) -> bool:
+        """Say whether an engine may take one more recovery: no other prefill waits, or its share is not used up."""
+        if entry.queued_prefill_tokens == 0:
+            return True
+        return self.engines[entry.engine_id].recovery_free_at_s <= self.now + RECOVERY_BURST_S
+
+    def estimate_done_s(self, request: PrefillRequest, entry: Entry) -> float:
+        """Estimate when the first token could be out, transfer included, on the caller's clock."""
+        cached = self.cached_tokens(request, entry.engine_id) if self.cached_tokens is not None else 0
+        queue_s, execute_s, transfer_s = _estimate(self.now, request.prompt_tokens, entry, cached)
+        return self.now + queue_s + execute_s + transfer_s
+
+    def place(self, request: PrefillRequest, entry: Entry, reason: str, *, is_feasible: bool) -> Place:
+        """Record a placement in the table and make the decision."""
+        cached = self.cached_tokens(request, entry.engine_id) if self.cached_tokens is not None else 0
+        queue_s, execute_s, transfer_s = _estimate(self.now, request.prompt_tokens, entry, cached)
+        self.chosen = entry
+        self.engines.record_placement(
+            entry.engine_id,
+            request.request_id,
+            self.now,
+            tokens=_uncached(request.prompt_tokens, cached),
+            kv_tokens=request.prompt_tokens,
+            execute_s=execute_s,
+            is_recovery=request.is_recovery,
+        )
+        return Place(
+            request_id=request.request_id,
+            engine_id=entry.engine_id,
+            predicted_ttft_s=self.now - request.arrival_s + queue_s + execute_s + transfer_s,
+            reason=reason,
+            is_feasible=is_feasible,
+        )
+
+    def _can_ever_fit(self, request: PrefillRequest) -> bool:
+        """Say whether some engine could hold the prompt if it were empty."""
+        return any(
+            state.load.kv_blocks_total * state.spec.block_size_tokens >= request.prompt_tokens for state in self.engines
+        )
+
+
+def explain(record: PlacementRecord) -> list[Candidate]:
+    """Reconstruct the engines that a decision saw, in the order of the walk, blocked ones last.
 
     Args:
         record: From ``LengthAwarePlacement.records``.
@@ -100,4 +377,57 @@ def explain(record: PlacementRecord) -> Sequence[Candidate]:
     Returns:
         One candidate per engine recorded.
     """
-    raise NotImplementedError
+    cached = record.cached or (0,) * len(record.entries)
+    return [_explain_entry(record, entry, hits) for entry, hits in zip(record.entries, cached, strict=True)]
+
+
+def _explain_entry(record: PlacementRecord, entry: Entry, cached: int) -> Candidate:
+    """Format one engine of a decision."""
+    request = record.request
+    queue_s, execute_s, transfer_s = _estimate(record.now, request.prompt_tokens, entry, cached)
+    is_in_time = record.now + queue_s + execute_s + transfer_s < request.arrival_s + request.slo.ttft_s
+    reason = "feasible" if is_in_time or request.is_recovery else "ttft"
+    if entry.available_tokens < request.prompt_tokens:
+        reason = "kv"
+    if entry.engine_id in request.excluded:
+        reason = "excluded"
+    reason = entry.blocked_reason or reason
+    return Candidate(
+        engine_id=entry.engine_id,
+        role=entry.role,
+        queued_prefill_tokens=entry.queued_prefill_tokens,
+        queue_s=queue_s,
+        execute_s=execute_s,
+        transfer_s=transfer_s,
+        is_feasible=reason == "feasible",
+        reason=reason,
+    )
+
+
+def _estimate(now: float, prompt_tokens: int, entry: Entry, cached: int) -> tuple[float, float, float]:
+    """Estimate Q, E and T of a prompt on an engine, in seconds.
+
+    Source: taichi.txt, Algorithm 2, lines 3 to 5; router.md section 3 for the closed form.
+    """
+    tokens = _uncached(prompt_tokens, cached)
+    if entry.room_tokens <= 0:
+        return math.inf, math.inf, 0.0
+    execute_s = (
+        entry.per_token_s * tokens
+        + entry.per_work_s * compute_attention_work(tokens, prompt_tokens - tokens)
+        + -(-tokens // entry.room_tokens) * entry.per_iteration_s
+    )
+    transfer_s = entry.transfer_latency_s + entry.transfer_per_token_s * prompt_tokens
+    return max(0.0, entry.free_at_s - now), execute_s, transfer_s
+
+
+def _uncached(prompt_tokens: int, cached: int) -> int:
+    """Count the tokens to compute: the last one always is, for its logits."""
+    return max(1, prompt_tokens - cached)
+
+
+def _order(request: PrefillRequest) -> tuple[int, float, float]:
+    """Order waiting requests: recoveries by TPOT debt, then priority, then arrival."""
+    if request.is_recovery:
+        return 0, request.next_token_due_s, request.arrival_s
+    return 1, -request.priority, request.arrival_s

@@ -181,7 +181,7 @@ class Hold:
 
     Args:
         request_id: The request.
-        reason: ``no_engine``, ``kv``, ``late_binding``, ``recovery_cap``.
+        reason: ``no_engine``, ``room`` (decodes fill every chunk), ``kv``, ``late_binding``, ``recovery_cap``.
     """
 
     request_id: RequestId

@@ -1,0 +1,326 @@
+"""The running decodes of one engine, ordered for Algorithm 1 at no cost per iteration.
+
+All decodes of an engine gain one token per iteration, so both orders of Algorithm 1 are static:
+
+- longest output first = ascending iteration number at which the length counter was zero;
+- TPOT so far above ``alpha * tau``: ``now - t_first > alpha * tau * (output_tokens - 1)`` with
+  ``output_tokens = k - k0`` (k counts iterations) is ``alpha * tau * (k0 + 1) - t_first > alpha * tau * k - now``,
+  whose left side never changes; one order per TPOT SLO.
+
+A decode is in exactly one state: *fresh* (it came by a move fewer than ``min_tokens`` tokens ago), *ranked* (in both
+orders), or *resting* (proposed, or set aside, until a time). Only ranked ones are looked up by order; fresh ones are
+few, because each is there for ``min_tokens`` iterations after a move.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sluice_core.kv import KvBlocks, blocks_for_tokens
+from sluice_core.records import RequestId, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_ROUNDING_S = 1e-6  # the static key and the plain formula differ by rounding; candidates are checked by the latter
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Decode:
+    """One running decode; mutable, changed by ``DecodeSet`` only.
+
+    Args:
+        request_id: The request.
+        number: Unique in the set, ascending by arrival: breaks ties.
+        prompt_tokens: Prompt length.
+        born_at: Iteration at which its output length was 0.
+        reset_at: Iteration at which the length that degradation sorts by was 0.
+        first_token_s: When the client got the first token, on the caller's clock.
+        tpot_slo_s: TPOT objective, in seconds.
+        is_moved_in: It came from another engine with its KV.
+        joined_at: Iteration at which it joined.
+        num_proposals: Proposals so far.
+        proposed_blocks: Blocks that its standing proposal counts as released; None without one.
+        is_ranked: It is in both orders.
+        has_left: It is no longer a member.
+    """
+
+    request_id: RequestId
+    number: int
+    prompt_tokens: int
+    born_at: int
+    reset_at: int
+    first_token_s: float
+    tpot_slo_s: float
+    is_moved_in: bool
+    joined_at: int
+    num_proposals: int = 0
+    proposed_blocks: int | None = None
+    is_ranked: bool = False
+    has_left: bool = False
+
+
+class DecodeSet:
+    """The running decodes of one engine, of all routers; mutable, owned by the engine's scheduler.
+
+    Call order of an iteration: ``advance`` (every member gained a token), ``join``/``leave`` for what started or
+    ended in it, then ``FlowPolicy.propose``.
+
+    Args:
+        block_size_tokens: Tokens per KV block.
+        max_num_seqs: Most running requests.
+
+    Attributes:
+        role: Role in force; set it on a configure.
+        is_draining: Every decode is proposed; set it on a configure.
+        kv: KV blocks of the engine; set it before each ``propose``.
+        block_size_tokens: Tokens per KV block.
+        max_num_seqs: Most running requests.
+        num_proposed: Standing proposals.
+        proposed_blocks: Blocks that they count as released.
+    """
+
+    def __init__(self, *, block_size_tokens: int, max_num_seqs: int) -> None:
+        self.role = Role.DECODE_HEAVY
+        self.is_draining = False
+        self.kv = KvBlocks(total=0, used=0)
+        self.block_size_tokens = block_size_tokens
+        self.max_num_seqs = max_num_seqs
+        self.num_proposed = 0
+        self.proposed_blocks = 0
+        self._iteration = 0
+        self._num_joined = 0
+        self._alpha = 1.0
+        self._members: dict[RequestId, Decode] = {}
+        self._at_home: dict[RequestId, Decode] = {}  # prefilled here and ranked
+        self._fresh: deque[Decode] = deque()
+        self._longest: list[tuple[int, int, Decode]] = []
+        self._slowest: dict[float, list[tuple[float, int, Decode]]] = {}  # by TPOT SLO; the most urgent is last
+        self._resting: list[tuple[float, int, Decode]] = []  # a heap by the end of the rest
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._members
+
+    def join(
+        self,
+        request_id: RequestId,
+        *,
+        now: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        output_tokens_since_reset: int,
+        since_first_token_s: float,
+        tpot_slo_s: float,
+        is_moved_in: bool,
+    ) -> None:
+        """Add a decode that has at least one output token.
+
+        Args:
+            request_id: Unique on the engine.
+            now: Seconds on the caller's clock.
+            prompt_tokens: Prompt length.
+            output_tokens: Tokens of the whole request so far, on all engines.
+            output_tokens_since_reset: Length that Algorithm 1 sorts by: tokens since the last backflow.
+            since_first_token_s: Seconds since the client's first token.
+            tpot_slo_s: TPOT objective, in seconds.
+            is_moved_in: It came from another engine with its KV; False: it was prefilled here.
+
+        Raises:
+            ValueError: Known already, or without an output token.
+        """
+        if request_id in self._members:
+            raise ValueError(f"request {request_id!r} is among the decodes already")
+        if output_tokens < 1:
+            raise ValueError(f"request {request_id!r} has {output_tokens} output tokens, a decode has at least 1")
+        self._num_joined += 1
+        decode = Decode(
+            request_id=request_id,
+            number=self._num_joined,
+            prompt_tokens=prompt_tokens,
+            born_at=self._iteration - output_tokens,
+            reset_at=self._iteration - output_tokens_since_reset,
+            first_token_s=now - since_first_token_s,
+            tpot_slo_s=tpot_slo_s,
+            is_moved_in=is_moved_in,
+            joined_at=self._iteration,
+        )
+        self._members[request_id] = decode
+        if is_moved_in:
+            self._fresh.append(decode)
+        else:
+            self._rank(decode)
+
+    def leave(self, request_id: RequestId) -> None:
+        """Remove a decode that finished, was handed off, preempted or aborted. Unknown ones are ignored."""
+        decode = self._members.pop(request_id, None)
+        if decode is None:
+            return
+        decode.has_left = True
+        self._unrank(decode)
+        self._withdraw(decode)
+
+    def advance(self, skipped: Iterable[RequestId] = ()) -> None:
+        """Count an iteration in which every member gained one token.
+
+        Args:
+            skipped: Members that gained none (not scheduled); costs O(skipped).
+        """
+        self._iteration += 1
+        for request_id in skipped:
+            self._shift(self._members[request_id], 1)
+
+    def set_output_tokens(self, request_id: RequestId, output_tokens: int) -> None:
+        """Correct a member's output length after the current iteration (several tokens in one step)."""
+        self._shift(self._members[request_id], self.output_tokens(request_id) - output_tokens)
+
+    def output_tokens(self, request_id: RequestId) -> int:
+        """Count the tokens of the whole request so far."""
+        return self._iteration - self._members[request_id].born_at
+
+    def output_tokens_since_reset(self, request_id: RequestId) -> int:
+        """Count the length that Algorithm 1 sorts by."""
+        return self._iteration - self._members[request_id].reset_at
+
+    def count_blocks(self, decode: Decode) -> int:
+        """Count the KV blocks that a decode holds: its last token has no KV yet."""
+        num_tokens = decode.prompt_tokens + self._iteration - decode.born_at - 1
+        return blocks_for_tokens(num_tokens, self.block_size_tokens)
+
+    def has_tpot_above(self, decode: Decode, now: float, share: float) -> bool:
+        """Say whether its TPOT so far is above a share of its SLO; never before the second token."""
+        num_gaps = self._iteration - decode.born_at - 1
+        return num_gaps > 0 and now - decode.first_token_s > share * decode.tpot_slo_s * num_gaps
+
+    def compute_tpot_share(self, decode: Decode, now: float) -> float:
+        """Compute its TPOT so far as a share of its SLO; 0 before the second token."""
+        num_gaps = self._iteration - decode.born_at - 1
+        return (now - decode.first_token_s) / (num_gaps * decode.tpot_slo_s) if num_gaps > 0 else 0.0
+
+    def wake(self, now: float, *, min_tokens: int, alpha: float) -> None:
+        """Rank what may be proposed (again): O(woken), and O(members) when alpha changes.
+
+        Args:
+            now: Seconds on the caller's clock.
+            min_tokens: Output tokens between two moves of a request.
+            alpha: Approaching factor.
+        """
+        while self._resting and (self._resting[0][0] <= now or self._resting[0][2].has_left):
+            decode = heapq.heappop(self._resting)[2]
+            if not decode.has_left:
+                self._withdraw(decode)
+                self._rank(decode)
+        while self._fresh and (self._fresh[0].has_left or self._iteration - self._fresh[0].joined_at >= min_tokens):
+            decode = self._fresh.popleft()
+            if not decode.has_left and decode.proposed_blocks is None:
+                self._rank(decode)
+        if alpha != self._alpha:
+            self._alpha = alpha
+            self._rank_by_slowness()
+
+    def list_fresh(self) -> Iterator[Decode]:
+        """Iterate over decodes that came by a move fewer than ``min_tokens`` tokens ago."""
+        return (
+            decode
+            for decode in self._fresh
+            if not decode.has_left and not decode.is_ranked and decode.proposed_blocks is None
+        )
+
+    def list_at_home(self, limit: int) -> list[Decode]:
+        """List at most ``limit`` ranked decodes that were prefilled here, oldest first."""
+        return [decode for decode, _ in zip(self._at_home.values(), range(limit), strict=False)]
+
+    def list_members(self, limit: int) -> list[Decode]:
+        """List at most ``limit`` members without a standing proposal, oldest first."""
+        idle = (decode for decode in self._members.values() if decode.proposed_blocks is None)
+        return [decode for decode, _ in zip(idle, range(limit), strict=False)]
+
+    def get_longest(self) -> Decode | None:
+        """Return the ranked decode with the longest output since its reset; of equals the first to join."""
+        return self._longest[0][2] if self._longest else None
+
+    def list_slow(self, now: float, limit: int) -> list[Decode]:
+        """List ranked decodes whose TPOT so far is above alpha times their SLO: at most ``limit`` per distinct SLO."""
+        slow: list[Decode] = []
+        for tpot_slo_s, order in self._slowest.items():
+            bound = self._alpha * tpot_slo_s * self._iteration - now - _ROUNDING_S
+            found = 0
+            for key, _, decode in reversed(order):
+                if key <= bound or found == limit:
+                    break
+                if self.has_tpot_above(decode, now, self._alpha):
+                    slow.append(decode)
+                    found += 1
+        return slow
+
+    def propose(self, decode: Decode, until_s: float) -> None:
+        """Let a proposal stand: its blocks count as released until it leaves or ``until_s``."""
+        self._unrank(decode)
+        self._withdraw(decode)
+        decode.num_proposals += 1
+        decode.proposed_blocks = self.count_blocks(decode)
+        self.num_proposed += 1
+        self.proposed_blocks += decode.proposed_blocks
+        heapq.heappush(self._resting, (until_s, decode.number, decode))
+
+    def set_aside(self, decode: Decode, until_s: float) -> None:
+        """Leave a ranked decode out of both orders until ``until_s``."""
+        self._unrank(decode)
+        heapq.heappush(self._resting, (until_s, decode.number, decode))
+
+    def _withdraw(self, decode: Decode) -> None:
+        """End a standing proposal."""
+        if decode.proposed_blocks is not None:
+            self.num_proposed -= 1
+            self.proposed_blocks -= decode.proposed_blocks
+            decode.proposed_blocks = None
+
+    def _shift(self, decode: Decode, num_iterations: int) -> None:
+        """Move a decode's counters by some iterations, and its place in the orders with them."""
+        was_ranked = decode.is_ranked
+        self._unrank(decode)
+        decode.born_at += num_iterations
+        decode.reset_at += num_iterations
+        if was_ranked:
+            self._rank(decode)
+
+    def _slowness(self, decode: Decode) -> float:
+        """Compute the static key of the TPOT order."""
+        return self._alpha * decode.tpot_slo_s * (decode.born_at + 1) - decode.first_token_s
+
+    def _rank(self, decode: Decode) -> None:
+        """Put a decode in both orders."""
+        if decode.is_ranked:
+            return
+        decode.is_ranked = True
+        insort(self._longest, (decode.reset_at, decode.number, decode))
+        order = self._slowest.setdefault(decode.tpot_slo_s, [])
+        insort(order, (self._slowness(decode), decode.number, decode))
+        if not decode.is_moved_in:
+            self._at_home[decode.request_id] = decode
+
+    def _unrank(self, decode: Decode) -> None:
+        """Take a decode out of both orders."""
+        if not decode.is_ranked:
+            return
+        decode.is_ranked = False
+        del self._longest[bisect_left(self._longest, (decode.reset_at, decode.number))]
+        order = self._slowest[decode.tpot_slo_s]
+        del order[bisect_left(order, (self._slowness(decode), decode.number))]
+        if not order:
+            del self._slowest[decode.tpot_slo_s]
+        self._at_home.pop(decode.request_id, None)
+
+    def _rank_by_slowness(self) -> None:
+        """Build the TPOT orders again."""
+        self._slowest = {}
+        for _, number, decode in self._longest:
+            self._slowest.setdefault(decode.tpot_slo_s, []).append((self._slowness(decode), number, decode))
+        for order in self._slowest.values():
+            order.sort()
