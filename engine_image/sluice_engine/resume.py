@@ -67,6 +67,9 @@ class ReplayGenerator(torch.Generator):  # type: ignore[misc]
 class ResumedRequestState(CachedRequestState):  # type: ignore[misc]
     """The V1 runner's state of a request, earlier output included."""
 
+    output_token_ids: list[int]
+    generator: torch.Generator | None
+
     def __post_init__(self) -> None:
         """Fills in what the scheduler's record of a new request has no field for."""
         parameters = self.sampling_params

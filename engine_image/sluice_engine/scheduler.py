@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# To a type checker the mixin is a scheduler; at run time it stands before one.
-_Stock = Scheduler if TYPE_CHECKING else object
+# The mixin stands before one of vLLM's schedulers and uses its attributes, which a type checker must not look for here.
+_Stock: Any = object
 
 # A pull that has not started by then is given up, in seconds (architecture 4.3).
 PULL_START_S = 2.0

@@ -1,0 +1,281 @@
+"""Real engines for tests: forked from the test process, driven by hand through vLLM's synchronous client.
+
+A test process imports vLLM once (9 s) and forks any number of engines (3 s each). Nothing runs beside the test: outputs
+wait in the client's queue until ``Engine.poll`` takes them.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sluice_engine import control
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+FIRST_PORT = 21000
+LAST_PORT = 21999
+BLOCK_SIZE = 32
+MAX_BATCH_TOKENS = 512
+DEADLINE_S = 60.0
+
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    UCX_TLS="tcp,sm,self",
+    UCX_NET_DEVICES="lo",
+    UCX_TCP_USER_TIMEOUT="4s",
+    VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
+)
+
+
+def import_vllm() -> None:
+    """Imports all that engines need, once, so that forks share it; its warnings are its own affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import vllm.engine.arg_utils
+        import vllm.v1.engine.core_client
+        import vllm.v1.worker.cpu_worker
+
+        from sluice_engine import plugin, scheduler, selfcheck  # noqa: F401
+
+        plugin.register()
+
+
+@dataclass
+class Part:
+    """A request's stay on one engine."""
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    handed_off: control.HandedOff | None = None
+    is_returned: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None or self.is_returned
+
+
+class Engine:
+    """One EngineCore process with Sluice's plugin."""
+
+    def __init__(self, name: str, model: Path, port: int, *, is_async: bool = False, **options: Any) -> None:
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core_client import SyncMPClient
+        from vllm.v1.executor.abstract import Executor
+
+        from sluice_engine import plugin
+
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        settings: dict[str, Any] = {
+            "model": str(model),
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "max_num_batched_tokens": MAX_BATCH_TOKENS,
+            "max_num_seqs": 32,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 << 20,
+            "block_size": BLOCK_SIZE,
+            "scheduling_policy": "priority",
+            "scheduler_cls": plugin.ASYNC_SCHEDULER if is_async else plugin.SCHEDULER,
+            "distributed_executor_backend": plugin.CPU_EXECUTOR,
+            "kv_transfer_config": KVTransferConfig(**plugin.make_transfer_config(name, "cpu", 100)),
+        }
+        if is_async:
+            settings["distributed_executor_backend"] = make_async_executor()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = EngineArgs(**(settings | options)).create_engine_config()
+            # vLLM asks for spawn on CPUs; a fork starts in a fraction of the time.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            self.client = SyncMPClient(config, Executor.get_class(config), log_stats=False)
+        self.name = name
+        self.parts: dict[str, Part] = {}
+        self.reports: list[control.Report] = []
+        self._num_requests = 0
+
+    @property
+    def pid(self) -> int:
+        return int(self.client.resources.engine_manager.processes[0].pid)
+
+    def submit(
+        self, prompt: Sequence[int], *, priority: int = 0, extras: control.RequestExtras | None = None, **sampling: Any
+    ) -> Part:
+        """Submits a request; greedy and without an end of its own unless ``sampling`` says so."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        self._num_requests += 1
+        request_id = f"{self.name}-{self._num_requests}"
+        parameters = SamplingParams(
+            **({"temperature": 0, "max_tokens": 48, "ignore_eos": True, "detokenize": False} | sampling)
+        )
+        parameters.extra_args = (extras or control.RequestExtras()).encode()
+        if parameters.structured_outputs is not None:
+            parameters.structured_outputs._backend = "xgrammar"
+        self.parts[request_id] = Part(request_id)
+        self.client.add_request(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=list(prompt),
+                mm_features=None,
+                sampling_params=parameters,
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+                priority=priority,
+            )
+        )
+        return self.parts[request_id]
+
+    def resume(
+        self, part: Part, tokens: Sequence[int], prompt: Sequence[int], *, grant_key: str = "", **sampling: Any
+    ) -> Part:
+        """Goes on with a request that was handed off elsewhere."""
+        assert part.handed_off is not None
+        extras = control.RequestExtras(
+            output_token_ids=list(tokens),
+            transfer_params=part.handed_off.transfer_params,
+            grant_key=grant_key,
+            since_first_token_s=0.1,
+        )
+        return self.submit(prompt, extras=extras, **sampling)
+
+    def command(self, command: control.Command) -> Any:
+        """Sends one command and returns its answer."""
+        (answer,) = control.decode_answers(
+            self.client.call_utility(control.UTILITY, control.encode_commands([command]))
+        )
+        return answer
+
+    def grant(self, key: str, num_tokens: int, *, cause: str = "prefill_done", ttl_s: float = 2.0) -> control.Granted:
+        return self.command(control.Grant(key=key, num_tokens=num_tokens, cause=cause, ttl_s=ttl_s))
+
+    def load(self) -> control.Load:
+        return self.command(control.ReadLoad())
+
+    def configure(
+        self,
+        generation: int,
+        chunk_size_tokens: int,
+        *,
+        role: str = "D-heavy",
+        strategy: str = "aggregated",
+        **options: Any,
+    ) -> control.Configured:
+        return self.command(
+            control.Configure(
+                generation=generation, role=role, chunk_size_tokens=chunk_size_tokens, strategy=strategy, **options
+            )
+        )
+
+    def poll(self, timeout_s: float = 0.001) -> None:
+        """Takes in what the engine has produced, waiting a little for the first of it."""
+        try:
+            outputs = self.client.outputs_queue.get(timeout=timeout_s)
+            while True:
+                if isinstance(outputs, Exception):
+                    raise RuntimeError(f"engine {self.name} died") from outputs
+                self._take_in(outputs)
+                outputs = self.client.outputs_queue.get_nowait()
+        except queue.Empty:
+            return
+
+    def _take_in(self, outputs: Any) -> None:
+        for output in outputs.outputs:
+            if output.request_id == control.REPORT_ID:
+                report = control.decode_report(output.kv_transfer_params)
+                self.reports.append(report)
+                for request_id in report.returned:
+                    self.parts[request_id].is_returned = True
+                continue
+            part = self.parts[output.request_id]
+            part.tokens += output.new_token_ids
+            if output.new_logprobs is not None:
+                part.logprobs += [float(row[0]) for row in output.new_logprobs.logprobs]
+            part.finish_reason = None if output.finish_reason is None else str(output.finish_reason)
+            part.stop_reason = output.stop_reason
+            part.handed_off = control.decode_hand_off(output.kv_transfer_params)
+
+    def is_idle(self) -> bool:
+        load = self.load()
+        return load.kv_blocks_used == 0 and load.kv_blocks_granted == 0
+
+    def close(self) -> None:
+        self.client.shutdown()
+
+
+def wait(engines: Iterable[Engine], condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    """Polls engines until ``condition`` holds."""
+    engines = list(engines)
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        for engine in engines:
+            engine.poll()
+        assert time.monotonic() < end_s, f"no end after {deadline_s} s"
+
+
+def move(
+    source: Engine, target: Engine, part: Part, tokens: Sequence[int], prompt: Sequence[int], **sampling: Any
+) -> Part:
+    """Hands a running decode off, with a grant, as a router does.
+
+    Args:
+        tokens: Tokens of the request before this part.
+    """
+    key = f"grant-{part.request_id}"
+    assert target.grant(key, len(prompt) + len(tokens) + len(part.tokens) + 8).is_granted
+    answer = source.command(control.HandOff(request_id=part.request_id))
+    assert answer.is_accepted, answer
+    wait([source, target], lambda: part.is_over)
+    if part.handed_off is None:
+        target.command(control.ReleaseGrant(key=key))
+        return part
+    return target.resume(part, [*tokens, *part.tokens], prompt, grant_key=key, **sampling)
+
+
+def make_async_executor() -> type:
+    """Makes an executor with which vLLM schedules ahead on the CPU: the model runs in a thread of its own.
+
+    vLLM turns asynchronous scheduling off for CPUs; it is on again once the worker exists, for the EngineCore alone.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from sluice_engine.executor import InProcessExecutor
+
+    class AsyncExecutor(InProcessExecutor):
+        def _init_executor(self) -> None:
+            super()._init_executor()
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="model")
+            self.vllm_config.scheduler_config.async_scheduling = True
+
+        def collective_rpc(
+            self,
+            method: Any,
+            timeout: Any = None,
+            args: Any = (),
+            kwargs: Any = None,
+            non_block: bool = False,
+            single_value: bool = False,
+        ) -> Any:
+            run = super().collective_rpc
+            if not hasattr(self, "_pool"):
+                return run(method, timeout, args, kwargs, non_block, single_value)
+            future = self._pool.submit(run, method, timeout, args, kwargs, False, single_value)  # noqa: FBT003
+            return future if non_block and method in ("execute_model", "sample_tokens") else future.result()
+
+    return AsyncExecutor
