@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sluice_operator.spec import API_VERSION, KIND, ServingCluster
+from sluice_operator.spec import KIND, ServingCluster
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

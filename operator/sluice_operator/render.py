@@ -15,7 +15,7 @@ from sluice_operator.fields import percent
 from sluice_operator.sliders import resolve_sliders
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from sluice_operator.spec import ServingCluster, ServingClusterSpec
 
@@ -28,6 +28,13 @@ EARLY_REJECTIONS = {
     "Off": plan_pb2.EARLY_REJECTION_OFF,
     "Random": plan_pb2.EARLY_REJECTION_RANDOM,
     "Reject": plan_pb2.EARLY_REJECTION_REJECT,
+}
+# Arguments of vLLM that the engine program takes itself, by its own names.
+ENGINE_OPTIONS = {
+    "--block-size": "--block-size",
+    "--dtype": "--dtype",
+    "--kv-cache-memory-bytes": "--kv-cache-bytes",
+    "--max-num-seqs": "--max-num-seqs",
 }
 ROLES = {Role.PREFILL_HEAVY: plan_pb2.ROLE_PREFILL_HEAVY, Role.DECODE_HEAVY: plan_pb2.ROLE_DECODE_HEAVY}
 
@@ -96,10 +103,27 @@ def render_engine_command(spec: ServingClusterSpec, site: EngineSite) -> list[st
         "--max-model-len": engine.max_model_len,
         "--tensor-parallel-size": engine.tensor_parallel_size,
         "--drain-timeout-s": engine.drain_timeout_seconds,
+        "--start-timeout-s": engine.startup_timeout_seconds,
         "--emulation": json.dumps(engine.emulation.model_dump(), sort_keys=True) if engine.emulation else None,
     }
-    command = ["python", "-m", "sluice_engine", *_flatten(options)]
-    return [*command, "--", *engine.extra_args] if engine.extra_args else command
+    promoted, others = _split_extra_args(engine.extra_args)
+    command = ["python", "-m", "sluice_engine", *_flatten(options), *promoted]
+    return [*command, "--", *others] if others else command
+
+
+def _split_extra_args(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Parts vLLM arguments that are options of the engine program from those it passes on."""
+    promoted: list[str] = []
+    others: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        name, has_value, value = remaining.pop(0).partition("=")
+        option = ENGINE_OPTIONS.get(name.replace("_", "-"))
+        if option is None:
+            others.append(f"{name}={value}" if has_value else name)
+        else:
+            promoted += [option, value if has_value else remaining.pop(0) if remaining else ""]
+    return promoted, others
 
 
 def render_engine_environment(spec: ServingClusterSpec) -> dict[str, str]:

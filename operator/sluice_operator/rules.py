@@ -38,6 +38,11 @@ OWNED_ARGUMENTS = {
     "pipeline-parallel-size": "nothing: not supported",
     "pp": "nothing: not supported",
     "data-parallel-size": "spec.replicas",
+    "additional-config": "nothing: Sluice configures its own scheduler",
+    "async-scheduling": "nothing: Sluice chooses it",
+    "disable-hybrid-kv-cache-manager": "nothing: Sluice chooses it",
+    "distributed-executor-backend": "spec.engine.tensorParallelSize",
+    "speculative-config": "nothing: not supported",
     "dp": "spec.replicas",
 }
 OWNED_ENVIRONMENT = frozenset(

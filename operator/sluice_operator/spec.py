@@ -26,7 +26,6 @@ from sluice_operator.fields import (
     Text,
 )
 
-API_VERSION = "sluice.dev/v1alpha1"
 KIND = "ServingCluster"
 
 StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated"]

@@ -1,0 +1,545 @@
+"""A cluster of local processes that follows its manifest.
+
+One class owns the state; it changes only in synchronous methods. Around it run: one task per program (restarts it),
+one per router link (pushes the plan, follows the status), one that watches start deadlines, and one that converges:
+it decides the next step (``steps.next_step``), carries it out to its end, and decides again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from google.protobuf.json_format import MessageToDict
+
+from sluice.v1 import control_pb2
+from sluice_cli import steps
+from sluice_cli.children import Launch
+from sluice_cli.link import RouterLink
+from sluice_cli.ports import PortError
+from sluice_cli.program import Program
+from sluice_cli.records import ProcessRecord, start_time
+from sluice_cli.view import ClusterView, make_view, pick_engine
+from sluice_core.records import EngineId, Role
+from sluice_operator import render
+from sluice_operator.assign import assign
+from sluice_operator.sliders import resolve_sliders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from sluice.v1 import plan_pb2
+    from sluice_cli.children import Spawner
+    from sluice_cli.ports import PortBook
+    from sluice_cli.records import ClusterDirectory
+    from sluice_operator.spec import ServingCluster
+
+HOST = "127.0.0.1"
+# Between SIGTERM and SIGKILL, beyond the drain itself: interpreters take seconds to shut down under load.
+STOP_MARGIN_S = 15.0
+SERVING = (control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineSlot:
+    """An engine's place: what runs there, and whether that serves.
+
+    Args:
+        site: Its name and ports.
+        program: Runs it.
+        identity: Identifies its command and environment.
+        stale_epoch: Epoch of the process before the present one; a status that names it is old.
+    """
+
+    site: render.EngineSite
+    program: Program
+    identity: str
+    stale_epoch: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class RouterSlot:
+    """A router's place.
+
+    Args:
+        site: Its ports.
+        program: Runs it.
+        identity: Identifies its command.
+        link: Our link to it.
+        link_task: Runs the link.
+    """
+
+    site: render.RouterSite
+    program: Program
+    identity: str
+    link: RouterLink
+    link_task: asyncio.Task[None]
+
+
+class LocalCluster:
+    """The processes of one cluster.
+
+    Args:
+        manifest: What is wanted.
+        directory: Its files.
+        ports: Ports to use.
+        spawn_engine: Starts engines.
+        spawn_router: Starts routers.
+        find_model: Directory of a manifest's model.
+        http_port: Port of the first router instead of the manifest's.
+        report: Takes a line for people.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        manifest: ServingCluster,
+        directory: ClusterDirectory,
+        *,
+        manifest_path: Path,
+        ports: PortBook,
+        spawn_engine: Spawner,
+        spawn_router: Spawner,
+        find_model: Callable[[ServingCluster], Path],
+        http_port: int | None = None,
+        report: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.manifest = manifest
+        self.phase = "starting"
+        self._directory = directory
+        self._manifest_path = manifest_path
+        self._ports = ports
+        self._spawn_engine = spawn_engine
+        self._spawn_router = spawn_router
+        self._find_model = find_model
+        self._http_port = http_port
+        self._report = report
+        self._clock = clock
+        self._engines: dict[EngineId, EngineSlot] = {}
+        self._routers: dict[str, RouterSlot] = {}
+        self._roles: dict[EngineId, Role] = {}
+        self._draining: set[EngineId] = set()
+        self._leaving: set[EngineId] = set()
+        self._plan: plan_pb2.Plan | None = None
+        self._plan_s = 0.0
+        self._announced_generation = 0
+        self._world = self._wanted().world
+        self._changed = asyncio.Event()
+        self._group = asyncio.TaskGroup()
+
+    # What the outside asks for.
+
+    async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
+        """Runs the cluster until ``stop``, then drains and stops all of it.
+
+        Args:
+            stop: Set when the cluster shall end.
+            hurry: Set when it shall end without draining.
+
+        Raises:
+            PortError: A port that the manifest names is in use.
+        """
+        async with self._group:
+            converge = self._group.create_task(self._converge(), name="converge")
+            watch = self._group.create_task(self._watch_starts(), name="watch starts")
+            await stop.wait()
+            self.phase = "stopping"
+            for task in (converge, watch):
+                task.cancel()
+            await self._stop_all(hurry)
+
+    def apply(self, manifest: ServingCluster) -> None:
+        """Makes another manifest the wanted one; live fields are in force at once, the rest follows step by step."""
+        self.manifest = manifest
+        self._publish()
+        self._pulse()
+
+    def view(self) -> ClusterView:
+        """The cluster at this moment."""
+        return make_view(
+            name=self._directory.name,
+            phase=self.phase,
+            manifest=str(self._manifest_path),
+            model=self.manifest.served_name,
+            processes=self._list_processes(),
+            statuses={name: slot.link.status for name, slot in self._routers.items()},
+        )
+
+    async def wait_for_change(self) -> None:
+        """Waits until something has changed that ``view`` shows."""
+        await self._changed.wait()
+
+    # Converging: observe, decide, act.
+
+    async def _converge(self) -> None:
+        while True:
+            changed = self._changed
+            wanted = self._wanted()
+            step = steps.next_step(self._running(), wanted)
+            if step is None:
+                await changed.wait()
+            else:
+                await self._do(step, wanted)
+
+    def _wanted(self) -> steps.Wanted:
+        spec = self.manifest.spec
+        nowhere = render.EngineSite(
+            engine_id=EngineId(""), host="", port=0, metrics_port=0, kv_host="", kv_port=0, model_directory=""
+        )
+        return steps.Wanted(
+            world=spec.model.model_dump_json(),
+            engine=_digest(render.render_engine_command(spec, nowhere), render.render_engine_environment(spec)),
+            router=_digest(self._http_port or spec.router.service.port),
+            num_engines=spec.replicas,
+            num_routers=spec.router.replicas,
+            num_prefill_heavy=resolve_sliders(spec).num_prefill_heavy,
+        )
+
+    def _running(self) -> steps.Running:
+        return steps.Running(
+            world=self._world,
+            engines={engine_id: slot.identity for engine_id, slot in self._engines.items()},
+            routers={name: slot.identity for name, slot in self._routers.items()},
+            roles=self._roles,
+            loads=self._loads(),
+        )
+
+    async def _do(self, step: steps.Step, wanted: steps.Wanted) -> None:
+        match step:
+            case steps.AddRouters(count):
+                for _ in range(count):
+                    self._add_router(wanted)
+                self._publish()
+            case steps.AddEngines(count):
+                for _ in range(count):
+                    self._add_engine(wanted)
+                self._publish()
+            case steps.RemoveEngines(engine_ids):
+                await self._remove_engines(engine_ids)
+            case steps.RemoveRouter(name):
+                self._report(f"{name} stops once its streams have ended")
+                await self._remove_router(name)
+            case steps.RollEngine(engine_id):
+                await self._roll_engine(engine_id, wanted)
+            case steps.RollRouter(name):
+                await self._roll_router(name, wanted)
+            case steps.Recreate():
+                self._report("the model changes: every router and engine stops, then all start anew")
+                await self._stop_all(asyncio.Event())
+                self._world = wanted.world
+
+    # Steps.
+
+    def _add_engine(self, wanted: steps.Wanted) -> None:
+        index = next(i for i in range(len(self._engines) + 1) if f"engine-{i}" not in self._engines)
+        engine_id = EngineId(f"engine-{index}")
+        site = render.EngineSite(
+            engine_id=engine_id,
+            host=HOST,
+            port=self._ports.choose(),
+            metrics_port=self._ports.choose(),
+            kv_host=HOST,
+            kv_port=self._ports.choose(),
+            model_directory=str(self._find_model(self.manifest)),
+        )
+        slot = EngineSlot(site=site, program=self._make_program(engine_id, self._spawn_engine), identity=wanted.engine)
+        slot.program.launch = self._engine_launch(site)
+        self._engines[engine_id] = slot
+        self._group.create_task(slot.program.run(), name=engine_id)
+
+    def _engine_launch(self, site: render.EngineSite) -> Launch:
+        return Launch(
+            command=tuple(render.render_engine_command(self.manifest.spec, site)),
+            environment=render.render_engine_environment(self.manifest.spec),
+            log=self._directory.log_path(site.engine_id),
+        )
+
+    async def _remove_engines(self, engine_ids: tuple[EngineId, ...]) -> None:
+        self._report(f"{', '.join(engine_ids)}: handing requests over, then stopping")
+        self._leaving.update(engine_ids)
+        await self._drain(engine_ids)
+        await asyncio.gather(*(self._stop_program(self._engines[engine_id].program) for engine_id in engine_ids))
+        for engine_id in engine_ids:
+            self._forget_engine(engine_id)
+        self._publish()
+
+    async def _roll_engine(self, engine_id: EngineId, wanted: steps.Wanted) -> None:
+        slot = self._engines[engine_id]
+        self._report(f"{engine_id}: handing requests over, then restarting with its new settings")
+        await self._drain((engine_id,))
+        await self._stop_program(slot.program)
+        slot.program = self._make_program(engine_id, self._spawn_engine)
+        slot.program.launch = self._engine_launch(slot.site)
+        slot.identity = wanted.engine
+        self._draining.discard(engine_id)
+        self._group.create_task(slot.program.run(), name=engine_id)
+        self._publish()
+        # One engine at a time: the next is not touched before this one serves. An edit ends the wait.
+        await self._until(lambda: self._is_serving(engine_id) or self._wanted() != wanted)
+        if self._is_serving(engine_id):
+            self._report(f"{engine_id} serves again")
+
+    async def _drain(self, engine_ids: tuple[EngineId, ...]) -> None:
+        self._draining.update(engine_ids)
+        self._publish()
+        timeout_s = float(self.manifest.spec.engine.drain_timeout_seconds)
+        if not await self._until(lambda: all(map(self._is_drained, engine_ids)), timeout_s):
+            names = ", ".join(engine_id for engine_id in engine_ids if not self._is_drained(engine_id))
+            self._report(f"{names} did not drain within {timeout_s:g} s; its requests are recovered elsewhere")
+
+    def _add_router(self, wanted: steps.Wanted) -> None:
+        index = next(i for i in range(len(self._routers) + 1) if f"router-{i}" not in self._routers)
+        name = f"router-{index}"
+        http_port = self._take_http_port() if index == 0 else self._ports.choose()
+        site = self._make_router_site(http_port, is_first=index == 0)
+        self._write_engines()
+        program = self._make_program(name, self._spawn_router)
+        program.launch = Launch(command=tuple(render.render_router_command(site)), log=self._directory.log_path(name))
+        link = RouterLink(name, f"{HOST}:{site.control_port}", report=self._report, on_status=self._on_status)
+        self._routers[name] = RouterSlot(
+            site=site,
+            program=program,
+            identity=wanted.router,
+            link=link,
+            link_task=self._group.create_task(link.run(), name=f"link to {name}"),
+        )
+        if self._plan:
+            link.offer(self._plan)
+        self._group.create_task(program.run(), name=name)
+
+    def _take_http_port(self) -> int:
+        if self._http_port:
+            return self._ports.take(self._http_port, "--http-port", "choose another, or stop what uses it")
+        return self._ports.take(
+            self.manifest.spec.router.service.port,
+            "spec.router.service.port",
+            "stop what uses it, change the manifest, or pass --http-port",
+        )
+
+    def _make_router_site(self, http_port: int, *, is_first: bool) -> render.RouterSite:
+        # gRPC and control follow the HTTP port where they can: 8000, 8001, 8002.
+        return render.RouterSite(
+            host=HOST,
+            http_port=http_port,
+            grpc_port=self._ports.choose([http_port + 1] if is_first else []),
+            control_port=self._ports.choose([http_port + 2] if is_first else []),
+            metrics_port=self._ports.choose(),
+            model_directory=str(self._find_model(self.manifest)),
+            engines=f"file:{self._directory.engines_file}",
+            plan_file=str(self._directory.plan_file),
+        )
+
+    async def _remove_router(self, name: str) -> None:
+        # It stays in the table until it has ended: a stop of the whole cluster meanwhile must find it.
+        await self._stop_program(self._routers[name].program)
+        self._forget_router(name)
+        self._publish()
+
+    def _forget_router(self, name: str) -> None:
+        slot = self._routers.pop(name)
+        slot.link_task.cancel()
+        site = slot.site
+        for port in (site.http_port, site.grpc_port, site.control_port, site.metrics_port):
+            self._ports.release(port)
+
+    def _forget_engine(self, engine_id: EngineId) -> None:
+        site = self._engines.pop(engine_id).site
+        for port in (site.port, site.metrics_port, site.kv_port):
+            self._ports.release(port)
+        self._roles.pop(engine_id, None)
+        self._leaving.discard(engine_id)
+        self._draining.discard(engine_id)
+
+    async def _roll_router(self, name: str, wanted: steps.Wanted) -> None:
+        if name != "router-0":
+            self._routers[name].identity = wanted.router  # only the first router's port is in the manifest
+            return
+        try:
+            port = self._take_http_port()
+        except PortError as error:
+            self._report(f"{name} stays at its port: {error}")
+            self._routers[name].identity = wanted.router
+            return
+        self._ports.release(port)
+        self._report(f"{name} stops once its streams have ended, then starts anew on port {port}")
+        await self._remove_router(name)
+
+    def _make_program(self, name: str, spawner: Spawner) -> Program:
+        empty = Launch(command=(), log=self._directory.log_path(name))
+        return Program(
+            name, empty, spawner=spawner, report=self._report, on_change=self._on_process_change, clock=self._clock
+        )
+
+    async def _stop_program(self, program: Program, hurry: asyncio.Event | None = None) -> None:
+        drain_s = self.manifest.spec.engine.drain_timeout_seconds
+        stopping = asyncio.create_task(program.stop(drain_s + STOP_MARGIN_S))
+        hurrying = asyncio.create_task((hurry or asyncio.Event()).wait())
+        await asyncio.wait({stopping, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            program.kill()
+        hurrying.cancel()
+        await stopping
+
+    async def _stop_all(self, hurry: asyncio.Event) -> None:
+        """Stops routers, which finish their streams, and then the engines that served them."""
+        await asyncio.gather(*(self._stop_program(slot.program, hurry) for slot in self._routers.values()))
+        for name in list(self._routers):
+            self._forget_router(name)
+        await asyncio.gather(*(self._stop_program(slot.program, hurry) for slot in self._engines.values()))
+        for engine_id in list(self._engines):
+            self._forget_engine(engine_id)
+        self._pulse()
+
+    # The plan.
+
+    def _publish(self) -> None:
+        """Makes the plan of what is wanted and runs; stores and pushes it if it differs from the last one."""
+        self._write_engines()
+        staying = [engine_id for engine_id in self._engines if engine_id not in self._leaving]
+        count = resolve_sliders(self.manifest.spec).num_prefill_heavy
+        leaving = {engine_id: role for engine_id, role in self._roles.items() if engine_id in self._leaving}
+        self._roles = assign(self._roles, staying, count, self._loads()) | leaving
+        if not self._roles or self._same_plan():
+            return
+        uid, generation = self._directory.next_generation()
+        self._plan = self._render_plan(generation, uid)
+        self._plan_s = self._clock()
+        self._directory.write_plan(MessageToDict(self._plan, preserving_proto_field_name=True))
+        for slot in self._routers.values():
+            slot.link.offer(self._plan)
+        self._pulse()
+
+    def _render_plan(self, generation: int, uid: str) -> plan_pb2.Plan:
+        return render.render_plan(
+            self.manifest, self._roles, generation=generation, cluster_uid=uid, draining=self._draining
+        )
+
+    def _same_plan(self) -> bool:
+        plan = self._plan
+        return plan is not None and plan == self._render_plan(plan.generation, plan.cluster_uid)
+
+    def _write_engines(self) -> None:
+        self._directory.write_engines([f"{slot.site.host}:{slot.site.port}" for slot in self._engines.values()])
+
+    # What is the case.
+
+    def _loads(self) -> dict[EngineId, int]:
+        loads = {}
+        for engine_id in self._engines:
+            status = self._engine_status(engine_id)
+            if status:
+                loads[engine_id] = status.running_decodes + status.waiting_requests
+        return loads
+
+    def _engine_status(self, engine_id: EngineId) -> control_pb2.EngineStatus | None:
+        return pick_engine([slot.link.status for slot in self._routers.values() if slot.link.status], engine_id)
+
+    def _is_serving(self, engine_id: EngineId) -> bool:
+        slot, status = self._engines[engine_id], self._engine_status(engine_id)
+        has_process = slot.program.pid is not None
+        return has_process and status is not None and status.state in SERVING and status.epoch != slot.stale_epoch
+
+    def _is_drained(self, engine_id: EngineId) -> bool:
+        plan = self._plan
+        for slot in self._routers.values():
+            status = slot.link.status
+            if status is None or plan is None:
+                continue
+            if status.generation < plan.generation:
+                return False
+            if any(engine.engine_id == engine_id and engine.state in SERVING for engine in status.engines):
+                return False
+        return True
+
+    def _list_processes(self) -> list[ProcessRecord]:
+        records = []
+        for name, router in self._routers.items():
+            site = router.site
+            ports = {
+                "http": site.http_port,
+                "grpc": site.grpc_port,
+                "control": site.control_port,
+                "metrics": site.metrics_port,
+            }
+            records.append(_record(name, "router", router.program, ports))
+        for engine_id, engine in self._engines.items():
+            ports = {"grpc": engine.site.port, "metrics": engine.site.metrics_port, "kv": engine.site.kv_port}
+            records.append(_record(engine_id, "engine", engine.program, ports))
+        return records
+
+    # Events.
+
+    def _on_process_change(self) -> None:
+        for engine_id, slot in self._engines.items():
+            status = self._engine_status(engine_id)
+            if slot.program.pid is None and status:
+                slot.stale_epoch = status.epoch
+        self._directory.write_processes(self._list_processes())
+        self._pulse()
+
+    def _on_status(self) -> None:
+        statuses = [slot.link.status for slot in self._routers.values()]
+        plan = self._plan
+        if (
+            plan
+            and plan.generation > self._announced_generation
+            and all(status and status.acknowledged_generation >= plan.generation for status in statuses)
+        ):
+            self._announced_generation = plan.generation
+            self._report(f"plan {plan.generation} is in force on all engines ({self._clock() - self._plan_s:.2f} s)")
+        if self.phase == "starting" and self.view().is_ready:
+            self.phase = "ready"
+        self._pulse()
+
+    async def _watch_starts(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            limit_s = self.manifest.spec.engine.startup_timeout_seconds
+            for engine_id, slot in self._engines.items():
+                is_late = slot.program.pid is not None and self._clock() - slot.program.started_s > limit_s
+                if is_late and not self._has_served(slot, engine_id):
+                    self._report(
+                        f"{engine_id} did not serve within {limit_s} s (spec.engine.startupTimeoutSeconds);"
+                        f" it is killed and started again; see {slot.program.launch.log}"
+                    )
+                    slot.program.kill()
+
+    def _has_served(self, slot: EngineSlot, engine_id: EngineId) -> bool:
+        status = self._engine_status(engine_id)
+        return status is not None and status.epoch not in (0, slot.stale_epoch)
+
+    def _pulse(self) -> None:
+        """Wakes whoever waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, is_reached: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not is_reached():
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def _digest(*content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _record(name: str, kind: str, program: Program, ports: dict[str, int]) -> ProcessRecord:
+    return ProcessRecord(
+        name=name,
+        kind=kind,
+        pid=program.pid,
+        started=start_time(program.pid),
+        num_restarts=max(0, program.num_starts - 1),
+        ports=ports,
+        log=str(program.launch.log),
+    )

@@ -1,0 +1,76 @@
+"""Shows a running cluster: a table that refreshes on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from sluice_cli.view import make_curl_line, make_table
+
+if TYPE_CHECKING:
+    from sluice_cli.cluster import LocalCluster
+    from sluice_cli.view import ClusterView
+
+REFRESH_S = 0.5
+# Wide enough for the table when output goes to a file, where there is no terminal to ask.
+PLAIN_WIDTH = 160
+
+
+def make_console() -> Console:
+    """The console that people see."""
+    console = Console(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+class Display:
+    """What ``sluice up`` prints."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def report(self, line: str) -> None:
+        """Prints a line with the time."""
+        now = dt.datetime.now(tz=dt.UTC).astimezone()
+        self._console.print(Text(f"{now:%H:%M:%S} {line}"))
+
+    async def show(self, cluster: LocalCluster) -> None:
+        """Shows a cluster until cancelled."""
+        if self._console.is_terminal:
+            await self._show_table(cluster)
+        else:
+            await self._show_lines(cluster)
+
+    async def _show_table(self, cluster: LocalCluster) -> None:
+        with Live(console=self._console, auto_refresh=False, transient=False) as live:
+            while True:
+                view = cluster.view()
+                parts = [make_table(view)]
+                hint = Text(f"try: {make_curl_line(view)}" if view.is_ready else "starting; Ctrl-C stops", style="dim")
+                live.update(Group(*parts, hint), refresh=True)
+                await asyncio.sleep(REFRESH_S)
+
+    async def _show_lines(self, cluster: LocalCluster) -> None:
+        """Prints a line for each engine whose state changes, and the table when all serve."""
+        seen: dict[str, str] = {}
+        was_ready = False
+        while True:
+            view = cluster.view()
+            for engine in view.engines:
+                line = f"{engine.engine_id} {engine.state} {engine.role} chunk {engine.chunk_size_tokens or 0}"
+                if seen.get(engine.engine_id) != line:
+                    seen[engine.engine_id] = line
+                    self.report(line)
+            if view.is_ready and not was_ready:
+                self._print_ready(view)
+            was_ready = view.is_ready
+            await cluster.wait_for_change()
+
+    def _print_ready(self, view: ClusterView) -> None:
+        self._console.print(make_table(view))
+        self.report(f"{view.name} serves {view.model} on {view.url}")
+        self._console.print(Text(f"try: {make_curl_line(view)}"))

@@ -1,0 +1,137 @@
+"""The ``sluice`` command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sluice_cli.display import Display, make_console
+from sluice_cli.ports import PortError
+from sluice_cli.records import HOME, AlreadyRunningError, ClusterDirectory, find_clusters
+from sluice_cli.status import read_view
+from sluice_cli.stop import stop_cluster
+from sluice_cli.up import UpOptions, run_up
+from sluice_cli.view import make_curl_line, make_table
+from sluice_operator.manifest import ManifestError
+
+
+class CommandError(click.ClickException):
+    """Something the user can set right; the message says how."""
+
+
+def _parse_volumes(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
+    volumes = {}
+    for value in values:
+        name, separator, directory = value.partition("=")
+        if not separator or not name or not directory:
+            raise click.BadParameter(f"{value!r} is not NAME=DIR")
+        volumes[name] = Path(directory)
+    return volumes
+
+
+def _parse_ports(_context: click.Context, _parameter: click.Parameter, value: str) -> range:
+    low, separator, high = value.partition("-")
+    if not separator or not low.isdigit() or not high.isdigit() or not 1024 <= int(low) < int(high) <= 32767:
+        raise click.BadParameter(f"{value!r} is not LOW-HIGH with 1024 <= LOW < HIGH <= 32767")
+    return range(int(low), int(high) + 1)
+
+
+def _choose_cluster(name: str | None) -> ClusterDirectory:
+    """The cluster meant by an optional name: the only one that runs."""
+    clusters = find_clusters()
+    if name:
+        chosen = [cluster for cluster in clusters if cluster.name == name]
+        if not chosen:
+            raise CommandError(f"no cluster {name!r} in {HOME.absolute()}")
+        return chosen[0]
+    running = [cluster for cluster in clusters if cluster.is_running()]
+    if len(running) != 1:
+        names = ", ".join(cluster.name for cluster in running) or "none"
+        raise CommandError(f"one cluster must run, or be named with --cluster; running in {HOME.absolute()}: {names}")
+    return running[0]
+
+
+cluster_option = click.option("--cluster", "name", help="Name of the cluster; the only running one when absent.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="sluice-serve", prog_name="sluice")
+def cli() -> None:
+    """Serves large language models under latency objectives."""
+
+
+@cli.command()
+@click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-d", "--detach", is_flag=True, help="Return once the cluster serves.")
+@click.option(
+    "--http-port", type=click.IntRange(1024, 65535), help="Port of the first router instead of the manifest's."
+)
+@click.option(
+    "--volume", "volumes", multiple=True, callback=_parse_volumes, metavar="NAME=DIR", help="Directory of a claim."
+)
+@click.option(
+    "--port-range",
+    "ports",
+    default="20000-32767",
+    show_default=True,
+    envvar="SLUICE_PORT_RANGE",
+    callback=_parse_ports,
+    help="Ports to choose from.",
+)
+def up(manifest: Path, *, detach: bool, http_port: int | None, volumes: dict[str, Path], ports: range) -> None:
+    """Runs the ServingCluster of MANIFEST as local processes, and follows its edits."""
+    options = UpOptions(manifest=manifest, http_port=http_port, volumes=volumes, ports=ports)
+    if detach:
+        raise CommandError("not yet")
+    try:
+        asyncio.run(run_up(options, Display(make_console())))
+    except* (ManifestError, AlreadyRunningError, PortError) as group:
+        raise CommandError(str(_first(group))) from group
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first cause in a group of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@cli.command()
+@cluster_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(name: str | None, *, as_json: bool) -> None:
+    """Shows a cluster's routers and engines."""
+    view = asyncio.run(read_view(_choose_cluster(name)))
+    if as_json:
+        content: dict[str, Any] = {**asdict(view), "is_ready": view.is_ready, "url": view.url}
+        click.echo(json.dumps(content, indent=2))
+        return
+    console = make_console()
+    console.print(make_table(view))
+    console.print(f"try: {make_curl_line(view)}", markup=False)
+
+
+@cli.command()
+@cluster_option
+@click.option("--now", is_flag=True, help="Do not wait for streams to end.")
+def down(name: str | None, *, now: bool) -> None:
+    """Stops a cluster."""
+    if name is None and not any(cluster.is_running() for cluster in find_clusters()):
+        click.echo("nothing runs")
+        return
+    stop_cluster(_choose_cluster(name), is_hurried=now, report=click.echo)
+
+
+def main() -> None:
+    """Runs the command line."""
+    sys.exit(cli())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Keeps one program running: crash, back-off, restart, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from sluice_cli.children import Child, Launch, Spawner
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 30.0
+# A program that ran this long was healthy: the next crash counts as the first.
+STABLE_S = 60.0
+
+
+def backoff_s(num_failures: int) -> float:
+    """Wait before the next start, in seconds, after ``num_failures`` crashes in a row (at least one)."""
+    return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 30))
+
+
+def describe_exit(code: int) -> str:
+    """Says in words how a process ended."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+class Program:
+    """A supervised program.
+
+    Args:
+        name: For people.
+        launch: What to run; may be replaced between starts.
+        spawner: Starts it.
+        report: Takes a line for people.
+        on_change: Called after each start and each end.
+        clock: Monotonic seconds.
+        sleep: Waits that many seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        launch: Launch,
+        *,
+        spawner: Spawner,
+        report: Callable[[str], None],
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.name = name
+        self.launch = launch
+        self.num_starts = 0
+        self.started_s = 0.0
+        self._spawner = spawner
+        self._report = report
+        self._on_change = on_change
+        self._clock = clock
+        self._sleep = sleep
+        self._child: Child | None = None
+        self._is_stopping = False
+        self._stop = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, while it runs."""
+        return self._child.pid if self._child else None
+
+    async def run(self) -> None:
+        """Runs the program again and again until ``stop``."""
+        num_failures = 0
+        try:
+            while not self._is_stopping:
+                code = await self._run_once()
+                if self._is_stopping:
+                    break
+                num_failures = 1 if self._clock() - self.started_s > STABLE_S else num_failures + 1
+                delay_s = backoff_s(num_failures)
+                self._report(
+                    f"{self.name} ended ({describe_exit(code)}); it starts again in {delay_s:g} s; see {self.launch.log}"
+                )
+                await self._pause(delay_s)
+        finally:
+            self._ended.set()
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends the program: SIGTERM, then SIGKILL to its group when the grace is over.
+
+        Args:
+            grace_s: Longest wait between the two, in seconds.
+        """
+        self._is_stopping = True
+        self._stop.set()
+        if self._child:
+            self._child.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._ended.wait()
+        except TimeoutError:
+            self._report(f"{self.name} did not end within {grace_s:g} s; it is killed")
+            self.kill()
+            await self._ended.wait()
+
+    def kill(self) -> None:
+        """Kills the present process and all it started; it is restarted unless ``stop`` was called."""
+        if self._child:
+            self._child.kill_group()
+
+    async def _run_once(self) -> int:
+        self._child = child = await self._spawner(self.launch)
+        self.num_starts += 1
+        self.started_s = self._clock()
+        if self._is_stopping:  # stop() came during the start and found no child to signal
+            child.send_signal(signal.SIGTERM)
+        self._on_change()
+        try:
+            return await child.wait()
+        finally:
+            child.kill_group()
+            self._child = None
+            self._on_change()
+
+    async def _pause(self, delay_s: float) -> None:
+        waits = [asyncio.ensure_future(self._sleep(delay_s)), asyncio.ensure_future(self._stop.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()

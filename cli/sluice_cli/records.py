@@ -1,0 +1,171 @@
+"""What a local cluster keeps on disk, under ``.sluice/clusters/<name>/``: enough for other commands to find it.
+
+launcher.json    the launcher: pid, start time, phase, manifest
+processes.json   its processes: pids, start times, ports, logs
+engines.json     addresses of the engines, read again by routers when it changes
+plan.json        the plan in force, read by routers at a cold start
+cluster.json     uid and generation, kept over restarts so that generations only grow
+logs/            one file per process
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HOME = Path(".sluice")
+# Clocks that /proc and time.time() read differ by up to a tick.
+START_TIME_TOLERANCE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRecord:
+    """One process of the cluster.
+
+    Args:
+        name: ``engine-0``, ``router-0``, ``launcher``.
+        kind: ``engine``, ``router`` or ``launcher``.
+        pid: Process id; None while it waits for a restart.
+        started: Its start time, in seconds since the epoch; tells it from a later process of the same pid.
+        num_restarts: Starts after the first.
+        ports: Ports by purpose.
+        log: Its output.
+    """
+
+    name: str
+    kind: str
+    pid: int | None
+    started: float | None = None
+    num_restarts: int = 0
+    ports: dict[str, int] = field(default_factory=dict)
+    log: str = ""
+
+    def find(self) -> psutil.Process | None:
+        """The running process of this record, unless it has ended."""
+        if self.pid is None or self.started is None:
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            is_same = abs(process.create_time() - self.started) < START_TIME_TOLERANCE_S
+            return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
+
+
+def start_time(pid: int | None) -> float | None:
+    """Start time of a process in seconds since the epoch; None when it has ended."""
+    try:
+        return psutil.Process(pid).create_time() if pid else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+class AlreadyRunningError(Exception):
+    """The cluster already has a launcher."""
+
+
+class ClusterDirectory:
+    """The files of one cluster.
+
+    Args:
+        name: The cluster's name.
+        home: Sluice's directory.
+    """
+
+    def __init__(self, name: str, home: Path = HOME) -> None:
+        self.name = name
+        self.path = home.absolute() / "clusters" / name
+        self.engines_file = self.path / "engines.json"
+        self.plan_file = self.path / "plan.json"
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Makes this process the cluster's launcher, until it ends.
+
+        Raises:
+            AlreadyRunningError: Another one is.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            launcher = self.read_launcher()
+            owner = f" (process {launcher[0].pid})" if launcher else ""
+            raise AlreadyRunningError(
+                f"cluster {self.name} already runs{owner}; `sluice status` shows it, `sluice down` stops it"
+            ) from error
+
+    def log_path(self, name: str) -> Path:
+        """Log file of a process."""
+        return self.path / "logs" / f"{name}.log"
+
+    def next_generation(self) -> tuple[str, int]:
+        """Counts the generation up, and returns the cluster's uid with it."""
+        stored = self._read("cluster.json") or {"uid": str(uuid.uuid4()), "generation": 0}
+        stored["generation"] += 1
+        self._write("cluster.json", stored)
+        return stored["uid"], stored["generation"]
+
+    def write_engines(self, addresses: list[str]) -> None:
+        """Tells routers where the engines are."""
+        self._write("engines.json", addresses)
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        """Stores the plan for cold starts."""
+        self._write("plan.json", plan)
+
+    def write_processes(self, processes: list[ProcessRecord]) -> None:
+        """Stores the processes."""
+        self._write("processes.json", [asdict(process) for process in processes])
+
+    def read_processes(self) -> list[ProcessRecord]:
+        """The processes last stored."""
+        return [ProcessRecord(**fields) for fields in self._read("processes.json") or []]
+
+    def write_launcher(self, phase: str, **facts: Any) -> None:
+        """Stores this process as the launcher.
+
+        Args:
+            phase: ``starting``, ``ready``, ``stopping`` or ``failed``.
+            facts: Further facts: ``manifest``, ``url``, ``error``.
+        """
+        facts = (self._read("launcher.json") or {} if phase != "starting" else {}) | facts
+        facts |= {"pid": os.getpid(), "started": start_time(os.getpid()), "phase": phase}
+        self._write("launcher.json", facts)
+
+    def read_launcher(self) -> tuple[ProcessRecord, dict[str, Any]] | None:
+        """The launcher last stored, running or not, and its facts."""
+        facts = self._read("launcher.json")
+        if not facts:
+            return None
+        return ProcessRecord(name="launcher", kind="launcher", pid=facts["pid"], started=facts["started"]), facts
+
+    def is_running(self) -> bool:
+        """True while its launcher runs."""
+        launcher = self.read_launcher()
+        return launcher is not None and launcher[0].find() is not None
+
+    def _read(self, name: str) -> Any:
+        try:
+            return json.loads((self.path / name).read_text())
+        except FileNotFoundError:
+            return None
+
+    def _write(self, name: str, content: Any) -> None:
+        # Whole or not at all: others read these files while we write them.
+        temporary = self.path / f".{name}.{os.getpid()}"
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.replace(self.path / name)
+
+
+def find_clusters(home: Path = HOME) -> list[ClusterDirectory]:
+    """The clusters that have ever run here, by name."""
+    return [ClusterDirectory(path.name, home) for path in sorted((home.absolute() / "clusters").glob("*/"))]

@@ -1,0 +1,30 @@
+"""Reads the state of a cluster from its files and its routers, without its launcher."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from sluice_cli.link import ask_status
+from sluice_cli.view import ClusterView, make_view
+
+if TYPE_CHECKING:
+    from sluice_cli.records import ClusterDirectory
+
+
+async def read_view(directory: ClusterDirectory) -> ClusterView:
+    """Asks every router of a cluster, and puts the answers together."""
+    launcher = directory.read_launcher()
+    facts = launcher[1] if launcher else {}
+    is_running = directory.is_running()
+    processes = directory.read_processes() if is_running else []
+    routers = [process for process in processes if process.kind == "router"]
+    answers = await asyncio.gather(*(ask_status(f"127.0.0.1:{router.ports['control']}") for router in routers))
+    return make_view(
+        name=directory.name,
+        phase=facts.get("phase", "unknown") if is_running else "stopped",
+        manifest=facts.get("manifest", ""),
+        model=facts.get("model", ""),
+        processes=processes,
+        statuses={router.name: answer for router, answer in zip(routers, answers, strict=True)},
+    )

@@ -1,0 +1,139 @@
+"""``sluice up``: runs a manifest's cluster in the foreground, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sluice_cli.children import spawn
+from sluice_cli.cluster import LocalCluster
+from sluice_cli.local import check_local, find_model
+from sluice_cli.ports import DEFAULT_RANGE, PortBook
+from sluice_cli.records import HOME, ClusterDirectory
+from sluice_cli.watch import follow_manifest
+from sluice_operator.manifest import ManifestError, parse_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from sluice_cli.display import Display
+    from sluice_operator.spec import ServingCluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """Options of ``sluice up``.
+
+    Args:
+        manifest: The manifest's file.
+        http_port: Port of the first router instead of the manifest's.
+        volumes: Directories of claims that do not lie in Sluice's own.
+        ports: Ports to choose from.
+        home: Sluice's directory.
+    """
+
+    manifest: Path
+    http_port: int | None
+    volumes: Mapping[str, Path]
+    ports: range = DEFAULT_RANGE
+    home: Path = HOME
+
+
+def read_manifest(options: UpOptions) -> ServingCluster:
+    """Reads the manifest and checks that this machine can do what it asks for.
+
+    Raises:
+        ManifestError: It is wrong, or asks for what only Kubernetes can do.
+    """
+    manifest = parse_manifest(options.manifest.read_text())
+    problems = check_local(manifest, options.home, options.volumes)
+    if problems:
+        raise ManifestError(problems)
+    return manifest
+
+
+async def run_up(options: UpOptions, display: Display) -> None:
+    """Runs the cluster until SIGINT or SIGTERM.
+
+    Args:
+        options: What to run.
+        display: Shows it.
+
+    Raises:
+        ManifestError: The manifest cannot be used.
+        AlreadyRunningError: The cluster has a launcher.
+        ExceptionGroup: Holds a PortError when a port that the manifest names is in use.
+    """
+    manifest = read_manifest(options)
+    directory = ClusterDirectory(manifest.metadata.name, options.home)
+    directory.lock()
+    directory.write_launcher("starting", manifest=str(options.manifest.absolute()), model=manifest.served_name)
+    end_leftovers(directory, display)
+    cluster = LocalCluster(
+        manifest,
+        directory,
+        manifest_path=options.manifest,
+        ports=PortBook(options.ports),
+        spawn_engine=spawn,
+        spawn_router=spawn,
+        find_model=partial(find_model, home=options.home, volumes=options.volumes),
+        http_port=options.http_port,
+        report=display.report,
+    )
+    try:
+        await _run(cluster, directory, options, display)
+    except BaseException as error:
+        directory.write_launcher("failed", error=str(error))
+        raise
+    directory.write_launcher("stopped")
+
+
+async def _run(cluster: LocalCluster, directory: ClusterDirectory, options: UpOptions, display: Display) -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    _handle_signals(stop, hurry, display)
+    check = partial(check_local, home=options.home, volumes=options.volumes)
+    async with asyncio.TaskGroup() as group:
+        followers = [
+            group.create_task(follow_manifest(options.manifest, cluster, check, display.report)),
+            group.create_task(display.show(cluster)),
+            group.create_task(_record_phase(cluster, directory)),
+        ]
+        await cluster.run(stop, hurry)
+        for follower in followers:
+            follower.cancel()
+
+
+def _handle_signals(stop: asyncio.Event, hurry: asyncio.Event, display: Display) -> None:
+    def on_signal() -> None:
+        if stop.is_set():
+            display.report("stopping at once")
+            hurry.set()
+        else:
+            display.report("stopping once streams have ended; again to stop at once")
+            stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
+
+async def _record_phase(cluster: LocalCluster, directory: ClusterDirectory) -> None:
+    recorded = "starting"
+    while True:
+        if cluster.phase != recorded:
+            recorded = cluster.phase
+            directory.write_launcher(recorded)
+        await cluster.wait_for_change()
+
+
+def end_leftovers(directory: ClusterDirectory, display: Display) -> None:
+    """Kills processes that an earlier launcher left behind, if the kernel has not done so."""
+    for record in directory.read_processes():
+        process = record.find()
+        if process:
+            display.report(f"{record.name} of an earlier launcher still runs (process {process.pid}); it is killed")
+            process.kill()
+            process.wait()

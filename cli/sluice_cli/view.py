@@ -1,0 +1,283 @@
+"""What people see of a cluster: one record, made from what the routers say, shown as a table or as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from sluice.v1 import control_pb2, plan_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sluice_cli.records import ProcessRecord
+
+ROLE_NAMES = {plan_pb2.ROLE_PREFILL_HEAVY: "P-heavy", plan_pb2.ROLE_DECODE_HEAVY: "D-heavy"}
+STATE_STYLES = {"ready": "green", "draining": "yellow", "drained": "yellow", "lost": "red", "refused": "red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """One engine. Figures are those of the router that reported last; None where no router knows it.
+
+    Args:
+        engine_id: The launcher's name.
+        role: ``P-heavy``, ``D-heavy`` or empty.
+        state: ``starting``, ``ready``, ``draining``, ``drained``, ``lost``, ``refused``.
+        chunk_size_tokens: In force (acknowledged).
+        running_decodes: Decodes that run.
+        waiting_requests: Requests that wait for prefill.
+        kv_blocks_free: Neither used nor granted.
+        kv_blocks_used: In use, pinned ones included.
+        kv_blocks_granted: Reserved by grants.
+        kv_blocks_pinned: Kept for a reader.
+        kv_blocks_total: All.
+        num_moved_in: Requests moved in since its start.
+        num_moved_out: Requests moved out since its start.
+        num_restarts: Starts after the first.
+        pid: Process id.
+        transport: KV transport in use.
+        last_fault: For people.
+    """
+
+    engine_id: str
+    role: str = ""
+    state: str = "starting"
+    chunk_size_tokens: int | None = None
+    running_decodes: int | None = None
+    waiting_requests: int | None = None
+    kv_blocks_free: int | None = None
+    kv_blocks_used: int | None = None
+    kv_blocks_granted: int | None = None
+    kv_blocks_pinned: int | None = None
+    kv_blocks_total: int | None = None
+    num_moved_in: int | None = None
+    num_moved_out: int | None = None
+    num_restarts: int = 0
+    pid: int | None = None
+    transport: str = ""
+    last_fault: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterView:
+    """One router.
+
+    Args:
+        name: The launcher's name.
+        url: Of its OpenAI API.
+        is_ready: /readyz answers 200.
+        generation: Plan in force.
+        acknowledged_generation: Plan that every engine acknowledged.
+        num_requests: Requests in it.
+        num_waiting: Requests that wait for an engine.
+        num_restarts: Starts after the first.
+        pid: Process id.
+    """
+
+    name: str
+    url: str
+    is_ready: bool = False
+    generation: int = 0
+    acknowledged_generation: int = 0
+    num_requests: int = 0
+    num_waiting: int = 0
+    num_restarts: int = 0
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassView:
+    """Requests of one SLO class since the routers' start.
+
+    Args:
+        name: Class; ``default`` for the default one.
+        num_finished: Finished, failed and rejected ones included.
+        num_met_ttft: Of these, met TTFT.
+        num_met_tpot: Of these, met TPOT.
+        num_met_both: Of these, met both.
+    """
+
+    name: str
+    num_finished: int
+    num_met_ttft: int
+    num_met_tpot: int
+    num_met_both: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterView:
+    """A cluster at one moment."""
+
+    name: str
+    phase: str
+    manifest: str
+    model: str
+    routers: tuple[RouterView, ...]
+    engines: tuple[EngineView, ...]
+    classes: tuple[ClassView, ...]
+
+    @property
+    def is_ready(self) -> bool:
+        """True when every router and every engine serves."""
+        has_all = bool(self.routers) and bool(self.engines)
+        return has_all and all(r.is_ready for r in self.routers) and all(e.state == "ready" for e in self.engines)
+
+    @property
+    def url(self) -> str:
+        """OpenAI API of the first router."""
+        return self.routers[0].url if self.routers else ""
+
+
+def make_view(
+    *,
+    name: str,
+    phase: str,
+    manifest: str,
+    model: str,
+    processes: Sequence[ProcessRecord],
+    statuses: dict[str, control_pb2.GetStatusResponse | None],
+) -> ClusterView:
+    """Puts together what the launcher and the routers know.
+
+    Args:
+        name: The cluster.
+        phase: What the launcher is doing.
+        manifest: Path of the manifest.
+        model: Name that clients use for the model.
+        processes: Engines and routers.
+        statuses: Answer of each router, by name; None where it does not answer.
+    """
+    answers = [status for status in statuses.values() if status]
+    return ClusterView(
+        name=name,
+        phase=phase,
+        manifest=manifest,
+        model=model,
+        routers=tuple(_view_router(p, statuses.get(p.name)) for p in processes if p.kind == "router"),
+        engines=tuple(_view_engine(p, pick_engine(answers, p.name)) for p in processes if p.kind == "engine"),
+        classes=_sum_classes(answers),
+    )
+
+
+def pick_engine(statuses: Sequence[control_pb2.GetStatusResponse], engine_id: str) -> control_pb2.EngineStatus | None:
+    """What is known of an engine: of several routers' views, one with a live link."""
+    views = [engine for status in statuses for engine in status.engines if engine.engine_id == engine_id]
+    live = (control_pb2.ENGINE_STATE_DRAINING, control_pb2.ENGINE_STATE_DRAINED, control_pb2.ENGINE_STATE_READY)
+    return max(views, key=lambda view: live.index(view.state) if view.state in live else -1, default=None)
+
+
+def name_state(state: control_pb2.EngineState.ValueType) -> str:
+    """The name of an engine's state, for people."""
+    return control_pb2.EngineState.Name(state).removeprefix("ENGINE_STATE_").lower()
+
+
+def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None) -> EngineView:
+    if status is None or process.pid is None:
+        state = "starting" if process.pid else "stopped"
+        return EngineView(engine_id=process.name, state=state, num_restarts=process.num_restarts, pid=process.pid)
+    return EngineView(
+        engine_id=process.name,
+        role=ROLE_NAMES.get(status.role, ""),
+        state="starting" if status.state == control_pb2.ENGINE_STATE_CONNECTING else name_state(status.state),
+        chunk_size_tokens=status.chunk_size_tokens,
+        running_decodes=status.running_decodes,
+        waiting_requests=status.waiting_requests,
+        kv_blocks_free=max(0, status.kv_blocks_total - status.kv_blocks_used - status.kv_blocks_granted),
+        kv_blocks_used=status.kv_blocks_used,
+        kv_blocks_granted=status.kv_blocks_granted,
+        kv_blocks_pinned=status.kv_blocks_pinned,
+        kv_blocks_total=status.kv_blocks_total,
+        num_moved_in=status.num_moved_in,
+        num_moved_out=status.num_moved_out,
+        num_restarts=process.num_restarts,
+        pid=process.pid,
+        transport=status.transport,
+        last_fault=status.last_fault,
+    )
+
+
+def _view_router(process: ProcessRecord, status: control_pb2.GetStatusResponse | None) -> RouterView:
+    url = f"http://127.0.0.1:{process.ports['http']}"
+    if status is None:
+        return RouterView(name=process.name, url=url, num_restarts=process.num_restarts, pid=process.pid)
+    return RouterView(
+        name=process.name,
+        url=url,
+        is_ready=status.is_ready,
+        generation=status.generation,
+        acknowledged_generation=status.acknowledged_generation,
+        num_requests=status.num_requests,
+        num_waiting=status.num_waiting,
+        num_restarts=process.num_restarts,
+        pid=process.pid,
+    )
+
+
+def _sum_classes(statuses: Sequence[control_pb2.GetStatusResponse]) -> tuple[ClassView, ...]:
+    names = dict.fromkeys(counters.name for status in statuses for counters in status.classes)
+    views = []
+    for name in names:
+        parts = [counters for status in statuses for counters in status.classes if counters.name == name]
+        views.append(
+            ClassView(
+                name=name or "default",
+                num_finished=sum(part.num_finished for part in parts),
+                num_met_ttft=sum(part.num_met_ttft for part in parts),
+                num_met_tpot=sum(part.num_met_tpot for part in parts),
+                num_met_both=sum(part.num_met_both for part in parts),
+            )
+        )
+    return tuple(views)
+
+
+def make_table(view: ClusterView) -> Table:
+    """The table of engines, with the routers above and the attainment below it."""
+    routers = "   ".join(
+        f"{router.name} {router.url} ({'ready' if router.is_ready else 'not ready'}, plan {router.generation},"
+        f" {router.num_requests} requests)"
+        for router in view.routers
+    )
+    attained = "   ".join(
+        f"{counters.name}: {counters.num_finished} finished, TTFT {_share(counters.num_met_ttft, counters)},"
+        f" TPOT {_share(counters.num_met_tpot, counters)}, both {_share(counters.num_met_both, counters)}"
+        for counters in view.classes
+        if counters.num_finished
+    )
+    table = Table(title=f"{view.name}: {view.phase}   {routers}", title_justify="left", caption=attained or None)
+    table.caption_justify = "left"
+    for name in ("engine", "role", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("chunk", "running", "waiting", "KV free/used/total", "moves in/out", "restarts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for engine in view.engines:
+        style = STATE_STYLES.get(engine.state, "dim")
+        kv = f"{engine.kv_blocks_free}/{engine.kv_blocks_used}/{engine.kv_blocks_total}"
+        table.add_row(
+            engine.engine_id,
+            engine.role,
+            f"[{style}]{engine.state}[/]",
+            _or_dash(engine.chunk_size_tokens),
+            _or_dash(engine.running_decodes),
+            _or_dash(engine.waiting_requests),
+            "-" if engine.kv_blocks_total is None else kv,
+            "-" if engine.num_moved_in is None else f"{engine.num_moved_in}/{engine.num_moved_out}",
+            str(engine.num_restarts),
+        )
+    return table
+
+
+def make_curl_line(view: ClusterView) -> str:
+    """A line to try."""
+    body = '{"model": "%s", "stream": true, "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}'
+    return f"curl -N {view.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body % view.model}'"
+
+
+def _share(num_met: int, counters: ClassView) -> str:
+    return f"{100 * num_met / counters.num_finished:.0f} %"
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,106 @@
+"""Follows the manifest file: reads it again when it changes, refuses what is wrong, says what a change does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import watchfiles
+
+from sluice_operator.changes import Change, diff
+from sluice_operator.fields import Effect
+from sluice_operator.manifest import ManifestError, Problem, parse_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from sluice_cli.cluster import LocalCluster
+    from sluice_operator.spec import ServingCluster
+
+# Editors write in several steps; wait until a file has been quiet for so long.
+SETTLE_MS = 100
+
+
+async def follow_manifest(
+    path: Path,
+    cluster: LocalCluster,
+    check: Callable[[ServingCluster], list[Problem]],
+    report: Callable[[str], None],
+) -> None:
+    """Applies each valid edit of a manifest to a cluster, until cancelled.
+
+    Args:
+        path: The manifest.
+        cluster: The cluster that follows it.
+        check: Finds what this machine cannot do.
+        report: Takes a line for people.
+    """
+    last_text = _read(path)
+    # The folder is watched: many editors replace the file by another.
+    async for _ in watchfiles.awatch(path.parent, debounce=SETTLE_MS, step=SETTLE_MS // 2, recursive=False):
+        text = _read(path)
+        if text not in (last_text, None):
+            last_text = text
+            take_edit(text or "", path, cluster, check, report)
+
+
+def take_edit(
+    text: str,
+    path: Path,
+    cluster: LocalCluster,
+    check: Callable[[ServingCluster], list[Problem]],
+    report: Callable[[str], None],
+) -> bool:
+    """Applies an edit, or says why not; then the old plan stays.
+
+    Returns:
+        True if it was applied or changes nothing.
+    """
+    try:
+        manifest = parse_manifest(text)
+    except ManifestError as error:
+        return _refuse(path, error.problems, report)
+    problems = check(manifest) + _check_name(manifest, cluster.manifest)
+    if problems:
+        return _refuse(path, problems, report)
+    changes = diff(cluster.manifest.spec, manifest.spec)
+    for change in changes:
+        report(f"{path.name}: {change} ({describe_effect(change)})")
+    if changes:
+        cluster.apply(manifest)
+    return True
+
+
+def _refuse(path: Path, problems: Sequence[Problem], report: Callable[[str], None]) -> bool:
+    report(f"{path.name} refused, the cluster stays as it is:")
+    for problem in problems:
+        report(f"  {problem}")
+    return False
+
+
+def _read(path: Path) -> str | None:
+    """The file's text; None while an editor has it replaced."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def describe_effect(change: Change) -> str:
+    """Says what a change does to the running cluster."""
+    match change.effect:
+        case Effect.LIVE:
+            return "live"
+        case Effect.RESTARTS_ENGINES:
+            return "restarts engines one at a time, after they handed their requests over"
+        case Effect.RESTARTS_ROUTERS:
+            return "restarts routers, after their streams have ended"
+        case Effect.RESTARTS_ALL:
+            return "stops the cluster and starts it anew"
+
+
+def _check_name(new: ServingCluster, old: ServingCluster) -> list[Problem]:
+    if new.metadata.name == old.metadata.name:
+        return []
+    message = f"{new.metadata.name!r} is another cluster than the running {old.metadata.name!r}; start it by itself"
+    return [Problem(field="metadata.name", message=message)]

@@ -1,0 +1,38 @@
+"""Stands in for an engine: listens on its port, logs its chunk, ends on SIGTERM. ``--fail`` in vLLM's arguments ends it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--engine-id")
+    options, others = parser.parse_known_args()
+    if "--fail" in others:
+        sys.exit(3)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    with socket.create_server((options.host, options.port)) as listener:
+        print(options.engine_id, os.getpid(), "listens", flush=True)
+        threading.Thread(target=answer, args=(listener, options.engine_id), daemon=True).start()
+        stop.wait()
+    print("ended by SIGTERM", flush=True)
+
+
+def answer(listener: socket.socket, engine_id: str) -> None:
+    """Says who it is to whoever connects, as an engine does in the first message of its stream."""
+    while True:
+        connection, _ = listener.accept()
+        connection.sendall(f"{engine_id} {os.getpid()}".encode())
+        connection.close()
+
+
+main()

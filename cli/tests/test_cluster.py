@@ -1,0 +1,252 @@
+"""A local cluster follows its manifest: real processes (small stand-ins for engines and routers), real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import yaml
+
+from sluice_cli.children import spawn
+from sluice_cli.cluster import LocalCluster
+from sluice_cli.ports import PortBook
+from sluice_cli.records import ClusterDirectory
+from sluice_cli.watch import take_edit
+from sluice_operator.manifest import parse_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from sluice_cli.children import Child, Launch
+
+PROGRAMS = Path(__file__).parent / "programs"
+PORTS = range(25000, 25400)
+MANIFEST = """
+apiVersion: sluice.dev/v1alpha1
+kind: ServingCluster
+metadata: {name: test}
+spec:
+  replicas: 3
+  prefillHeavy: 1
+  chunkSizes: {prefillHeavy: 512, decodeHeavy: 64}
+  slo: {ttftMilliseconds: 500, tpotMilliseconds: 50}
+  model: {name: tiny, source: {persistentVolumeClaim: {claimName: models}}}
+  engine: {drainTimeoutSeconds: 5}
+  router: {replicas: 1, service: {port: 25400}}
+"""
+
+
+async def spawn_stand_in(launch: Launch) -> Child:
+    """Runs the container's command with the program replaced by its stand-in."""
+    stand_ins = {"sluice_engine": "fake_engine.py", "sluice_router": "fake_router.py"}
+    python, _, module, *arguments = launch.command
+    return await spawn(replace(launch, command=(python, str(PROGRAMS / stand_ins[module]), *arguments)))
+
+
+class Running:
+    """A running cluster, and what it said."""
+
+    def __init__(self, home: Path) -> None:
+        self.lines: list[str] = []
+        self.text = MANIFEST
+        self.path = home / "test.yaml"
+        self.directory = ClusterDirectory("test", home)
+        self.directory.path.mkdir(parents=True)
+        self.ports = PortBook(PORTS, directory=home / "ports")
+        self.cluster = LocalCluster(
+            parse_manifest(self.text),
+            self.directory,
+            manifest_path=self.path,
+            ports=self.ports,
+            spawn_engine=spawn_stand_in,
+            spawn_router=spawn_stand_in,
+            find_model=lambda manifest: home,
+            report=self.report,
+        )
+        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
+
+    def report(self, line: str) -> None:
+        self.lines.append(line)
+        self.cluster._pulse()
+
+    def edit(self, old: str, new: str) -> bool:
+        assert old in self.text
+        text = self.text.replace(old, new)
+        is_taken = take_edit(text, self.path, self.cluster, lambda manifest: [], self.report)
+        self.text = text if is_taken else self.text
+        return is_taken
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not is_reached():
+                await self.cluster.wait_for_change()
+
+    def engines(self) -> dict[str, tuple[str, int]]:
+        return {e.engine_id: (e.role, e.chunk_size_tokens or 0) for e in self.cluster.view().engines}
+
+    def pids(self) -> dict[str, int | None]:
+        view = self.cluster.view()
+        return {e.engine_id: e.pid for e in view.engines} | {r.name: r.pid for r in view.routers}
+
+    def is_ready(self) -> bool:
+        return self.cluster.view().is_ready
+
+
+@pytest.fixture
+async def running(tmp_path: Path) -> AsyncIterator[Running]:
+    running = Running(tmp_path)
+    task = asyncio.create_task(running.cluster.run(running.stop, running.hurry))
+    await running.until(running.is_ready)
+    await running.until(lambda: len(running.engines()) == 3)
+    yield running
+    pids = [pid for pid in running.pids().values() if pid]
+    running.stop.set()
+    await task
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+P, D = ("P-heavy", 512), ("D-heavy", 64)
+
+
+async def test_a_cluster_starts_with_the_roles_and_chunk_sizes_of_its_manifest(running: Running) -> None:
+    assert sorted(running.engines().values()) == [D, D, P]
+    assert running.cluster.view().url == "http://127.0.0.1:25400"
+    plan = json.loads(running.directory.plan_file.read_text())
+    assert len(plan["engines"]) == 3
+    assert json.loads(running.directory.engines_file.read_text())
+
+
+async def test_a_live_edit_is_in_force_without_any_restart(running: Running) -> None:
+    before = running.pids()
+    assert running.edit("decodeHeavy: 64", "decodeHeavy: 128")
+    await running.until(lambda: sorted(running.engines().values()) == [("D-heavy", 128), ("D-heavy", 128), P])
+    assert running.pids() == before
+    assert "test.yaml: spec.chunkSizes.decodeHeavy 64 -> 128 (live)" in running.lines
+
+
+async def test_a_role_flip_moves_the_fewest_engines(running: Running) -> None:
+    before, pids = running.engines(), running.pids()
+    running.edit("prefillHeavy: 1", "prefillHeavy: 2")
+    await running.until(lambda: sorted(running.engines().values()) == [D, P, P])
+    assert sum(running.engines()[name] != before[name] for name in before) == 1
+    assert running.pids() == pids
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("prefillHeavy: 1", "prefillHeavy: 9", "spec.prefillHeavy: 9 is above replicas, 3"),
+        ("decodeHeavy: 64", "decodeHeavy: 7", "spec.chunkSizes.decodeHeavy: 7 is below the least chunk size, 16"),
+        ("name: test", "name: other", "metadata.name: 'other' is another cluster"),
+        ("kind: ServingCluster", "kind: [", "not valid YAML"),
+    ],
+    ids=["cross-field", "bound", "name", "yaml"],
+)
+async def test_an_invalid_edit_is_refused_by_name_and_the_plan_stays(
+    running: Running, old: str, new: str, named: str
+) -> None:
+    plan = running.directory.plan_file.read_text()
+    assert not running.edit(old, new)
+    assert any(named in line for line in running.lines)
+    assert running.directory.plan_file.read_text() == plan
+
+
+async def test_a_plan_that_a_router_refuses_is_said_with_its_reason(running: Running) -> None:
+    running.edit("tpotMilliseconds: 50", 'tpotMilliseconds: 50, attainment: "13%"')
+    await running.until(lambda: any("13 is unlucky" in line for line in running.lines))
+    running.edit('attainment: "13%"', 'attainment: "14%"')
+    await running.until(lambda: any(line.startswith("plan") for line in running.lines[-1:]))
+
+
+async def test_an_edit_that_changes_nothing_makes_no_plan(running: Running) -> None:
+    plan = running.directory.plan_file.read_text()
+    assert running.edit("replicas: 3", "replicas:   3")
+    assert running.directory.plan_file.read_text() == plan
+
+
+async def test_a_killed_engine_starts_again_and_keeps_its_role(running: Running) -> None:
+    before, pid = running.engines(), running.pids()["engine-1"]
+    os.kill(pid, signal.SIGKILL)
+    await running.until(lambda: running.pids()["engine-1"] not in (pid, None))
+    await running.until(running.is_ready)
+    assert running.engines() == before
+    assert any("engine-1 ended (killed by SIGKILL); it starts again" in line for line in running.lines)
+
+
+async def test_a_killed_router_starts_again_and_gets_the_plan(running: Running) -> None:
+    pid = running.pids()["router-0"]
+    os.kill(pid, signal.SIGKILL)
+    await running.until(lambda: running.pids()["router-0"] not in (pid, None))
+    await running.until(running.is_ready)
+    assert running.cluster.view().routers[0].generation > 0
+
+
+async def test_engines_are_added_and_removed_with_replicas(running: Running) -> None:
+    running.edit("replicas: 3", "replicas: 4")
+    await running.until(lambda: sorted(running.engines().values()) == [D, D, D, P])
+    running.edit("replicas: 4", "replicas: 2")
+    await running.until(lambda: sorted(running.engines().values()) == [D, P])
+    log = running.directory.log_path("engine-3").read_text()
+    assert "ended by SIGTERM" in log
+
+
+async def test_routers_are_added_and_removed_with_their_replicas(running: Running) -> None:
+    running.edit("router: {replicas: 1", "router: {replicas: 2")
+    await running.until(lambda: len(running.cluster.view().routers) == 2 and running.is_ready())
+    running.edit("router: {replicas: 2", "router: {replicas: 1")
+    await running.until(lambda: [r.name for r in running.cluster.view().routers] == ["router-0"])
+
+
+async def test_a_restart_class_edit_rolls_one_engine_at_a_time(running: Running) -> None:
+    before, roles = running.pids(), running.engines()
+    most_away = 0
+
+    def is_rolled() -> bool:
+        nonlocal most_away
+        view = running.cluster.view()
+        most_away = max(most_away, sum(engine.state != "ready" for engine in view.engines))
+        changed = [name for name, pid in running.pids().items() if pid != before[name]]
+        return changed == ["engine-0", "engine-1", "engine-2"] and view.is_ready
+
+    running.edit("engine: {", "engine: {maxBatchTokens: 4096, ")
+    await running.until(is_rolled)
+    assert most_away == 1
+    assert running.engines() == roles
+    assert any("restarts engines one at a time" in line for line in running.lines)
+
+
+async def test_a_roll_that_fails_stops_at_the_first_engine_until_the_manifest_is_mended(running: Running) -> None:
+    before = running.pids()
+    running.edit("engine: {", "engine: {extraArgs: [--fail], ")
+    await running.until(lambda: sum("engine-0 ended (exit code 3)" in line for line in running.lines) >= 2)
+    assert {name for name, pid in running.pids().items() if pid != before[name]} == {"engine-0"}
+    running.edit("extraArgs: [--fail], ", "")
+    await running.until(running.is_ready)
+    assert {name for name, pid in running.pids().items() if pid != before[name]} == {"engine-0"}
+
+
+async def test_another_model_starts_everything_anew(running: Running) -> None:
+    before = running.pids()
+    running.edit("name: tiny", "name: other")
+    await running.until(lambda: all(pid and pid != before[name] for name, pid in running.pids().items()))
+    await running.until(running.is_ready)
+    assert running.cluster.view().model == "other"
+
+
+async def test_generations_only_grow_over_restarts_of_the_launcher(tmp_path: Path) -> None:
+    directory = ClusterDirectory("test", tmp_path)
+    directory.path.mkdir(parents=True)
+    first = directory.next_generation()
+    again = ClusterDirectory("test", tmp_path).next_generation()
+    assert again == (first[0], first[1] + 1)
+
+
+def test_the_manifest_of_these_tests_is_valid() -> None:
+    assert yaml.safe_load(MANIFEST)["spec"]["replicas"] == parse_manifest(MANIFEST).spec.replicas
