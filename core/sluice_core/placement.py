@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from sluice_core.engines import RECOVERY_BURST_S, EngineTable, Entry
+from sluice_core.engines import RECOVERY_BURST_S, EngineTable, EngineView, Entry
 from sluice_core.latency import compute_attention_work
 from sluice_core.records import (
     Candidate,
@@ -81,14 +81,16 @@ class PlacementRecord(NamedTuple):
         now: When it was made, on the caller's clock.
         request: The request.
         decision: The decision.
-        entries: Engines as they stood before it, in the order of the walk, blocked ones last.
-        cached: Expected prefix-cache hits on each of them; empty: none.
+        entries: Engines as they stood before it, in the order of the walk.
+        blocked: Engines that took no prefill.
+        cached: Expected prefix-cache hits on each of both; empty: none.
     """
 
     now: float
     request: PrefillRequest
     decision: Decision
     entries: tuple[Entry, ...]
+    blocked: tuple[EngineView, ...]
     cached: tuple[int, ...]
 
 
@@ -135,13 +137,10 @@ class LengthAwarePlacement:
         round_ = _Round(now, engines, cached_tokens)
         decisions: list[Decision] = []
         for request in sorted(waiting, key=_order):
-            order, blocked = engines.order, engines.blocked
-            entries = tuple(order) if len(order) <= MAX_RECORDED_ENGINES else tuple(order[:MAX_RECORDED_ENGINES])
+            entries = tuple(engines.order[:MAX_RECORDED_ENGINES])
             decision = self._decide(round_, request)
             if isinstance(decision, Hold):
                 round_.note_hold(request, decision)
-            if blocked:
-                entries += tuple(blocked.values())[:MAX_RECORDED_ENGINES]
             self._record(round_, request, decision, entries)
             decisions.append(decision)
         return decisions
@@ -159,14 +158,15 @@ class LengthAwarePlacement:
 
     def _record(self, round_: _Round, request: PrefillRequest, decision: Decision, entries: tuple[Entry, ...]) -> None:
         """Keep a decision for explanations."""
-        chosen = round_.chosen
-        round_.chosen = None
-        if chosen is not None and len(entries) >= MAX_RECORDED_ENGINES and chosen not in entries:
+        chosen, round_.chosen = round_.chosen, None
+        if chosen is not None and len(entries) == MAX_RECORDED_ENGINES and chosen not in entries:
             entries = (*entries, chosen)
+        blocked = tuple(round_.engines.blocked.values())[:MAX_RECORDED_ENGINES] if round_.engines.blocked else ()
         cached: tuple[int, ...] = ()
         if round_.cached_tokens is not None:
-            cached = tuple(round_.cached_tokens(request, entry.engine_id) for entry in entries)
-        self.records.append(PlacementRecord(round_.now, request, decision, entries, cached))
+            views = (*(entry[-1] for entry in entries), *blocked)
+            cached = tuple(round_.cached_tokens(request, view.engine_id) for view in views)
+        self.records.append(PlacementRecord(round_.now, request, decision, entries, blocked, cached))
 
     def _place(self, round_: _Round, request: PrefillRequest) -> Decision:
         """Algorithm 2 for one new prefill."""
@@ -180,14 +180,14 @@ class LengthAwarePlacement:
             return Hold(request_id=request.request_id, reason=round_.find_absence())
         if self.parameters.early_rejection is EarlyRejection.REJECT:
             return self._reject(round_, request, candidates, found)
-        fitting = [i for i, done_s in enumerate(found.done_s) if done_s < math.inf]
-        if not fitting:
+        least_late_s = min(found.done_s)
+        if least_late_s == math.inf:
             return Hold(request_id=request.request_id, reason="kv")
         if self.parameters.early_rejection is EarlyRejection.RANDOM:
+            fitting = [i for i, done_s in enumerate(found.done_s) if done_s < math.inf]
             chosen = fitting[int(self._rng.random() * len(fitting))]
             return round_.place(request, candidates[chosen], "random", is_feasible=False)
-        least_late = min(fitting, key=found.done_s.__getitem__)
-        return round_.place(request, candidates[least_late], "least_late", is_feasible=False)
+        return round_.place(request, candidates[found.done_s.index(least_late_s)], "least_late", is_feasible=False)
 
     def _break_tie(
         self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], index: int, deadline_s: float
@@ -199,7 +199,7 @@ class LengthAwarePlacement:
         first = candidates[index]
         end = index + 1
         if end < len(candidates) and candidates[end][:2] == first[:2]:
-            end = bisect_left(candidates, (first.queued_prefill_tokens, first.rank + 1), end)
+            end = bisect_left(candidates, (first[0], first[1] + 1), end)
         if end == index + 1:
             return first
         for _ in range(_MAX_TIE_DRAWS):
@@ -212,7 +212,7 @@ class LengthAwarePlacement:
     def _reject(self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], found: _Walk) -> Decision:
         """Reject, unless an engine may do better than its estimate, or will once it has KV blocks."""
         deadline_s = request.arrival_s + request.slo.ttft_s
-        unproven = [i for i, entry in enumerate(candidates) if not (entry.queued_prefill_tokens and entry.is_proven)]
+        unproven = [i for i, entry in enumerate(candidates) if entry[0] == 0 or not entry[-1].is_proven]
         chosen = min(unproven, key=found.done_s.__getitem__, default=-1)
         if chosen >= 0 and found.done_s[chosen] < math.inf:
             return round_.place(request, candidates[chosen], "unproven", is_feasible=False)
@@ -226,13 +226,13 @@ class LengthAwarePlacement:
         candidates = round_.list_candidates(request)
         if not candidates:
             return Hold(request_id=request.request_id, reason=round_.find_absence())
-        fitting = [entry for entry in candidates if entry.available_tokens >= request.prompt_tokens]
+        fitting = [entry for entry in candidates if entry[-1].available_tokens >= request.prompt_tokens]
         if not fitting:
             return Hold(request_id=request.request_id, reason="kv")
-        open_ = [entry for entry in fitting if round_.is_open_to_recoveries(entry)]
+        open_ = [entry for entry in fitting if round_.is_open_to_recoveries(entry[-1])]
         if not open_:
             return Hold(request_id=request.request_id, reason="recovery_cap")
-        entry = min(open_, key=lambda candidate: round_.estimate_done_s(request, candidate))
+        entry = min(open_, key=lambda candidate: round_.estimate_done_s(request, candidate[-1]))
         return round_.place(request, entry, "recovery", is_feasible=True)
 
 
@@ -276,11 +276,11 @@ class _Round:
         """List the engines that can take a prefill and are not excluded, in ascending order of their queues."""
         if not request.excluded:
             return self.engines.order
-        return [entry for entry in self.engines.order if entry.engine_id not in request.excluded]
+        return [entry for entry in self.engines.order if entry[-1].engine_id not in request.excluded]
 
     def find_absence(self) -> str:
         """Say why there is no candidate."""
-        is_full = any(entry.blocked_reason == "room" for entry in self.engines.blocked.values())
+        is_full = any(view.blocked_reason == "room" for view in self.engines.blocked.values())
         return "room" if is_full else "no_engine"
 
     def walk(self, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float) -> _Walk:
@@ -288,24 +288,20 @@ class _Round:
         if self.cached_tokens is not None:
             return self._walk_cached(request, candidates, deadline_s)
         now, tokens = self.now, request.prompt_tokens
-        half_squared = tokens * tokens * 0.5
         done: list[float] = []
         least_without_kv_s = math.inf
-        for index, entry in enumerate(candidates):
-            _, _, _, free_at_s, token_s, work_s, iteration_s, room, available, latency_s, transfer_s, _, _, _, _ = entry
+        for _, _, _, free_at_s, token_s, square_s, iteration_s, room, available, latency_s, _ in candidates:
             done_s = (
                 (free_at_s if free_at_s > now else now)  # noqa: FURB136 - calling max() costs a third of the loop
-                + token_s * tokens
-                + work_s * half_squared
+                + tokens * (token_s + square_s * tokens)
                 + -(-tokens // room) * iteration_s
                 + latency_s
-                + transfer_s * tokens
             )
             if available < tokens:
                 least_without_kv_s = min(least_without_kv_s, done_s)
                 done_s = math.inf
             elif done_s < deadline_s:
-                return _Walk(index, done, least_without_kv_s)
+                return _Walk(len(done), done, least_without_kv_s)
             done.append(done_s)
         return _Walk(-1, done, least_without_kv_s)
 
@@ -313,39 +309,41 @@ class _Round:
         """``walk`` with expected prefix-cache hits."""
         done: list[float] = []
         least_without_kv_s = math.inf
-        for index, entry in enumerate(candidates):
-            done_s = self.estimate_done_s(request, entry)
-            if entry.available_tokens < request.prompt_tokens:
+        for entry in candidates:
+            done_s = self.estimate_done_s(request, entry[-1])
+            if entry[-1].available_tokens < request.prompt_tokens:
                 least_without_kv_s = min(least_without_kv_s, done_s)
                 done_s = math.inf
             elif done_s < deadline_s:
-                return _Walk(index, done, least_without_kv_s)
+                return _Walk(len(done), done, least_without_kv_s)
             done.append(done_s)
         return _Walk(-1, done, least_without_kv_s)
 
     def is_feasible(self, request: PrefillRequest, entry: Entry, deadline_s: float) -> bool:
         """Say whether an engine has the KV blocks and meets the deadline."""
-        return entry.available_tokens >= request.prompt_tokens and self.estimate_done_s(request, entry) < deadline_s
+        view = entry[-1]
+        return view.available_tokens >= request.prompt_tokens and self.estimate_done_s(request, view) < deadline_s
 
-    def is_open_to_recoveries(self, entry: Entry) -> bool:
+    def is_open_to_recoveries(self, view: EngineView) -> bool:
         """Say whether an engine may take one more recovery: no other prefill waits, or its share is not used up."""
-        if entry.queued_prefill_tokens == 0:
+        if view.queued_prefill_tokens == 0:
             return True
-        return self.engines[entry.engine_id].recovery_free_at_s <= self.now + RECOVERY_BURST_S
+        return self.engines[view.engine_id].recovery_free_at_s <= self.now + RECOVERY_BURST_S
 
-    def estimate_done_s(self, request: PrefillRequest, entry: Entry) -> float:
+    def estimate_done_s(self, request: PrefillRequest, view: EngineView) -> float:
         """Estimate when the first token could be out, transfer included, on the caller's clock."""
-        cached = self.cached_tokens(request, entry.engine_id) if self.cached_tokens is not None else 0
-        queue_s, execute_s, transfer_s = _estimate(self.now, request.prompt_tokens, entry, cached)
+        cached = self.cached_tokens(request, view.engine_id) if self.cached_tokens is not None else 0
+        queue_s, execute_s, transfer_s = _estimate(self.now, request.prompt_tokens, view, cached)
         return self.now + queue_s + execute_s + transfer_s
 
     def place(self, request: PrefillRequest, entry: Entry, reason: str, *, is_feasible: bool) -> Place:
         """Record a placement in the table and make the decision."""
-        cached = self.cached_tokens(request, entry.engine_id) if self.cached_tokens is not None else 0
-        queue_s, execute_s, transfer_s = _estimate(self.now, request.prompt_tokens, entry, cached)
+        engine_id = entry[-1].engine_id
+        cached = self.cached_tokens(request, engine_id) if self.cached_tokens is not None else 0
+        queue_s, execute_s, transfer_s = _estimate(self.now, request.prompt_tokens, entry[-1], cached)
         self.chosen = entry
         self.engines.record_placement(
-            entry.engine_id,
+            engine_id,
             request.request_id,
             self.now,
             tokens=_uncached(request.prompt_tokens, cached),
@@ -355,7 +353,7 @@ class _Round:
         )
         return Place(
             request_id=request.request_id,
-            engine_id=entry.engine_id,
+            engine_id=engine_id,
             predicted_ttft_s=self.now - request.arrival_s + queue_s + execute_s + transfer_s,
             reason=reason,
             is_feasible=is_feasible,
@@ -377,25 +375,26 @@ def explain(record: PlacementRecord) -> list[Candidate]:
     Returns:
         One candidate per engine recorded.
     """
-    cached = record.cached or (0,) * len(record.entries)
-    return [_explain_entry(record, entry, hits) for entry, hits in zip(record.entries, cached, strict=True)]
+    views = (*(entry[-1] for entry in record.entries), *record.blocked)
+    cached = record.cached or (0,) * len(views)
+    return [_explain_view(record, view, hits) for view, hits in zip(views, cached, strict=True)]
 
 
-def _explain_entry(record: PlacementRecord, entry: Entry, cached: int) -> Candidate:
+def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> Candidate:
     """Format one engine of a decision."""
     request = record.request
-    queue_s, execute_s, transfer_s = _estimate(record.now, request.prompt_tokens, entry, cached)
+    queue_s, execute_s, transfer_s = _estimate(record.now, request.prompt_tokens, view, cached)
     is_in_time = record.now + queue_s + execute_s + transfer_s < request.arrival_s + request.slo.ttft_s
     reason = "feasible" if is_in_time or request.is_recovery else "ttft"
-    if entry.available_tokens < request.prompt_tokens:
+    if view.available_tokens < request.prompt_tokens:
         reason = "kv"
-    if entry.engine_id in request.excluded:
+    if view.engine_id in request.excluded:
         reason = "excluded"
-    reason = entry.blocked_reason or reason
+    reason = view.blocked_reason or reason
     return Candidate(
-        engine_id=entry.engine_id,
-        role=entry.role,
-        queued_prefill_tokens=entry.queued_prefill_tokens,
+        engine_id=view.engine_id,
+        role=view.role,
+        queued_prefill_tokens=view.queued_prefill_tokens,
         queue_s=queue_s,
         execute_s=execute_s,
         transfer_s=transfer_s,
@@ -404,21 +403,21 @@ def _explain_entry(record: PlacementRecord, entry: Entry, cached: int) -> Candid
     )
 
 
-def _estimate(now: float, prompt_tokens: int, entry: Entry, cached: int) -> tuple[float, float, float]:
+def _estimate(now: float, prompt_tokens: int, view: EngineView, cached: int) -> tuple[float, float, float]:
     """Estimate Q, E and T of a prompt on an engine, in seconds.
 
     Source: taichi.txt, Algorithm 2, lines 3 to 5; router.md section 3 for the closed form.
     """
     tokens = _uncached(prompt_tokens, cached)
-    if entry.room_tokens <= 0:
+    if view.room_tokens <= 0:
         return math.inf, math.inf, 0.0
     execute_s = (
-        entry.per_token_s * tokens
-        + entry.per_work_s * compute_attention_work(tokens, prompt_tokens - tokens)
-        + -(-tokens // entry.room_tokens) * entry.per_iteration_s
+        view.per_token_s * tokens
+        + view.per_work_s * compute_attention_work(tokens, prompt_tokens - tokens)
+        + -(-tokens // view.room_tokens) * view.per_iteration_s
     )
-    transfer_s = entry.transfer_latency_s + entry.transfer_per_token_s * prompt_tokens
-    return max(0.0, entry.free_at_s - now), execute_s, transfer_s
+    transfer_s = view.transfer_latency_s + view.transfer_per_token_s * prompt_tokens
+    return max(0.0, view.free_at_s - now), execute_s, transfer_s
 
 
 def _uncached(prompt_tokens: int, cached: int) -> int:

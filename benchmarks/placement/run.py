@@ -1,0 +1,261 @@
+"""What a decision costs: placements (Algorithm 2) and flow (Algorithm 1), pure Python, CPU time of one core.
+
+    .venv/bin/python benchmarks/placement/run.py [--json OUT] [--decisions N]
+
+Placement: one ``assign`` of one request with its bookkeeping and decision record, the submit number noted. The report of an
+engine that includes the placement is timed apart. Load cases: ``idle`` (all queues empty, so all engines tie), ``steady``
+(queues of every length, some engines feasible), ``nothing`` (no engine is feasible, so every engine is looked at).
+
+Flow: ``advance`` and ``propose`` of one engine that has ``n`` decodes, with no move, and with 8 moves, per iteration.
+O(moved) shows as times that do not grow with ``n``; a plain scan of all decodes stands beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sluice_core.decodes import DecodeSet
+from sluice_core.engines import EngineSpec, EngineTable
+from sluice_core.flowing import FlowPolicy
+from sluice_core.kv import KvBlocks
+from sluice_core.placement import LengthAwarePlacement
+from sluice_core.records import (
+    EngineId,
+    EngineLoad,
+    FlowParameters,
+    IterationShape,
+    Place,
+    PrefillRequest,
+    RequestId,
+    Role,
+    Slo,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ENGINES = (8, 64, 256, 1024)
+DECODES = (64, 256, 1024)
+LOAD_CASES = ("idle", "steady", "nothing")
+MOVES_PER_ITERATION = 8
+TARGET_P99_US = {64: 20.0, 1024: 200.0}  # router.md section 6
+_SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=256, max_batch_tokens=8192)
+_NS_PER_US = 1000.0
+
+
+def make_load(rng: random.Random, case: str, last_submit_number: int) -> EngineLoad:
+    """Make a load report of one engine.
+
+    Args:
+        rng: Draws the queue and the decodes.
+        case: Load case.
+        last_submit_number: Last submit that it includes.
+    """
+    queued = 0 if case == "idle" else rng.randrange(500, 20_000)
+    num_decodes = rng.randrange(10, 60)
+    return EngineLoad(
+        last_submit_number=last_submit_number,
+        queued_prefill_tokens=queued,
+        queued_requests=-(-queued // 2000),
+        queued_attention_work=queued * 1000.0,
+        running_decodes=num_decodes,
+        decode_context_tokens=num_decodes * 1500,
+        kv_blocks_total=14_000,
+        kv_blocks_used=num_decodes * 95,
+        iteration_remaining_s=rng.random() * 0.02,
+    )
+
+
+def make_table(rng: random.Random, num_engines: int, case: str) -> EngineTable:
+    """Make a table of half P-heavy, half D-heavy engines with fitted models and one report each."""
+    table = EngineTable()
+    for number in range(num_engines):
+        engine_id = EngineId(f"engine-{number}")
+        is_prefill_heavy = number % 2 == 0
+        role = Role.PREFILL_HEAVY if is_prefill_heavy else Role.DECODE_HEAVY
+        table.add(engine_id, _SPEC, role=role, chunk_size_tokens=2048 if is_prefill_heavy else 256)
+        for _ in range(100):
+            table.observe_iteration(engine_id, IterationShape(prefill_tokens=512, num_chunks=1, num_decodes=32), 0.06)
+        table.report(engine_id, make_load(rng, case, 0), 0.0)
+    return table
+
+
+def measure_placement(num_engines: int, case: str, num_decisions: int) -> dict[str, object]:
+    """Time decisions and the reports that follow them."""
+    rng = random.Random(num_engines)
+    table = make_table(rng, num_engines, case)
+    policy = LengthAwarePlacement(FlowParameters(), random.Random(1))
+    slo = Slo(ttft_s=1e-3 if case == "nothing" else 4.0, tpot_s=0.07)
+    submit_numbers = dict.fromkeys((state.engine_id for state in table), 0)
+    decision_ns: list[int] = []
+    report_ns: list[int] = []
+    for number in range(num_decisions):
+        now = number * 1e-3
+        request = PrefillRequest(
+            request_id=RequestId(f"request-{number}"), arrival_s=now, prompt_tokens=rng.randrange(16, 4000), slo=slo
+        )
+        start = time.thread_time_ns()
+        decision = policy.assign(now, (request,), table)[0]
+        if isinstance(decision, Place):
+            submit_number = submit_numbers[decision.engine_id] + 1
+            submit_numbers[decision.engine_id] = submit_number
+            table.mark_submitted(decision.engine_id, decision.request_id, submit_number)
+        end = time.thread_time_ns()
+        decision_ns.append(end - start)
+        reporter = decision.engine_id if isinstance(decision, Place) else next(iter(submit_numbers))
+        load = make_load(rng, case, submit_numbers[reporter])
+        start = time.thread_time_ns()
+        table.report(reporter, load, now)
+        report_ns.append(time.thread_time_ns() - start)
+    return {
+        "engines": num_engines,
+        "case": case,
+        "decision_us": summarize(decision_ns),
+        "report_us": summarize(report_ns),
+    }
+
+
+def make_decodes(num_decodes: int, role: Role) -> DecodeSet:
+    """Make an engine's decodes, all within their objective."""
+    decodes = DecodeSet(block_size_tokens=16, max_num_seqs=2 * num_decodes)
+    decodes.role = role
+    decodes.kv = KvBlocks(total=num_decodes * 64, used=num_decodes * 32)
+    rng = random.Random(num_decodes)
+    for number in range(num_decodes):
+        join(decodes, f"decode-{number}", 0.0, rng.randrange(1, 400))
+    return decodes
+
+
+def join(decodes: DecodeSet, request_id: str, now: float, output_tokens: int) -> None:
+    """Add a decode that is well within its TPOT objective."""
+    decodes.join(
+        RequestId(request_id),
+        now=now,
+        prompt_tokens=1000,
+        output_tokens=output_tokens,
+        output_tokens_since_reset=output_tokens,
+        since_first_token_s=output_tokens * 0.03,
+        tpot_slo_s=0.07,
+        is_moved_in=False,
+    )
+
+
+def measure_flow(num_decodes: int, num_moves: int, num_iterations: int) -> dict[str, object]:
+    """Time ``advance`` + ``propose`` of a D-heavy engine that degrades ``num_moves`` decodes per iteration."""
+    decodes = make_decodes(num_decodes, Role.DECODE_HEAVY)
+    policy = FlowPolicy(FlowParameters(watermark=0.9), random.Random(1))
+    samples: list[int] = []
+    num_proposed = 0
+    blocks_each = 64
+    for iteration in range(num_iterations):
+        now = iteration * 0.03
+        released = num_moves * blocks_each
+        total = num_decodes * blocks_each
+        used = int(0.9 * total) + (released if num_moves else 0)
+        decodes.kv = KvBlocks(total=max(total, used), used=used)
+        start = time.thread_time_ns()
+        decodes.advance()
+        proposals = policy.propose(now, decodes)
+        samples.append(time.thread_time_ns() - start)
+        num_proposed += len(proposals)
+        for number, proposal in enumerate(proposals):
+            decodes.leave(proposal.request_id)
+            join(decodes, f"new-{iteration}-{number}", now, 1)
+    summary = summarize(samples)
+    return {
+        "decodes": num_decodes,
+        "moves_per_iteration": round(num_proposed / num_iterations, 2),
+        "iteration_us": summary,
+        "scan_us": measure_scan(num_decodes),
+    }
+
+
+def measure_scan(num_decodes: int) -> float:
+    """Time the plain scan of Algorithm 1, lines 1 to 3, over all decodes; median in microseconds."""
+    firsts = [(0.01 * number, number) for number in range(num_decodes)]
+
+    def scan() -> int:
+        return sum(1 for first_s, tokens in firsts if 20.0 - first_s > 0.0672 * (700 + tokens))
+
+    return statistics.median(time_calls(scan, 200)) / _NS_PER_US
+
+
+def time_calls(call: Callable[[], object], num_calls: int) -> list[int]:
+    """Time calls one by one, in nanoseconds."""
+    samples = []
+    for _ in range(num_calls):
+        start = time.thread_time_ns()
+        call()
+        samples.append(time.thread_time_ns() - start)
+    return samples
+
+
+def summarize(samples_ns: Sequence[int]) -> dict[str, float]:
+    """Compute p50 and p99 in microseconds."""
+    ordered = sorted(samples_ns)
+    return {
+        "p50": round(ordered[len(ordered) // 2] / _NS_PER_US, 2),
+        "p99": round(ordered[int(len(ordered) * 0.99)] / _NS_PER_US, 2),
+    }
+
+
+def print_tables(placements: list[dict[str, object]], flows: list[dict[str, object]]) -> None:
+    """Print what was measured."""
+    print("placement, us per decision (assign + bookkeeping + record), and per load report")
+    print(f"{'engines':>8} {'case':>8} {'p50':>8} {'p99':>8} {'report p50':>11} {'report p99':>11}")
+    for row in placements:
+        decision, report = row["decision_us"], row["report_us"]
+        assert isinstance(decision, dict)
+        assert isinstance(report, dict)
+        print(
+            f"{row['engines']:>8} {row['case']:>8} {decision['p50']:>8} {decision['p99']:>8} "
+            f"{report['p50']:>11} {report['p99']:>11}"
+        )
+    print("\nflow, us per iteration of one engine (advance + propose)")
+    print(f"{'decodes':>8} {'moves':>8} {'p50':>8} {'p99':>8} {'plain scan':>11}")
+    for row in flows:
+        iteration = row["iteration_us"]
+        assert isinstance(iteration, dict)
+        print(
+            f"{row['decodes']:>8} {row['moves_per_iteration']:>8} {iteration['p50']:>8} {iteration['p99']:>8} "
+            f"{row['scan_us']:>11.2f}"
+        )
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--decisions", type=int, default=5000, help="decisions and iterations per row")
+    arguments = parser.parse_args()
+    # As the router runs: collections are rare, and what exists at the start is left out of them.
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 50)
+    placements = [measure_placement(engines, case, arguments.decisions) for engines in ENGINES for case in LOAD_CASES]
+    flows = [
+        measure_flow(decodes, moves, arguments.decisions) for decodes in DECODES for moves in (0, MOVES_PER_ITERATION)
+    ]
+    print_tables(placements, flows)
+    if arguments.json:
+        result = {
+            "benchmark": "placement",
+            "python": sys.version.split()[0],
+            "machine": platform.processor() or platform.machine(),
+            "target_p99_us": TARGET_P99_US,
+            "placement": placements,
+            "flow": flows,
+        }
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
