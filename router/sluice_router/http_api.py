@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     Handler = Callable[[web.BaseRequest, float], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "x-request-id"
+# OpenAI's default for completions; chats go up to the model's length.
+DEFAULT_COMPLETION_TOKENS = 16
 SWEEP_INTERVAL_S = 0.5
 ACCEPT_BACKLOG = 4096
 
@@ -212,6 +214,7 @@ class HttpApi:
             arrival_s=arrival_s,
             objectives=read_objectives(request.headers, body.sluice),
             client_request_id=request.headers.get(REQUEST_ID_HEADER, ""),
+            default_output_tokens=None if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS,
         )
 
     async def _read_body(self, request: web.BaseRequest) -> bytes:

@@ -297,13 +297,13 @@ def parse_completion(body: bytes) -> tuple[CompletionBody, list[str]]:
         FieldError: The body or a field is wrong.
     """
     fields = _read_object(body)
-    return _check(CompletionBody, fields), find_ignored(CompletionBody, fields)
+    return check(CompletionBody, fields), find_ignored(CompletionBody, fields)
 
 
 def parse_chat(body: bytes) -> tuple[ChatBody, list[str]]:
     """Reads the body of a chat request; see ``parse_completion``."""
     fields = _read_object(body)
-    return _check(ChatBody, fields), find_ignored(ChatBody, fields)
+    return check(ChatBody, fields), find_ignored(ChatBody, fields)
 
 
 def find_ignored(schema: type[SamplingFields], fields: dict[str, Any]) -> list[str]:
@@ -333,7 +333,12 @@ def _read_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _check(schema: type[Schema], fields: dict[str, Any]) -> Schema:
+def check(schema: type[Schema], fields: dict[str, Any]) -> Schema:
+    """Checks fields against a body's model.
+
+    Raises:
+        FieldError: The first violation.
+    """
     try:
         return schema.model_validate(fields)
     except ValidationError as error:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from sluice_router.requests import DataPlane
     from sluice_router.text.tokenizer import ModelText
 
-# OpenAI's default for completions; chats go up to the model's length.
-DEFAULT_COMPLETION_TOKENS = 16
+# When not even the model's length is known.
+LAST_RESORT_OUTPUT_TOKENS = 16
 MAX_REQUEST_ID_CHARACTERS = 128
 # vLLM's own defaults, below the model's and the client's.
 NEUTRAL_SAMPLING: Mapping[str, float] = {
@@ -51,12 +51,14 @@ class Caller:
         objectives: Of latency.
         client_request_id: The caller's id; empty: none.
         deadline_s: When the caller gives up, on the same clock; None: never.
+        default_output_tokens: Most output tokens when neither caller nor model say; None: up to the model's length.
     """
 
     arrival_s: float
     objectives: Objectives
     client_request_id: str = ""
     deadline_s: float | None = None
+    default_output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +172,7 @@ class Preparer:
         if not ids:
             field = "prompt" if isinstance(body, CompletionBody) else "messages"
             raise FieldError(field, f"{field}: the prompt is empty; at least 1 token is needed")
-        sampling = self._build_sampling(body, self._limit_output(body, len(ids)))
+        sampling = self._build_sampling(body, self._limit_output(body, len(ids), caller.default_output_tokens))
         objectives = caller.objectives
         request = NewRequest(
             prompt_token_ids=array("I", ids),
@@ -185,19 +187,17 @@ class Preparer:
         )
         return PreparedRequest(request=request, output=self._describe_output(body, sampling))
 
-    def _limit_output(self, body: SamplingFields, prompt_tokens: int) -> int:
+    def _limit_output(self, body: SamplingFields, prompt_tokens: int, default_tokens: int | None) -> int:
         """Returns the most output tokens, within the model's length.
 
         Raises:
             FieldError: The prompt, or prompt and output together, are too long.
         """
         wanted = body.output_limit_tokens
-        default = self._text.defaults.max_tokens
-        if default is None and isinstance(body, CompletionBody):
-            default = DEFAULT_COMPLETION_TOKENS
+        default = self._text.defaults.max_tokens or default_tokens
         length = self._plane.model.max_model_len_tokens or self._text.defaults.max_model_len_tokens
         if length is None:
-            return wanted or default or DEFAULT_COMPLETION_TOKENS
+            return wanted or default or LAST_RESORT_OUTPUT_TOKENS
         room = length - prompt_tokens
         if room < 1 or (wanted is not None and wanted > room):
             asked = f"{prompt_tokens} tokens of prompt"

@@ -1,0 +1,243 @@
+"""``sluice.v1.Router``: the same features, checks and errors as HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from edge_fakes import LENGTH, STOP, FakePlane, say, write_model
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from sluice.v1 import router_pb2, router_pb2_grpc, sampling_pb2
+from sluice_router.errors import EngineFaultError, SloInfeasibleError
+from sluice_router.grpc_api import GrpcApi
+from sluice_router.slow_readers import SlowReaderLimits, SlowReaders
+from sluice_router.text.tokenizer import ModelText
+
+ANSWER = "hello world, grüße 中文 🎉 the end"
+Sampling = sampling_pb2.SamplingParams
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory)
+    model = ModelText.load(directory)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+async def plane(text):
+    return FakePlane(say(text, ANSWER))
+
+
+@pytest.fixture
+async def channel(plane, text):
+    api = GrpcApi(plane, text, SlowReaders(SlowReaderLimits()))
+    port = await api.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as made:
+        yield made
+    await api.close(0)
+
+
+@pytest.fixture
+async def router(channel):
+    return router_pb2_grpc.RouterStub(channel)
+
+
+async def test_generate_streams_text_and_tokens_once(router, plane, text):
+    call = router.Generate(router_pb2.GenerateRequest(text="hi", request_id="mine"))
+    deltas = [delta async for delta in call]
+    ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    assert "".join(delta.text for delta in deltas) == ANSWER
+    assert ids == [*text.encode_now(ANSWER, add_special_tokens=False), 2]
+    assert [delta.first_output_index for delta in deltas] == [
+        sum(len(d.token_ids) for d in deltas[:i]) for i in range(len(deltas))
+    ]
+    assert deltas[-1].finish_reason == STOP
+    assert deltas[-1].usage.output_tokens == len(ids)
+    assert all(delta.finish_reason == 0 for delta in deltas[:-1])
+    assert {delta.request_id for delta in deltas} == {"mine"}
+
+
+async def test_absent_max_tokens_goes_up_to_the_models_length(router, plane):
+    [_ async for _ in router.Generate(router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(values=[5, 6, 7])))]
+    assert plane.admitted[0].sampling.max_tokens == 512 - 3
+    assert list(plane.admitted[0].prompt_token_ids) == [5, 6, 7]
+
+
+async def test_chat_uses_the_template(router, plane, text):
+    messages = router_pb2.ChatMessages(values=[router_pb2.ChatMessage(role="user", content="hi")])
+    [_ async for _ in router.Generate(router_pb2.GenerateRequest(messages=messages))]
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert list(plane.admitted[0].prompt_token_ids) == text.encode_now(prompt, add_special_tokens=False)
+
+
+async def test_sampling_and_objectives_reach_the_data_plane(router, plane):
+    sampling = Sampling(
+        max_tokens=5,
+        min_tokens=2,
+        temperature=0,
+        top_k=7,
+        seed=-3,
+        stop_token_ids=[9],
+        logit_bias={11: 1.5},
+        num_logprobs=2,
+        structured_output=sampling_pb2.StructuredOutput(regex="[ab]+"),
+        bad_words=["no"],
+    )
+    request = router_pb2.GenerateRequest(
+        model="tiny",
+        text="hi",
+        sampling=sampling,
+        ttft_slo_milliseconds=250,
+        tpot_slo_milliseconds=40,
+        slo_class="chat",
+        priority=-4,
+    )
+    deltas = [delta async for delta in router.Generate(request, timeout=20)]
+    admitted = plane.admitted[0]
+    assert (admitted.ttft_slo_s, admitted.tpot_slo_s, admitted.slo_class, admitted.priority) == (0.25, 0.04, "chat", -4)
+    assert 0 < admitted.deadline_s - admitted.arrival_s < 21
+    wanted = Sampling()
+    wanted.CopyFrom(sampling)
+    wanted.stop_token_ids[:] = [0, 2, 9]
+    wanted.MergeFrom(Sampling(top_p=1, min_p=0, presence_penalty=0, frequency_penalty=0, repetition_penalty=1))
+    assert admitted.sampling == wanted
+    assert len(deltas[0].logprobs[0].top_token_ids) == 2
+    assert deltas[-1].finish_reason == LENGTH
+
+
+async def test_stop_strings_cut(router):
+    deltas = [delta async for delta in router.Generate(router_pb2.GenerateRequest(text="hi", stop=["world"]))]
+    assert "".join(delta.text for delta in deltas) == "hello "
+    assert deltas[-1].finish_reason == STOP
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "status", "words"),
+    [
+        pytest.param({}, grpc.StatusCode.INVALID_ARGUMENT, ["prompt is required"], id="no-prompt"),
+        pytest.param({"text": "x", "model": "gpt"}, grpc.StatusCode.NOT_FOUND, ["gpt", "tiny"], id="model"),
+        pytest.param(
+            {"text": "x", "sampling": Sampling(temperature=3)},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            ["temperature", "3", "2"],
+            id="temperature",
+        ),
+        pytest.param(
+            {"text": "x", "sampling": Sampling(temperature=float("nan"))},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            ["temperature", "finite"],
+            id="nan",
+        ),
+        pytest.param(
+            {"text": "x", "sampling": Sampling(num_logprobs=99)},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            ["sampling.num_logprobs", "99", "20"],
+            id="logprobs",
+        ),
+        pytest.param(
+            {"text": "x", "ttft_slo_milliseconds": 900_000},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            ["ttft_slo_milliseconds", "900000", "600000"],
+            id="slo",
+        ),
+        pytest.param({"text": "x", "slo_class": "gold"}, grpc.StatusCode.INVALID_ARGUMENT, ["gold"], id="class"),
+        pytest.param(
+            {"token_ids": router_pb2.TokenIds(values=[1, 400])},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            ["prompt[1]", "400"],
+            id="token-id",
+        ),
+        pytest.param(
+            {"token_ids": router_pb2.TokenIds(values=[1] * 600)},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            ["600", "512"],
+            id="too-long",
+        ),
+        pytest.param(
+            {"text": "x", "request_id": "x" * 129}, grpc.StatusCode.INVALID_ARGUMENT, ["request_id", "128"], id="id"
+        ),
+        pytest.param(
+            {"messages": router_pb2.ChatMessages(values=[router_pb2.ChatMessage(role="boss", content="x")])},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            ["messages[0].role", "boss"],
+            id="role",
+        ),
+    ],
+)
+async def test_wrong_requests_name_field_value_and_limit(router, plane, request_fields, status, words):
+    call = router.Generate(router_pb2.GenerateRequest(**request_fields))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        [_ async for _ in call]
+    assert caught.value.code() == status
+    assert all(word in caught.value.details() for word in words), caught.value.details()
+    assert "x-sluice-reason" in dict(caught.value.trailing_metadata())
+    assert not plane.live
+
+
+async def test_refusal_carries_retry_after(router, plane):
+    plane.refusal = SloInfeasibleError("too late", retry_after_s=1.25)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        [_ async for _ in router.Generate(router_pb2.GenerateRequest(text="hi"))]
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    metadata = dict(caught.value.trailing_metadata())
+    assert metadata["x-sluice-reason"] == "slo_infeasible"
+    assert metadata["retry-after"] == "1.250"
+
+
+async def test_fault_after_the_first_delta_has_the_tables_status(router, plane):
+    plane.script = None
+    call = router.Generate(router_pb2.GenerateRequest(text="hi"))
+    reading = asyncio.create_task(call.read())
+    await plane.wait(lambda: bool(plane.live))
+    plane.emit("req-1", [100])
+    assert list((await reading).token_ids) == [100]
+    plane.fail("req-1", EngineFaultError("engines failed"))
+    with pytest.raises(grpc.aio.AioRpcError, match="engines failed") as caught:
+        await call.read()
+    assert caught.value.code() == grpc.StatusCode.INTERNAL
+
+
+async def test_cancelled_call_is_cancelled_at_the_engine(router, plane):
+    plane.script = None
+    call = router.Generate(router_pb2.GenerateRequest(text="hi"))
+    reading = asyncio.create_task(call.read())
+    await plane.wait(lambda: bool(plane.live))
+    call.cancel()
+    await plane.wait(lambda: bool(plane.cancelled))
+    assert plane.cancelled == [("req-1", "client_gone")]
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+
+
+async def test_passed_deadline_cancels_at_the_engine(router, plane):
+    plane.script = None
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        [_ async for _ in router.Generate(router_pb2.GenerateRequest(text="hi"), timeout=0.2)]
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    await plane.wait(lambda: bool(plane.cancelled))
+
+
+async def test_models_health_and_reflection(channel, router, plane):
+    models = await router.ListModels(router_pb2.ListModelsRequest())
+    assert [(model.name, model.max_model_len_tokens) for model in models.models] == [("tiny", 512)]
+    health = health_pb2_grpc.HealthStub(channel)
+    watch = health.Watch(health_pb2.HealthCheckRequest(service="sluice.v1.Router"))
+    states = []
+    async with asyncio.timeout(5):
+        async for answer in watch:
+            states.append(answer.status)
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                plane.not_ready_reason = "no engine"
+            if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                break
+    assert states[-2:] == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+    answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
+    names = [service.name async for answer in answers for service in answer.list_services_response.service]
+    assert "sluice.v1.Router" in names
