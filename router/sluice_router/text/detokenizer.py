@@ -215,14 +215,17 @@ class DetokenizerFactory:
 
 
 def _find_anchor(tokenizer: Tokenizer) -> int | None:
-    """Returns a token to put before outputs, if the tokenizer strips the first space of what it decodes."""
-    words = tokenizer.encode("a a a", add_special_tokens=False).ids
+    """Returns a token to put before outputs, if the tokenizer decodes a token differently where a text begins."""
+    words = tokenizer.encode(" a a", add_special_tokens=False).ids
     if not words:
         return None
-    last = words[-1]
-    alone = tokenizer.decode([last], skip_special_tokens=True)
-    pair = tokenizer.decode([last, last], skip_special_tokens=True)
-    return None if pair == alone + alone else last
+    anchor = words[-1]
+    before = tokenizer.decode([anchor], skip_special_tokens=True)
+    for token_id in words:
+        alone = tokenizer.decode([token_id], skip_special_tokens=True)
+        if tokenizer.decode([anchor, token_id], skip_special_tokens=True) != before + alone:
+            return anchor
+    return None
 
 
 def _byte_level_alphabet() -> dict[str, int]:
