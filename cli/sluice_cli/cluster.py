@@ -347,6 +347,7 @@ class LocalCluster:
         site = slot.site
         for port in (site.http_port, site.grpc_port, site.control_port, site.metrics_port):
             self._ports.release(port)
+        self._on_process_change()
 
     def _forget_engine(self, engine_id: EngineId) -> None:
         site = self._engines.pop(engine_id).site
@@ -355,6 +356,7 @@ class LocalCluster:
         self._roles.pop(engine_id, None)
         self._leaving.discard(engine_id)
         self._draining.discard(engine_id)
+        self._on_process_change()
 
     async def _roll_router(self, name: str, wanted: steps.Wanted) -> None:
         if name != "router-0":

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 RETRY_S = 0.25
 POLL_S = 10.0
 PUSH_TIMEOUT_S = 5.0
+# A local router that starts is found at once: gRPC's own back-off grows to minutes.
+CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.min_reconnect_backoff_ms", 100),
+)
 
 
 class RouterLink:
@@ -57,7 +63,10 @@ class RouterLink:
 
     async def run(self) -> None:
         """Keeps the link until cancelled."""
-        async with grpc.aio.insecure_channel(self._address) as channel, asyncio.TaskGroup() as group:
+        async with (
+            grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel,
+            asyncio.TaskGroup() as group,
+        ):
             stub = control_pb2_grpc.ControlStub(channel)
             group.create_task(self._push_plans(stub))
             group.create_task(self._follow_status(stub))

@@ -23,6 +23,7 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
         self.version = 1
         self.views: list[control_pb2.EngineStatus] = []
         self.changed = asyncio.Event()
+        self.looking = asyncio.Lock()
 
     async def ApplyPlan(self, request, context):  # noqa: N802 - gRPC's name
         if request.plan.attainment_percent == 13:
@@ -54,6 +55,10 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
 
     async def look(self) -> None:
         """Looks who answers; wakes pollers when that or the plan has changed."""
+        async with self.looking:
+            await self.look_once()
+
+    async def look_once(self) -> None:
         views = [view for view in [await self.view(address) for address in self.addresses()] if view]
         if views != self.views or self.plan.generation != self.seen_generation:
             self.views, self.seen_generation = views, self.plan.generation
