@@ -175,6 +175,7 @@ def request_extras(submit: wire.Submit, *, link: int, grant_key: str, fingerprin
         grant_key=grant_key,
         ttft_slo_s=submit.ttft_slo_s,
         tpot_slo_s=submit.tpot_slo_s,
+        age_s=submit.age_s,
         since_first_token_s=submit.since_first_token_s if submit.HasField("since_first_token_s") else -1.0,
         output_tokens_since_reset=submit.output_tokens_since_reset,
         is_recovery=submit.is_recovery,

@@ -7,7 +7,6 @@ What the environment already says about threads, logging and the network is left
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 from pathlib import Path
@@ -98,7 +97,7 @@ def make_vllm_config(settings: EngineSettings, epoch: int) -> VllmConfig:
     """
     set_environment(settings)
     try:
-        arguments = dataclasses.replace(parse_vllm_arguments(settings.vllm_args), **vllm_arguments(settings, epoch))
+        arguments = merge_arguments(settings.vllm_args, vllm_arguments(settings, epoch))
         config = arguments.create_engine_config()
     except (ValueError, OSError) as error:
         raise StartError(f"vLLM refuses the configuration: {error}") from error
@@ -108,12 +107,14 @@ def make_vllm_config(settings: EngineSettings, epoch: int) -> VllmConfig:
     return config
 
 
-def parse_vllm_arguments(arguments: tuple[str, ...]) -> AsyncEngineArgs:
-    """Reads the user's arguments of vLLM; its defaults stand for the others."""
-    if not arguments:
-        return AsyncEngineArgs()
+def merge_arguments(user: tuple[str, ...], own: dict[str, Any]) -> AsyncEngineArgs:
+    """Merges vLLM's arguments: the user's, over them our own, its defaults for the others."""
+    if not user:
+        return AsyncEngineArgs(**own)
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="python -m sluice_engine ... --"))
-    return AsyncEngineArgs.from_cli_args(parser.parse_args(list(arguments)))
+    namespace = parser.parse_args(list(user))
+    vars(namespace).update(own)
+    return AsyncEngineArgs.from_cli_args(namespace)
 
 
 def vllm_arguments(settings: EngineSettings, epoch: int) -> dict[str, Any]:

@@ -65,13 +65,11 @@ class VllmRequestBuilder:
             mm_features=None,
             sampling_params=parameters,
             pooling_params=None,
-            # vLLM orders equal priorities by it; the router's clock stays at the router.
             arrival_time=time.time() - submit.age_s,
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
-            # vLLM runs lower numbers first.
-            priority=-submit.priority,
+            priority=submit.priority,
         )
 
     def _check_tokens(self, field: str, token_ids: Sequence[int]) -> None:
