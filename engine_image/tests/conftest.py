@@ -70,8 +70,10 @@ def _hand_out(engines: tuple[Engine, ...]) -> Iterator[tuple[Engine, ...]]:
         engine.client.reset_prefix_cache()
         engine.parts.clear()
         engine.reports.clear()
+        engine.refused.clear()
     yield engines
     for engine in engines:
+        engine.abort(*(part for part in engine.parts.values() if not part.is_over))
         harness.wait([engine], engine.is_idle, 10)
 
 

@@ -104,6 +104,7 @@ class Engine:
         self.name = name
         self.parts: dict[str, Part] = {}
         self.reports: list[control.Report] = []
+        self.refused: list[control.Refused] = []
         self._num_requests = 0
 
     @property
@@ -155,6 +156,11 @@ class Engine:
         )
         return self.submit(prompt, extras=extras, **sampling)
 
+    def recover(self, prompt: Sequence[int], tokens: Sequence[int], **sampling: Any) -> Part:
+        """Goes on with a request whose KV is lost."""
+        extras = control.RequestExtras(output_token_ids=list(tokens), is_recovery=True, since_first_token_s=0.1)
+        return self.submit(prompt, extras=extras, **sampling)
+
     def command(self, command: control.Command) -> Any:
         """Sends one command and returns its answer."""
         (answer,) = control.decode_answers(
@@ -202,14 +208,20 @@ class Engine:
                 self.reports.append(report)
                 for request_id in report.returned:
                     self.parts[request_id].is_returned = True
+                self.refused += report.refused
                 continue
-            part = self.parts[output.request_id]
+            part = self.parts.get(output.request_id)
+            if part is None:  # of a test that failed
+                continue
             part.tokens += output.new_token_ids
             if output.new_logprobs is not None:
                 part.logprobs += [float(row[0]) for row in output.new_logprobs.logprobs]
             part.finish_reason = None if output.finish_reason is None else str(output.finish_reason)
             part.stop_reason = output.stop_reason
             part.handed_off = control.decode_hand_off(output.kv_transfer_params)
+
+    def abort(self, *parts: Part) -> None:
+        self.client.abort_requests([part.request_id for part in parts])
 
     def is_idle(self) -> bool:
         load = self.load()
@@ -236,16 +248,53 @@ def move(
 
     Args:
         tokens: Tokens of the request before this part.
+
+    Returns:
+        The part that follows, or the same one when the request ended instead of moving.
     """
     key = f"grant-{part.request_id}"
     assert target.grant(key, len(prompt) + len(tokens) + len(part.tokens) + 8).is_granted
     answer = source.command(control.HandOff(request_id=part.request_id))
-    assert answer.is_accepted, answer
+    # It may have ended by itself in the meantime.
+    assert answer.is_accepted or answer.reason == "unknown", answer
     wait([source, target], lambda: part.is_over)
     if part.handed_off is None:
         target.command(control.ReleaseGrant(key=key))
         return part
     return target.resume(part, [*tokens, *part.tokens], prompt, grant_key=key, **sampling)
+
+
+def make_prompt(num_tokens: int, salt: int = 0) -> list[int]:
+    """Makes a prompt of ordinary tokens; another one for each length and salt."""
+    return [(index * 37 + num_tokens * 11 + salt * 101) % 2000 + 3 for index in range(num_tokens)]
+
+
+def run_alone(engine: Engine, prompt: Sequence[int], **sampling: Any) -> Part:
+    """Runs a request from beginning to end on one engine, and leaves no prefix behind."""
+    part = engine.submit(prompt, **sampling)
+    wait([engine], lambda: part.is_over)
+    engine.client.reset_prefix_cache()
+    return part
+
+
+def run_moving(engines: Sequence[Engine], cuts: Sequence[int], prompt: Sequence[int], **sampling: Any) -> Part:
+    """Runs a request that moves to the other engine whenever it has as many tokens as the next cut says."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    part = engines[0].submit(prompt, **sampling)
+    for hop, cut in enumerate(cuts):
+        source, target = engines[hop % 2], engines[(hop + 1) % 2]
+        wait(engines, lambda: part.is_over or (part.tokens and len(tokens) + len(part.tokens) >= cut))  # noqa: B023
+        if part.is_over:
+            break
+        following = move(source, target, part, tokens, prompt, **sampling)
+        if following is part:
+            break
+        tokens += part.tokens
+        logprobs += part.logprobs
+        part = following
+    wait(engines, lambda: part.is_over)
+    return Part(part.request_id, tokens + part.tokens, logprobs + part.logprobs, part.finish_reason, part.stop_reason)
 
 
 def make_async_executor() -> type:
