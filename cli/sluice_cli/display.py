@@ -61,7 +61,8 @@ class Display:
         while True:
             view = cluster.view()
             for engine in view.engines:
-                line = f"{engine.engine_id} {engine.state} {engine.role} chunk {engine.chunk_size_tokens or 0}"
+                setting = f", {engine.role}, chunk size {engine.chunk_size_tokens} tokens" if engine.role else ""
+                line = f"{engine.engine_id}: {engine.state}{setting}"
                 if seen.get(engine.engine_id) != line:
                     seen[engine.engine_id] = line
                     self.report(line)

@@ -11,12 +11,14 @@ from typing import Any
 
 import click
 
+from sluice_cli.detach import start_detached
 from sluice_cli.display import Display, make_console
 from sluice_cli.ports import PortError
 from sluice_cli.records import HOME, AlreadyRunningError, ClusterDirectory, find_clusters
 from sluice_cli.status import read_view
 from sluice_cli.stop import stop_cluster
-from sluice_cli.up import UpOptions, run_up
+from sluice_cli.story import UnknownRequestError, fetch_story, make_story
+from sluice_cli.up import UpOptions, read_manifest, run_up
 from sluice_cli.view import make_curl_line, make_table
 from sluice_operator.manifest import ManifestError
 
@@ -87,9 +89,10 @@ def cli() -> None:
 def up(manifest: Path, *, detach: bool, http_port: int | None, volumes: dict[str, Path], ports: range) -> None:
     """Runs the ServingCluster of MANIFEST as local processes, and follows its edits."""
     options = UpOptions(manifest=manifest, http_port=http_port, volumes=volumes, ports=ports)
-    if detach:
-        raise CommandError("not yet")
     try:
+        if detach:
+            directory = ClusterDirectory(read_manifest(options).metadata.name)
+            sys.exit(start_detached(directory, options.as_arguments(), click.echo))
         asyncio.run(run_up(options, Display(make_console())))
     except* (ManifestError, AlreadyRunningError, PortError) as group:
         raise CommandError(str(_first(group))) from group
@@ -126,6 +129,23 @@ def down(name: str | None, *, now: bool) -> None:
         click.echo("nothing runs")
         return
     stop_cluster(_choose_cluster(name), is_hurried=now, report=click.echo)
+
+
+@cli.command()
+@click.argument("request_id")
+@cluster_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def explain(request_id: str, name: str | None, *, as_json: bool) -> None:
+    """Tells why a request (its x-request-id) ran where it ran."""
+    view = asyncio.run(read_view(_choose_cluster(name)))
+    try:
+        story = asyncio.run(fetch_story([router.url for router in view.routers], request_id))
+    except UnknownRequestError as error:
+        raise CommandError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(story, indent=2))
+    else:
+        make_console().print(make_story(story))
 
 
 def main() -> None:

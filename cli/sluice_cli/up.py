@@ -42,6 +42,15 @@ class UpOptions:
     ports: range = DEFAULT_RANGE
     home: Path = HOME
 
+    def as_arguments(self) -> list[str]:
+        """Arguments of ``sluice up`` that say the same."""
+        arguments = [str(self.manifest), "--port-range", f"{self.ports[0]}-{self.ports[-1]}"]
+        if self.http_port:
+            arguments += ["--http-port", str(self.http_port)]
+        for name, path in self.volumes.items():
+            arguments += ["--volume", f"{name}={path}"]
+        return arguments
+
 
 def read_manifest(options: UpOptions) -> ServingCluster:
     """Reads the manifest and checks that this machine can do what it asks for.

@@ -1,0 +1,65 @@
+"""``sluice up -d``: starts the launcher in the background, and follows its output until the cluster serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from sluice_cli.records import ClusterDirectory
+
+POLL_S = 0.1
+
+
+def start_detached(directory: ClusterDirectory, arguments: Sequence[str], report: Callable[[str], None]) -> int:
+    """Starts ``sluice up`` in a session of its own, and waits until it serves or ends.
+
+    Args:
+        directory: The cluster; its launcher writes there.
+        arguments: Arguments of ``sluice up``, without ``--detach``.
+        report: Takes each line that the launcher prints.
+
+    Returns:
+        0 once the cluster serves; the launcher's exit code when it ended before that.
+    """
+    log = directory.log_path("launcher")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        launcher = subprocess.Popen(  # noqa: S603 - our own program with the user's own arguments
+            [sys.executable, "-m", "sluice_cli", "up", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    position = 0
+    while True:
+        has_ended = launcher.poll() is not None
+        is_ready = _is_ready(directory, launcher.pid)
+        position = _print_new_lines(log, position, report)
+        if is_ready:
+            return 0
+        if has_ended:
+            return launcher.returncode or 1
+        time.sleep(POLL_S)
+
+
+def _is_ready(directory: ClusterDirectory, pid: int) -> bool:
+    launcher = directory.read_launcher()
+    return launcher is not None and launcher[0].pid == pid and launcher[1]["phase"] == "ready"
+
+
+def _print_new_lines(log: Path, position: int, report: Callable[[str], None]) -> int:
+    """Prints the whole lines after ``position``; returns where the next ones begin."""
+    content = log.read_bytes()
+    end = content.rfind(b"\n", position) + 1
+    if end <= position:
+        return position
+    for line in content[position:end].decode(errors="replace").splitlines():
+        report(line)
+    return end
