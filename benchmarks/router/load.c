@@ -23,6 +23,8 @@
 #define TICK_NS 1000000u
 #define RETRY_NS 20000000u
 #define STUCK_NS 60000000000u
+/* The load goes on for so long after the window, so that who watches sees the window only. */
+#define LINGER_NS 300000000u
 
 /* ---- Histograms: 128 buckets per power of two, so a percentile is within 0.8 %. ---- */
 
@@ -216,7 +218,7 @@ static void send_request(struct connection *connection) {
 
 static void go_idle(struct connection *connection, uint64_t now) {
   connection->state = IDLE;
-  if (settings.concurrency && now < end_ns) send_request(connection);
+  if (settings.concurrency && now < end_ns + LINGER_NS) send_request(connection);
 }
 
 static void end_answer(struct connection *connection, uint64_t now) {
@@ -371,8 +373,7 @@ static void stall(struct connection *connection, uint64_t now) {
   watch(connection, 0, EPOLL_CTL_MOD);
 }
 
-/* Reads what is there. What is left of an incomplete head or chunk size waits in the socket (MSG_PEEK is never needed:
- * the buffer keeps it in front of the next bytes of the same call, or of `rest`). */
+/* Takes what was read; *rest is what an incomplete head or chunk size leaves for the next time. */
 static void take_bytes(struct connection *connection, const char *data, size_t size, uint64_t now, size_t *rest) {
   while (size && connection->state >= IN_HEAD) {
     bool is_end = false;
@@ -560,10 +561,10 @@ static void run(void) {
   struct connection timer = {.fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)};
   watch(&timer, EPOLLIN, EPOLL_CTL_ADD);
   set_timer(timer.fd, start_ns + 1);
-  bool has_begun = false;
+  bool has_begun = false, has_ended = false;
   double cpu_s = 0;
-  uint64_t tokens_before = 0, requests_before = 0;
-  for (uint64_t now = start_ns; now < end_ns; now = now_ns()) {
+  uint64_t tokens_sent = 0, requests_read = 0;
+  for (uint64_t now = start_ns; now < end_ns + LINGER_NS; now = now_ns()) {
     struct epoll_event events[256];
     int num_events = epoll_wait(epoll_fd, events, 256, -1);
     for (int i = 0; i < num_events; i++)
@@ -573,8 +574,15 @@ static void run(void) {
       has_begun = true;
       announce("begin");
       cpu_s = own_cpu_s();
-      tokens_before = stamps.header[STAMP_TOKENS_SENT];
-      requests_before = stamps.header[STAMP_REQUESTS_READ];
+      tokens_sent = stamps.header[STAMP_TOKENS_SENT];
+      requests_read = stamps.header[STAMP_REQUESTS_READ];
+    }
+    if (!has_ended && now >= end_ns) {
+      has_ended = true;
+      announce("end");
+      cpu_s = own_cpu_s() - cpu_s;
+      tokens_sent = stamps.header[STAMP_TOKENS_SENT] - tokens_sent;
+      requests_read = stamps.header[STAMP_REQUESTS_READ] - requests_read;
     }
     start_arrivals(now);
     if (now >= due_ns) {
@@ -583,9 +591,7 @@ static void run(void) {
     }
     set_timer(timer.fd, settings.rate > 0 && next_arrival_ns < due_ns ? next_arrival_ns : due_ns);
   }
-  announce("end");
-  print_result(own_cpu_s() - cpu_s, stamps.header[STAMP_TOKENS_SENT] - tokens_before,
-               stamps.header[STAMP_REQUESTS_READ] - requests_before);
+  print_result(cpu_s, tokens_sent, requests_read);
 }
 
 /* ---- Calibration ---- */

@@ -1,0 +1,306 @@
+"""The routers under test, each behind the same calls: which stub it needs, which version it is, how it starts.
+
+Ours gets emulated engines over the engine stream, and a plan; the peers get the same engines as HTTP servers.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import grpc
+import natives
+import peers
+from programs import Program, StartError, answers, run_program
+
+from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+START_TIMEOUT_S = 60.0
+SERVED_MODEL = "tiny"
+CLUSTER_UID = "benchmark"
+STRATEGIES = {
+    "aggregated": plan_pb2.STRATEGY_AGGREGATED,
+    "taichi": plan_pb2.STRATEGY_TAICHI,
+}
+# What switches the text work of our router off (raw pieces), once it offers a setting for benchmarks only.
+RAW_PIECES_ARGUMENTS: tuple[str, ...] = ()
+
+Backend = Literal["http", "attach"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a trial runs.
+
+    Args:
+        port: First port of the router.
+        engine_port: Port of the first engine.
+        num_engines: Engines.
+        chunk_tokens: Their chunk size.
+        model: Folder of the model.
+        folder: For logs and configuration.
+        core: Core of the router.
+    """
+
+    port: int
+    engine_port: int
+    num_engines: int
+    chunk_tokens: int
+    model: Path
+    folder: Path
+    core: int
+
+    def engine_addresses(self) -> list[str]:
+        """host:port of each engine."""
+        return [f"127.0.0.1:{self.engine_port + index}" for index in range(self.num_engines)]
+
+
+class Contestant(Protocol):
+    """A router under test."""
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+
+    @property
+    def backend(self) -> Backend:
+        """The stub that it needs."""
+
+    @property
+    def is_router(self) -> bool:
+        """False: the stub and the load alone."""
+
+    def version(self) -> str:
+        """Its version."""
+
+    def run(self, site: Site) -> AbstractContextManager[Program | None]:
+        """Runs it: the context begins when it is ready.
+
+        Raises:
+            StartError: It does not come up.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class NoRouter:
+    """A stub and the load alone: what these cost, and what they add to latency."""
+
+    backend: Backend
+    is_router: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return "no router, HTTP" if self.backend == "http" else "no router, gRPC"
+
+    def version(self) -> str:
+        """There is none."""
+        return ""
+
+    @contextmanager
+    def run(self, site: Site) -> Iterator[Program | None]:
+        """Runs nothing."""
+        del site
+        yield None
+
+
+@dataclass(frozen=True, slots=True)
+class Nginx:
+    """One worker of nginx, round robin, no buffering, kept connections, no log."""
+
+    program: Path
+    name: str = "nginx"
+    backend: Backend = "http"
+    is_router: bool = True
+
+    def version(self) -> str:
+        """Its version."""
+        return peers.read_nginx_version(self.program)
+
+    @contextmanager
+    def run(self, site: Site) -> Iterator[Program | None]:
+        """Runs it."""
+        folder = site.folder / "nginx"
+        folder.mkdir(parents=True, exist_ok=True)
+        configuration = folder / "nginx.conf"
+        configuration.write_text(_nginx_configuration(site, folder))
+        command: list[str | Path] = [self.program, "-p", folder, "-c", configuration, "-e", folder / "error.log"]
+        with run_program(command, core=site.core, log=folder / "nginx.log") as program:
+            program.wait_until(lambda: answers(site.port, "/health"), timeout_s=START_TIMEOUT_S)
+            yield program
+
+
+def _nginx_configuration(site: Site, folder: Path) -> str:
+    servers = "\n".join(f"        server {address};" for address in site.engine_addresses())
+    temporary = "\n".join(
+        f"    {kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    return f"""\
+daemon off;
+worker_processes 1;
+worker_rlimit_nofile 20000;
+pid {folder}/nginx.pid;
+error_log {folder}/error.log warn;
+events {{ worker_connections 16384; }}
+http {{
+{temporary}
+    access_log off;
+    tcp_nodelay on;
+    keepalive_timeout 75s;
+    keepalive_requests 1000000;
+    client_body_buffer_size 128k;
+    upstream engines {{
+{servers}
+        keepalive 8192;
+        keepalive_requests 1000000;
+    }}
+    server {{
+        listen 127.0.0.1:{site.port} backlog=4096;
+        location / {{
+            proxy_pass http://engines;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            proxy_buffering off;
+            proxy_read_timeout 300s;
+        }}
+    }}
+}}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmRouter:
+    """vllm-router, round robin."""
+
+    program: Path
+    name: str = "vllm-router"
+    backend: Backend = "http"
+    is_router: bool = True
+
+    def version(self) -> str:
+        """Its version, as installed by ``peers``."""
+        return peers.VLLM_ROUTER_VERSION
+
+    @contextmanager
+    def run(self, site: Site) -> Iterator[Program | None]:
+        """Runs it."""
+        command: list[str | Path] = [
+            *(self.program, "--host", "127.0.0.1", "--port", str(site.port)),
+            *("--worker-urls", *(f"http://{address}" for address in site.engine_addresses())),
+            *("--policy", "round_robin", "--log-level", "error"),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(site.port + 1)),
+            *("--max-concurrent-requests", "20000", "--worker-startup-check-interval", "1"),
+        ]
+        with run_program(command, core=site.core, log=site.folder / "vllm-router.log") as program:
+            program.wait_until(lambda: answers(site.port, "/v1/models"), timeout_s=START_TIMEOUT_S)
+            yield program
+
+
+@dataclass(frozen=True, slots=True)
+class Sluice:
+    """Our router, one process.
+
+    Args:
+        strategy: One of ``STRATEGIES``.
+        is_text_off: Passes raw pieces; only where the router offers it.
+    """
+
+    strategy: str = "aggregated"
+    is_text_off: bool = False
+    backend: Backend = "attach"
+    is_router: bool = True
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return "sluice, text off" if self.is_text_off else "sluice"
+
+    def version(self) -> str:
+        """The commit, and whether the tree differs from it."""
+        command = ["git", "-C", str(natives.REPOSITORY), "describe", "--always", "--dirty"]
+        answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=10)
+        return answer.stdout.strip() or metadata.version("sluice-serve")
+
+    @contextmanager
+    def run(self, site: Site) -> Iterator[Program | None]:
+        """Runs it and hands it a plan."""
+        engines = site.folder / "engines.json"
+        site.folder.mkdir(parents=True, exist_ok=True)
+        engines.write_text(json.dumps(site.engine_addresses()))
+        command = [
+            *(sys.executable, "-m", "sluice_router", "--host", "127.0.0.1", "--http-port", str(site.port)),
+            *("--grpc-port", str(site.port + 1), "--control-port", str(site.port + 2)),
+            *("--metrics-port", str(site.port + 3)),
+            *("--model", str(site.model), "--engines", f"file:{engines}"),
+            *(RAW_PIECES_ARGUMENTS if self.is_text_off else ()),
+        ]
+        with run_program(command, core=site.core, log=site.folder / "sluice.log") as program:
+            with grpc.insecure_channel(f"127.0.0.1:{site.port + 2}") as channel:
+                control = control_pb2_grpc.ControlStub(channel)
+                plan = make_plan(site, self.strategy)
+                program.wait_until(lambda: _apply(control, plan), timeout_s=START_TIMEOUT_S)
+                program.wait_until(lambda: _is_ready(control, site.num_engines), timeout_s=START_TIMEOUT_S)
+            yield program
+
+
+def make_plan(site: Site, strategy: str) -> plan_pb2.Plan:
+    """Makes the plan of the emulated engines.
+
+    Args:
+        site: Where they are.
+        strategy: ``aggregated``: all alike, decode in place. ``taichi``: a quarter is P-heavy, and every answer whose
+            prefill ran there moves once.
+    """
+    num_prefill_heavy = site.num_engines // 4 if strategy == "taichi" else 0
+    return plan_pb2.Plan(
+        cluster_uid=CLUSTER_UID,
+        generation=1,
+        strategy=STRATEGIES[strategy],
+        parameters=plan_pb2.Parameters(
+            watermark_percent=95,
+            approaching_factor_percent=96,
+            early_rejection=plan_pb2.EARLY_REJECTION_OFF,
+            min_tokens_between_moves=16,
+        ),
+        slo_classes=[plan_pb2.SloClass(ttft_milliseconds=2000, tpot_milliseconds=200)],
+        attainment_percent=90,
+        engines=[
+            plan_pb2.EnginePlan(
+                engine_id=f"stub-{index}",
+                role=plan_pb2.ROLE_PREFILL_HEAVY if index < num_prefill_heavy else plan_pb2.ROLE_DECODE_HEAVY,
+                chunk_size_tokens=site.chunk_tokens,
+            )
+            for index in range(site.num_engines)
+        ],
+        unnamed_chunk_size_tokens=site.chunk_tokens,
+        served_model_name=SERVED_MODEL,
+        num_routers=1,
+    )
+
+
+def _apply(control: control_pb2_grpc.ControlStub, plan: plan_pb2.Plan) -> bool:
+    try:
+        answer = control.ApplyPlan(control_pb2.ApplyPlanRequest(plan=plan), timeout=2)
+    except grpc.RpcError as error:
+        if error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
+            return False
+        raise
+    if not answer.is_applied:
+        raise StartError(f"the router refuses the plan: {answer.error}")
+    return True
+
+
+def _is_ready(control: control_pb2_grpc.ControlStub, num_engines: int) -> bool:
+    status = control.GetStatus(control_pb2.GetStatusRequest(), timeout=2)
+    num_ready = sum(engine.state == control_pb2.ENGINE_STATE_READY for engine in status.engines)
+    return status.is_ready and num_ready == num_engines and status.acknowledged_generation == 1

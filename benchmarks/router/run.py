@@ -1,0 +1,253 @@
+"""Compares our router with vllm-router and nginx: one run, interleaved, several repeats, one table of ratios.
+
+    .venv/bin/python benchmarks/router/run.py [--seconds S] [--streams N] [--repeats N] [--json PATH] [--peers LIST]
+
+See benchmarks/README.md for what the columns mean and what makes a trial void.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import contestants
+import machine
+import natives
+import peers
+import report
+import trial
+from contestants import Contestant, Nginx, NoRouter, Site, Sluice, VllmRouter
+from programs import StartError
+from workload import Workload
+
+NOTE = """\
+Read it so: sluice tokenizes each prompt, detokenizes each token and places each request by its SLO, over one gRPC stream
+per engine; the proxies pass bytes. Text work off: {text_off}
+"tokens/core" is the inverse of CPU per token, by repeat: median [range]. "added" is from the stub's stamp of a token to the
+client's read, "TTFT+" the way of a request to the stub plus that of its first token back: transport and client included, as
+in the rows without a router."""
+TEXT_OFF_MISSING = "not measured, because the router offers no raw pieces yet (contestants.RAW_PIECES_ARGUMENTS)."
+TEXT_OFF_MEASURED = "the row 'sluice, text off'."
+
+
+def choose_contestants(names: list[str], strategy: str) -> tuple[list[Contestant], list[str]]:
+    """Makes the contestants that can run here.
+
+    Args:
+        names: Peers, and "sluice".
+        strategy: Of our router.
+
+    Returns:
+        Them, and why others are left out.
+    """
+    chosen: list[Contestant] = []
+    skipped = []
+    if "sluice" in names:
+        chosen.append(Sluice(strategy=strategy))
+        if contestants.RAW_PIECES_ARGUMENTS:
+            chosen.append(Sluice(strategy=strategy, is_text_off=True))
+    try:
+        if "vllm-router" in names:
+            chosen.append(VllmRouter(peers.install_vllm_router()))
+    except peers.PeerMissingError as error:
+        skipped.append(f"vllm-router is left out: {error}")
+    try:
+        if "nginx" in names:
+            chosen.append(Nginx(peers.install_nginx()))
+    except peers.PeerMissingError as error:
+        skipped.append(f"nginx is left out: {error}")
+    return chosen, skipped
+
+
+class Run:
+    """One run. Mutable: collects the trials.
+
+    Args:
+        options: The command line.
+        workload: The load.
+        site: Where.
+        files: Shared files.
+    """
+
+    def __init__(self, options: argparse.Namespace, workload: Workload, site: Site, files: trial.Files) -> None:
+        self._options = options
+        self._workload = workload
+        self._site = site
+        self._files = files
+        self.repeats: report.Repeats = []
+        self.voided: list[trial.Measurement] = []
+        self.failures: list[str] = []
+
+    def measure_all(self, field: list[Contestant]) -> None:
+        """Runs every contestant once per repeat; the order turns, so that no one is always first."""
+        for number in range(self._options.repeats):
+            self.repeats.append({})
+            turn = number % len(field)
+            for contestant in [*field[turn:], *field[:turn]]:
+                self.measure(contestant, f"repeat {number + 1}/{self._options.repeats}")
+
+    def measure(self, contestant: Contestant, label: str) -> None:
+        """Runs one contestant, again while its trial is void, and enters it into the last repeat."""
+        for attempt in range(self._options.max_retries + 1):
+            try:
+                found = trial.run_trial(contestant, self._workload, self._site, self._files)
+            except StartError as error:
+                self.failures.append(f"{contestant.name}, {label}: {error}")
+                print(f"{label}: {contestant.name}: FAILED: {error}", flush=True)
+                return
+            print(f"{label}: {_summarize(found)}", flush=True)
+            if not found.void_reasons or attempt == self._options.max_retries:
+                break
+            self.voided.append(found)
+        self.repeats[-1][contestant.name] = found
+
+
+def _summarize(found: trial.Measurement) -> str:
+    latency = found.load.token_latency
+    parts = [
+        f"{found.contestant}: {found.tokens_per_s:,.0f} tokens/s, router {found.usage.router_cores:.2f} core",
+        f"added p50 {latency.p50_ms:.2f} p99 {latency.p99_ms:.2f} ms",
+        f"core {trial.LOAD_CORE} {found.usage.core_busy[trial.LOAD_CORE]:.0%} busy, foreign {found.usage.foreign:.2f}",
+    ]
+    if found.load.num_errors:
+        parts.append(f"{found.load.num_errors} errors ({found.load.first_error})")
+    if found.void_reasons:
+        parts.append("VOID: " + ", ".join(found.void_reasons))
+    return "; ".join(parts)
+
+
+def make_site(options: argparse.Namespace, folder: Path) -> Site:
+    """Lays out ports and folders."""
+    return Site(
+        port=options.port_base,
+        engine_port=options.port_base + 100,
+        num_engines=options.engines,
+        chunk_tokens=options.chunk_tokens,
+        model=options.model,
+        folder=folder,
+        core=trial.ROUTER_CORE,
+    )
+
+
+def make_workload(options: argparse.Namespace) -> Workload:
+    """Makes the load that the command line asks for."""
+    return Workload(
+        concurrency=0 if options.rate else options.streams,
+        rate=options.rate,
+        num_tokens=options.tokens,
+        prompt_tokens=options.prompt_tokens,
+        slow_percent=options.slow_percent,
+        disconnect_percent=options.disconnect_percent,
+        warmup_s=options.warmup_seconds,
+        seconds=options.seconds,
+        num_engines=options.engines,
+        chunk_tokens=options.chunk_tokens,
+        is_lockstep=options.lockstep,
+    )
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Options that all programs of this folder share."""
+    default_model = natives.REPOSITORY / ".sluice" / "volumes" / "models" / "tiny"
+    parser.add_argument("--seconds", type=float, default=8.0, help="window of a trial (default %(default)s)")
+    parser.add_argument("--warmup-seconds", type=float, default=4.0, help="load before it (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of an answer (default %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens of a prompt (default %(default)s)")
+    parser.add_argument("--engines", type=int, default=32, help="emulated engines, 1 to 64 (default %(default)s)")
+    parser.add_argument("--chunk-tokens", type=int, default=2048, help="their chunk size (default %(default)s)")
+    parser.add_argument(
+        "--strategy", choices=sorted(contestants.STRATEGIES), default="aggregated", help="of our router"
+    )
+    parser.add_argument("--model", type=Path, default=default_model, help="folder of the model (default: the tiny one)")
+    parser.add_argument("--max-retries", type=int, default=2, help="new trials for a void one (default %(default)s)")
+    parser.add_argument("--port-base", type=int, default=26000, help="first of 200 free ports (default %(default)s)")
+    parser.add_argument("--logs", type=Path, help="keep the programs' logs in this folder")
+
+
+def parse_options() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=1000, help="streams at any time (default %(default)s)")
+    parser.add_argument("--rate", type=float, default=0.0, help="open loop instead: requests per second, Poisson")
+    parser.add_argument("--repeats", type=int, default=3, help="trials of each router (default %(default)s)")
+    parser.add_argument("--json", type=Path, default=natives.BUILD / "router.json", help="result file")
+    parser.add_argument(
+        "--peers",
+        default="sluice,vllm-router,nginx",
+        help="routers to run, with commas (default %(default)s); the first peer is the reference",
+    )
+    parser.add_argument("--slow-percent", type=float, default=0.0, help="clients that stall")
+    parser.add_argument("--disconnect-percent", type=float, default=0.0, help="answers cut by the client")
+    parser.add_argument("--lockstep", action="store_true", help="all engines step at once")
+    add_common_options(parser)
+    options = parser.parse_args()
+    unknown = set(options.peers.split(",")) - {"sluice", "vllm-router", "nginx"}
+    if unknown or options.repeats < 1:
+        parser.error(f"unknown peers {sorted(unknown)}" if unknown else "--repeats is at least 1")
+    return options
+
+
+def print_result(run: Run, field: list[Contestant], reference: str, workload: Workload, notes: list[str]) -> None:
+    """Prints the table and all that is needed to read it."""
+    names = [contestant.name for contestant in field if any(contestant.name in repeat for repeat in run.repeats)]
+    print(f"\n{workload.describe()}; {len(run.repeats)} repeats\n")
+    print(report.format_comparison(run.repeats, names, reference))
+    is_measured = bool(contestants.RAW_PIECES_ARGUMENTS)
+    print("\n" + NOTE.format(text_off=TEXT_OFF_MEASURED if is_measured else TEXT_OFF_MISSING))
+    print("\n".join(notes))
+
+
+def main() -> int:
+    """Runs the command line."""
+    options = parse_options()
+    workload = make_workload(options)
+    field, skipped = choose_contestants(options.peers.split(","), options.strategy)
+    load = natives.build("load")
+    versions = {contestant.name: contestant.version() for contestant in field}
+    reference = next((item.name for item in field if item.name in {"vllm-router", "nginx"}), "sluice")
+    stubs: list[Contestant] = [NoRouter(backend) for backend in sorted({item.backend for item in field}, reverse=True)]
+    with (
+        tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder,
+        trial.make_files(options.model, options.tokens) as files,
+    ):
+        run = Run(options, workload, make_site(options, (options.logs or Path(folder)).resolve()), files)
+        before = machine.calibrate(load, trial.ROUTER_CORE)
+        # An open loop has no fixed number of streams for the bare engine client.
+        everyone = [*(stub for stub in stubs if workload.concurrency or stub.backend == "http"), *field]
+        run.measure_all(everyone)
+        after = machine.calibrate(load, trial.ROUTER_CORE)
+    described = {"machine": machine.describe(), "versions": versions}
+    lines = [
+        report.format_calibration(before, after),
+        "versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "machine: " + ", ".join(f"{key} {value}" for key, value in described["machine"].items()),
+        *skipped,
+    ]
+    print_result(run, everyone, reference, workload, lines)
+    result: dict[str, Any] = {
+        "benchmark": "router",
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": sys.argv,
+        "workload": workload.as_json(),
+        **described,
+        "calibration": {"before": before, "after": after},
+        "skipped": skipped,
+        "failures": run.failures,
+        "reference": reference,
+        "tokens_per_core_ratio": {
+            item.name: report.find_ratios(run.repeats, item.name, reference).as_json() for item in field
+        },
+        "repeats": [{name: found.as_json() for name, found in repeat.items()} for repeat in run.repeats],
+        "voided": [found.as_json() for found in run.voided],
+    }
+    report.write_json(options.json, result)
+    print(f"written to {options.json}")
+    return 1 if run.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

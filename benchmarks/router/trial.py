@@ -1,0 +1,199 @@
+"""One trial: a stub, a router, a load, and what the kernel saw of them while the load's window was open.
+
+The router has core 1 for itself; stub, generator and runner share core 0. A trial is void when it says more about the
+machine than about the router: core 0 was nearly full, the stub fell behind, or others used the cores.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import natives
+from machine import Snapshot, Usage, find_tree, read_pss_bytes
+from pieces import find_pieces, write_pieces
+from programs import StartError, run_program
+from stamps import make_stamps
+from workload import LoadResult, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from contestants import Backend, Contestant, Site
+
+LOAD_CORE = 0
+ROUTER_CORE = 1
+MAX_LOAD_CORE_BUSY = 0.8
+MAX_FOREIGN_CORES = 0.1
+# Below this share of the tokens that the steps should give, the stub was late.
+MIN_PACE = 0.97
+STUB_TIMEOUT_S = 60.0
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What a trial found.
+
+    Args:
+        contestant: Name of the router.
+        load: The generator's answer.
+        usage: Of the machine in the window.
+        idle_pss_bytes: Memory of the router before the load.
+        pss_bytes: Memory of the router at the end of the window.
+        void_reasons: Why the figures mean nothing; empty: they do.
+    """
+
+    contestant: str
+    load: LoadResult
+    usage: Usage
+    idle_pss_bytes: int
+    pss_bytes: int
+    void_reasons: tuple[str, ...]
+
+    @property
+    def cpu_us_per_token(self) -> float:
+        """CPU time of the router per token that clients read, in microseconds.
+
+        Of rates, because the kernel is asked some milliseconds after the window opens and closes.
+        """
+        return self.usage.router_cores * 1e6 / self.tokens_per_s if self.load.tokens else float("nan")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that clients read per second."""
+        return self.load.tokens / self.load.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """For the result file."""
+        return {
+            "contestant": self.contestant,
+            "void_reasons": list(self.void_reasons),
+            "cpu_us_per_token": self.cpu_us_per_token,
+            "tokens_per_s": self.tokens_per_s,
+            "router_cores": self.usage.router_cores,
+            "router_cpu_s": self.usage.router_cpu_s,
+            "core_busy": self.usage.core_busy,
+            "foreign_cores": self.usage.foreign,
+            "steal_cores": self.usage.steal,
+            "idle_pss_bytes": self.idle_pss_bytes,
+            "pss_bytes": self.pss_bytes,
+            "load": dict(self.load.raw),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """Files that stub and generator share.
+
+    Args:
+        pieces: The vocabulary.
+        stamps: The table of stamps.
+    """
+
+    pieces: Path
+    stamps: Path
+
+    def arguments(self) -> list[str]:
+        """Arguments of stubs and generators."""
+        return ["--pieces", str(self.pieces), "--stamps", str(self.stamps)]
+
+
+@contextmanager
+def make_files(model: Path, max_tokens: int) -> Iterator[Files]:
+    """Makes the shared files in memory, and removes them at the end.
+
+    Args:
+        model: Folder of the model whose vocabulary it is.
+        max_tokens: Longest answer of the run.
+    """
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-", dir=SHARED_MEMORY) as folder:
+        files = Files(pieces=Path(folder) / "pieces", stamps=Path(folder) / "stamps")
+        write_pieces(files.pieces, find_pieces(model))
+        make_stamps(files.stamps, num_tokens=max_tokens)
+        yield files
+
+
+def run_trial(contestant: Contestant, workload: Workload, site: Site, files: Files) -> Measurement:
+    """Runs one.
+
+    Args:
+        contestant: The router.
+        workload: The load and the engines.
+        site: Ports, folder, cores.
+        files: Shared files.
+
+    Raises:
+        StartError: The stub or the router does not come up, or the load fails.
+    """
+    with _run_stub(contestant.backend, workload, site, files), contestant.run(site) as router:
+        pid = router.pid if router is not None else None
+        idle_pss = read_pss_bytes(find_tree(pid)) if pid is not None else 0
+        command = _load_command(contestant, workload, site, files)
+        with run_program(command, core=LOAD_CORE, log=site.folder / "load.log") as load:
+            timeout_s = workload.warmup_s + workload.seconds + 30
+            load.wait_until(lambda: load.has_printed("begin"), timeout_s=timeout_s)
+            before = Snapshot.take(pid)
+            load.wait_until(lambda: load.has_printed("end"), timeout_s=timeout_s)
+            after = Snapshot.take(pid)
+            pss = read_pss_bytes(find_tree(pid)) if pid is not None else 0
+            load.wait_until(lambda: load.tail(1).startswith("{"), timeout_s=timeout_s)
+            result = LoadResult.parse(load.tail(1))
+        if router is not None and not router.is_alive():
+            raise StartError(f"{contestant.name} died under the load:\n{router.tail()}")
+    usage = Usage.between(before, after)
+    return Measurement(
+        contestant=contestant.name,
+        load=result,
+        usage=usage,
+        idle_pss_bytes=idle_pss,
+        pss_bytes=pss,
+        void_reasons=tuple(_find_void_reasons(workload, result, usage)),
+    )
+
+
+@contextmanager
+def _run_stub(backend: Backend, workload: Workload, site: Site, files: Files) -> Iterator[None]:
+    programs: dict[Backend, list[str | Path]] = {
+        "http": [natives.build("http_stub")],
+        "attach": [sys.executable, natives.SOURCES / "engine_stub.py"],
+    }
+    command = [*programs[backend], "--port-base", str(site.engine_port), *workload.stub_arguments(), *files.arguments()]
+    with run_program(command, core=LOAD_CORE, log=site.folder / f"{backend}-stub.log") as stub:
+        stub.wait_until(lambda: stub.has_printed("ready"), timeout_s=STUB_TIMEOUT_S)
+        yield
+        if not stub.is_alive():
+            raise StartError(f"the stub died:\n{stub.tail()}")
+
+
+def _load_command(contestant: Contestant, workload: Workload, site: Site, files: Files) -> list[str | Path]:
+    if contestant.is_router:
+        ports = ["--port", str(site.port)]
+    elif contestant.backend == "http":
+        ports = ["--port", str(site.engine_port), "--ports", str(site.num_engines)]
+    else:
+        return [
+            *(sys.executable, natives.SOURCES / "attach_load.py", "--port-base", str(site.engine_port)),
+            *("--engines", str(site.num_engines), "--concurrency", str(workload.concurrency)),
+            *("--tokens", str(workload.num_tokens), "--prompt-tokens", str(workload.prompt_tokens)),
+            *("--warmup-s", str(workload.warmup_s), "--seconds", str(workload.seconds), *files.arguments()),
+        ]
+    return [natives.build("load"), *ports, *workload.load_arguments(), *files.arguments()]
+
+
+def _find_void_reasons(workload: Workload, result: LoadResult, usage: Usage) -> Iterator[str]:
+    if usage.core_busy[LOAD_CORE] > MAX_LOAD_CORE_BUSY:
+        yield f"core {LOAD_CORE} {usage.core_busy[LOAD_CORE]:.0%} busy"
+    if usage.foreign > MAX_FOREIGN_CORES:
+        yield f"others used {usage.foreign:.2f} cores"
+    if usage.steal > MAX_FOREIGN_CORES:
+        yield f"the hypervisor took {usage.steal:.2f} cores"
+    # Clients that go away or stall, and open loops, offer what they offer.
+    if workload.concurrency and not (workload.is_unary or workload.slow_percent or workload.disconnect_percent):
+        pace = result.offered_tokens / result.seconds / (workload.concurrency * 1e6 / workload.step_us)
+        if pace < MIN_PACE:
+            yield f"offered {pace:.0%} of the pace"
