@@ -1,0 +1,81 @@
+"""How engines come: addresses of the discovery, streams, and what an engine says it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_core.records import EngineId
+from sluice_router import conversion, plan, recovery
+from sluice_router.state import Engine, LinkStatus
+
+if TYPE_CHECKING:
+    from sluice.v1 import engine_pb2
+    from sluice_router.state import RouterState
+
+
+def set_addresses(state: RouterState, addresses: frozenset[str]) -> None:
+    """Takes the addresses that the discovery knows now.
+
+    One that is gone keeps its stream for as long as it lasts: the discovery may be wrong, a working stream is not.
+    """
+    for address in addresses - state.links.keys():
+        state.links[address] = LinkStatus()
+        state.touch()
+    for address in state.links.keys() - addresses:
+        forget(state, address)
+
+
+def forget(state: RouterState, address: str) -> None:
+    """Drops an address that has no stream."""
+    link = state.links.get(address)
+    if link is not None and (link.engine is None or link.engine.is_lost):
+        del state.links[address]
+        state.touch()
+
+
+def note_fault(state: RouterState, address: str, fault: str) -> None:
+    """Notes why an address has no stream."""
+    link = state.links.get(address)
+    if link is not None and link.last_fault != fault:
+        link.last_fault = fault
+        state.touch()
+
+
+def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now: float) -> Engine:
+    """Takes a new stream into service.
+
+    Requests that the engine kept from an earlier stream of this router have gone on elsewhere: they are aborted there.
+
+    Args:
+        state: The router's state.
+        address: host:port of the stream.
+        hello: What the engine says it is.
+        now: The router's clock, in seconds.
+
+    Returns:
+        The stream's record.
+    """
+    engine_id = EngineId(hello.engine_id)
+    earlier = state.engines.get(engine_id)
+    if earlier is not None:
+        reason = "epoch" if earlier.epoch != hello.epoch else "stream"
+        recovery.lose_engine(state, earlier, reason, now, fault="a newer stream replaced it")
+    engine = Engine(
+        engine_id=engine_id,
+        epoch=hello.epoch,
+        address=address,
+        fingerprint=hello.fingerprint,
+        spec=conversion.spec_from(hello),
+        max_model_len_tokens=hello.max_model_len_tokens,
+        last_heard_s=now,
+        progress_s=now,
+    )
+    state.engines[engine_id] = engine
+    link = state.links.setdefault(address, LinkStatus())
+    link.engine, link.last_fault = engine, ""
+    for held in hello.held:
+        state.message_to(engine).aborts.add(held_request_id=held.request_id)
+    plan.judge_fingerprint(state, engine)
+    plan.configure(state, engine)
+    state.touch()
+    return engine

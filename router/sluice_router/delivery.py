@@ -1,0 +1,259 @@
+"""What one message of an engine brings: tokens to their sinks, ends, moves, load.
+
+``take_message`` is the token path: one synchronous call per engine message, no await, no queue, one flush per answer that
+got tokens. A token is (request, output index): below what was delivered it is dropped, a gap breaks the stream. A failing
+sink costs its own request alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sluice.v1 import control_pb2, sampling_pb2
+from sluice_core.records import EngineId
+from sluice_router import conversion, ending, moves, ownership, plan, recovery
+from sluice_router.errors import EngineFaultError
+from sluice_router.state import MovePhase, StreamBrokenError
+
+if TYPE_CHECKING:
+    from sluice.v1 import engine_pb2
+    from sluice_router.requests import LiveRequest
+    from sluice_router.state import Engine, RouterState, Stay
+
+logger = logging.getLogger(__name__)
+
+_ENDS = (sampling_pb2.FINISH_REASON_STOP, sampling_pb2.FINISH_REASON_LENGTH)
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """Tokens of one request that follow one another in a message.
+
+    Args:
+        index: Output index of the first.
+        token_ids: The tokens.
+        logprobs: One per token if the request asked for them.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[engine_pb2.TokenLogprobs] = field(default_factory=list)
+
+
+def take_message(state: RouterState, engine: Engine, message: engine_pb2.AttachResponse, now: float) -> None:
+    """Takes one message of an engine.
+
+    Args:
+        state: The router's state.
+        engine: Whose message it is; a lost one's changes nothing.
+        message: The message; the first one of a stream, with hello, is not for here.
+        now: When it was received, in seconds.
+
+    Raises:
+        StreamBrokenError: The engine broke the protocol; the caller gives the stream up.
+    """
+    if engine.is_lost:
+        return
+    engine.last_heard_s = now
+    if message.slots:
+        _take_tokens(state, engine, message, now)
+    for finished in message.finished:
+        _take_finished(state, engine, finished, now)
+    for grant in message.grants:
+        moves.take_grant(state, engine, grant, now)
+    for refused in message.hand_offs_refused:
+        moves.take_refusal(state, _find_stay(engine, refused.slot), refused.reason, now)
+    if message.HasField("configured"):
+        plan.take_configured(state, engine, message.configured)
+    if message.HasField("load"):
+        _take_load(state, engine, message.load, now)
+    for proposal in message.proposals:
+        _take_proposal(state, engine, proposal, now)
+    if message.fault:
+        engine.last_fault = message.fault
+        state.touch()
+
+
+def _find_stay(engine: Engine, slot: int) -> Stay:
+    stay = engine.slots[slot] if slot < len(engine.slots) else None
+    if stay is None:
+        raise StreamBrokenError(f"slot {slot} is unknown")
+    return stay
+
+
+def _take_tokens(state: RouterState, engine: Engine, message: engine_pb2.AttachResponse, now: float) -> None:
+    """Delivers the columns of a message, in runs of one request."""
+    slots, token_ids, indexes = list(message.slots), list(message.token_ids), list(message.output_indexes)
+    if not len(slots) == len(token_ids) == len(indexes):
+        raise StreamBrokenError(f"columns of {len(slots)}, {len(token_ids)} and {len(indexes)} values")
+    logprobs = {entry.column: entry for entry in message.logprobs} if message.logprobs else None
+    table, column, num_columns = engine.slots, 0, len(slots)
+    while column < num_columns:
+        slot, end = slots[column], column + 1
+        while end < num_columns and slots[end] == slot:
+            end += 1
+        stay = table[slot] if slot < len(table) else None
+        if stay is None:
+            raise StreamBrokenError(f"slot {slot} is unknown")
+        request = stay.request
+        if request is None:
+            state.metrics.count("stale_tokens", by=end - column)
+        else:
+            run = Run(index=indexes[column], token_ids=token_ids[column:end])
+            if logprobs is not None:
+                run.logprobs = [logprobs[number] for number in range(column, end) if number in logprobs]
+            _deliver(state, stay, request, run, now)
+        column = end
+
+
+def _deliver(state: RouterState, stay: Stay, request: LiveRequest, run: Run, now: float) -> None:
+    """Hands a run of tokens to its sink."""
+    output = request.output_token_ids
+    expected = len(output)
+    if run.index != expected:
+        _cut_known(state, stay, run, expected)
+        if not run.token_ids:
+            return
+    output.extend(run.token_ids)
+    _measure(state, stay, request, len(run.token_ids), now)
+    try:
+        stop_at = request.sink.on_tokens(run.token_ids, expected, run.logprobs or None)
+    except Exception:  # whatever an edge does wrong must not cost the other streams of the link
+        logger.exception("request %s: its answer cannot be written", request.request_id)
+        state.metrics.count("sink_faults")
+        ending.cancel(state, request, "sink_fault", now)
+        return
+    if stop_at is None:
+        state.actions.flushes[request.request_id] = request
+    else:
+        ending.finish(state, request, sampling_pb2.FINISH_REASON_STOP, now, output_tokens=stop_at)
+
+
+def _cut_known(state: RouterState, stay: Stay, run: Run, expected: int) -> None:
+    """Drops what was delivered already; a gap breaks the stream."""
+    if run.index > expected:
+        raise StreamBrokenError(f"slot {stay.slot}: token {run.index} came where {expected} was due")
+    num_known = expected - run.index
+    state.metrics.count("stale_tokens", by=min(num_known, len(run.token_ids)))
+    del run.token_ids[:num_known]
+    # Logprobs come for all tokens of a request or for none.
+    del run.logprobs[:num_known]
+
+
+def _measure(state: RouterState, stay: Stay, request: LiveRequest, num_tokens: int, now: float) -> None:
+    """Notes when tokens came: first of the request, first of the stay, or one more."""
+    metrics, slo_class = state.metrics, request.new.slo_class
+    if request.first_token_s is None:
+        request.first_token_s = now
+        ttft_s = now - request.new.arrival_s
+        metrics.ttft_s[slo_class].observe(ttft_s)
+        if request.predicted_ttft_s is not None:
+            metrics.ttft_prediction_error_s[slo_class].observe(request.predicted_ttft_s - ttft_s)
+        state.ring.record(
+            now, request.request_id, "first_token", stay.engine.engine_id, ttft_s, request.predicted_ttft_s
+        )
+        num_tokens -= 1
+    if num_tokens:
+        itl_s = metrics.itl_s[slo_class]
+        itl_s.observe(now - request.last_token_s)
+        for _ in range(num_tokens - 1):
+            itl_s.observe(0.0)
+    request.last_token_s = now
+    if not stay.has_token:
+        stay.has_token = True
+        _note_first_of_stay(state, stay, request, now)
+
+
+def _note_first_of_stay(state: RouterState, stay: Stay, request: LiveRequest, now: float) -> None:
+    if request.lost_since_s is not None:
+        state.metrics.recovery_stall_s["engine"].observe(now - request.lost_since_s)
+        request.lost_since_s = None
+    if request.move is not None and request.move.phase is MovePhase.SUBMITTED:
+        moves.complete(state, request.move, now)
+    elif len(request.output_token_ids) < request.new.sampling.max_tokens:
+        moves.propose_first_decode(state, stay, now)
+
+
+def _take_finished(state: RouterState, engine: Engine, finished: engine_pb2.Finished, now: float) -> None:
+    """Ends a stay; what that means for its request depends on the reason."""
+    stay = _find_stay(engine, finished.slot)
+    if finished.reason == sampling_pb2.FINISH_REASON_HANDED_OFF:
+        moves.take_handed_off(state, stay, finished, now)
+        return
+    request, stay.request = stay.request, None
+    state.free_slot(stay)
+    if request is None:
+        return
+    request.stay = None
+    request.cached_tokens = max(request.cached_tokens, finished.num_cached_tokens)
+    if finished.reason in _ENDS:
+        if finished.num_output_tokens > len(request.output_token_ids):
+            request.stay, stay.request = stay, request
+            raise StreamBrokenError(
+                f"slot {finished.slot} ended with {finished.num_output_tokens} tokens, "
+                f"{len(request.output_token_ids)} came"
+            )
+        stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
+        ending.finish(state, request, finished.reason, now, stop_token_id=stop_token_id)
+        return
+    state.table.cancel_placement(engine.engine_id, request.request_id, now)
+    if request.move is not None:
+        moves.abandon(state, request.move, "target_failed", now)
+    if finished.reason == sampling_pb2.FINISH_REASON_ERROR:
+        message = f"engine {engine.engine_id} cannot run the request: {finished.error or 'no reason given'}"
+        ending.fail(state, request, EngineFaultError(message), now)
+    elif finished.reason == sampling_pb2.FINISH_REASON_RETURNED:
+        state.ring.record(now, request.request_id, "returned", engine.engine_id)
+        request.excluded |= {engine.engine_id}
+        ownership.enqueue(state, request, now)
+    else:
+        recovery.requeue(state, request, "aborted", now)
+
+
+def _take_proposal(state: RouterState, engine: Engine, proposal: engine_pb2.Proposal, now: float) -> None:
+    """An engine proposes a move; one about a request that has ended meanwhile changes nothing."""
+    stay = engine.slots[proposal.slot] if proposal.slot < len(engine.slots) else None
+    cause = conversion.CAUSES.get(proposal.cause)
+    if stay is not None and stay.request is not None and stay.has_token and cause is not None:
+        moves.propose(state, stay, cause, now)
+
+
+def _take_load(state: RouterState, engine: Engine, load: engine_pb2.LoadReport, now: float) -> None:
+    """Takes a load report, and the iteration that it measured."""
+    engine_id = EngineId(engine.engine_id)
+    engine.load = load
+    known = engine_id in state.table
+    if load.HasField("iteration") and load.iteration.number > engine.num_iterations:
+        engine.num_iterations = load.iteration.number
+        engine.progress_s = now
+        if known:
+            state.table.observe_iteration(engine_id, conversion.shape_from(load.iteration), load.iteration.duration_s)
+    if load.is_draining and not engine.is_draining:
+        plan.begin_drain(state, engine)
+    if known:
+        state.table.report(engine_id, conversion.load_from(load, _remaining_s(state, engine, load)), now)
+    _note_drained(state, engine)
+
+
+def _remaining_s(state: RouterState, engine: Engine, load: engine_pb2.LoadReport) -> float:
+    """Expected rest of the iteration under way: as long as the last one, less its age."""
+    if not (load.running_decodes or load.queued_prefill_tokens) or not load.HasField("iteration"):
+        return 0.0
+    estimate_s = state.table[engine.engine_id].latency.estimate_iteration_s(conversion.shape_from(load.iteration))
+    return max(0.0, estimate_s - load.iteration_age_s)
+
+
+def _note_drained(state: RouterState, engine: Engine) -> None:
+    load = engine.load
+    is_busy = bool(load.queued_requests or load.running_decodes or load.pulling_requests or load.kv_blocks_pinned)
+    if not engine.is_draining:
+        status = control_pb2.ENGINE_STATE_READY
+    elif is_busy or engine.num_stays:
+        status = control_pb2.ENGINE_STATE_DRAINING
+    else:
+        status = control_pb2.ENGINE_STATE_DRAINED
+    if engine.status not in {status, control_pb2.ENGINE_STATE_REFUSED, control_pb2.ENGINE_STATE_LOST}:
+        engine.status = status
+        state.touch()

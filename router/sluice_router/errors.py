@@ -1,0 +1,169 @@
+"""One error tree, and one table from an error to what a client sees.
+
+    RouterError
+    ├── RequestError            the client's doing
+    │   ├── InvalidRequestError       a field is wrong, or the prompt is too long
+    │   ├── ModelNotFoundError
+    │   ├── UnsupportedEndpointError
+    │   ├── BodyTooLargeError
+    │   └── ClientGoneError
+    ├── OverloadError           try again later
+    │   ├── SloInfeasibleError
+    │   ├── QueueFullError
+    │   ├── NoEngineError
+    │   └── ShuttingDownError
+    ├── DeadlineError
+    └── EngineFaultError        engines failed under the request
+    PlanRefusedError (ValueError) never reaches a client
+
+HTTP status, OpenAI ``type`` and ``code``, and gRPC status come from ``TABLE`` alone; the ``code`` is also the metric label
+and the header ``x-sluice-reason``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+
+class RouterError(Exception):
+    """A request cannot be served.
+
+    Args:
+        message: Names the object, the value and the limit.
+        param: Field of the request, if one is to blame.
+        code: Overrides the table's code with a more precise one.
+        retry_after_s: Estimate of when to try again, in seconds; None when trying again is no use.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or TABLE[type(self)].code
+        self.retry_after_s = retry_after_s
+
+
+class RequestError(RouterError):
+    """The client's doing."""
+
+
+class InvalidRequestError(RequestError):
+    """A field is wrong, or the prompt is too long."""
+
+
+class ModelNotFoundError(RequestError):
+    """No such model."""
+
+
+class UnsupportedEndpointError(RequestError):
+    """A path that others serve and this router does not."""
+
+
+class BodyTooLargeError(RequestError):
+    """The body exceeds the limit."""
+
+
+class ClientGoneError(RequestError):
+    """The client went away, or reads too slowly."""
+
+
+class OverloadError(RouterError):
+    """Try again later."""
+
+
+class SloInfeasibleError(OverloadError):
+    """No engine can meet the TTFT objective, and the plan says to refuse."""
+
+
+class QueueFullError(OverloadError):
+    """Too many requests wait."""
+
+
+class NoEngineError(OverloadError):
+    """No engine takes the request, and it waited for one as long as it may."""
+
+
+class ShuttingDownError(OverloadError):
+    """This router is about to leave."""
+
+
+class DeadlineError(RouterError):
+    """The caller's deadline passed."""
+
+
+class EngineFaultError(RouterError):
+    """Engines failed under the request, or one refused to run it."""
+
+
+class PlanRefusedError(ValueError):
+    """A plan is not applied; the message names the field, the value and the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a client sees of an error.
+
+    Args:
+        http_status: Status of the HTTP answer.
+        type: OpenAI's error type.
+        code: OpenAI's error code, unless the error says a more precise one.
+        grpc_status: Status of the gRPC call.
+    """
+
+    http_status: int
+    type: str
+    code: str
+    grpc_status: grpc.StatusCode
+
+
+_INVALID = grpc.StatusCode.INVALID_ARGUMENT
+_UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+TABLE: dict[type[RouterError], Outcome] = {
+    InvalidRequestError: Outcome(
+        http_status=400, type="invalid_request_error", code="invalid_value", grpc_status=_INVALID
+    ),
+    ModelNotFoundError: Outcome(
+        http_status=404,
+        type="invalid_request_error",
+        code="model_not_found",
+        grpc_status=grpc.StatusCode.NOT_FOUND,
+    ),
+    UnsupportedEndpointError: Outcome(
+        http_status=404,
+        type="invalid_request_error",
+        code="unsupported_endpoint",
+        grpc_status=grpc.StatusCode.UNIMPLEMENTED,
+    ),
+    BodyTooLargeError: Outcome(
+        http_status=413, type="invalid_request_error", code="body_too_large", grpc_status=_EXHAUSTED
+    ),
+    ClientGoneError: Outcome(
+        http_status=499, type="client_error", code="client_gone", grpc_status=grpc.StatusCode.CANCELLED
+    ),
+    SloInfeasibleError: Outcome(
+        http_status=429, type="rate_limit_error", code="slo_infeasible", grpc_status=_EXHAUSTED
+    ),
+    QueueFullError: Outcome(http_status=429, type="rate_limit_error", code="rate_limited", grpc_status=_EXHAUSTED),
+    NoEngineError: Outcome(http_status=503, type="server_error", code="no_engine", grpc_status=_UNAVAILABLE),
+    ShuttingDownError: Outcome(http_status=503, type="server_error", code="draining", grpc_status=_UNAVAILABLE),
+    DeadlineError: Outcome(
+        http_status=504,
+        type="server_error",
+        code="deadline_exceeded",
+        grpc_status=grpc.StatusCode.DEADLINE_EXCEEDED,
+    ),
+    EngineFaultError: Outcome(
+        http_status=500, type="server_error", code="engine_fault", grpc_status=grpc.StatusCode.INTERNAL
+    ),
+}
+
+
+def outcome_of(error: RouterError) -> Outcome:
+    """Looks up what a client sees of ``error``."""
+    return TABLE[type(error)]

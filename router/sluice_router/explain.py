@@ -1,0 +1,106 @@
+"""Why a request went where it went: a bounded ring of tuples, formatted on demand.
+
+Recording costs one tuple. Events are ``(now, request_id, kind, *values)``; ``FIELDS`` names the values. Candidates and
+estimates of placements are kept by the placement policy itself, and merged in here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from sluice_core.placement import LengthAwarePlacement
+from sluice_core.placement import explain as explain_placement
+
+if TYPE_CHECKING:
+    from sluice_core.placement import PlacementPolicy, PlacementRecord
+    from sluice_core.records import RequestId
+
+# Names of the values of each kind of event.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "admitted": (
+        "client_request_id",
+        "prompt_tokens",
+        "max_tokens",
+        "ttft_slo_s",
+        "tpot_slo_s",
+        "slo_class",
+        "priority",
+    ),
+    "submitted": ("engine", "fence", "output_tokens", "is_recovery"),
+    "first_token": ("engine", "ttft_s", "predicted_ttft_s"),
+    "proposed": ("engine", "cause", "output_tokens"),
+    "blocked": ("engine", "cause", "reason"),
+    "grant_asked": ("source", "target", "cause", "num_tokens"),
+    "granted": ("target", "cause"),
+    "handed_off": ("source", "target", "cause", "fence", "output_tokens"),
+    "moved": ("source", "target", "cause", "duration_s"),
+    "returned": ("engine",),
+    "lost": ("engine", "reason", "output_tokens"),
+    "finished": ("reason", "output_tokens", "ttft_s", "tpot_s", "is_slo_met"),
+    "failed": ("code", "message"),
+    "cancelled": ("reason",),
+}
+
+
+class DecisionRing:
+    """The last events about requests.
+
+    Args:
+        size: Events kept.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._events: deque[tuple[Any, ...]] = deque(maxlen=size)
+
+    def record(self, now: float, request_id: RequestId, kind: str, *values: object) -> None:
+        """Keep one event; ``values`` as ``FIELDS[kind]`` names them."""
+        self._events.append((now, request_id, kind, *values))
+
+    def explain(self, request_id: str, placement: PlacementPolicy | None) -> dict[str, Any] | None:
+        """Tell a request's story.
+
+        Args:
+            request_id: The router's id or the client's; of several with the client's id, the last.
+            placement: The policy, for candidates and estimates.
+
+        Returns:
+            Plain data, oldest event first, times from the first event on; None when nothing is kept.
+        """
+        router_id = self._resolve(request_id)
+        events = [(event[0], _format_event(event)) for event in self._events if event[1] == router_id]
+        if not events:
+            return None
+        if isinstance(placement, LengthAwarePlacement):
+            found = placement.find_records(router_id)
+            events += [(record.now, _format_placement(record)) for record in found]
+        # A placement is decided before it is submitted, in the same instant.
+        events.sort(key=lambda item: (item[0], item[1]["event"] != "placement"))
+        start = events[0][0]
+        return {
+            "request_id": router_id,
+            "events": [{"at_s": round(at - start, 6), **fields} for at, fields in events],
+        }
+
+    def _resolve(self, request_id: str) -> RequestId:
+        for event in reversed(self._events):
+            if event[1] == request_id or (event[2] == "admitted" and event[3] == request_id):
+                known: RequestId = event[1]
+                return known
+        return request_id  # type: ignore[return-value]  # unknown: nothing is found under it
+
+
+def _format_event(event: tuple[Any, ...]) -> dict[str, Any]:
+    kind = event[2]
+    return {"event": kind, **dict(zip(FIELDS[kind], event[3:], strict=True))}
+
+
+def _format_placement(record: PlacementRecord) -> dict[str, Any]:
+    return {
+        "event": "placement",
+        "prompt_tokens": record.request.prompt_tokens,
+        "is_recovery": record.request.is_recovery,
+        "decision": {"kind": type(record.decision).__name__, **asdict(record.decision)},
+        "candidates": [asdict(candidate) for candidate in explain_placement(record)],
+    }

@@ -1,0 +1,288 @@
+"""Moves of running requests between engines (architecture.md 4.3): one mechanism for every cause.
+
+    proposal ──► target ──► grant asked ──► granted ──► handing off ──► submitted ──► first token: source released
+                   │            │              │              │             │
+                   └── none     └── refused    └── source     └── refused   └── target lost: recompute elsewhere
+                       blocked      blocked        ended
+
+The request runs on its source until the hand-off; without a grant it goes on there and is proposed again. Its owner changes
+in one place, ``take_handed_off``, with a new fencing number. The source keeps the KV until the target has the first token
+or the request has ended. A move never outlives its request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_core.flowing import FlowRequest
+from sluice_core.kv import blocks_for_tokens
+from sluice_core.records import EngineId, MoveCause, Role
+from sluice_router import conversion, ownership
+from sluice_router.state import Move, MovePhase, StreamBrokenError
+
+if TYPE_CHECKING:
+    from sluice.v1 import engine_pb2
+    from sluice_core.records import RequestId
+    from sluice_router.requests import LiveRequest
+    from sluice_router.state import Engine, RouterState, Stay
+
+
+def propose(state: RouterState, stay: Stay, cause: MoveCause, now: float, *, target_id: EngineId | None = None) -> str:
+    """Begins a move if there is where to and room to ask for it; else the request goes on where it is.
+
+    Args:
+        state: The router's state.
+        stay: Where the request runs.
+        cause: Why it should leave.
+        now: The router's clock, in seconds.
+        target_id: The target, for a move that somebody asked for; None: the flow policy picks it.
+
+    Returns:
+        Why nothing was begun; empty when the target was asked for a grant.
+    """
+    request, source = stay.request, stay.engine
+    assert request is not None
+    if request.move is not None:
+        return "moving"
+    state.ring.record(now, request.request_id, "proposed", source.engine_id, cause.value, len(request.output_token_ids))
+    target, reason = _pick_target(state, stay, cause, now, target_id)
+    if target is None:
+        block(state, stay, cause, reason, now)
+        return reason
+    _ask_for_grant(state, stay, target, cause, now)
+    return ""
+
+
+def propose_first_decode(state: RouterState, stay: Stay, now: float) -> None:
+    """Proposes the move of a prefill that has just completed on a P-heavy engine."""
+    flow = state.flow
+    if flow is None or not flow.moves_first_decodes or stay.engine.role is not Role.PREFILL_HEAVY:
+        return
+    if not state.table.are_roles_void:
+        propose(state, stay, MoveCause.PREFILL_DONE, now)
+
+
+def drain(state: RouterState, engine: Engine, now: float) -> None:
+    """Proposes again the decodes of a draining engine that found no target yet."""
+    for stay in list(engine.slots):
+        if stay is None or stay.request is None or not stay.has_token or stay.request.move is not None:
+            continue
+        if now >= stay.not_before_s:
+            stay.not_before_s = now + state.limits.drain_retry_s
+            propose(state, stay, MoveCause.DRAIN, now)
+
+
+def block(state: RouterState, stay: Stay, cause: MoveCause, reason: str, now: float) -> None:
+    """Counts a move that did not begin."""
+    state.metrics.count("flow_blocked", cause.value, reason)
+    state.ring.record(now, stay.request_id, "blocked", stay.engine.engine_id, cause.value, reason)
+
+
+def take_grant(state: RouterState, engine: Engine, grant: engine_pb2.Grant, now: float) -> None:
+    """An engine answered a grant request: hand off, or let the request go on."""
+    state.table.record_grant_answer(engine.engine_id, grant.grant_id)
+    move = engine.grants.get(grant.grant_id)
+    if move is None or move.phase is not MovePhase.GRANT_ASKED:
+        if grant.is_granted and move is None:
+            state.message_to(engine).released_grant_ids.append(grant.grant_id)
+        return
+    if not grant.is_granted:
+        # There is nothing to give back.
+        del engine.grants[grant.grant_id]
+        abandon(state, move, grant.reason or "refused", now)
+        return
+    source = move.source
+    move.phase = MovePhase.HANDING_OFF
+    state.message_to(source.engine).hand_offs.add(slot=source.slot, fence=move.request.fence)
+    state.ring.record(now, move.request.request_id, "granted", engine.engine_id, move.cause.value)
+
+
+def take_refusal(state: RouterState, stay: Stay, reason: str, now: float) -> None:
+    """The source cannot hand off now: the request goes on there."""
+    request = stay.request
+    if request is not None and request.move is not None and request.move.phase is MovePhase.HANDING_OFF:
+        abandon(state, request.move, reason or "refused", now)
+
+
+def take_handed_off(state: RouterState, stay: Stay, finished: engine_pb2.Finished, now: float) -> None:
+    """The source has ended its part and keeps the KV: the target becomes the owner."""
+    request = stay.request
+    move = None if request is None else request.move
+    stay.is_pinned = True
+    if request is None:
+        # It was aborted meanwhile: nobody will read that KV.
+        ownership.release(state, stay)
+        return
+    if move is None or move.phase is not MovePhase.HANDING_OFF:
+        raise StreamBrokenError(f"slot {stay.slot} was handed off, and nobody had asked for it")
+    stay.request, request.stay = None, None
+    target = move.target
+    if target is None:
+        abandon(state, move, "target_lost", now)
+        state.metrics.count("recoveries", "target_lost")
+        request.num_recoveries += 1
+        ownership.enqueue(state, request, now)
+        return
+    move.phase = MovePhase.SUBMITTED
+    target.grants.pop(move.grant_id, None)
+    _note_move(request, move.cause)
+    ownership.submit(state, request, target, now, kv=finished.kv, grant_id=move.grant_id)
+    state.ring.record(
+        now,
+        request.request_id,
+        "handed_off",
+        stay.engine.engine_id,
+        target.engine_id,
+        move.cause.value,
+        request.fence,
+        len(request.output_token_ids),
+    )
+
+
+def complete(state: RouterState, move: Move, now: float) -> None:
+    """The target has the first token: the source may forget the KV."""
+    request, target = move.request, move.target
+    assert target is not None
+    duration_s = now - move.started_s
+    state.metrics.count("moves", move.cause.value, "done")
+    state.metrics.move_s[move.cause.value].observe(duration_s)
+    source_id = move.source.engine.engine_id
+    state.ring.record(
+        now, request.request_id, "moved", source_id, target.engine_id, move.cause.value, round(duration_s, 6)
+    )
+    request.num_hand_offs += 1
+    _close(state, move)
+
+
+def abandon(state: RouterState, move: Move, reason: str, now: float) -> None:
+    """Ends a move that does not come to its end; whoever owns the request goes on or ends by itself.
+
+    Args:
+        state: The router's state.
+        move: The move.
+        reason: Why, for metrics and explanations.
+        now: The router's clock, in seconds.
+    """
+    target = move.target
+    if target is not None and target.grants.pop(move.grant_id, None) is not None:
+        state.message_to(target).released_grant_ids.append(move.grant_id)
+        state.table.record_grant_answer(target.engine_id, move.grant_id)
+    if move.phase is MovePhase.GRANT_ASKED:
+        block(state, move.source, move.cause, reason, now)
+    state.metrics.count("moves", move.cause.value, reason)
+    _close(state, move)
+
+
+def drop_target(state: RouterState, move: Move, now: float) -> None:
+    """The target of a move is lost before it owned the request."""
+    target = move.target
+    assert target is not None
+    if move.phase is MovePhase.GRANT_ASKED:
+        abandon(state, move, "target_lost", now)
+        return
+    # The source was told to hand off: what becomes of the request shows when it has.
+    target.moves_in -= 1
+    target.grants.pop(move.grant_id, None)
+    move.target = None
+
+
+def expire_grants(state: RouterState, engine: Engine, now: float) -> None:
+    """Gives up grant requests that the engine does not answer."""
+    for move in list(engine.grants.values()):
+        if move.phase is MovePhase.GRANT_ASKED and now - move.started_s > state.limits.grant_timeout_s:
+            abandon(state, move, "grant_timeout", now)
+
+
+def start_manual(state: RouterState, request_id: RequestId, engine_id: EngineId, now: float) -> str:
+    """Begins a move that somebody asked for; returns why not (control.proto), or an empty string."""
+    request = state.requests.get(request_id)
+    if request is None:
+        return "unknown_request"
+    if engine_id not in state.table:
+        return "unknown_engine"
+    stay = request.stay
+    if stay is None or not stay.has_token:
+        return "not_decoding"
+    if stay.engine.engine_id == engine_id:
+        return "same_engine"
+    return propose(state, stay, MoveCause.MANUAL, now, target_id=engine_id)
+
+
+def _pick_target(
+    state: RouterState, stay: Stay, cause: MoveCause, now: float, target_id: EngineId | None
+) -> tuple[Engine | None, str]:
+    """Picks the engine to ask; or says why there is none."""
+    request, source = stay.request, stay.engine
+    assert request is not None
+    cap = state.limits.max_moves_per_engine
+    if state.flow is None:
+        return None, "no_plan"
+    if source.moves_out >= cap:
+        return None, "source_busy"
+    if _is_too_soon(state, request, cause):
+        return None, "too_soon"
+    if target_id is None:
+        busy = {engine.engine_id for engine in state.engines.values() if engine.moves_in >= cap}
+        flow_request = FlowRequest(
+            request_id=request.request_id,
+            cause=cause,
+            source=source.engine_id,
+            num_blocks=blocks_for_tokens(request.num_tokens + 1, source.spec.block_size_tokens),
+            excluded=frozenset(busy | request.died_on),
+        )
+        target_id = state.flow.target(now, flow_request, state.table)
+    target = None if target_id is None else state.engines.get(target_id)
+    if target is None:
+        return None, "no_target"
+    if target.fingerprint != source.fingerprint:
+        return None, "fingerprint"
+    return (target, "") if target.moves_in < cap else (None, "target_busy")
+
+
+def _is_too_soon(state: RouterState, request: LiveRequest, cause: MoveCause) -> bool:
+    """Whether a degradation follows the last move too closely (router.md 3, against ping-pong)."""
+    if cause is not MoveCause.DEGRADE or request.num_hand_offs == 0 or state.plan is None:
+        return False
+    since_move = len(request.output_token_ids) - request.moved_at_tokens
+    return since_move < state.plan.parameters.min_tokens_between_moves
+
+
+def _ask_for_grant(state: RouterState, stay: Stay, target: Engine, cause: MoveCause, now: float) -> None:
+    request = stay.request
+    assert request is not None
+    target.num_grants += 1
+    grant_id, num_tokens = target.num_grants, request.num_tokens + 1
+    move = Move(request=request, cause=cause, source=stay, target=target, grant_id=grant_id, started_s=now)
+    request.move = target.grants[grant_id] = move
+    stay.engine.moves_out += 1
+    target.moves_in += 1
+    state.message_to(target).grant_requests.add(
+        grant_id=grant_id, num_tokens=num_tokens, cause=conversion.CAUSE_VALUES[cause]
+    )
+    num_blocks = blocks_for_tokens(num_tokens, target.spec.block_size_tokens)
+    state.table.record_grant_request(target.engine_id, grant_id, num_blocks)
+    state.ring.record(
+        now,
+        request.request_id,
+        "grant_asked",
+        stay.engine.engine_id,
+        target.engine_id,
+        cause.value,
+        num_tokens,
+    )
+
+
+def _note_move(request: LiveRequest, cause: MoveCause) -> None:
+    """Backflow resets the length that Algorithm 1 sorts by (taichi.txt, 3.3)."""
+    request.moved_at_tokens = len(request.output_token_ids)
+    if cause is MoveCause.BACKFLOW:
+        request.reset_at_tokens = request.moved_at_tokens
+
+
+def _close(state: RouterState, move: Move) -> None:
+    """Takes a move out of the counts, and releases the KV if the source has handed off."""
+    move.request.move = None
+    move.source.engine.moves_out -= 1
+    if move.target is not None:
+        move.target.moves_in -= 1
+    ownership.release(state, move.source)

@@ -1,0 +1,83 @@
+"""Who owns a request: slots, fencing numbers, the queue.
+
+A request has one owner at a time. It gets one in ``submit`` alone, with a new fencing number, and is without one in
+``RouterState.waiting`` (``enqueue``). What a former owner still sends is dropped, because its stay has no request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_router import conversion
+from sluice_router.state import Stay
+
+if TYPE_CHECKING:
+    from sluice.v1 import engine_pb2
+    from sluice_router.requests import LiveRequest
+    from sluice_router.state import Engine, RouterState
+
+
+def submit(
+    state: RouterState,
+    request: LiveRequest,
+    engine: Engine,
+    now: float,
+    *,
+    kv: engine_pb2.KvHandle | None = None,
+    grant_id: int = 0,
+) -> None:
+    """Makes an engine the owner of a request, with a new fencing number.
+
+    Args:
+        state: The router's state.
+        request: Has no owner.
+        engine: The new owner.
+        now: The router's clock, in seconds.
+        kv: Where its KV waits; None: prefill there.
+        grant_id: Grant that reserves the room; 0: none.
+    """
+    assert request.stay is None
+    slot = engine.take_slot()
+    engine.num_submits += 1
+    request.fence += 1
+    request.stay = engine.slots[slot] = Stay(
+        engine=engine,
+        slot=slot,
+        request=request,
+        request_id=request.request_id,
+        submit_number=engine.num_submits,
+    )
+    conversion.add_submit(
+        state.message_to(engine),
+        request,
+        slot=slot,
+        submit_number=engine.num_submits,
+        now=now,
+        kv=kv,
+        grant_id=grant_id,
+    )
+
+
+def enqueue(state: RouterState, request: LiveRequest, now: float) -> None:
+    """Lets a request without an owner wait for an engine."""
+    assert request.stay is None
+    request.waiting_since_s = now
+    request.wait_reason = ""
+    request.predicted_ttft_s = None
+    state.waiting[request.request_id] = request
+
+
+def abort_stay(state: RouterState, stay: Stay) -> None:
+    """Tells an engine to end what it runs in a slot; the slot is free once the engine has answered."""
+    stay.request = None
+    if not stay.is_aborted and not stay.engine.is_lost:
+        stay.is_aborted = True
+        state.message_to(stay.engine).aborts.add(slot=stay.slot)
+
+
+def release(state: RouterState, stay: Stay) -> None:
+    """Lets the source of a hand-off free the KV; the slot is free with it."""
+    if stay.is_pinned and not stay.engine.is_lost:
+        stay.is_pinned = False
+        state.message_to(stay.engine).released_slots.append(stay.slot)
+        state.free_slot(stay)

@@ -1,0 +1,232 @@
+"""Admission and placement of requests.
+
+``assign`` asks the core's placement policy and carries out what it decides; it runs whenever something could have changed
+for a waiting request, at most every few milliseconds for the whole queue, and for a new request at once when nobody waits.
+Recoveries, whose clients watch a stalled stream, go first by TPOT debt, with every fifth place left to new prefills.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import TYPE_CHECKING
+
+from sluice_core.records import Place, PrefillRequest, Reject, RequestId, Slo
+from sluice_router import conversion, ending, ownership
+from sluice_router.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    NoEngineError,
+    QueueFullError,
+    ShuttingDownError,
+    SloInfeasibleError,
+)
+from sluice_router.requests import LiveRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sluice_core.records import Plan, SloClass
+    from sluice_router.requests import NewRequest, ResponseSink
+    from sluice_router.state import RouterState
+
+# Shortest time between two looks at the whole queue, and most requests of one look: bounds the loop's pauses.
+ASSIGN_INTERVAL_S = 0.005
+MAX_ASSIGNED_AT_ONCE = 64
+# Recoveries ahead of one new prefill, so that a dead engine does not stop all others.
+RECOVERIES_PER_PREFILL = 4
+# A client should come back when an engine may have started again.
+NO_ENGINE_RETRY_S = 5.0
+
+
+def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -> RequestId:
+    """Takes a request over.
+
+    Args:
+        state: The router's state.
+        new: The request.
+        sink: Its answer.
+        now: The router's clock, in seconds.
+
+    Returns:
+        The router's id of it.
+
+    Raises:
+        InvalidRequestError: Names the field, the value and the limit.
+        ShuttingDownError: This router accepts no more.
+        QueueFullError: Too many requests wait.
+        NoEngineError: No plan is in force.
+    """
+    plan = _check_capacity(state)
+    slo_class = _find_class(plan, new.slo_class)
+    _check_length(state, new)
+    request = LiveRequest(
+        request_id=RequestId(f"req-{state.rng.getrandbits(96):024x}"),
+        new=new,
+        slo=Slo(
+            ttft_s=slo_class.slo.ttft_s if new.ttft_slo_s is None else new.ttft_slo_s,
+            tpot_s=slo_class.slo.tpot_s if new.tpot_slo_s is None else new.tpot_slo_s,
+        ),
+        priority=slo_class.priority if new.priority is None else new.priority,
+        sink=sink,
+        waiting_since_s=now,
+    )
+    if conversion.is_random(new.sampling) and not new.sampling.HasField("seed"):
+        # So that a recovered request goes on with the draws it would have had.
+        new.sampling.seed = state.rng.getrandbits(63)
+    _enter(state, request, now)
+    was_empty = not state.waiting
+    state.waiting[request.request_id] = request
+    if was_empty:
+        assign(state, now)
+    return request.request_id
+
+
+def assign(state: RouterState, now: float) -> None:
+    """Places what waits, in the order that ``_order`` says."""
+    placement = state.placement
+    if placement is None or not state.waiting:
+        return
+    state.last_assign_s = now
+    prefills = [_describe(state, request) for request in _order(state.waiting.values(), now)]
+    for decision in placement.assign(now, prefills, state.table):
+        request = state.waiting[decision.request_id]
+        if isinstance(decision, Place):
+            _place(state, request, decision, now)
+        elif isinstance(decision, Reject):
+            message = (
+                f"no engine can send the first token within {request.slo.ttft_s:g} s; "
+                f"the nearest would be {decision.retry_after_s:.1f} s late"
+            )
+            ending.fail(state, request, SloInfeasibleError(message, retry_after_s=decision.retry_after_s), now)
+        else:
+            request.wait_reason = decision.reason
+
+
+def assign_if_due(state: RouterState, now: float) -> None:
+    """Looks at the whole queue again unless that was just done."""
+    if state.waiting and now - state.last_assign_s >= ASSIGN_INTERVAL_S:
+        assign(state, now)
+
+
+def expire(state: RouterState, now: float) -> None:
+    """Ends requests whose deadline has passed, or that waited for an engine as long as they may."""
+    while state.deadlines and state.deadlines[0][0] <= now:
+        _, request_id = heapq.heappop(state.deadlines)
+        request = state.requests.get(request_id)
+        if request is not None:
+            late = f"the caller's deadline passed after {now - request.new.arrival_s:.1f} s"
+            ending.fail(state, request, DeadlineError(late), now)
+    limit_s = state.limits.wait_limit_s
+    for request in [item for item in state.waiting.values() if now - item.waiting_since_s >= limit_s]:
+        why = request.wait_reason or "no_engine"
+        message = f"no engine took the request within {limit_s:g} s ({why})"
+        error = NoEngineError(message, retry_after_s=NO_ENGINE_RETRY_S)
+        ending.fail(state, request, error, now)
+
+
+def _check_capacity(state: RouterState) -> Plan:
+    if not state.is_accepting:
+        raise ShuttingDownError("this router is about to leave", retry_after_s=1.0)
+    if state.plan is None:
+        raise NoEngineError("no plan is in force yet", retry_after_s=1.0)
+    if len(state.waiting) >= state.limits.max_waiting:
+        message = f"{len(state.waiting)} requests wait for an engine, the limit is {state.limits.max_waiting}"
+        raise QueueFullError(message, retry_after_s=state.limits.wait_limit_s)
+    return state.plan
+
+
+def _find_class(plan: Plan, name: str) -> SloClass:
+    for slo_class in plan.slo_classes:
+        if slo_class.name == name:
+            return slo_class
+    known = ", ".join(repr(slo_class.name) for slo_class in plan.slo_classes)
+    raise InvalidRequestError(f"slo_class {name!r} is unknown; known are {known}", param="slo_class")
+
+
+def _check_length(state: RouterState, new: NewRequest) -> None:
+    prompt_tokens, max_tokens, limit = len(new.prompt_token_ids), new.sampling.max_tokens, state.max_model_len_tokens
+    if prompt_tokens < 1:
+        raise InvalidRequestError("the prompt has no tokens", param="prompt")
+    if max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens is {max_tokens}, at least 1 is needed", param="max_tokens")
+    if limit and prompt_tokens + max_tokens > limit:
+        message = (
+            f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: "
+            f"together more than the model's {limit}"
+        )
+        raise InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
+
+
+def _enter(state: RouterState, request: LiveRequest, now: float) -> None:
+    """Puts an admitted request into the tables."""
+    new = request.new
+    state.requests[request.request_id] = request
+    if new.deadline_s is not None:
+        heapq.heappush(state.deadlines, (new.deadline_s, request.request_id))
+    state.metrics.count("tokens", "prompt", by=len(new.prompt_token_ids))
+    state.ring.record(
+        now,
+        request.request_id,
+        "admitted",
+        new.client_request_id,
+        len(new.prompt_token_ids),
+        new.sampling.max_tokens,
+        request.slo.ttft_s,
+        request.slo.tpot_s,
+        new.slo_class,
+        request.priority,
+    )
+
+
+def _order(waiting: Iterable[LiveRequest], now: float) -> Sequence[LiveRequest]:
+    """Recoveries by TPOT debt, mixed with new prefills by priority and arrival."""
+    recoveries = [request for request in waiting if request.first_token_s is not None]
+    prefills = [request for request in waiting if request.first_token_s is None]
+    prefills.sort(key=lambda request: (-request.priority, request.new.arrival_s))
+    if recoveries:
+        recoveries.sort(key=lambda request: -request.compute_tpot_debt_s(now))
+        mixed: list[LiveRequest] = []
+        for number, request in enumerate(recoveries, start=1):
+            mixed.append(request)
+            if number % RECOVERIES_PER_PREFILL == 0 and prefills:
+                mixed.append(prefills.pop(0))
+        prefills = mixed + prefills
+    return prefills[:MAX_ASSIGNED_AT_ONCE]
+
+
+def _describe(state: RouterState, request: LiveRequest) -> PrefillRequest:
+    avoided = request.excluded | request.died_on
+    usable = [engine.engine_id for engine in state.table if not engine.is_draining]
+    has_others = any(engine_id not in avoided for engine_id in usable)
+    return PrefillRequest(
+        request_id=request.request_id,
+        arrival_s=request.new.arrival_s,
+        prompt_tokens=request.num_tokens,
+        slo=request.slo,
+        priority=request.priority,
+        is_recovery=request.first_token_s is not None,
+        excluded=frozenset(avoided) if avoided and has_others else frozenset(),
+    )
+
+
+def _place(state: RouterState, request: LiveRequest, decision: Place, now: float) -> None:
+    engine = state.engines[decision.engine_id]
+    del state.waiting[request.request_id]
+    request.excluded = frozenset()
+    ownership.submit(state, request, engine, now)
+    state.table.mark_submitted(engine.engine_id, request.request_id, engine.num_submits)
+    role = engine.role.value if engine.role is not None else ""
+    state.metrics.count("placements", role, decision.reason)
+    state.metrics.queue_s[request.new.slo_class].observe(max(0.0, now - request.waiting_since_s))
+    if request.first_token_s is None and math.isfinite(decision.predicted_ttft_s):
+        request.predicted_ttft_s = decision.predicted_ttft_s
+    state.ring.record(
+        now,
+        request.request_id,
+        "submitted",
+        engine.engine_id,
+        request.fence,
+        len(request.output_token_ids),
+        request.first_token_s is not None,
+    )

@@ -1,0 +1,136 @@
+"""What happens to requests when an engine fails: they go on elsewhere, from prompt and emitted tokens.
+
+An engine is lost when its stream ends, when it says hello with another epoch, when it is silent, when it stands still, or
+when it breaks the protocol. What it owned returns to the queue; the next owner gets a higher fencing number, so tokens of
+the old one can never count. A request that was running on two engines when they failed is given up instead of risking a third.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice.v1 import control_pb2, sampling_pb2
+from sluice_core.records import IterationShape
+from sluice_router import ending, moves, ownership
+from sluice_router.errors import EngineFaultError
+from sluice_router.state import MovePhase
+
+if TYPE_CHECKING:
+    from sluice_router.requests import LiveRequest
+    from sluice_router.state import Engine, RouterState, Stay
+
+
+def lose_engine(state: RouterState, engine: Engine, reason: str, now: float, *, fault: str = "") -> None:
+    """Takes an engine's stream out of service and saves what ran there.
+
+    Args:
+        state: The router's state.
+        engine: The stream; one that is lost already changes nothing.
+        reason: One word for metrics: ``stream``, ``epoch``, ``silence``, ``hang``, ``protocol``.
+        now: The router's clock, in seconds.
+        fault: What happened, for people.
+    """
+    if engine.is_lost:
+        return
+    engine.status = control_pb2.ENGINE_STATE_LOST
+    engine.last_fault = fault or reason
+    if state.engines.get(engine.engine_id) is engine:
+        del state.engines[engine.engine_id]
+        state.table.remove(engine.engine_id)
+    state.actions.closes.append((engine, reason))
+    state.metrics.count("engine_losses", reason)
+    state.touch()
+    for move in list(engine.grants.values()):
+        moves.drop_target(state, move, now)
+    for stay in engine.slots:
+        if stay is not None and stay.request is not None:
+            _save(state, stay, stay.request, reason, now)
+
+
+def requeue(state: RouterState, request: LiveRequest, reason: str, now: float) -> None:
+    """Puts a request without an owner back into the queue, or ends it when that makes no sense any more.
+
+    Args:
+        state: The router's state.
+        request: Neither owned nor waiting.
+        reason: Why it lost its owner, for metrics.
+        now: The router's clock, in seconds.
+    """
+    if len(request.output_token_ids) >= request.new.sampling.max_tokens:
+        # Its last token came, the word that it was the last one did not.
+        ending.finish(state, request, sampling_pb2.FINISH_REASON_LENGTH, now)
+        return
+    request.num_recoveries += 1
+    state.metrics.count("recoveries", reason)
+    ownership.enqueue(state, request, now)
+
+
+def find_failure(state: RouterState, engine: Engine, now: float) -> tuple[str, str] | None:
+    """Judges an engine by what has not come.
+
+    Returns:
+        Reason and text of its failure; None while it is well.
+    """
+    limits = state.limits
+    silence_s = now - engine.last_heard_s
+    if silence_s > limits.silence_limit_s:
+        return "silence", f"silent for {silence_s:.1f} s, the limit is {limits.silence_limit_s:g} s"
+    if not _has_work(engine):
+        engine.progress_s = now
+        return None
+    age_s, limit_s = now - engine.progress_s, _age_limit_s(state, engine)
+    if age_s > limit_s:
+        return "hang", f"no iteration for {age_s:.1f} s with work to do, the limit is {limit_s:.1f} s"
+    return None
+
+
+def _save(state: RouterState, stay: Stay, request: LiveRequest, reason: str, now: float) -> None:
+    """Takes a request off a lost engine."""
+    engine = stay.engine
+    stay.request, request.stay = None, None
+    if request.move is not None:
+        in_time = request.move.phase is MovePhase.SUBMITTED
+        moves.abandon(state, request.move, "target_lost" if in_time else "source_lost", now)
+    state.ring.record(now, request.request_id, "lost", engine.engine_id, reason, len(request.output_token_ids))
+    if stay.submit_number <= engine.load.last_submit_number or stay.has_token:
+        # It had reached the scheduler: it may be what killed the engine.
+        request.num_deaths += 1
+    request.died_on.add(engine.engine_id)
+    if request.first_token_s is not None and request.lost_since_s is None:
+        request.lost_since_s = now
+    limits = state.limits
+    if request.num_deaths >= limits.max_deaths:
+        message = f"{request.num_deaths} engines failed while they ran the request; the limit is {limits.max_deaths}"
+        ending.fail(state, request, EngineFaultError(message), now)
+    elif request.num_recoveries >= limits.max_recoveries:
+        message = f"the request went on elsewhere {request.num_recoveries} times; the limit is {limits.max_recoveries}"
+        ending.fail(state, request, EngineFaultError(message), now)
+    else:
+        requeue(state, request, reason, now)
+
+
+def _has_work(engine: Engine) -> bool:
+    """Whether iterations are due. Pulls are left out: they have time limits of their own."""
+    load = engine.load
+    if load.queued_prefill_tokens or load.running_decodes:
+        return True
+    return engine.num_submits > load.last_submit_number and any(
+        stay is not None and stay.submit_number > load.last_submit_number for stay in engine.slots
+    )
+
+
+def _age_limit_s(state: RouterState, engine: Engine) -> float:
+    """The longest time that an iteration may take (router.md, section 5)."""
+    if engine.engine_id not in state.table:
+        return state.limits.iteration_age_floor_s
+    tokens = engine.chunk_size_tokens or engine.spec.max_batch_tokens
+    prefill_tokens = max(0, tokens - engine.load.running_decodes)
+    shape = IterationShape(
+        prefill_tokens=prefill_tokens,
+        attention_work=prefill_tokens * engine.max_model_len_tokens / 2,
+        num_chunks=1,
+        num_decodes=engine.load.running_decodes,
+        decode_context_tokens=engine.load.decode_context_tokens,
+    )
+    longest_s = state.table[engine.engine_id].latency.estimate_iteration_s(shape)
+    return max(state.limits.iteration_age_floor_s, state.limits.iteration_age_factor * longest_s)

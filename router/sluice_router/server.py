@@ -1,0 +1,208 @@
+"""Start and end of a router: what listens, what runs, and in which order it stops.
+
+Start: tokenizer, listeners, discovery; ready once a plan is in force and an engine has acknowledged it. Shutdown: not
+ready, nothing new, let answers under way end within the grace time, fail the rest, close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import random
+import signal
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from aiohttp import web
+from google.protobuf import json_format
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from sluice.v1 import control_pb2_grpc, plan_pb2
+from sluice_router import control, discovery
+from sluice_router.engine_link import EngineLinks
+from sluice_router.errors import PlanRefusedError, ShuttingDownError
+from sluice_router.grpc_api import GrpcApi
+from sluice_router.http_api import HttpApi
+from sluice_router.http_pages import Pages
+from sluice_router.router import Router
+from sluice_router.state import RouterState
+from sluice_router.text.tokenizer import ModelText
+
+if TYPE_CHECKING:
+    from sluice_router.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05
+# Collections walk all tracked objects; what lives since the start need not be walked (router.md, section 2).
+GC_THRESHOLD = 50_000
+CLOSE_GRACE_S = 1.0
+
+
+def make_router(settings: Settings) -> Router:
+    """Makes the data plane, without I/O."""
+    state = RouterState(
+        router_id=settings.router_id or f"router-{uuid.uuid4().hex[:12]}",
+        limits=settings.limits,
+        rng=random.Random(),  # noqa: S311 - ids, seeds and ties, nothing secret
+        started_unix_s=int(time.time()),
+    )
+    return Router(state, time.monotonic)
+
+
+class Server:
+    """A router process.
+
+    Args:
+        settings: Its settings.
+
+    Attributes:
+        router: The data plane.
+        ports: Ports listened on, by name, once started.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.router = make_router(settings)
+        self._links = EngineLinks(
+            self.router,
+            hello_timeout_s=settings.limits.hello_timeout_s,
+            rng=random.Random(),  # noqa: S311 - jitter
+        )
+        self.router.connect(self._links)
+        self._text = ModelText.load(Path(settings.model))
+        self._http = HttpApi(self.router, self._text)
+        self._grpc = GrpcApi(self.router, self._text, self._http.slow_readers)
+        self._control = grpc.aio.server()
+        self._health = health.aio.HealthServicer()
+        self._pages = Pages(self.router, self._text)
+        self._pages_runner: web.ServerRunner | None = None
+        self._stop = asyncio.Event()
+        self.ports: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Serves until ``stop`` is called, then shuts down in order."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._start()
+                runners = [
+                    tasks.create_task(self._tick(), name="tick"),
+                    tasks.create_task(self._report_health(), name="health"),
+                    tasks.create_task(self._discover(tasks), name="discovery"),
+                ]
+                await self._stop.wait()
+                await self._drain()
+                self._links.stop()
+                for runner in runners:
+                    runner.cancel()
+        finally:
+            await self._close()
+
+    def stop(self) -> None:
+        """Begins the shutdown."""
+        self._stop.set()
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        settings = self._settings
+        self._load_plan()
+        self.ports["control"] = await self._start_control()
+        self.ports["metrics"] = await self._start_pages()
+        self.ports["grpc"] = await self._grpc.start(settings.host, settings.grpc_port)
+        self.ports["http"] = await self._http.start(settings.host, settings.http_port)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GC_THRESHOLD, 50, 100)
+        logger.info("router %s listens on %s, ports %s", self.router.state.router_id, settings.host, self.ports)
+
+    def _load_plan(self) -> None:
+        """Takes the mounted plan for a cold start; one that is missing or wrong is no reason not to start."""
+        if not self._settings.plan:
+            return
+        path = Path(self._settings.plan)
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            self.router.apply_plan(json_format.ParseDict(fields, plan_pb2.Plan()))
+        except (OSError, ValueError, json_format.ParseError, PlanRefusedError) as error:
+            logger.warning("plan %s is not applied: %s", path, error)
+
+    async def _start_control(self) -> int:
+        control_pb2_grpc.add_ControlServicer_to_server(control.ControlService(self.router), self._control)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._control)
+        names = (control.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._control)
+        port = self._control.add_insecure_port(f"{self._settings.host}:{self._settings.control_port}")
+        await self._control.start()
+        return port
+
+    async def _start_pages(self) -> int:
+        """Serves probes and metrics on a port of their own, out of the clients' reach."""
+        runner = web.ServerRunner(web.Server(self._show_page, access_log=None), handle_signals=False)
+        await runner.setup()
+        await web.TCPSite(runner, self._settings.host, self._settings.metrics_port).start()
+        self._pages_runner = runner
+        return int(runner.addresses[0][1])
+
+    async def _show_page(self, request: web.BaseRequest) -> web.StreamResponse:
+        page = self._pages.find(request.path)
+        if page is None or request.method not in {"GET", "HEAD"}:
+            return web.Response(status=404)
+        return page()
+
+    # --- running -------------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            self.router.tick()
+            await asyncio.sleep(TICK_S)
+
+    async def _report_health(self) -> None:
+        """The control service serves from the start; the router as a whole only when it is ready."""
+        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(control.SERVICE, serving)
+        while True:
+            await self._health.set("", serving if self.router.is_ready else not_serving)
+            await asyncio.sleep(TICK_S)
+
+    async def _discover(self, tasks: asyncio.TaskGroup) -> None:
+        def start(address: str) -> asyncio.Task[None]:
+            return tasks.create_task(self._links.keep(address), name=f"link {address}")
+
+        def set_addresses(addresses: frozenset[str]) -> None:
+            self._links.set_addresses(addresses, start)
+
+        await discovery.watch(discovery.parse_discovery(self._settings.engines), set_addresses)
+
+    # --- shutdown ------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """Takes nothing new, and lets answers under way end."""
+        self.router.stop_accepting()
+        deadline_s = self.router.now() + self._settings.grace_s
+        while self.router.state.requests and self.router.now() < deadline_s:  # noqa: ASYNC110 - once, at the end
+            await asyncio.sleep(TICK_S)
+        self.router.fail_all(lambda: ShuttingDownError("this router is about to leave", retry_after_s=1.0))
+
+    async def _close(self) -> None:
+        await self._http.close(CLOSE_GRACE_S)
+        await self._grpc.close(CLOSE_GRACE_S)
+        if self._pages_runner is not None:
+            await self._pages_runner.cleanup()
+        await self._control.stop(CLOSE_GRACE_S)
+        self._text.close()
+
+
+async def serve(settings: Settings) -> None:
+    """Runs a router until SIGTERM or SIGINT."""
+    server = Server(settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    await server.run()

@@ -1,0 +1,83 @@
+"""The router's settings: the command line, with an environment fallback for each (``SLUICE_ROUTER_<NAME>``)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class Limits(BaseModel):
+    """Bounds of the data plane. Seconds on the router's clock."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    silence_limit_s: float = Field(default=2.0, gt=0, description="longest silence of an engine's stream")
+    iteration_age_floor_s: float = Field(default=2.0, gt=0, description="least time without progress that means a hang")
+    iteration_age_factor: float = Field(default=5.0, ge=1, description="longest predicted iterations that mean a hang")
+    hello_timeout_s: float = Field(default=10.0, gt=0, description="longest wait for an engine's first message")
+    wait_limit_s: float = Field(default=30.0, gt=0, description="longest wait of a request for an engine")
+    max_waiting: int = Field(default=4096, ge=1, description="most requests that wait for an engine")
+    max_recoveries: int = Field(default=3, ge=0, description="most times a request goes on elsewhere after a failure")
+    max_deaths: int = Field(default=2, ge=1, description="engines that fail under a request until it is given up")
+    max_moves_per_engine: int = Field(default=16, ge=1, description="most moves in flight from or to an engine")
+    grant_timeout_s: float = Field(default=2.0, gt=0, description="longest wait for an answer to a grant request")
+    drain_retry_s: float = Field(
+        default=0.25, gt=0, description="pause before a draining engine's decode is proposed again"
+    )
+    ring_size: int = Field(default=32_768, ge=0, description="events about requests kept for explanations")
+    num_samples: int = Field(default=4096, ge=0, description="requests sampled for the planner")
+
+
+class Settings(BaseModel):
+    """Everything a router is started with."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    http_port: int = Field(default=8000, ge=0, le=65535, description="port of the OpenAI-compatible API")
+    grpc_port: int = Field(default=0, ge=0, le=65535, description="port of the client API over gRPC; 0: a free one")
+    control_port: int = Field(default=0, ge=0, le=65535, description="port of the control API; 0: a free one")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="port of /metrics and the probes; 0: a free one")
+    model: str = Field(description="folder of the model: tokenizer, chat template, generation defaults")
+    engines: str = Field(description="file:PATH (a JSON list of host:port) or dns:NAME:PORT")
+    plan: str = Field(default="", description="file with a plan as JSON, for a cold start")
+    router_id: str = Field(default="", description="unique per router process; made up when empty")
+    grace_s: float = Field(default=30.0, ge=0, description="longest time that streams may take to finish at shutdown")
+    limits: Limits = Limits()
+
+
+def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
+    """Reads the command line.
+
+    Args:
+        arguments: Without the program's name.
+        environment: Fallback for what the command line leaves out; the process's own when None.
+
+    Returns:
+        Checked settings.
+
+    Raises:
+        SystemExit: The command line is wrong, or asks for help.
+        pydantic.ValidationError: A value is out of bounds; names the field, the value and the limit.
+    """
+    environment = os.environ if environment is None else environment
+    parser = argparse.ArgumentParser(prog="sluice_router", description="Routes requests to vLLM engines under SLOs.")
+    fields = {**Settings.model_fields, **Limits.model_fields}
+    del fields["limits"]
+    for name, field in fields.items():
+        fallback = environment.get(f"SLUICE_ROUTER_{name.upper()}")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            default=fallback if fallback is not None else argparse.SUPPRESS,
+            required=field.is_required() and fallback is None,
+            help=(field.description or "").replace("%", "%%"),
+        )
+    values = vars(parser.parse_args(arguments))
+    limits = {name: values.pop(name) for name in Limits.model_fields if name in values}
+    return Settings(**values, limits=Limits(**limits))

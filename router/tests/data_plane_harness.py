@@ -1,0 +1,216 @@
+"""A router's data plane without I/O: a clock in hand, fake cores for engines, sinks that check what they get."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fake_engine import FakeCore, expected_output, make_plan, make_rng
+
+from sluice.v1 import engine_pb2, sampling_pb2
+from sluice_router.requests import NewRequest
+from sluice_router.router import Router
+from sluice_router.settings import Limits
+from sluice_router.state import RouterState
+
+if TYPE_CHECKING:
+    from sluice_core.records import RequestId
+    from sluice_router.errors import RouterError
+    from sluice_router.requests import Finish
+    from sluice_router.state import Engine
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@dataclass
+class CheckingSink:
+    """Takes tokens as a client would, and fails on anything that comes twice, late or out of order."""
+
+    prompt: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
+    num_flushes: int = 0
+    finish: Finish | None = None
+    error: RouterError | None = None
+    stop_at: int | None = None
+    is_cancelled: bool = False
+    raises: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    def on_tokens(self, token_ids, first_index, logprobs) -> int | None:
+        assert not self.is_over
+        assert not self.is_cancelled
+        assert token_ids
+        assert first_index == len(self.token_ids)
+        assert logprobs is None or len(logprobs) == len(token_ids)
+        self.token_ids += token_ids
+        self.logprobs += logprobs or []
+        assert self.token_ids == expected_output(self.prompt, len(self.token_ids))
+        if self.raises is not None:
+            raise self.raises
+        if self.stop_at is not None and len(self.token_ids) >= self.stop_at:
+            return self.stop_at
+        return None
+
+    def flush(self, now: float) -> None:
+        assert not self.is_over
+        assert not self.is_cancelled
+        self.num_flushes += 1
+
+    def on_finished(self, finish: Finish) -> None:
+        assert not self.is_over
+        assert not self.is_cancelled
+        self.finish = finish
+
+    def on_error(self, error: RouterError) -> None:
+        assert not self.is_over
+        assert not self.is_cancelled
+        self.error = error
+
+
+def make_request(prompt_tokens: int = 20, max_tokens: int = 8, *, first: int = 1, now: float = 1000.0, **fields):
+    sampling = fields.pop("sampling", None) or sampling_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    prompt = array("I", range(first, first + prompt_tokens))
+    return NewRequest(prompt_token_ids=prompt, sampling=sampling, arrival_s=now, **fields)
+
+
+class Harness:
+    """Router, cores and the wires between them.
+
+    Messages wait on the wires until ``deliver``; ``run`` delivers and steps until nothing is left to do.
+    """
+
+    def __init__(self, roles: dict[str, str] | None = None, *, limits: Limits | None = None, plan: bool = True) -> None:
+        self.clock = Clock()
+        self.state = RouterState(router_id="router-1", limits=limits or Limits(), rng=make_rng())
+        self.router = Router(self.state, self.clock)
+        self.router.connect(self)
+        self.cores: dict[str, FakeCore] = {}
+        self.engines: dict[str, Engine] = {}
+        self.down: dict[str, deque[engine_pb2.AttachRequest]] = {}
+        self.up: dict[str, deque[engine_pb2.AttachResponse]] = {}
+        self.closed: list[tuple[str, str]] = []
+        self.sinks: dict[RequestId, CheckingSink] = {}
+        for name in roles or {}:
+            self.attach(name)
+        if roles is not None and plan:
+            self.router.apply_plan(make_plan(roles))
+            self.deliver()
+
+    # LinkWriter
+
+    def send(self, engine: Engine, message: engine_pb2.AttachRequest) -> None:
+        if self.engines.get(engine.engine_id) is engine:
+            self.down[engine.engine_id].append(message)
+
+    def close(self, engine: Engine, reason: str) -> None:
+        self.closed.append((engine.engine_id, reason))
+        if self.engines.get(engine.engine_id) is engine:
+            del self.engines[engine.engine_id]
+
+    # wires
+
+    def attach(self, name: str, **fields) -> FakeCore:
+        core = self.cores[name] = FakeCore(name, **fields)
+        self.down[name], self.up[name] = deque(), deque()
+        address = f"127.0.0.1:{len(self.cores)}"
+        hello = core.hello()
+        self.router.set_addresses(frozenset({*self.state.links, address}))
+
+        def register(engine: Engine) -> None:
+            self.engines[name] = engine
+
+        engine = self.router.attach(address, hello.hello, register)
+        self.router.on_step(engine, hello)
+        return core
+
+    def kill(self, name: str) -> None:
+        """The engine's process is gone."""
+        engine = self.engines.pop(name, None)
+        self.cores.pop(name, None)
+        if engine is not None:
+            self.router.lose(engine, "killed")
+
+    def deliver_down(self, name: str) -> None:
+        if self.down[name] and name in self.engines:
+            core = self.cores[name]
+            core.take(self.down[name].popleft())
+            self.up[name] += core.outbox
+            core.outbox.clear()
+
+    def deliver_up(self, name: str) -> None:
+        if self.up[name] and name in self.engines:
+            self.router.on_step(self.engines[name], self.up[name].popleft())
+
+    def deliver(self) -> None:
+        """Delivers everything that is on a wire, and what comes of it."""
+        while any((self.down[name] or self.up[name]) for name in self.engines):
+            for name in list(self.engines):
+                self.deliver_down(name)
+                self.deliver_up(name)
+
+    def step(self, name: str) -> None:
+        self.up[name].append(self.cores[name].step())
+
+    def step_all(self) -> None:
+        """One iteration of every engine, 10 ms later."""
+        self.clock.advance(0.01)
+        for name in list(self.engines):
+            self.step(name)
+        self.deliver()
+        self.router.tick()
+        self.deliver()
+
+    def run(self, num_steps: int = 100) -> None:
+        for _ in range(num_steps):
+            if not self.state.requests:
+                break
+            self.step_all()
+        for _ in range(3):
+            self.step_all()
+
+    # clients
+
+    def admit(self, prompt_tokens: int = 20, max_tokens: int = 8, **fields) -> tuple[RequestId, CheckingSink]:
+        request = make_request(prompt_tokens, max_tokens, now=self.clock.now_s, **fields)
+        sink = CheckingSink(list(request.prompt_token_ids))
+        request_id = self.router.admit(request, sink)
+        self.sinks[request_id] = sink
+        return request_id, sink
+
+    def engine_of(self, request_id: RequestId) -> str:
+        stay = self.state.requests[request_id].stay
+        assert stay is not None
+        return str(stay.engine.engine_id)
+
+    def count(self, name: str, *labels: str) -> int:
+        return self.state.metrics.counters[name][labels]
+
+    def assert_idle(self) -> None:
+        """Nothing leaked: no request, no slot, no KV block, no grant."""
+        assert not self.state.requests
+        assert not self.state.waiting
+        for engine in self.engines.values():
+            assert engine.num_stays == 0, f"{engine.engine_id} has stays"
+            assert all(stay is None for stay in engine.slots)
+            assert not engine.grants
+            assert (engine.moves_in, engine.moves_out) == (0, 0)
+        for name in self.engines:
+            core = self.cores[name]
+            assert core.is_idle, f"{name}: {core.running} {core.pinned} {core.grants}"
