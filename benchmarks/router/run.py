@@ -22,7 +22,7 @@ import report
 import trial
 from contestants import Contestant, Nginx, NoRouter, Site, Sluice, VllmRouter
 from programs import StartError
-from workload import Workload
+from traffic import Workload
 
 NOTE = """\
 Read it so: sluice tokenizes each prompt, detokenizes each token and places each request by its SLO, over one gRPC stream

@@ -18,7 +18,7 @@ from machine import Snapshot, Usage, find_tree, read_pss_bytes
 from pieces import find_pieces, write_pieces
 from programs import StartError, run_program
 from stamps import make_stamps
-from workload import LoadResult, Workload
+from traffic import LoadResult, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
