@@ -24,7 +24,7 @@ from sluice_router.errors import (
     UnsupportedEndpointError,
 )
 from sluice_router.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, HttpStream
-from sluice_router.http_pages import Pages, refuse
+from sluice_router.http_pages import Pages, format_ignored, refuse
 from sluice_router.objectives import read_objectives
 from sluice_router.openai_schema import ChatBody, FieldError, parse_chat, parse_completion
 from sluice_router.output import Output
@@ -239,7 +239,7 @@ class HttpApi:
     async def _answer(
         self, request: web.BaseRequest, body: CompletionBody | ChatBody, prepared: PreparedRequest, ignored: list[str]
     ) -> web.StreamResponse:
-        headers = {"x-sluice-ignored": ", ".join(ignored)} if ignored else {}
+        headers = format_ignored(ignored)
         answer = self._make_format(body, prepared)
         output = Output(self._text, prepared.output)
         if body.stream:

@@ -24,6 +24,7 @@ DEBUG_PREFIX = "/debug/requests/"
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DISTRIBUTION = "sluice-serve"
 MAX_QUOTED_ID_CHARACTERS = 128
+MAX_IGNORED_CHARACTERS = 1024
 
 
 class Pages:
@@ -110,3 +111,11 @@ def refuse(error: RouterError, *, status: int | None = None, headers: dict[str, 
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return web.json_response(format_error(error), status=status or outcome_of(error).http_status, headers=headers)
+
+
+def format_ignored(names: list[str]) -> dict[str, str]:
+    """Formats the header that names ignored fields; what does not belong into a header is shown as ``?``."""
+    if not names:
+        return {}
+    shown = ("".join(c if c.isascii() and c.isprintable() and c != "," else "?" for c in name) for name in names)
+    return {"x-sluice-ignored": ", ".join(shown)[:MAX_IGNORED_CHARACTERS]}

@@ -32,6 +32,9 @@ MAX_NAME_CHARACTERS = 256
 MAX_QUOTED_CHARACTERS = 80
 
 Schema = TypeVar("Schema", bound=BaseModel)
+# What pydantic calls the members of our unions in a path.
+UNION_MEMBERS = frozenset({"str"})
+UNION_PREFIXES = ("list[", "dict[")
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -346,8 +349,9 @@ def check(schema: type[Schema], fields: dict[str, Any]) -> Schema:
 
 
 def explain(error: ValidationError) -> FieldError:
-    """Turns the first violation into the client's terms."""
-    first = error.errors(include_url=False)[0]
+    """Turns a violation into the client's terms: the first field's, and of a union's members the one that came furthest."""
+    errors = error.errors(include_url=False)
+    first = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     reason = first["msg"].removeprefix("Value error, ")
     field = _format_path(first["loc"])
     if first["type"] == "missing":
@@ -358,11 +362,14 @@ def explain(error: ValidationError) -> FieldError:
 
 
 def _format_path(location: tuple[int | str, ...]) -> str:
-    """Writes a path as ``messages[0].content``; names of union members are not the client's."""
+    """Writes a path as ``messages[0].content``; the names of a union's members are not the client's and are left out."""
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif (part.isidentifier() and part not in {"str", "dict"}) or not path:
-            path += f".{part}" if path else part
+        elif not path:
+            path = part
+        elif not (part in UNION_MEMBERS or part.startswith(UNION_PREFIXES)):
+            is_plain = part.isascii() and part.isprintable() and len(part) <= MAX_QUOTED_CHARACTERS
+            path += f".{part if is_plain else ascii(part[:MAX_QUOTED_CHARACTERS])}"
     return path
