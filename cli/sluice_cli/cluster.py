@@ -488,11 +488,10 @@ class LocalCluster:
     def _on_status(self) -> None:
         statuses = [slot.link.status for slot in self._routers.values()]
         plan = self._plan
-        if (
-            plan
-            and plan.generation > self._announced_generation
-            and all(status and status.acknowledged_generation >= plan.generation for status in statuses)
-        ):
+        is_acknowledged = plan is not None and all(
+            status and status.acknowledged_generation >= plan.generation for status in statuses
+        )
+        if plan and is_acknowledged and plan.generation > self._announced_generation and self.view().is_ready:
             self._announced_generation = plan.generation
             self._report(f"plan {plan.generation} is in force on all engines ({self._clock() - self._plan_s:.2f} s)")
         if self.phase == "starting" and self.view().is_ready:

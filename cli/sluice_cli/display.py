@@ -23,7 +23,7 @@ PLAIN_WIDTH = 160
 
 def make_console() -> Console:
     """The console that people see."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
@@ -57,7 +57,7 @@ class Display:
     async def _show_lines(self, cluster: LocalCluster) -> None:
         """Prints a line for each engine whose state changes, and the table when all serve."""
         seen: dict[str, str] = {}
-        was_ready = False
+        was_ready, num_ready = False, 0
         while True:
             view = cluster.view()
             for engine in view.engines:
@@ -67,11 +67,15 @@ class Display:
                     seen[engine.engine_id] = line
                     self.report(line)
             if view.is_ready and not was_ready:
-                self._print_ready(view)
+                num_ready += 1
+                if num_ready == 1:
+                    self._print_ready(view)
+                else:
+                    self.report("all engines serve again")
             was_ready = view.is_ready
             await cluster.wait_for_change()
 
     def _print_ready(self, view: ClusterView) -> None:
         self._console.print(make_table(view))
         self.report(f"{view.name} serves {view.model} on {view.url}")
-        self._console.print(Text(f"try: {make_curl_line(view)}"))
+        self._console.print(Text(f"try: {make_curl_line(view)}"), soft_wrap=True)

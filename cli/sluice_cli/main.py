@@ -117,7 +117,8 @@ def status(name: str | None, *, as_json: bool) -> None:
         return
     console = make_console()
     console.print(make_table(view))
-    console.print(f"try: {make_curl_line(view)}", markup=False)
+    if view.is_ready:
+        console.print(f"try: {make_curl_line(view)}", markup=False, soft_wrap=True)
 
 
 @cli.command()

@@ -121,9 +121,10 @@ class ClusterView:
 
     @property
     def is_ready(self) -> bool:
-        """True when every router and every engine serves."""
+        """True when every router and every engine serves, with a role of the plan in force."""
         has_all = bool(self.routers) and bool(self.engines)
-        return has_all and all(r.is_ready for r in self.routers) and all(e.state == "ready" for e in self.engines)
+        are_engines_ready = all(engine.state == "ready" and engine.role for engine in self.engines)
+        return has_all and are_engines_ready and all(router.is_ready for router in self.routers)
 
     @property
     def url(self) -> str:
