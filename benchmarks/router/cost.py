@@ -2,56 +2,253 @@
 
     .venv/bin/python benchmarks/router/cost.py [--seconds S] [--repeats N] [--json PATH]
 
-The router is measured idle (engines report, nobody asks), under long streams, and under short requests. In each repeat
-the cost of a token and of a request follow from three trials: CPU above idle = a * tokens + b * requests, for the long
-streams and for the short requests of the same prompt length.
+The router is measured idle (engines report, nobody asks), under long streams at several widths, and under one-token
+requests. What a token and a request cost follows, in each repeat, from two of these trials: CPU above idle =
+tokens * cost of a token + requests * cost of a request, for the widest streams and for the one-token streams.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
+import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import contestants
+import machine
+import natives
+import report
+import trial
+from programs import StartError
+from run import add_common_options, make_site
 from traffic import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LONG_PROMPT_TOKENS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A load whose cost is measured.
+class Cases:
+    """The loads whose cost is measured, by name.
 
     Args:
-        name: For tables.
-        workload: The load.
+        streams: Long streams, narrow to wide.
+        one_token_streams: Requests that stream one token.
+        others: Further loads for the table.
     """
 
-    name: str
-    workload: Workload
+    streams: dict[str, Workload]
+    one_token_streams: tuple[str, Workload]
+    others: dict[str, Workload]
+
+    def all(self) -> dict[str, Workload]:
+        """All of them, in the order of the table."""
+        return {**self.streams, self.one_token_streams[0]: self.one_token_streams[1], **self.others}
 
 
-def make_cases(options: argparse.Namespace) -> list[Case]:
-    """Makes the loads: streams at several widths, then short requests."""
+def make_cases(options: argparse.Namespace) -> Cases:
+    """Makes the loads that the command line asks for."""
 
-    def workload(**values: float) -> Workload:
-        common = Workload(
+    def make(*, num_tokens: int = 1, prompt_tokens: int = options.prompt_tokens, **shape: Any) -> Workload:
+        return Workload(
             num_engines=options.engines,
             chunk_tokens=options.chunk_tokens,
             warmup_s=options.warmup_seconds,
             seconds=options.seconds,
-            prompt_tokens=options.prompt_tokens,
+            num_tokens=num_tokens,
+            prompt_tokens=prompt_tokens,
+            **shape,
         )
-        return Workload(**{**common.as_json(), **values})
 
-    streams = [
-        Case(name=f"{count} streams", workload=workload(concurrency=count, num_tokens=options.tokens))
-        for count in options.streams
-    ]
     rate = options.request_rate
-    long_prompt = workload(rate=rate, num_tokens=1, prompt_tokens=LONG_PROMPT_TOKENS)
-    return [
-        *streams,
-        Case(name=f"{rate:g} one-token streams/s", workload=workload(rate=rate, num_tokens=1)),
-        Case(name=f"{rate:g} one-token unary/s", workload=workload(rate=rate, num_tokens=1, is_unary=True)),
-        Case(name=f"the same, prompts of {LONG_PROMPT_TOKENS}", workload=long_prompt),
-    ]
+    return Cases(
+        streams={
+            f"{count} streams": make(concurrency=count, num_tokens=options.tokens) for count in sorted(options.streams)
+        },
+        one_token_streams=(f"{rate:g} one-token streams/s", make(rate=rate)),
+        others={
+            f"{rate:g} one-token answers/s": make(rate=rate, is_unary=True),
+            f"{rate:g} streams/s, prompts of {LONG_PROMPT_TOKENS}": make(rate=rate, prompt_tokens=LONG_PROMPT_TOKENS),
+        },
+    )
+
+
+class Costs:
+    """Collects the trials. Mutable.
+
+    Args:
+        options: The command line.
+        cases: The loads.
+        site: Where.
+        files: Shared files.
+    """
+
+    def __init__(self, options: argparse.Namespace, cases: Cases, site: contestants.Site, files: trial.Files) -> None:
+        self._options = options
+        self._cases = cases
+        self._site = site
+        self._files = files
+        self._router = contestants.Sluice(strategy=options.strategy)
+        self.idle: list[trial.Idle] = []
+        self.repeats: report.Repeats = []
+        self.failures: list[str] = []
+
+    def measure_all(self) -> None:
+        """Runs every load once per repeat."""
+        for number in range(self._options.repeats):
+            self.repeats.append({})
+            label = f"repeat {number + 1}/{self._options.repeats}"
+            try:
+                idle = trial.run_idle(self._router, self._idle_workload(), self._site, self._files)
+                self.idle.append(idle)
+                print(f"{label}: idle: router {idle.usage.router_cores:.3f} core", flush=True)
+                for name, workload in self._cases.all().items():
+                    self.repeats[-1][name] = self._measure(name, workload, label)
+            except StartError as error:
+                self.failures.append(f"{label}: {error}")
+                print(f"{label}: FAILED: {error}", flush=True)
+
+    def _idle_workload(self) -> Workload:
+        return next(iter(self._cases.streams.values()))
+
+    def _measure(self, name: str, workload: Workload, label: str) -> trial.Measurement:
+        for attempt in range(self._options.max_retries + 1):
+            found = trial.run_trial(self._router, workload, self._site, self._files)
+            print(f"{label}: {name}: {trial.summarize(found)}", flush=True)
+            if not found.void_reasons or attempt == self._options.max_retries:
+                break
+        return found
+
+    def split(self) -> tuple[report.Spread, report.Spread]:
+        """Splits CPU above idle into the cost of a token and of a request.
+
+        Returns:
+            Microseconds per token, microseconds per request (prompt and one stream included, its tokens not).
+        """
+        wide, short = list(self._cases.streams)[-1], self._cases.one_token_streams[0]
+        per_token, per_request = [], []
+        complete = [(idle, found) for idle, found in zip(self.idle, self.repeats, strict=False) if short in found]
+        for idle, found in complete:
+            costs = solve_costs([found[wide], found[short]], idle.usage.router_cores)
+            per_token.append(costs[0])
+            per_request.append(costs[1])
+        return report.Spread.of(per_token), report.Spread.of(per_request)
+
+
+def solve_costs(pair: Sequence[trial.Measurement], idle_cores: float) -> tuple[float, float]:
+    """Solves cores - idle = tokens/s * a + requests/s * b for two trials.
+
+    Args:
+        pair: The trials; their mixes of tokens and requests must differ.
+        idle_cores: The router's cores when nobody asks.
+
+    Returns:
+        a and b in microseconds.
+    """
+    (tokens_1, requests_1, cores_1), (tokens_2, requests_2, cores_2) = (
+        (found.tokens_per_s, found.requests_per_s, found.usage.router_cores - idle_cores) for found in pair
+    )
+    determinant = tokens_1 * requests_2 - tokens_2 * requests_1
+    if not determinant:
+        return float("nan"), float("nan")
+    per_token = (cores_1 * requests_2 - cores_2 * requests_1) / determinant
+    per_request = (tokens_1 * cores_2 - tokens_2 * cores_1) / determinant
+    return per_token * 1e6, per_request * 1e6
+
+
+def format_costs(costs: Costs, names: Sequence[str]) -> str:
+    """Makes the table."""
+    header = (
+        *("load", "router core", "CPU us/token", "CPU us/request", "tokens/s", "requests/s", "added p50", "p99 ms"),
+        *("TTFT+ p50", "p99 ms", "PSS MiB", "errors", "void"),
+    )
+    idle_cores = report.Spread.of([idle.usage.router_cores for idle in costs.idle])
+    idle_pss = report.Spread.of([idle.pss_bytes / report.MIB for idle in costs.idle])
+    empty = ["-"] * (len(header) - 2)
+    empty[-3:] = [idle_pss.format(0, has_range=False), "0", "-"]
+    rows = [["idle", idle_cores.format(3), *empty]]
+    for name in names:
+        trials = report.choose_valid(costs.repeats, name)
+        if not trials:
+            continue
+        columns = [
+            ([found.usage.router_cores for found in trials], 2),
+            ([found.cpu_us_per_token for found in trials], 1),
+            ([found.cpu_us_per_request for found in trials], 0),
+            ([found.tokens_per_s for found in trials], 0),
+            ([found.requests_per_s for found in trials], 0),
+            ([found.load.token_latency.p50_ms for found in trials], 2),
+            ([found.load.token_latency.p99_ms for found in trials], 2),
+            ([found.load.added_ttft.p50_ms for found in trials], 2),
+            ([found.load.added_ttft.p99_ms for found in trials], 2),
+            ([found.pss_bytes / report.MIB for found in trials], 0),
+        ]
+        cells = [report.Spread.of(values).format(digits, has_range=i < 3) for i, (values, digits) in enumerate(columns)]
+        everything = [repeat[name] for repeat in costs.repeats if name in repeat]
+        num_void = sum(bool(found.void_reasons) for found in everything)
+        rows.append(
+            [name, *cells, str(sum(found.load.num_errors for found in trials)), f"{num_void}/{len(everything)}"]
+        )
+    return report.format_table(header, rows)
+
+
+def parse_options() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[250, 1000, 2000], help="widths of the long streams")
+    parser.add_argument("--request-rate", type=float, default=200.0, help="one-token requests per second")
+    parser.add_argument("--repeats", type=int, default=3, help="trials of each load (default %(default)s)")
+    parser.add_argument("--json", type=Path, default=natives.BUILD / "router-cost.json", help="result file")
+    add_common_options(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the command line."""
+    options = parse_options()
+    cases = make_cases(options)
+    load = natives.build("load")
+    with (
+        tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder,
+        trial.make_files(options.model, options.tokens) as files,
+    ):
+        costs = Costs(options, cases, make_site(options, (options.logs or Path(folder)).resolve()), files)
+        before = machine.calibrate(load, trial.ROUTER_CORE)
+        costs.measure_all()
+        after = machine.calibrate(load, trial.ROUTER_CORE)
+    per_token, per_request = costs.split()
+    version = contestants.Sluice().version()
+    print(
+        f"\nsluice {version}, {options.strategy}; {next(iter(cases.streams.values())).describe()}; {options.repeats} repeats\n"
+    )
+    print(format_costs(costs, list(cases.all())))
+    print(f"\nCPU above idle: {per_token.format(1)} us per token + {per_request.format(0)} us per request")
+    print(report.format_calibration(before, after))
+    print("machine: " + ", ".join(f"{key} {value}" for key, value in machine.describe().items()))
+    result = {
+        "benchmark": "router cost",
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": sys.argv,
+        "version": version,
+        "machine": machine.describe(),
+        "calibration": {"before": before, "after": after},
+        "us_per_token": per_token.as_json(),
+        "us_per_request": per_request.as_json(),
+        "idle_cores": [idle.usage.router_cores for idle in costs.idle],
+        "idle_pss_bytes": [idle.pss_bytes for idle in costs.idle],
+        "workloads": {name: workload.as_json() for name, workload in cases.all().items()},
+        "repeats": [{name: found.as_json() for name, found in repeat.items()} for repeat in costs.repeats],
+        "failures": costs.failures,
+    }
+    report.write_json(options.json, result)
+    print(f"written to {options.json}")
+    return 1 if costs.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

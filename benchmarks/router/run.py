@@ -99,25 +99,11 @@ class Run:
                 self.failures.append(f"{contestant.name}, {label}: {error}")
                 print(f"{label}: {contestant.name}: FAILED: {error}", flush=True)
                 return
-            print(f"{label}: {_summarize(found)}", flush=True)
+            print(f"{label}: {contestant.name}: {trial.summarize(found)}", flush=True)
             if not found.void_reasons or attempt == self._options.max_retries:
                 break
             self.voided.append(found)
         self.repeats[-1][contestant.name] = found
-
-
-def _summarize(found: trial.Measurement) -> str:
-    latency = found.load.token_latency
-    parts = [
-        f"{found.contestant}: {found.tokens_per_s:,.0f} tokens/s, router {found.usage.router_cores:.2f} core",
-        f"added p50 {latency.p50_ms:.2f} p99 {latency.p99_ms:.2f} ms",
-        f"core {trial.LOAD_CORE} {found.usage.core_busy[trial.LOAD_CORE]:.0%} busy, foreign {found.usage.foreign:.2f}",
-    ]
-    if found.load.num_errors:
-        parts.append(f"{found.load.num_errors} errors ({found.load.first_error})")
-    if found.void_reasons:
-        parts.append("VOID: " + ", ".join(found.void_reasons))
-    return "; ".join(parts)
 
 
 def make_site(options: argparse.Namespace, folder: Path) -> Site:

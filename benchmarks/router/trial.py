@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,16 @@ class Measurement:
         """Tokens that clients read per second."""
         return self.load.tokens / self.load.seconds
 
+    @property
+    def requests_per_s(self) -> float:
+        """Answers per second that were whole and right."""
+        return self.load.requests_finished / self.load.seconds
+
+    @property
+    def cpu_us_per_request(self) -> float:
+        """CPU time of the router per answer, its tokens included, in microseconds."""
+        return self.usage.router_cores * 1e6 / self.requests_per_s if self.load.requests_finished else float("nan")
+
     def as_json(self) -> dict[str, Any]:
         """For the result file."""
         return {
@@ -84,6 +95,19 @@ class Measurement:
             "pss_bytes": self.pss_bytes,
             "load": dict(self.load.raw),
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """A router with engines and without clients.
+
+    Args:
+        usage: Of the machine in the window.
+        pss_bytes: Memory of the router.
+    """
+
+    usage: Usage
+    pss_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +178,37 @@ def run_trial(contestant: Contestant, workload: Workload, site: Site, files: Fil
         pss_bytes=pss,
         void_reasons=tuple(_find_void_reasons(workload, result, usage)),
     )
+
+
+def run_idle(contestant: Contestant, workload: Workload, site: Site, files: Files) -> Idle:
+    """Measures a router that nobody asks, over the workload's window.
+
+    Raises:
+        StartError: The stub or the router does not come up.
+    """
+    with _run_stub(contestant.backend, workload, site, files), contestant.run(site) as router:
+        if router is None:
+            raise StartError(f"{contestant.name} has no process to measure")
+        time.sleep(1.0)
+        before = Snapshot.take(router.pid)
+        time.sleep(workload.seconds)
+        after = Snapshot.take(router.pid)
+        return Idle(usage=Usage.between(before, after), pss_bytes=read_pss_bytes(find_tree(router.pid)))
+
+
+def summarize(found: Measurement) -> str:
+    """One line for people who watch."""
+    latency = found.load.token_latency
+    parts = [
+        f"{found.tokens_per_s:,.0f} tokens/s, router {found.usage.router_cores:.2f} core",
+        f"added p50 {latency.p50_ms:.2f} p99 {latency.p99_ms:.2f} ms",
+        f"core {LOAD_CORE} {found.usage.core_busy[LOAD_CORE]:.0%} busy, foreign {found.usage.foreign:.2f}",
+    ]
+    if found.load.num_errors:
+        parts.append(f"{found.load.num_errors} errors ({found.load.first_error})")
+    if found.void_reasons:
+        parts.append("VOID: " + ", ".join(found.void_reasons))
+    return "; ".join(parts)
 
 
 @contextmanager
