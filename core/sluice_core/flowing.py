@@ -27,6 +27,7 @@ __all__ = ["DecodeSet", "FlowPolicy", "FlowRequest"]
 MAX_STANDING_PROPOSALS = 16  # of one engine at a time
 PROPOSAL_BACKOFF_S = 0.25  # before an unanswered proposal is made again; doubles each time
 MAX_PROPOSAL_BACKOFF_S = 2.0  # the life of a grant (architecture.md 4.3)
+_MAX_DOUBLINGS = 8  # beyond the longest back-off, and far from overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +189,8 @@ class FlowPolicy:
 
 def _propose(now: float, engine: DecodeSet, decode: Decode, cause: MoveCause) -> MoveProposal:
     """Make a proposal and let it stand."""
-    backoff_s = min(MAX_PROPOSAL_BACKOFF_S, PROPOSAL_BACKOFF_S * 2.0**decode.num_proposals)
+    doublings = min(decode.num_proposals, _MAX_DOUBLINGS)
+    backoff_s = min(MAX_PROPOSAL_BACKOFF_S, PROPOSAL_BACKOFF_S * 2.0**doublings)
     engine.propose(decode, now + backoff_s)
     return MoveProposal(
         request_id=decode.request_id,

@@ -1,0 +1,238 @@
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice_core.engines import EngineSpec, EngineTable
+from sluice_core.kv import blocks_for_tokens
+from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
+
+SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
+A, B = EngineId("a"), EngineId("b")
+
+
+def make_table(*sizes):
+    table = EngineTable()
+    for number, (role, chunk) in enumerate(sizes):
+        table.add(EngineId("ab"[number]), SPEC, role=role, chunk_size_tokens=chunk)
+    return table
+
+
+def load(**changes):
+    return EngineLoad(**({"kv_blocks_total": 1000} | changes))
+
+
+def place(table, engine_id, request_id, now=0.0, tokens=160, execute_s=0.5):
+    table.record_placement(
+        engine_id,
+        RequestId(request_id),
+        now,
+        tokens=tokens,
+        kv_tokens=tokens,
+        execute_s=execute_s,
+        is_recovery=False,
+    )
+
+
+@pytest.fixture
+def table():
+    table = make_table((Role.PREFILL_HEAVY, 2048), (Role.DECODE_HEAVY, 256))
+    table.report(A, load(), 0.0)
+    table.report(B, load(), 0.0)
+    return table
+
+
+def test_an_engine_takes_placements_from_its_first_report_on():
+    table = make_table((Role.PREFILL_HEAVY, 2048))
+    assert [view.blocked_reason for view in table.blocked.values()] == ["no_report"]
+    table.report(A, load(), 0.0)
+    assert not table.blocked
+    assert len(table.order) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: t.configure(A, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048, is_draining=True), "draining"),
+        (lambda t: t.configure(A, role=Role.PREFILL_HEAVY, chunk_size_tokens=0), "room"),
+        (lambda t: t.report(A, load(running_decodes=2048), 1.0), "room"),
+    ],
+    ids=["draining", "chunk size 0", "decodes fill the chunk"],
+)
+def test_an_engine_that_can_take_nothing_leaves_the_order(table, change, reason):
+    change(table)
+    assert table.blocked[A].blocked_reason == reason
+    assert [entry[-1].engine_id for entry in table.order] == [B]
+
+
+def test_own_placements_count_until_a_report_includes_them(table):
+    place(table, A, "r1")
+    place(table, A, "r2")
+    assert table[A].queued_prefill_tokens == 320
+    assert table[A].free_at_s == pytest.approx(1.0)
+    assert table[A].reserved_kv_blocks == 20
+    table.mark_submitted(A, RequestId("r1"), 1)
+    table.mark_submitted(A, RequestId("r2"), 2)
+    table.report(A, load(last_submit_number=1, queued_prefill_tokens=100, queued_requests=1), 1.0)
+    assert list(table[A].in_flight) == ["r2"]
+    assert table[A].queued_prefill_tokens == 100 + 160
+    table.report(A, load(last_submit_number=2), 2.0)
+    assert not table[A].in_flight
+    assert (table[A].queued_prefill_tokens, table[A].free_at_s, table[A].reserved_kv_blocks) == (0, 2.0, 0)
+
+
+def test_a_placement_that_is_not_submitted_yet_outlives_reports(table):
+    place(table, A, "r1")
+    table.report(A, load(last_submit_number=7), 1.0)
+    assert list(table[A].in_flight) == ["r1"]
+
+
+def test_a_cancelled_placement_leaves_nothing_behind(table):
+    before = table[A].view
+    place(table, A, "r1")
+    table.cancel_placement(A, RequestId("r1"), 1.0)
+    table.cancel_placement(A, RequestId("r1"), 1.0)
+    table.cancel_placement(EngineId("gone"), RequestId("r1"), 1.0)
+    assert table[A].view == before
+
+
+def test_work_begins_now_on_an_engine_that_was_free_long_ago(table):
+    place(table, A, "r1", now=100.0)
+    assert table[A].free_at_s == pytest.approx(100.5)
+
+
+def test_marking_an_unknown_placement_is_refused(table):
+    with pytest.raises(ValueError, match="'r9'"):
+        table.mark_submitted(A, RequestId("r9"), 1)
+
+
+def test_adding_an_engine_twice_is_refused(table):
+    with pytest.raises(ValueError, match="'a'"):
+        table.add(A, SPEC, role=Role.PREFILL_HEAVY, chunk_size_tokens=1)
+
+
+def test_a_removed_engine_is_forgotten(table):
+    table.remove(A)
+    table.remove(A)
+    assert A not in table
+    assert table.get(A) is None
+    assert [entry[-1].engine_id for entry in table.order] == [B]
+
+
+def test_roles_are_void_when_all_chunk_sizes_are_equal(table):
+    assert not table.are_roles_void
+    assert table[A].view.transfer_per_token_s > 0
+    table.configure(B, role=Role.DECODE_HEAVY, chunk_size_tokens=2048)
+    assert table.are_roles_void
+    assert table[A].view.transfer_per_token_s == table[A].view.transfer_latency_s == 0
+    assert {entry[1] for entry in table.order} == {0}
+
+
+def test_a_draining_engine_does_not_keep_roles_alive(table):
+    table.configure(B, role=Role.DECODE_HEAVY, chunk_size_tokens=256, is_draining=True)
+    assert table.are_roles_void
+
+
+def test_the_measured_pull_rate_sets_the_transfer_time(table):
+    table.report(B, load(pull_bytes_per_s=1e6), 1.0)
+    table.report(A, load(), 1.0)
+    assert table[A].view.transfer_per_token_s == pytest.approx(1000 / 1e6)
+
+
+def test_queue_time_is_the_models_estimate_of_the_reported_sums(table):
+    for _ in range(3):
+        table.observe_iteration(A, IterationShape(num_decodes=8, decode_context_tokens=800), 0.05)
+    sums = {"queued_prefill_tokens": 5000, "queued_attention_work": 1e7, "queued_requests": 2}
+    table.report(A, load(running_decodes=8, decode_context_tokens=800, iteration_remaining_s=0.01, **sums), 3.0)
+    queue_s = table[A].latency.estimate_prefill_s(
+        tokens=5000, attention_work=1e7, num_prompts=2, room_tokens=2040, num_decodes=8, decode_context_tokens=800
+    )
+    assert table[A].free_at_s == pytest.approx(3.01 + queue_s)
+
+
+def test_pending_grants_count_until_they_are_answered(table):
+    table.record_grant_request(B, 7, 10)
+    assert table[B].committed_kv_blocks == 10
+    table.record_grant_answer(B, 7)
+    table.record_grant_answer(B, 7)
+    table.record_grant_answer(EngineId("gone"), 7)
+    assert table[B].committed_kv_blocks == 0
+
+
+def configure(table, engine_id, rng, now):
+    is_draining = rng.random() < 0.3
+    chunk = rng.choice([0, 256, 2048])
+    table.configure(engine_id, role=rng.choice(list(Role)), chunk_size_tokens=chunk, is_draining=is_draining)
+
+
+def report(table, engine_id, rng, now):
+    tokens = rng.choice([0, 0, 500, 5000])
+    fields = {
+        "last_submit_number": rng.randrange(10),
+        "queued_prefill_tokens": tokens,
+        "queued_requests": min(tokens, 1),
+        "running_decodes": rng.choice([0, 10, 256]),
+        "kv_blocks_used": rng.randrange(1000),
+    }
+    table.report(engine_id, load(**fields), now)
+
+
+def place_any(table, engine_id, rng, now):
+    if engine_id not in table.blocked:
+        place(table, engine_id, f"r{now}", now, tokens=rng.randrange(1, 3000))
+
+
+def submit(table, engine_id, rng, now):
+    if table[engine_id].in_flight:
+        table.mark_submitted(engine_id, rng.choice(list(table[engine_id].in_flight)), rng.randrange(10))
+
+
+def cancel(table, engine_id, rng, now):
+    if table[engine_id].in_flight:
+        table.cancel_placement(engine_id, rng.choice(list(table[engine_id].in_flight)), now)
+
+
+EVENTS = {
+    "remove": lambda table, engine_id, rng, now: table.remove(engine_id),
+    "configure": configure,
+    "report": report,
+    "place": place_any,
+    "submit": submit,
+    "cancel": cancel,
+    "grant": lambda table, engine_id, rng, now: table.record_grant_request(
+        engine_id, rng.randrange(4), rng.randrange(50)
+    ),
+    "answer": lambda table, engine_id, rng, now: table.record_grant_answer(engine_id, rng.randrange(4)),
+}
+
+
+@settings(max_examples=200)
+@given(
+    events=st.lists(
+        st.tuples(st.sampled_from([*EVENTS, "place", "report"]), st.integers(0, 5), st.integers(0, 2**31)), max_size=60
+    )
+)
+def test_order_and_sums_hold_after_any_history(events):
+    table = EngineTable()
+    for step, (event, engine, seed) in enumerate(events):
+        engine_id = EngineId(f"e{engine}")
+        if engine_id not in table:
+            table.add(engine_id, SPEC, role=Role.DECODE_HEAVY, chunk_size_tokens=256)
+        EVENTS[event](table, engine_id, random.Random(seed), float(step))
+        assert table.order == sorted(table.order)
+        assert len(table.order) + len(table.blocked) == len(table)
+        for state in table:
+            placements = state.in_flight.values()
+            assert state.queued_prefill_tokens == state.load.queued_prefill_tokens + sum(p.tokens for p in placements)
+            assert (state.entry is None) == (state.engine_id in table.blocked)
+            assert state.view.queued_prefill_tokens == state.queued_prefill_tokens
+            assert state.view.free_at_s == state.free_at_s
+            queued = blocks_for_tokens(state.load.queued_prefill_tokens, 16)
+            assert state.reserved_kv_blocks == queued + sum(p.blocks for p in placements)
+            free = 1000 - state.load.kv_blocks_used - sum(state.pending_grants.values()) - state.reserved_kv_blocks
+            if state.reported_at_s is not None:
+                assert state.view.available_tokens == free * 16
+            assert state.room_tokens > 0 or state.engine_id in table.blocked
+            assert math.isfinite(state.free_at_s) or state.engine_id in table.blocked

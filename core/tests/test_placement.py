@@ -1,0 +1,451 @@
+import math
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice_core.engines import PROVEN_OBSERVATIONS, EngineSpec, EngineTable
+from sluice_core.latency import TRANSFER_LATENCY_S, compute_attention_work
+from sluice_core.placement import MAX_RECORDED_ENGINES, LengthAwarePlacement, explain
+from sluice_core.records import (
+    EarlyRejection,
+    EngineId,
+    EngineLoad,
+    FlowParameters,
+    Hold,
+    IterationShape,
+    Place,
+    PrefillRequest,
+    Reject,
+    RequestId,
+    Role,
+    Slo,
+)
+
+SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=200_000, max_num_seqs=256, max_batch_tokens=8192)
+P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
+CHUNKS = {P: 2048, D: 256}
+
+
+def make_table(*engines, observations=PROVEN_OBSERVATIONS):
+    """Make a table of engines, each a dict: role, chunk and load fields."""
+    table = EngineTable()
+    for number, engine in enumerate(engines):
+        fields = {"kv_blocks_total": 10_000} | engine
+        role = fields.pop("role", P)
+        engine_id = EngineId(f"e{number}")
+        table.add(engine_id, SPEC, role=role, chunk_size_tokens=fields.pop("chunk", CHUNKS[role]))
+        num_observed = fields.pop("observations", observations)
+        speed = fields.pop("speed", 1.0)
+        for _ in range(num_observed):
+            table.observe_iteration(
+                engine_id,
+                IterationShape(prefill_tokens=512, attention_work=131_072, num_chunks=1, num_decodes=16),
+                0.07 * speed,
+            )
+        is_draining = fields.pop("is_draining", False)
+        tokens = fields.get("queued_prefill_tokens", 0)
+        if tokens:
+            fields = {"queued_requests": 1, "queued_attention_work": compute_attention_work(tokens, 0)} | fields
+        table.report(engine_id, EngineLoad(**fields), 0.0)
+        if is_draining:
+            table.configure(engine_id, role=role, chunk_size_tokens=CHUNKS[role], is_draining=True)
+    return table
+
+
+def make_request(number=0, *, tokens=1000, ttft_s=5.0, arrival_s=0.0, **fields):
+    return PrefillRequest(
+        request_id=RequestId(f"r{number}"),
+        arrival_s=arrival_s,
+        prompt_tokens=tokens,
+        slo=Slo(ttft_s=ttft_s, tpot_s=0.05),
+        **fields,
+    )
+
+
+def make_policy(early_rejection=EarlyRejection.OFF, seed=0):
+    return LengthAwarePlacement(FlowParameters(early_rejection=early_rejection), random.Random(seed))
+
+
+def decide(table, request, policy=None, now=0.0, cached_tokens=None):
+    return (policy or make_policy()).assign(now, [request], table, cached_tokens)[0]
+
+
+# The paper's Algorithm 2, line by line, from the table's raw state; KV fit and room are router.md's.
+def estimate_by_the_book(state, table, request, now):
+    """Q, E and T: lines 3 to 5."""
+    if state.load.running_decodes >= state.chunk_size_tokens or state.is_draining:
+        return math.inf, math.inf, 0.0
+    room = min(state.chunk_size_tokens, state.spec.max_batch_tokens) - state.load.running_decodes
+
+    def estimate(tokens, work, prompts):
+        return state.latency.estimate_prefill_s(
+            tokens=tokens,
+            attention_work=work,
+            num_prompts=prompts,
+            room_tokens=room,
+            num_decodes=state.load.running_decodes,
+            decode_context_tokens=state.load.decode_context_tokens,
+        )
+
+    load = state.load
+    free_at = state.reported_at_s + load.iteration_remaining_s
+    free_at += estimate(load.queued_prefill_tokens, load.queued_attention_work, load.queued_requests)
+    for placement in state.in_flight.values():
+        free_at += estimate(placement.tokens, compute_attention_work(placement.tokens, 0), 1)
+    execute = estimate(request.prompt_tokens, compute_attention_work(request.prompt_tokens, 0), 1)
+    transfer = 0.0
+    chunk_sizes = {s.chunk_size_tokens for s in table if not s.is_draining}
+    if state.role is P and len(chunk_sizes) > 1:
+        rate = table.pull_bytes_per_s or 10e9
+        transfer = TRANSFER_LATENCY_S + request.prompt_tokens * state.spec.kv_bytes_per_token / rate
+    return max(0.0, free_at - now), execute, transfer
+
+
+def fits_by_the_book(state, request):
+    load, size = state.load, state.spec.block_size_tokens
+    reserved = -(-load.queued_prefill_tokens // size) + max(0, load.queued_requests - 1)
+    reserved += sum(-(-p.tokens // size) for p in state.in_flight.values())
+    free = load.kv_blocks_total - load.kv_blocks_used - load.kv_blocks_granted
+    return free - reserved >= -(-request.prompt_tokens // size)
+
+
+def choose_by_the_book(table, request, now):
+    """All engines that Algorithm 2 may return, ties to P-heavy applied; empty: none is feasible."""
+    feasible = []
+    for state in table:
+        q, e, t = estimate_by_the_book(state, table, request, now)
+        is_close = abs(now + q + e + t - request.arrival_s - request.slo.ttft_s) < 1e-9
+        if is_close:
+            return None  # rounding decides: the formulas add in different orders
+        if now + q + e + t < request.arrival_s + request.slo.ttft_s and fits_by_the_book(state, request):
+            feasible.append(state)
+    is_ranked = len({s.chunk_size_tokens for s in table if not s.is_draining}) > 1
+
+    def key(state):
+        queue = state.load.queued_prefill_tokens + sum(p.tokens for p in state.in_flight.values())
+        return queue, is_ranked and state.role is D
+
+    least = min(map(key, feasible), default=None)
+    return {state.engine_id for state in feasible if key(state) == least}
+
+
+engine_states = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from([P, D]),
+        "queued_prefill_tokens": st.sampled_from([0, 0, 0, 500, 500, 3000, 20_000]),
+        "running_decodes": st.sampled_from([0, 10, 100, 256]),
+        "decode_context_tokens": st.integers(0, 200_000),
+        "kv_blocks_used": st.sampled_from([0, 5000, 9900, 10_000]),
+        "kv_blocks_granted": st.sampled_from([0, 50]),
+        "iteration_remaining_s": st.floats(0, 0.1),
+        "speed": st.sampled_from([0.5, 1.0, 1.0, 3.0]),
+        "is_draining": st.sampled_from([False, False, False, True]),
+    },
+    optional={"chunk": st.sampled_from([0, 64, 512, 512])},
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    engines=st.lists(engine_states, min_size=1, max_size=8),
+    requests=st.lists(st.tuples(st.integers(1, 6000), st.floats(0.01, 10)), min_size=1, max_size=8),
+    seed=st.integers(0, 1000),
+)
+def test_the_ordered_walk_chooses_what_algorithm_2_chooses(engines, requests, seed):
+    table, policy = make_table(*engines, observations=2), make_policy(seed=seed)
+    for number, (tokens, ttft_s) in enumerate(requests):
+        now = 0.01 * number
+        request = make_request(number, tokens=tokens, ttft_s=ttft_s, arrival_s=now)
+        expected = choose_by_the_book(table, request, now)
+        decision = decide(table, request, policy, now)
+        if expected is None:
+            continue
+        is_feasible = isinstance(decision, Place) and decision.is_feasible
+        assert is_feasible == bool(expected)
+        if is_feasible:
+            assert decision.engine_id in expected
+            assert decision.reason == "feasible"
+            assert decision.predicted_ttft_s < ttft_s
+
+
+@settings(max_examples=100, deadline=None)
+@given(engines=st.lists(engine_states, min_size=1, max_size=8), tokens=st.integers(1, 6000), ttft_s=st.floats(0.01, 10))
+def test_a_decision_is_explained_by_what_it_saw(engines, tokens, ttft_s):
+    table, policy = make_table(*engines, observations=2), make_policy()
+    request = make_request(tokens=tokens, ttft_s=ttft_s)
+    expected = {state.engine_id: estimate_by_the_book(state, table, request, 0.0) for state in table}
+    fits = {state.engine_id: fits_by_the_book(state, request) for state in table}
+    decision = decide(table, request, policy)
+    table.report(EngineId("e0"), EngineLoad(), 9.0)  # later events change nothing
+    (record,) = policy.find_records(request.request_id)
+    candidates = explain(record)
+    assert {c.engine_id for c in candidates} == set(expected)
+    for candidate in candidates:
+        times = (candidate.queue_s, candidate.execute_s, candidate.transfer_s)
+        if candidate.reason not in {"room", "draining"}:
+            assert times == pytest.approx(expected[candidate.engine_id])
+            assert (candidate.reason == "kv") == (not fits[candidate.engine_id])
+        if candidate.is_feasible:
+            assert sum(times) < ttft_s
+    if isinstance(decision, Place):
+        (chosen,) = (c for c in candidates if c.engine_id == decision.engine_id)
+        assert chosen.is_feasible == decision.is_feasible
+        total = chosen.queue_s + chosen.execute_s + chosen.transfer_s
+        assert decision.predicted_ttft_s == pytest.approx(total)
+
+
+def test_an_objective_met_exactly_is_not_feasible():
+    request = make_request()
+    predicted = decide(make_table({}), request).predicted_ttft_s
+    # Algorithm 2, line 6: strictly less.
+    assert not decide(make_table({}), make_request(ttft_s=predicted)).is_feasible
+    assert decide(make_table({}), make_request(ttft_s=predicted * (1 + 1e-9))).is_feasible
+
+
+def test_the_clock_starts_at_arrival():
+    predicted = decide(make_table({}), make_request()).predicted_ttft_s
+    late = decide(make_table({}), make_request(ttft_s=predicted + 0.5), now=1.0)
+    assert not late.is_feasible
+    assert late.predicted_ttft_s == pytest.approx(predicted + 1.0)
+
+
+def test_fewest_queued_tokens_win_over_the_earliest_first_token():
+    table = make_table({"role": P, "queued_prefill_tokens": 800}, {"role": D, "queued_prefill_tokens": 700})
+    assert decide(table, make_request()).engine_id == "e1"
+
+
+def test_a_long_prompt_goes_where_it_is_feasible_though_more_is_queued():
+    table = make_table({"role": P, "queued_prefill_tokens": 800}, {"role": D, "queued_prefill_tokens": 700})
+    policy = make_policy()
+    decide(table, make_request(tokens=6000), policy)
+    d_heavy, p_heavy = (c.queue_s + c.execute_s + c.transfer_s for c in explain(policy.records[0]))
+    assert p_heavy < d_heavy
+    table = make_table({"role": P, "queued_prefill_tokens": 800}, {"role": D, "queued_prefill_tokens": 700})
+    assert decide(table, make_request(tokens=6000, ttft_s=(p_heavy + d_heavy) / 2)).engine_id == "e0"
+
+
+def test_ties_go_to_p_heavy_engines():
+    for seed in range(20):
+        table = make_table({"role": D}, {"role": P}, {"role": D})
+        assert decide(table, make_request(), make_policy(seed=seed)).engine_id == "e1"
+
+
+def test_ties_among_equals_are_broken_uniformly_over_the_feasible_ones():
+    policy, counts = make_policy(seed=5), Counter()
+    slow = {"iteration_remaining_s": 60.0}
+    table = make_table({}, slow, {}, slow, slow, {}, slow, slow, slow, slow, slow, slow, {"role": D})
+    for number in range(1500):
+        decision = decide(table, make_request(number), policy)
+        counts[decision.engine_id] += 1
+        table.cancel_placement(decision.engine_id, decision.request_id, 0.0)
+    assert set(counts) == {"e0", "e2", "e5"}
+    assert min(counts.values()) > 400
+
+
+def test_equal_seeds_decide_equally():
+    choices = []
+    for _ in range(2):
+        table, policy = make_table(*[{}] * 8), make_policy(seed=3)
+        choices.append([decide(table, make_request(n), policy).engine_id for n in range(20)])
+    assert choices[0] == choices[1]
+    assert len(set(choices[0])) == 8  # placements of one moment spread
+
+
+@pytest.mark.parametrize("role", [P, D])
+def test_aggregation_ignores_roles_and_transfers_nothing(role):
+    table = make_table({"role": role, "chunk": 512}, {"role": D, "chunk": 512, "queued_prefill_tokens": 100})
+    policy = make_policy()
+    assert decide(table, make_request(), policy).engine_id == "e0"
+    assert {c.transfer_s for c in explain(policy.records[0])} == {0.0}
+
+
+def test_disaggregation_never_prefills_on_an_engine_with_chunk_size_0():
+    table = make_table({"role": P, "queued_prefill_tokens": 50_000}, {"role": D, "chunk": 0})
+    policy = make_policy()
+    decision = decide(table, make_request(ttft_s=0.5), policy)
+    assert (decision.engine_id, decision.reason) == ("e0", "least_late")
+    assert explain(policy.records[0])[1].reason == "room"
+
+
+def test_own_placements_are_seen_by_the_next_decision():
+    table = make_table({}, {})
+    decisions = make_policy().assign(0.0, [make_request(0), make_request(1)], table)
+    assert {d.engine_id for d in decisions} == {"e0", "e1"}
+
+
+BUSY = {"queued_prefill_tokens": 40_000}
+FULL = {"kv_blocks_used": 10_000}
+UNFITTED = {"observations": PROVEN_OBSERVATIONS - 1}
+OFF, RANDOM, REJECT = EarlyRejection
+SHORT, GONE = 0.2, 0.001
+
+
+# Which engine wins, or the kind of decision, when nothing is feasible (router.md section 3).
+@pytest.mark.parametrize(
+    ("policy", "engines", "ttft_s", "expected"),
+    [
+        (OFF, [BUSY | {"queued_prefill_tokens": 60_000}, BUSY], SHORT, ("e1", "least_late")),
+        (OFF, [BUSY, BUSY | FULL], SHORT, ("e0", "least_late")),
+        (OFF, [BUSY | FULL], SHORT, "kv"),
+        (OFF, [FULL], 10.0, "kv"),
+        (RANDOM, [BUSY], SHORT, ("e0", "random")),
+        (RANDOM, [BUSY | FULL, BUSY], SHORT, ("e1", "random")),
+        (RANDOM, [BUSY | FULL], SHORT, "kv"),
+        (REJECT, [BUSY, BUSY], SHORT, "slo_infeasible"),
+        (REJECT, [BUSY, {}], GONE, ("e1", "unproven")),
+        (REJECT, [BUSY, BUSY | UNFITTED], SHORT, ("e1", "unproven")),
+        (REJECT, [BUSY, FULL], GONE, "kv"),
+        (REJECT, [BUSY, BUSY | FULL], SHORT, "slo_infeasible"),
+        (REJECT, [BUSY, {"queued_prefill_tokens": 1} | FULL], 10.0 - 6.5, "kv"),
+        (REJECT, [BUSY, {"is_draining": True}], SHORT, "slo_infeasible"),
+        (REJECT, [{"is_draining": True}], SHORT, "no_engine"),
+        (REJECT, [{"running_decodes": 2048}], SHORT, "room"),
+        (REJECT, [], SHORT, "no_engine"),
+    ],
+    ids=[
+        "off: smallest predicted TTFT",
+        "off: among those with KV",
+        "off: no KV is late",
+        "off: no KV in time",
+        "random: any",
+        "random: with KV",
+        "random: no KV",
+        "reject: all busy and fitted",
+        "reject: not because of an idle engine",
+        "reject: not because of a barely fitted engine",
+        "reject: idle, but no KV yet",
+        "reject: late even with KV",
+        "reject: in time once it has KV",
+        "reject: draining engines do not save it",
+        "nobody but a draining engine",
+        "decodes fill the chunk",
+        "nobody",
+    ],
+)
+def test_what_happens_when_nothing_is_feasible(policy, engines, ttft_s, expected):
+    decision = decide(make_table(*engines), make_request(ttft_s=ttft_s), make_policy(policy))
+    if isinstance(expected, tuple):
+        assert (decision.engine_id, decision.reason) == expected
+        assert not decision.is_feasible
+    else:
+        assert decision.reason == expected
+        assert isinstance(decision, Reject if expected == "slo_infeasible" else Hold)
+
+
+def test_retry_after_is_the_smallest_lateness():
+    engines = [BUSY, BUSY | {"queued_prefill_tokens": 90_000}]
+    least_late = decide(make_table(*engines), make_request(ttft_s=SHORT)).predicted_ttft_s
+    rejection = decide(make_table(*engines), make_request(ttft_s=SHORT), make_policy(REJECT))
+    assert rejection.retry_after_s == pytest.approx(least_late - SHORT)
+
+
+def test_random_reaches_every_engine():
+    counts = Counter(
+        decide(make_table(BUSY, BUSY, BUSY), make_request(ttft_s=SHORT), make_policy(RANDOM, seed)).engine_id
+        for seed in range(60)
+    )
+    assert len(counts) == 3
+
+
+def test_excluded_engines_are_not_used():
+    table, policy = make_table({}, BUSY), make_policy()
+    assert decide(table, make_request(excluded=frozenset({EngineId("e0")})), policy).engine_id == "e1"
+    assert explain(policy.records[0])[0].reason == "excluded"
+    assert decide(table, make_request(1, excluded=frozenset({EngineId("e0"), EngineId("e1")}))).reason == "no_engine"
+
+
+def test_expected_prefix_hits_shorten_the_prefill_not_the_kv():
+    policy = make_policy()
+    hits = {"e0": 0, "e1": 5000}
+    # e0 has the shorter queue; only e1, which knows the prompt, is in time.
+    table = make_table({}, {"queued_prefill_tokens": 50})
+    decision = decide(table, make_request(tokens=6000, ttft_s=0.3), policy, cached_tokens=lambda _, e: hits[e])
+    assert decision.engine_id == "e1"
+    assert table[EngineId("e1")].queued_prefill_tokens == 50 + 1000
+    assert table[EngineId("e1")].reserved_kv_blocks == -(-50 // 16) + 375
+    slow, quick = explain(policy.records[0])
+    assert slow.execute_s > 3 * quick.execute_s
+
+
+def test_priority_then_arrival_order_waiting_requests():
+    waiting = [
+        make_request(0, arrival_s=1.0),
+        make_request(1, arrival_s=0.0),
+        make_request(2, arrival_s=2.0, priority=1),
+    ]
+    decisions = make_policy().assign(3.0, waiting, make_table({}))
+    assert [d.request_id for d in decisions] == ["r2", "r1", "r0"]
+
+
+def test_recoveries_go_first_by_tpot_debt():
+    waiting = [
+        make_request(0, priority=9),
+        make_request(1, is_recovery=True, next_token_due_s=2.0),
+        make_request(2, is_recovery=True, next_token_due_s=1.0),
+    ]
+    decisions = make_policy().assign(3.0, waiting, make_table({}, {}, {}))
+    assert [d.request_id for d in decisions] == ["r2", "r1", "r0"]
+    assert [d.reason for d in decisions[:2]] == ["recovery", "recovery"]
+
+
+def test_a_dead_engines_streams_do_not_stop_all_others():
+    table, policy = make_table({}, {}), make_policy()
+    recoveries = [make_request(n, is_recovery=True, tokens=2000) for n in range(200)]
+    new = make_request(999, ttft_s=5.0)
+    *recovered, last = policy.assign(0.0, [*recoveries, new], table)
+    placed = [d for d in recovered if isinstance(d, Place)]
+    held = [d for d in recovered if isinstance(d, Hold)]
+    assert placed
+    assert {d.reason for d in held} == {"recovery_cap"}
+    assert last.is_feasible
+    assert max(state.free_at_s for state in table) < 2.0
+
+
+def test_held_recoveries_follow_at_their_share_of_the_engine():
+    table, policy = make_table({}), make_policy()
+    waiting = [make_request(n, is_recovery=True, tokens=2000) for n in range(100)]
+    placed_s = 0.0
+    for tick in range(200):
+        now = tick * 0.05
+        decisions = {d.request_id: d for d in policy.assign(now, waiting, table)}
+        waiting = [r for r in waiting if isinstance(decisions[r.request_id], Hold)]
+        # The engine always has other prefills waiting: half of its time is for recoveries.
+        table[EngineId("e0")].in_flight.clear()
+        table.report(
+            EngineId("e0"), EngineLoad(kv_blocks_total=10**6, queued_prefill_tokens=5000, queued_requests=1), now
+        )
+        execute_s = explain(policy.records[0])[0].execute_s
+        placed_s = (100 - len(waiting)) * execute_s
+        assert placed_s <= 0.5 * (now + 0.5) + 2 * execute_s
+    assert placed_s >= 0.5 * 9.5
+
+
+def test_a_prompt_that_waits_too_long_for_kv_is_not_overtaken_any_more():
+    table, policy = make_table({"kv_blocks_used": 9950}), make_policy()
+    large, small = make_request(0, tokens=5000, ttft_s=1.0), make_request(1, tokens=100, ttft_s=9.0)
+    young = policy.assign(0.5, [large, small], table)
+    assert [type(d) for d in young] == [Hold, Place]
+    old = policy.assign(1.5, [large, make_request(2, tokens=100, ttft_s=9.0)], table)
+    assert [d.reason for d in old] == ["kv", "kv"]
+
+
+def test_a_prompt_that_never_fits_stops_nobody():
+    table, policy = make_table({}), make_policy()
+    endless, small = make_request(0, tokens=10**7, ttft_s=1.0), make_request(1, tokens=100, ttft_s=9.0)
+    assert [type(d) for d in policy.assign(5.0, [endless, small], table)] == [Hold, Place]
+
+
+def test_records_are_bounded_and_include_the_chosen_engine():
+    late = {"iteration_remaining_s": 60.0}
+    table = make_table(*[late] * (MAX_RECORDED_ENGINES + 5), {"queued_prefill_tokens": 10}, observations=1)
+    policy = LengthAwarePlacement(FlowParameters(), random.Random(0), num_records=3)
+    for number in range(5):
+        decision = decide(table, make_request(number, ttft_s=9.0), policy)
+        assert decision.engine_id == f"e{MAX_RECORDED_ENGINES + 5}"
+    assert [r.request.request_id for r in policy.records] == ["r2", "r3", "r4"]
+    candidates = explain(policy.records[-1])
+    assert len(candidates) == MAX_RECORDED_ENGINES + 1
+    assert candidates[-1].engine_id == decision.engine_id
