@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, control_pb2_grpc
-from sluice_core.records import EngineId, RequestId
+from sluice_core.records import EngineId
 from sluice_router.errors import PlanRefusedError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.MoveResponse:
         """Begins a move, or says why not."""
         del context
-        reason = self._router.move(RequestId(request.request_id), EngineId(request.engine_id))
+        reason = self._router.move(request.request_id, EngineId(request.engine_id))
         return control_pb2.MoveResponse(is_started=not reason, reason=reason)
 
     def _tell(self) -> None:

@@ -64,7 +64,10 @@ def take_message(state: RouterState, engine: Engine, message: engine_pb2.AttachR
     for grant in message.grants:
         moves.take_grant(state, engine, grant, now)
     for refused in message.hand_offs_refused:
-        moves.take_refusal(state, _find_stay(engine, refused.slot), refused.reason, now)
+        # The request may have ended by itself before the hand-off reached the engine.
+        stay = _look_up(engine, refused.slot)
+        if stay is not None:
+            moves.take_refusal(state, stay, refused.reason, now)
     if message.HasField("configured"):
         plan.take_configured(state, engine, message.configured)
     if message.HasField("load"):
@@ -76,8 +79,12 @@ def take_message(state: RouterState, engine: Engine, message: engine_pb2.AttachR
         state.touch()
 
 
+def _look_up(engine: Engine, slot: int) -> Stay | None:
+    return engine.slots[slot] if slot < len(engine.slots) else None
+
+
 def _find_stay(engine: Engine, slot: int) -> Stay:
-    stay = engine.slots[slot] if slot < len(engine.slots) else None
+    stay = _look_up(engine, slot)
     if stay is None:
         raise StreamBrokenError(f"slot {slot} is unknown")
     return stay
@@ -214,7 +221,7 @@ def _take_finished(state: RouterState, engine: Engine, finished: engine_pb2.Fini
 
 def _take_proposal(state: RouterState, engine: Engine, proposal: engine_pb2.Proposal, now: float) -> None:
     """An engine proposes a move; one about a request that has ended meanwhile changes nothing."""
-    stay = engine.slots[proposal.slot] if proposal.slot < len(engine.slots) else None
+    stay = _look_up(engine, proposal.slot)
     cause = conversion.CAUSES.get(proposal.cause)
     if stay is not None and stay.request is not None and stay.has_token and cause is not None:
         moves.propose(state, stay, cause, now)

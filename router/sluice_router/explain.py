@@ -75,8 +75,9 @@ class DecisionRing:
         if isinstance(placement, LengthAwarePlacement):
             found = placement.find_records(router_id)
             events += [(record.now, _format_placement(record)) for record in found]
-        # A placement is decided before it is submitted, in the same instant.
-        events.sort(key=lambda item: (item[0], item[1]["event"] != "placement"))
+        # Within an instant: admitted, decided, then carried out.
+        first = {"admitted": 0, "placement": 1}
+        events.sort(key=lambda item: (item[0], first.get(item[1]["event"], 2)))
         start = events[0][0]
         return {
             "request_id": router_id,

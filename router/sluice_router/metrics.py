@@ -110,7 +110,7 @@ class Metrics:
             for value, histogram in sorted(getattr(self, attribute).items()):
                 family.add_metric((value,), histogram.format_buckets(), histogram.total)
             yield family
-        decisions = HistogramMetricFamily("sluice_decision_seconds", "CPU time of one placement pass.")
+        decisions = HistogramMetricFamily("sluice_decision_seconds", "Admission and placement of a new request.")
         decisions.add_metric((), self.decision_s.format_buckets(), self.decision_s.total)
         yield decisions
         for name, (text, label_names) in _COUNTERS.items():

@@ -193,9 +193,19 @@ def expire_grants(state: RouterState, engine: Engine, now: float) -> None:
             abandon(state, move, "grant_timeout", now)
 
 
-def start_manual(state: RouterState, request_id: RequestId, engine_id: EngineId, now: float) -> str:
-    """Begins a move that somebody asked for; returns why not (control.proto), or an empty string."""
-    request = state.requests.get(request_id)
+def start_manual(state: RouterState, request_id: str, engine_id: EngineId, now: float) -> str:
+    """Begins a move that somebody asked for.
+
+    Args:
+        state: The router's state.
+        request_id: The router's id of the request, or the client's.
+        engine_id: Where to.
+        now: The router's clock, in seconds.
+
+    Returns:
+        Why not (control.proto, MoveResponse); empty when the target was asked for a grant.
+    """
+    request = state.find_request(request_id)
     if request is None:
         return "unknown_request"
     if engine_id not in state.table:

@@ -8,6 +8,7 @@ calls back into the router while an event is under way is served after it.
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -76,9 +77,11 @@ class Router:
 
     def admit(self, request: NewRequest, sink: ResponseSink) -> RequestId:
         """See ``DataPlane.admit``."""
+        started_s = time.perf_counter()
         try:
             return placing.admit(self.state, request, sink, self.now())
         finally:
+            self.state.metrics.decision_s.observe(time.perf_counter() - started_s)
             self._act()
 
     def cancel(self, request_id: RequestId, reason: str = "client_gone") -> None:
@@ -197,7 +200,7 @@ class Router:
         finally:
             self._act()
 
-    def move(self, request_id: RequestId, engine_id: EngineId) -> str:
+    def move(self, request_id: str, engine_id: EngineId) -> str:
         """Begins a move that somebody asked for; returns why not, or an empty string."""
         reason = moves.start_manual(self.state, request_id, engine_id, self.now())
         self._act()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, engine_pb2
 from sluice_core.engines import EngineTable
+from sluice_core.records import RequestId
 from sluice_core.slo import AttainmentCounters
 from sluice_router.explain import DecisionRing
 from sluice_router.metrics import Metrics
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from sluice_core.engines import EngineSpec
     from sluice_core.flowing import FlowPolicy
     from sluice_core.placement import PlacementPolicy
-    from sluice_core.records import EngineId, MoveCause, Plan, RequestId, Role
+    from sluice_core.records import EngineId, MoveCause, Plan, Role
     from sluice_router.errors import RouterError
     from sluice_router.requests import Finish, LiveRequest, ResponseSink
     from sluice_router.settings import Limits
@@ -279,6 +280,13 @@ class RouterState:
         engine.slots[stay.slot] = None
         engine.cooling_slots.append(stay.slot)
         self.dirty[engine.engine_id] = engine
+
+    def find_request(self, request_id: str) -> LiveRequest | None:
+        """Finds a request by the router's id, or by the client's; for people, not for the token path."""
+        known = self.requests.get(RequestId(request_id))
+        if known is not None:
+            return known
+        return next((item for item in self.requests.values() if item.new.client_request_id == request_id), None)
 
     def touch(self) -> None:
         """Notes a change worth reporting."""
