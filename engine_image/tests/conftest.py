@@ -52,7 +52,7 @@ def shared_pair(start_engine: Callable[..., Engine]) -> tuple[Engine, Engine]:
 @pytest.fixture(scope="session")
 def shared_small_pair(start_engine: Callable[..., Engine]) -> tuple[Engine, Engine]:
     """Two engines with 40 blocks of KV each, one of which vLLM keeps."""
-    return tuple(start_engine(name, num_gpu_blocks_override=40) for name in ("small-a", "small-b"))
+    return tuple(start_engine(name, num_gpu_blocks_override=40, max_model_len=1024) for name in ("small-a", "small-b"))
 
 
 @pytest.fixture(scope="session")
@@ -61,12 +61,9 @@ def shared_async_pair(start_engine: Callable[..., Engine]) -> tuple[Engine, Engi
     return tuple(start_engine(name, is_async=True) for name in ("async-a", "async-b"))
 
 
-_generations = itertools.count(1)
-
-
 def _hand_out(engines: tuple[Engine, ...]) -> Iterator[tuple[Engine, ...]]:
     for engine in engines:
-        engine.configure(next(_generations), harness.MAX_BATCH_TOKENS)
+        engine.configure(harness.MAX_BATCH_TOKENS)
         engine.client.reset_prefix_cache()
         engine.parts.clear()
         engine.reports.clear()

@@ -23,7 +23,7 @@ FIRST_PORT = 21000
 LAST_PORT = 21999
 BLOCK_SIZE = 32
 MAX_BATCH_TOKENS = 512
-DEADLINE_S = 60.0
+DEADLINE_S = 20.0
 
 os.environ.update(
     OMP_NUM_THREADS="1",
@@ -105,6 +105,7 @@ class Engine:
         self.parts: dict[str, Part] = {}
         self.reports: list[control.Report] = []
         self.refused: list[control.Refused] = []
+        self.generation = 0
         self._num_requests = 0
 
     @property
@@ -175,17 +176,21 @@ class Engine:
         return self.command(control.ReadLoad())
 
     def configure(
-        self,
-        generation: int,
-        chunk_size_tokens: int,
-        *,
-        role: str = "D-heavy",
-        strategy: str = "aggregated",
-        **options: Any,
+        self, chunk_size_tokens: int, *, role: str = "D-heavy", strategy: str = "aggregated", **options: Any
     ) -> control.Configured:
+        """Puts a plan of the next generation in force."""
+        self.generation += 1
         return self.command(
             control.Configure(
-                generation=generation, role=role, chunk_size_tokens=chunk_size_tokens, strategy=strategy, **options
+                **(
+                    {
+                        "generation": self.generation,
+                        "role": role,
+                        "chunk_size_tokens": chunk_size_tokens,
+                        "strategy": strategy,
+                    }
+                    | options
+                )
             )
         )
 

@@ -59,7 +59,7 @@ def test_seeded_prompt_longer_than_the_chunk_is_exact(sampling: dict[str, Any], 
     prompt = make_prompt(300)
     expected = run_alone(pair[0], prompt, **sampling)
     for engine in pair:
-        engine.configure(10**6, 96)
+        engine.configure(96)
     assert run_moving(pair, [5, 30], prompt, **sampling).tokens == expected.tokens
 
 
@@ -68,7 +68,7 @@ def test_recovery_from_tokens_alone_is_exact(sampling: dict[str, Any], pair: tup
     """As after the death of an engine: the tokens are known, the KV is lost, the recompute is chunked."""
     prompt = make_prompt(300)
     expected = run_alone(pair[0], prompt, **sampling)
-    pair[1].configure(10**6, 64)
+    pair[1].configure(64)
     for num_known in (1, 17, 31):
         part = pair[1].recover(prompt, expected.tokens[:num_known], **sampling)
         wait(pair, lambda: part.is_over)  # noqa: B023
