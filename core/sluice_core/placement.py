@@ -8,7 +8,8 @@ feasible.
 
 Beyond the paper (router.md section 3): the prompt's KV must fit; nothing feasible is handled by ``EarlyRejection``;
 recoveries go first, but take only a share of an engine's time while other prefills wait there; a prompt that waits for
-KV beyond its TTFT SLO is not overtaken any more, so that large prompts do not starve behind small ones.
+KV beyond its TTFT SLO is not overtaken any more, so that large prompts do not starve behind small ones (unless late
+ones are rejected anyway).
 
 Decisions are kept in a bounded ring as tuples and formatted on demand (``explain``).
 """
@@ -134,7 +135,8 @@ class LengthAwarePlacement:
         cached_tokens: CachedTokens | None = None,
     ) -> list[Decision]:
         """See ``PlacementPolicy.assign``."""
-        round_ = _Round(now, engines, cached_tokens)
+        may_reject = self.parameters.early_rejection is EarlyRejection.REJECT
+        round_ = _Round(now, engines, cached_tokens, may_reject=may_reject)
         decisions: list[Decision] = []
         for request in sorted(waiting, key=_order):
             entries = tuple(engines.order[:MAX_RECORDED_ENGINES])
@@ -243,9 +245,21 @@ class _Round:
     costs one walk, not one per request.
     """
 
-    __slots__ = ("_holds", "_is_blocked_by_kv", "_least_kv_held", "cached_tokens", "chosen", "engines", "now")
+    __slots__ = (
+        "_holds",
+        "_is_blocked_by_kv",
+        "_least_kv_held",
+        "_may_reject",
+        "cached_tokens",
+        "chosen",
+        "engines",
+        "now",
+    )
 
-    def __init__(self, now: float, engines: EngineTable, cached_tokens: CachedTokens | None) -> None:
+    def __init__(
+        self, now: float, engines: EngineTable, cached_tokens: CachedTokens | None, *, may_reject: bool
+    ) -> None:
+        self._may_reject = may_reject
         self.now = now
         self.engines = engines
         self.cached_tokens = cached_tokens
@@ -266,10 +280,13 @@ class _Round:
         """Learn from a hold. Requests that exclude engines say nothing about others."""
         if request.excluded:
             return
+        if hold.reason == "kv" and self._may_reject:
+            return  # those behind it may have to be rejected, and soon
         self._holds.add(hold.reason)
         if hold.reason == "kv":
             self._least_kv_held = min(self._least_kv_held, request.prompt_tokens)
-            is_overdue = request.is_recovery or self.now > request.arrival_s + request.slo.ttft_s
+            due_s = request.next_token_due_s if request.is_recovery else request.arrival_s
+            is_overdue = self.now > due_s + request.slo.ttft_s
             self._is_blocked_by_kv = self._is_blocked_by_kv or (is_overdue and self._can_ever_fit(request))
 
     def list_candidates(self, request: PrefillRequest) -> Sequence[Entry]:

@@ -188,7 +188,8 @@ def test_an_unanswered_proposal_is_made_again_after_a_growing_back_off():
 
 
 def test_a_proposal_refused_for_hours_is_still_made():
-    decodes, policy = degrading(1), make_policy()
+    decodes, policy = make_decodes(D, total=100, used=95), make_policy()
+    join(decodes, "r", output_tokens=100, tau=1e6)
     assert sum(len(policy.propose(attempt * 3.0, decodes)) for attempt in range(2000)) == 2000
 
 

@@ -432,6 +432,20 @@ def test_a_prompt_that_waits_too_long_for_kv_is_not_overtaken_any_more():
     assert [d.reason for d in old] == ["kv", "kv"]
 
 
+def test_a_late_request_is_rejected_though_one_before_it_waits_for_kv():
+    table = make_table({"queued_prefill_tokens": 1} | FULL, BUSY)
+    decisions = make_policy(REJECT).assign(0.0, [make_request(0, ttft_s=3.5), make_request(1, ttft_s=GONE)], table)
+    assert [type(d) for d in decisions] == [Hold, Reject]
+
+
+@pytest.mark.parametrize(("now", "kind"), [(1.0, Place), (7.0, Hold)], ids=["due recently", "due long ago"])
+def test_a_recovery_without_kv_stops_new_prefills_only_when_it_has_waited_long(now, kind):
+    table = make_table({"kv_blocks_used": 9950})
+    recovery = make_request(0, tokens=5000, is_recovery=True, next_token_due_s=1.5)
+    new = make_request(1, tokens=100, arrival_s=now)
+    assert [type(d) for d in make_policy().assign(now, [recovery, new], table)] == [Hold, kind]
+
+
 def test_a_prompt_that_never_fits_stops_nobody():
     table, policy = make_table({}), make_policy()
     endless, small = make_request(0, tokens=10**7, ttft_s=1.0), make_request(1, tokens=100, ttft_s=9.0)
