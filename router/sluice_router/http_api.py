@@ -7,6 +7,7 @@ through the sink to the transport without it. Every error is answered in OpenAI'
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,8 @@ REQUEST_ID_HEADER = "x-request-id"
 DEFAULT_COMPLETION_TOKENS = 16
 SWEEP_INTERVAL_S = 0.5
 ACCEPT_BACKLOG = 4096
+# How long handlers have to notice that they are cut.
+CUT_S = 0.5
 
 
 class HttpSettings(BaseModel):
@@ -89,7 +92,11 @@ class HttpApi:
         self._text = text
         self._settings = settings or HttpSettings()
         self._preparer = Preparer(plane, text)
+        self._server: EdgeServer | None = None
         self._runner: web.ServerRunner | None = None
+        self._site: web.TCPSite | None = None
+        self._num_active = 0
+        self._is_idle = asyncio.Event()
         self._is_closing = False
         self._sweeper: asyncio.Task[None] | None = None
         self.slow_readers = SlowReaders(
@@ -130,10 +137,11 @@ class HttpApi:
             access_log=None,
             lingering_time=2.0,
         )
-        self._runner = web.ServerRunner(server, handle_signals=False)
+        self._server = server
+        self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=ACCEPT_BACKLOG)
-        await site.start()
+        self._site = web.TCPSite(self._runner, host, port, backlog=ACCEPT_BACKLOG)
+        await self._site.start()
         self._sweeper = loop.create_task(self._sweep(), name="sweep slow readers")
         return int(self._runner.addresses[0][1])
 
@@ -144,9 +152,18 @@ class HttpApi:
             grace_s: How long answers under way may go on.
         """
         self._is_closing = self._pages.is_closing = True
-        if self._runner is not None:
-            self._runner._shutdown_timeout = grace_s  # noqa: SLF001
-            await self._runner.cleanup()
+        server, runner, site = self._server, self._runner, self._site
+        self._server = self._runner = self._site = None
+        if server is None or runner is None or site is None:
+            return
+        await site.stop()
+        server.close_idle()
+        if self._num_active:
+            self._is_idle.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._is_idle.wait()
+        await runner.cleanup()
         if self._sweeper is not None:
             self._sweeper.cancel()
 
@@ -158,6 +175,7 @@ class HttpApi:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = _connection_of(request)
         arrival_s = connection.begin_request()
+        self._num_active += 1
         try:
             return self._finish_headers(request, await self._route(request, arrival_s))
         except RouterError as error:
@@ -166,6 +184,9 @@ class HttpApi:
             return self._finish_headers(request, refuse(to_router_error(error)))
         finally:
             connection.end_request()
+            self._num_active -= 1
+            if not self._num_active:
+                self._is_idle.set()
 
     async def _route(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         self._check_headers(request)

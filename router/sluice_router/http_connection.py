@@ -78,6 +78,13 @@ class EdgeConnection(web.RequestHandler):
         self._on_lost = None
         self._sink = None
 
+    def close_when_idle(self) -> None:
+        """Closes now, or as soon as the request under way is answered."""
+        if self._is_serving:
+            self.close()
+        else:
+            self.force_close()
+
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Has ``on_lost`` called, synchronously, when the client goes before the request is answered."""
         self._on_lost = on_lost
@@ -159,6 +166,12 @@ class EdgeServer(web.Server):
     def __call__(self) -> EdgeConnection:
         """Makes a connection."""
         return EdgeConnection(self._settings, self, self._event_loop, **self._arguments)
+
+    def close_idle(self) -> None:
+        """Closes connections that have no request under way; the others when it is answered."""
+        for connection in self.connections:
+            assert isinstance(connection, EdgeConnection), "this server makes no others"
+            connection.close_when_idle()
 
 
 class HttpStream:

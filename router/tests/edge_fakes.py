@@ -206,8 +206,9 @@ async def read_until(reader: asyncio.StreamReader, mark: bytes, timeout_s: float
 
 
 @contextlib.asynccontextmanager
-async def connect(port: int, **arguments: Any):
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, **arguments)
+async def connect(port: int | None, **arguments: Any):
+    host = None if port is None else "127.0.0.1"
+    reader, writer = await asyncio.open_connection(host, port, **arguments)
     try:
         yield reader, writer
     finally:
