@@ -63,6 +63,15 @@ def choose_contestants(names: list[str], strategy: str) -> tuple[list[Contestant
     return chosen, skipped
 
 
+def choose_stubs(field: list[Contestant], workload: Workload) -> list[Contestant]:
+    """Makes the rows without a router, one for each kind of stub in use."""
+    stubs: list[Contestant] = [NoRouter("http")] if any(item.backend == "http" for item in field) else []
+    # The bare engine client keeps a fixed number of streams and knows no recovery.
+    if any(item.backend == "attach" for item in field) and workload.concurrency and not workload.faults:
+        stubs.append(NoRouter("attach"))
+    return stubs
+
+
 class Run:
     """One run. Mutable: collects the trials.
 
@@ -133,6 +142,7 @@ def make_workload(options: argparse.Namespace) -> Workload:
         num_engines=options.engines,
         chunk_tokens=options.chunk_tokens,
         is_lockstep=options.lockstep,
+        faults=tuple(options.fault),
     )
 
 
@@ -169,6 +179,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--slow-percent", type=float, default=0.0, help="clients that stall")
     parser.add_argument("--disconnect-percent", type=float, default=0.0, help="answers cut by the client")
     parser.add_argument("--lockstep", action="store_true", help="all engines step at once")
+    parser.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        help="KIND:ENGINE:AT_S[:FOR_S] of the engines behind sluice (engine_stub.py)",
+    )
     add_common_options(parser)
     options = parser.parse_args()
     unknown = set(options.peers.split(",")) - {"sluice", "vllm-router", "nginx"}
@@ -177,14 +193,37 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def print_result(run: Run, field: list[Contestant], reference: str, workload: Workload, notes: list[str]) -> None:
+def print_result(run: Run, everyone: list[Contestant], workload: Workload, facts: dict[str, Any]) -> None:
     """Prints the table and all that is needed to read it."""
-    names = [contestant.name for contestant in field if any(contestant.name in repeat for repeat in run.repeats)]
+    names = [contestant.name for contestant in everyone if any(contestant.name in repeat for repeat in run.repeats)]
+    text_off = TEXT_OFF_MEASURED if contestants.RAW_PIECES_ARGUMENTS else TEXT_OFF_MISSING
     print(f"\n{workload.describe()}; {len(run.repeats)} repeats\n")
-    print(report.format_comparison(run.repeats, names, reference))
-    is_measured = bool(contestants.RAW_PIECES_ARGUMENTS)
-    print("\n" + NOTE.format(text_off=TEXT_OFF_MEASURED if is_measured else TEXT_OFF_MISSING))
-    print("\n".join(notes))
+    print(report.format_comparison(run.repeats, names, facts["reference"]))
+    print("\n" + NOTE.format(text_off=text_off))
+    print(report.format_calibration(**facts["calibration"]))
+    print("versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    print("machine: " + ", ".join(f"{key} {value}" for key, value in facts["machine"].items()))
+    for line in (*facts["skipped"], *run.failures):
+        print(line)
+
+
+def make_result(run: Run, everyone: list[Contestant], facts: dict[str, Any]) -> dict[str, Any]:
+    """Makes the result file."""
+    ratios = {
+        item.name: report.find_ratios(run.repeats, item.name, facts["reference"]).as_json()
+        for item in everyone
+        if item.is_router
+    }
+    return {
+        "benchmark": "router",
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": sys.argv,
+        **facts,
+        "tokens_per_core_ratio": ratios,
+        "repeats": [{name: found.as_json() for name, found in repeat.items()} for repeat in run.repeats],
+        "voided": [found.as_json() for found in run.voided],
+        "failures": run.failures,
+    }
 
 
 def main() -> int:
@@ -195,42 +234,25 @@ def main() -> int:
     load = natives.build("load")
     versions = {contestant.name: contestant.version() for contestant in field}
     reference = next((item.name for item in field if item.name in {"vllm-router", "nginx"}), "sluice")
-    stubs: list[Contestant] = [NoRouter(backend) for backend in sorted({item.backend for item in field}, reverse=True)]
     with (
         tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder,
         trial.make_files(options.model, options.tokens) as files,
     ):
         run = Run(options, workload, make_site(options, (options.logs or Path(folder)).resolve()), files)
         before = machine.calibrate(load, trial.ROUTER_CORE)
-        # An open loop has no fixed number of streams for the bare engine client.
-        everyone = [*(stub for stub in stubs if workload.concurrency or stub.backend == "http"), *field]
+        everyone = [*choose_stubs(field, workload), *field]
         run.measure_all(everyone)
         after = machine.calibrate(load, trial.ROUTER_CORE)
-    described = {"machine": machine.describe(), "versions": versions}
-    lines = [
-        report.format_calibration(before, after),
-        "versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "machine: " + ", ".join(f"{key} {value}" for key, value in described["machine"].items()),
-        *skipped,
-    ]
-    print_result(run, everyone, reference, workload, lines)
-    result: dict[str, Any] = {
-        "benchmark": "router",
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": sys.argv,
-        "workload": workload.as_json(),
-        **described,
+    facts: dict[str, Any] = {
+        "machine": machine.describe(),
+        "versions": versions,
         "calibration": {"before": before, "after": after},
         "skipped": skipped,
-        "failures": run.failures,
         "reference": reference,
-        "tokens_per_core_ratio": {
-            item.name: report.find_ratios(run.repeats, item.name, reference).as_json() for item in field
-        },
-        "repeats": [{name: found.as_json() for name, found in repeat.items()} for repeat in run.repeats],
-        "voided": [found.as_json() for found in run.voided],
+        "workload": workload.as_json(),
     }
-    report.write_json(options.json, result)
+    print_result(run, everyone, workload, facts)
+    report.write_json(options.json, make_result(run, everyone, facts))
     print(f"written to {options.json}")
     return 1 if run.failures else 0
 

@@ -33,6 +33,7 @@ class Workload:
         chunk_tokens: Tokens per step, decodes included.
         is_lockstep: All engines step at once, instead of staggered.
         seed: Of the generator's random numbers.
+        faults: Of the emulated engines (KIND:ENGINE:AT_S[:FOR_S], see engine_stub.py); HTTP stubs have none.
     """
 
     concurrency: int = 0
@@ -50,6 +51,7 @@ class Workload:
     chunk_tokens: int = 2048
     is_lockstep: bool = False
     seed: int = 1
+    faults: tuple[str, ...] = ()
 
     def load_arguments(self) -> list[str]:
         """Arguments of the load generator, without ports and files."""
@@ -61,6 +63,10 @@ class Workload:
             *("--warmup-s", self.warmup_s, "--seconds", self.seconds, "--seed", self.seed),
         ]
         return [*map(str, arguments), *(["--unary"] if self.is_unary else [])]
+
+    def fault_arguments(self) -> list[str]:
+        """Arguments of the engine stub for its faults."""
+        return [argument for fault in self.faults for argument in ("--fault", fault)]
 
     def stub_arguments(self) -> list[str]:
         """Arguments of either stub, without port and files."""
@@ -83,6 +89,8 @@ class Workload:
             parts.append(f"{self.slow_percent:g} % of clients stall for {self.stall_s:g} s")
         if self.disconnect_percent:
             parts.append(f"{self.disconnect_percent:g} % of answers are cut by the client")
+        if self.faults:
+            parts.append(f"faults of the engines behind sluice: {', '.join(self.faults)}")
         return "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:

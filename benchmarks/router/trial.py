@@ -215,7 +215,7 @@ def summarize(found: Measurement) -> str:
 def _run_stub(backend: Backend, workload: Workload, site: Site, files: Files) -> Iterator[None]:
     programs: dict[Backend, list[str | Path]] = {
         "http": [natives.build("http_stub")],
-        "attach": [sys.executable, natives.SOURCES / "engine_stub.py"],
+        "attach": [sys.executable, natives.SOURCES / "engine_stub.py", *workload.fault_arguments()],
     }
     command = [*programs[backend], "--port-base", str(site.engine_port), *workload.stub_arguments(), *files.arguments()]
     with run_program(command, core=LOAD_CORE, log=site.folder / f"{backend}-stub.log") as stub:
@@ -247,8 +247,10 @@ def _find_void_reasons(workload: Workload, result: LoadResult, usage: Usage) -> 
         yield f"others used {usage.foreign:.2f} cores"
     if usage.steal > MAX_FOREIGN_CORES:
         yield f"the hypervisor took {usage.steal:.2f} cores"
-    # Clients that go away or stall, and open loops, offer what they offer.
-    if workload.concurrency and not (workload.is_unary or workload.slow_percent or workload.disconnect_percent):
+    # Clients that go away or stall, engines that fail, and open loops, offer what they offer.
+    if workload.concurrency and not (
+        workload.is_unary or workload.slow_percent or workload.disconnect_percent or workload.faults
+    ):
         pace = result.offered_tokens / result.seconds / (workload.concurrency * 1e6 / workload.step_us)
         if pace < MIN_PACE:
             yield f"offered {pace:.0%} of the pace"
