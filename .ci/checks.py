@@ -1,0 +1,83 @@
+"""Runs every check: style, types, import directions, protos, locks, tests. Standard library only.
+
+    .venv/bin/python .ci/checks.py [PYTEST_ARGUMENT...]
+
+A check that fails does not hide the next. The last line counts what passed and what failed, each test by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+PACKAGES = (
+    "core/sluice_core",
+    "protos/sluice",
+    "router/sluice_router",
+    "engine_image/sluice_engine",
+    "operator/sluice_operator",
+    "cli/sluice_cli",
+)
+# Name, folder, command.
+CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("locks belong to pyproject.toml", ".", ("python", "requirements/lock.py", "check")),
+    ("style", ".", ("ruff", "check", ".")),
+    ("format", ".", ("ruff", "format", "--check", ".")),
+    ("types", ".", ("mypy", *PACKAGES, "requirements", ".ci/checks.py")),
+    ("import directions", ".", ("lint-imports",)),
+    ("protos", "protos", ("buf", "lint")),
+)
+
+
+def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
+    """Runs one check, prints its verdict, and its output when it failed."""
+    started = time.monotonic()
+    program, *arguments = command
+    done = subprocess.run(
+        [BIN / program, *arguments], cwd=ROOT / folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    verdict = "passed" if done.returncode == 0 else "FAILED"
+    print(f"{verdict}  {name} ({time.monotonic() - started:.1f} s)", flush=True)
+    if done.returncode != 0:
+        print(done.stdout.decode(errors="replace"), flush=True)
+    return done.returncode == 0
+
+
+def run_tests(arguments: list[str]) -> tuple[int, int]:
+    """Runs the tests with their progress; returns how many passed and how many failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        done = subprocess.run(
+            [BIN / "python", "-m", "pytest", "-q", "--durations=10", f"--junitxml={report}", *arguments],
+            cwd=ROOT,
+            check=False,
+        )
+        suites = ET.parse(report).getroot().iter("testsuite") if report.is_file() else iter(())
+        counts = [
+            {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")} for suite in suites
+        ]
+    failed = sum(count["failures"] + count["errors"] for count in counts)
+    passed = sum(count["tests"] - count["skipped"] for count in counts) - failed
+    # A run that ends before it reports (an import error, a signal) is a failure too.
+    return passed, max(failed, int(done.returncode != 0))
+
+
+def main() -> None:
+    """Runs everything."""
+    os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    verdicts = [run_check(*check) for check in CHECKS]
+    passed, failed = run_tests(sys.argv[1:])
+    passed, failed = passed + sum(verdicts), failed + len(verdicts) - sum(verdicts)
+    print(f"{passed} passed, {failed} failed")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+# make up      installs what is needed, makes the tiny model, starts examples/tiny-cpu.yaml (Ctrl-C stops it)
+# make demo    shows in a minute what Sluice does
+# make test    runs every check that CI runs
+# make down    stops what `make up` or `make demo` left running
+# make lock    resolves the dependencies anew after an edit of pyproject.toml
+# make format  formats the code
+# make bench   runs the benchmarks
+# make clean   removes all of the above; models and volumes stay
+#
+# Needs Python 3.11 to 3.14, make and a C compiler. Every step leaves a stamp: a second run starts in seconds.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON ?= python3
+MANIFEST ?= examples/tiny-cpu.yaml
+ARGS ?=
+
+BIN := .venv/bin
+STAMPS := .venv/stamps
+MODEL := .sluice/volumes/models/tiny/sluice-recipe.json
+# GPUs get the stock engine, other machines the build for the CPU.
+ENGINE := $(if $(shell nvidia-smi -L 2>/dev/null),engine,engine-cpu)
+# Bytecode is compiled at the installation: where PYTHONDONTWRITEBYTECODE is set, importing vLLM would cost 25 s each time.
+INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
+
+.PHONY: help up demo test down lock format bench clean install model
+help:
+	@sed -n 's/^# //p' Makefile | head -8
+
+up: install model
+	@exec $(BIN)/sluice up $(MANIFEST) $(ARGS)
+
+demo: install model
+	@exec $(BIN)/sluice demo $(ARGS)
+
+test: $(STAMPS)/dev model
+	@exec $(BIN)/python .ci/checks.py $(ARGS)
+
+down:
+	@if [ -x $(BIN)/sluice ]; then $(BIN)/sluice down --all; else echo "nothing runs"; fi
+
+install: $(STAMPS)/$(ENGINE)
+
+model: $(MODEL)
+
+$(MODEL): cli/sluice_cli/tiny_model.py | $(STAMPS)/$(ENGINE)
+	@$(BIN)/python -m sluice_cli.tiny_model $(@D)
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info[:2] <= (3, 14); sys.exit(None if ok else f"$(PYTHON) is Python {sys.version.split()[0]}, Sluice needs 3.11 to 3.14: make PYTHON=python3.12 ...")'
+	@echo "making .venv"
+	@$(PYTHON) -m venv .venv
+
+$(STAMPS)/uv: requirements/uv.txt | $(BIN)/python
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/$(ENGINE): $(STAMPS)/uv requirements/router.txt requirements/cli.txt requirements/$(ENGINE).txt
+	@echo "installing vLLM and the rest: about 3 GB to fetch once, 1 to 10 minutes"
+	@$(INSTALL) --no-deps -r requirements/router.txt -r requirements/cli.txt -r requirements/$(ENGINE).txt
+	@$(INSTALL) --no-deps --editable .
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/$(ENGINE) requirements/dev.txt
+	@$(INSTALL) --no-deps -r requirements/dev.txt
+	@touch $@
+
+lock: $(STAMPS)/dev
+	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python requirements/lock.py write
+
+format: $(STAMPS)/dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: install model
+	@for program in benchmarks/*/run.py; do echo "== $$program" && $(BIN)/python $$program $(ARGS); done
+
+clean: down
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .sluice/clusters
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

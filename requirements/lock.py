@@ -1,0 +1,128 @@
+"""Writes and checks the lock files of this folder: one per image extra, and one of the development tools.
+
+    python requirements/lock.py check     # do the locks belong to pyproject.toml? needs no network
+    python requirements/lock.py write     # resolve anew with uv, keeping versions that still fit
+
+A lock names every package with its version and hashes, and no registry: any mirror will do. Its header holds a hash
+of the tables of pyproject.toml that it was made from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PROJECT = HERE.parent / "pyproject.toml"
+# One lock per extra of pyproject.toml and one for its group of development tools. `make up` installs several of them
+# together, so what they share has the same version in all.
+EXTRAS = ("router", "cli", "engine-cpu", "engine")
+TOOLS = "dev"
+# The installer itself; pip installs it, it installs the rest.
+UV = "uv==0.13.8"
+HASH_LINE = "# Made from pyproject.toml, inputs sha256:"
+HEADER = "# Written by requirements/lock.py; run it again after changing dependencies.\n"
+
+
+def hash_inputs(project: dict[str, Any]) -> str:
+    """Hash of everything in pyproject.toml that a resolution depends on."""
+    inputs = [
+        project["project"]["requires-python"],
+        project["project"]["dependencies"],
+        project["project"]["optional-dependencies"],
+        project["dependency-groups"],
+        project["tool"]["uv"],
+    ]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def check(project: dict[str, Any]) -> list[str]:
+    """Finds locks that do not belong to pyproject.toml.
+
+    Returns:
+        A line for each problem; empty when there is none.
+    """
+    problems = []
+    for name in (*EXTRAS, TOOLS):
+        path = HERE / f"{name}.txt"
+        if not path.is_file():
+            problems.append(f"{path.name} is missing")
+            continue
+        text = path.read_text()
+        if f"{HASH_LINE}{hash_inputs(project)}\n" not in text:
+            problems.append(f"{path.name} was made from another pyproject.toml")
+        if "://" in text:
+            problems.append(f"{path.name} names a registry")
+        locked = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", text, re.MULTILINE))
+        for dependency in _direct_dependencies(project, name):
+            package, version = dependency.split("==")
+            found = locked.get(package.lower(), "nothing")
+            if found != version:
+                problems.append(f"{path.name} holds {found} of {package}, pyproject.toml asks for {version}")
+    return problems
+
+
+def _direct_dependencies(project: dict[str, Any], name: str) -> list[str]:
+    if name == TOOLS:
+        tools: list[str] = project["dependency-groups"][TOOLS]
+        return tools
+    return [*project["project"]["dependencies"], *project["project"]["optional-dependencies"][name]]
+
+
+def write(project: dict[str, Any]) -> None:
+    """Resolves every lock."""
+    with tempfile.TemporaryDirectory() as temporary:
+        together = Path(temporary) / "together.txt"
+        everything_on_cpu = [name for name in EXTRAS if name != "engine"]
+        _compile(together, [*_extra_options(everything_on_cpu), *_tool_options()])
+        for name in everything_on_cpu:
+            _compile(HERE / f"{name}.txt", [*_extra_options([name]), "--constraint", str(together)])
+        _compile(HERE / f"{TOOLS}.txt", [*_tool_options(), "--constraint", str(together)])
+    shared = [part for name in ("router", "cli", TOOLS) for part in ("--constraint", str(HERE / f"{name}.txt"))]
+    _compile(HERE / "engine.txt", [*_extra_options(["engine"]), *shared])
+    _compile(HERE / "uv.txt", ["-"], UV)
+    for name in (*EXTRAS, TOOLS):
+        path = HERE / f"{name}.txt"
+        path.write_text(f"{HEADER}{HASH_LINE}{hash_inputs(project)}\n{path.read_text()}")
+        print(f"wrote requirements/{path.name}")
+
+
+def _extra_options(extras: list[str]) -> list[str]:
+    return [str(PROJECT), *(part for extra in extras for part in ("--extra", extra))]
+
+
+def _tool_options() -> list[str]:
+    return ["--group", f"{PROJECT}:{TOOLS}"]
+
+
+def _compile(path: Path, options: list[str], text: str = "") -> None:
+    command = ["uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes", "-o", str(path), *options]
+    quiet = ["--no-emit-index-url", "--no-emit-find-links", "--no-annotate", "--no-header"]
+    subprocess.run([*command, *quiet], check=True, cwd=PROJECT.parent, input=text, text=True)
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description="Writes or checks the lock files.")
+    parser.add_argument("what", choices=["check", "write"])
+    what = parser.parse_args().what
+    project = tomllib.loads(PROJECT.read_text())
+    if what == "write":
+        write(project)
+        return
+    problems = check(project)
+    print("\n".join(problems) or "the locks belong to pyproject.toml")
+    if problems:
+        sys.exit("run `make lock`")
+
+
+if __name__ == "__main__":
+    main()
