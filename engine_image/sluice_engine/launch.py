@@ -20,7 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor.abstract import Executor
 
-from sluice_engine import plugin, selfcheck
+from sluice_engine import plugin, profiles, selfcheck
 from sluice_engine.errors import StartError, UnsupportedVllmError
 
 if TYPE_CHECKING:
@@ -166,9 +166,10 @@ def cpu_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 def emulated_arguments(settings: EngineSettings, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an emulated GPU: scheduled as one, with nothing to load."""
     assert settings.emulation is not None
+    profiles.find_profile(settings.emulation)
     transfer = arguments["kv_transfer_config"]
     transfer.kv_connector = "EmulatedConnector"
-    transfer.kv_connector_module_path = "sluice_engine.emulation"
+    transfer.kv_connector_module_path = "sluice_engine.emulated_kv"
     transfer.kv_connector_extra_config = {"host": settings.kv_host, "port": settings.kv_port}
     return {
         "block_size": EMULATED_BLOCK_SIZE,
@@ -178,7 +179,7 @@ def emulated_arguments(settings: EngineSettings, arguments: dict[str, Any]) -> d
         "skip_tokenizer_init": True,
         "async_scheduling": True,
         "distributed_executor_backend": "sluice_engine.emulation.EmulatedExecutor",
-        "additional_config": {"sluice_emulation": settings.emulation.model_dump()},
+        "additional_config": {profiles.CONFIG_KEY: settings.emulation.model_dump()},
     }
 
 

@@ -1,0 +1,112 @@
+"""Emulated engines through their streams: exact tokens, modelled times."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import TYPE_CHECKING
+
+import pytest
+from engine_process import EngineProcess, attach, emulation
+
+from sluice.v1 import engine_pb2 as wire
+from sluice.v1 import sampling_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+PROMPT = list(range(100, 420))
+STEP_S = 0.03
+# 320 tokens of 1 MB each take 0.32 s at 1 GB/s.
+CLOCK = {"base_s": STEP_S, "chunk_s": 0.05, "kv_bytes": 64 << 20, "kv_bytes_per_token": 10**6, "link_bytes_per_s": 1e9}
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
+    directory = tmp_path_factory.mktemp("emulated")
+    engines = [EngineProcess(name, tiny_model, directory / name, *emulation(**CLOCK)) for name in ("left", "right")]
+    try:
+        for engine in engines:
+            engine.wait_ready()
+        yield engines
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+async def hand_off(source, prompt) -> tuple[list[int], wire.KvHandle]:
+    """Runs a few tokens and hands off; returns the tokens and where their KV lies."""
+    slot = await source.submit(prompt, {"max_tokens": 40})
+    await source.tokens(slot, 5)
+    await source.send(hand_offs=[wire.HandOff(slot=slot, fence=1)])
+    finished = await source.finished(slot)
+    assert finished.reason == sampling_pb2.FINISH_REASON_HANDED_OFF
+    return source.answers[slot].tokens, finished.kv
+
+
+async def is_idle(router) -> None:
+    await router.until(lambda: (load := router.newest("load")) and not (load.kv_blocks_used or load.kv_blocks_pinned))
+
+
+async def test_iterations_take_their_modelled_time(engines):
+    async with attach(engines[0]) as router:
+        begun_s = time.monotonic()
+        await router.run(PROMPT, {"max_tokens": 41})
+        taken_s = time.monotonic() - begun_s
+        durations = [message.load.iteration.duration_s for message in router.messages if message.slots]
+        assert durations[0] == pytest.approx(STEP_S + CLOCK["chunk_s"], rel=0.25)
+        assert median(durations[1:]) == pytest.approx(STEP_S, rel=0.1)
+        assert taken_s == pytest.approx(41 * STEP_S + CLOCK["chunk_s"], rel=0.15)
+
+
+async def test_a_prompt_longer_than_the_chunk_takes_an_iteration_per_chunk(engines):
+    async with attach(engines[0]) as router:
+        await router.run(list(range(1000)), {"max_tokens": 1})
+        chunks = [
+            message.load.iteration.prefill_tokens
+            for message in router.messages
+            if message.load.iteration.prefill_tokens
+        ]
+        assert chunks[-1] == 1000 - 512
+
+
+async def test_tokens_are_a_function_of_prompt_and_position(engines):
+    async with attach(engines[0]) as left, attach(engines[1]) as right:
+        whole = await left.run(PROMPT, {"max_tokens": 40})
+        assert await right.run(PROMPT, {"max_tokens": 40}) == whole
+        assert await right.run([*PROMPT[:-1], 7], {"max_tokens": 40}) != whole
+        assert len(set(whole)) > 30
+
+
+async def test_a_move_is_exact_and_takes_the_links_time(engines):
+    prompt = [9, *PROMPT]  # not in the target's prefix cache: all of it moves
+    async with attach(engines[0]) as source, attach(engines[1]) as target:
+        whole = await source.run(prompt, {"max_tokens": 40})
+        tokens, kv = await hand_off(source, prompt)
+        begun_s = time.monotonic()
+        slot = await target.submit(prompt, {"max_tokens": 40}, output_token_ids=tokens, kv=kv, fence=2)
+        await target.tokens(slot, len(tokens) + 1)
+        pause_s = time.monotonic() - begun_s
+        await target.finished(slot)
+        assert target.answers[slot].tokens == whole
+        transfer_s = kv.num_tokens * CLOCK["kv_bytes_per_token"] / CLOCK["link_bytes_per_s"]
+        assert pause_s == pytest.approx(transfer_s + STEP_S, abs=0.08)
+        assert target.newest("load").pull_bytes_per_s == pytest.approx(1e9, rel=0.1)
+        await is_idle(source)  # without a release: the reader has told the source
+        await is_idle(target)
+
+
+async def test_a_pull_from_a_dead_engine_is_recomputed_exactly(engines):
+    prompt = [8, *PROMPT]
+    async with attach(engines[1]) as source:
+        whole = await source.run(prompt, {"max_tokens": 40})
+        tokens, kv = await hand_off(source, prompt)
+    engines[1].close()
+    async with attach(engines[0]) as target:
+        before = target.newest("load")
+        assert await target.run(prompt, {"max_tokens": 40}, output_token_ids=tokens, kv=kv, fence=2) == whole
+        await is_idle(target)
+        assert target.newest("load").num_recomputed_pulls == (before.num_recomputed_pulls if before else 0) + 1
