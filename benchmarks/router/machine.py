@@ -20,6 +20,9 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Fields of a cpu line of /proc/stat: user nice system idle iowait irq softirq steal.
 IDLE_FIELDS = (3, 4)
 STEAL_FIELD = 7
+# User and system time of reaped children, counted from behind the name in /proc/PID/stat.
+REAPED_FIELDS = (13, 14)
+KERNEL_PARENT = 2
 
 
 def find_tree(root: int) -> set[int]:
@@ -51,6 +54,27 @@ def read_cpu_s(pids: set[int]) -> float:
             except (FileNotFoundError, ProcessLookupError):
                 continue
     return total_ns / 1e9
+
+
+def read_foreign_s(own: set[int]) -> dict[int, float]:
+    """Reads the CPU time of all other processes, in seconds: their own, and that of the children they have reaped.
+
+    Kernel threads are left out: what they do here, they do for the benchmark.
+    The busy time of ``/proc/stat`` would be simpler, but counts whole ticks, and what a timer wakes runs at ticks.
+    """
+    times = {}
+    for directory in PROC.iterdir():
+        if not directory.name.isdigit() or int(directory.name) in own:
+            continue
+        try:
+            fields = (directory / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == KERNEL_PARENT:
+            continue
+        reaped_ticks = sum(int(fields[index]) for index in REAPED_FIELDS)
+        times[int(directory.name)] = read_cpu_s({int(directory.name)}) + reaped_ticks / TICKS_PER_S
+    return times
 
 
 def read_pss_bytes(pids: set[int]) -> int:
@@ -98,13 +122,13 @@ class Snapshot:
     Args:
         at_s: Monotonic time.
         router_s: CPU time of the router under test, its children included.
-        known_s: CPU time of everything that the benchmark started, the runner included.
+        foreign_s: CPU time of every process that is not the benchmark's.
         cores: Of the whole machine.
     """
 
     at_s: float
     router_s: float
-    known_s: float
+    foreign_s: dict[int, float]
     cores: Cores
 
     @classmethod
@@ -114,11 +138,10 @@ class Snapshot:
         Args:
             router: Process id of the router; None: there is none.
         """
-        known = find_tree(os.getpid())
         return cls(
             at_s=time.monotonic(),
             router_s=read_cpu_s(find_tree(router)) if router is not None else 0.0,
-            known_s=read_cpu_s(known),
+            foreign_s=read_foreign_s(find_tree(os.getpid())),
             cores=Cores.read(),
         )
 
@@ -159,7 +182,9 @@ class Usage:
             steal=sum(
                 (late - early) / seconds for early, late in zip(before.cores.steal_s, after.cores.steal_s, strict=True)
             ),
-            foreign=max(0.0, sum(busy) - (after.known_s - before.known_s) / seconds),
+            foreign=sum(
+                max(0.0, late - before.foreign_s.get(pid, 0.0)) / seconds for pid, late in after.foreign_s.items()
+            ),
         )
 
 
