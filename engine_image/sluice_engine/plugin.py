@@ -26,13 +26,16 @@ def register() -> None:
     resume.install_in_runner()
 
 
-def make_transfer_config(engine_id: str, device: str, progress_delay_us: int) -> dict[str, Any]:
+def make_transfer_config(
+    engine_id: str, device: str, progress_delay_us: int, lease_s: int | None = None
+) -> dict[str, Any]:
     """The ``kv_transfer_config`` of an engine.
 
     Args:
         engine_id: NIXL's name of the engine; another one after every start.
         device: ``cpu`` or ``cuda``: where KV lies.
         progress_delay_us: Pause of NIXL's progress thread, in microseconds; 0 with RDMA.
+        lease_s: Longest time that handed-off blocks wait for a reader, in seconds; ``connector.LEASE_S`` when absent.
     """
     from sluice_engine.connector import LEASE_S, PROGRESS_DELAY_KEY  # noqa: PLC0415  (imports NIXL)
 
@@ -43,7 +46,7 @@ def make_transfer_config(engine_id: str, device: str, progress_delay_us: int) ->
         "kv_buffer_device": device,
         "engine_id": engine_id,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S, PROGRESS_DELAY_KEY: progress_delay_us},
+        "kv_connector_extra_config": {"kv_lease_duration": lease_s or LEASE_S, PROGRESS_DELAY_KEY: progress_delay_us},
     }
 
 

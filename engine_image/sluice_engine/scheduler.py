@@ -199,16 +199,25 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         return RequestKind.RECOVERY if extras.is_recovery or extras.output_token_ids else RequestKind.NEW_PROMPT
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        was_compiling = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        status = request.status
         is_ready: bool = super()._handle_blocked_waiting_request(request)
-        if is_ready and was_compiling:
-            try:
-                replay_grammar(request)
-            except GrammarReplayError as error:
-                logger.warning("%s", error)
-                self.grammar_compile_error_reqs.add(request.request_id)
-                return False
+        if is_ready and status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            return self._replay_grammar(request)
+        if is_ready and status == RequestStatus.WAITING_FOR_REMOTE_KVS and not request.num_computed_tokens:
+            # Its pull has failed and its blocks are free. Skipped, it leaves the queue of those that hold blocks, where
+            # it would stand in the way of requests that need one token; its place is with the others that recompute.
+            self._tracker.place(self._tracker[request.request_id])
+            return False
         return is_ready
+
+    def _replay_grammar(self, request: Request) -> bool:
+        try:
+            replay_grammar(request)
+        except GrammarReplayError as error:
+            logger.warning("%s", error)
+            self.grammar_compile_error_reqs.add(request.request_id)
+            return False
+        return True
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         has_failed = request.request_id in self.failed_recving_kv_req_ids
@@ -342,7 +351,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
 
     def _has_seat(self) -> bool:
         """True when a new prompt takes no seat that is promised to a request on its way."""
-        return self._count_seats_taken() < self.max_num_active_reqs
+        return bool(self._count_seats_taken() < self.max_num_active_reqs)
 
     def _count_recompute_ahead(self) -> int:
         """Room that the next waiting recompute will use: vLLM serves running prefills before it looks there."""

@@ -1,3 +1,4 @@
+# ruff: noqa: PLC0415  (vLLM takes nine seconds to import: only tests that start engines pay them)
 """Real engines for tests: forked from the test process, driven by hand through vLLM's synchronous client.
 
 A test process imports vLLM once (9 s) and forks any number of engines (3 s each). Nothing runs beside the test: outputs
@@ -43,7 +44,7 @@ def import_vllm() -> None:
         warnings.simplefilter("ignore")
         import vllm.engine.arg_utils
         import vllm.v1.engine.core_client
-        import vllm.v1.worker.cpu_worker
+        import vllm.v1.worker.cpu_worker  # noqa: F401
 
         from sluice_engine import plugin, scheduler, selfcheck  # noqa: F401
 
@@ -70,7 +71,9 @@ class Part:
 class Engine:
     """One EngineCore process with Sluice's plugin."""
 
-    def __init__(self, name: str, model: Path, port: int, *, is_async: bool = False, **options: Any) -> None:
+    def __init__(
+        self, name: str, model: Path, port: int, *, is_async: bool = False, lease_s: int = 30, **options: Any
+    ) -> None:
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core_client import SyncMPClient
@@ -91,7 +94,7 @@ class Engine:
             "scheduling_policy": "priority",
             "scheduler_cls": plugin.ASYNC_SCHEDULER if is_async else plugin.SCHEDULER,
             "distributed_executor_backend": plugin.CPU_EXECUTOR,
-            "kv_transfer_config": KVTransferConfig(**plugin.make_transfer_config(name, "cpu", 100)),
+            "kv_transfer_config": KVTransferConfig(**plugin.make_transfer_config(name, "cpu", 100, lease_s)),
         }
         if is_async:
             settings["distributed_executor_backend"] = make_async_executor()
@@ -170,37 +173,33 @@ class Engine:
         return answer
 
     def grant(self, key: str, num_tokens: int, *, cause: str = "prefill_done", ttl_s: float = 2.0) -> control.Granted:
-        return self.command(control.Grant(key=key, num_tokens=num_tokens, cause=cause, ttl_s=ttl_s))
+        answer: control.Granted = self.command(control.Grant(key=key, num_tokens=num_tokens, cause=cause, ttl_s=ttl_s))
+        return answer
 
     def load(self) -> control.Load:
-        return self.command(control.ReadLoad())
+        load: control.Load = self.command(control.ReadLoad())
+        return load
 
     def configure(
         self, chunk_size_tokens: int, *, role: str = "D-heavy", strategy: str = "aggregated", **options: Any
     ) -> control.Configured:
         """Puts a plan of the next generation in force."""
         self.generation += 1
-        return self.command(
-            control.Configure(
-                **(
-                    {
-                        "generation": self.generation,
-                        "role": role,
-                        "chunk_size_tokens": chunk_size_tokens,
-                        "strategy": strategy,
-                    }
-                    | options
-                )
-            )
-        )
+        plan: dict[str, Any] = {
+            "generation": self.generation,
+            "role": role,
+            "chunk_size_tokens": chunk_size_tokens,
+            "strategy": strategy,
+        }
+        answer: control.Configured = self.command(control.Configure(**(plan | options)))
+        return answer
 
     def poll(self, timeout_s: float = 0.001) -> None:
         """Takes in what the engine has produced, waiting a little for the first of it."""
         try:
             outputs = self.client.outputs_queue.get(timeout=timeout_s)
             while True:
-                if isinstance(outputs, Exception):
-                    raise RuntimeError(f"engine {self.name} died") from outputs
+                assert not isinstance(outputs, Exception), f"engine {self.name} died: {outputs}"
                 self._take_in(outputs)
                 outputs = self.client.outputs_queue.get_nowait()
         except queue.Empty:
@@ -236,7 +235,7 @@ class Engine:
         self.client.shutdown()
 
 
-def wait(engines: Iterable[Engine], condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+def wait(engines: Iterable[Engine], condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
     """Polls engines until ``condition`` holds."""
     engines = list(engines)
     end_s = time.monotonic() + deadline_s
@@ -323,8 +322,8 @@ def make_async_executor() -> type:
             timeout: Any = None,
             args: Any = (),
             kwargs: Any = None,
-            non_block: bool = False,
-            single_value: bool = False,
+            non_block: bool = False,  # noqa: FBT001, FBT002
+            single_value: bool = False,  # noqa: FBT001, FBT002
         ) -> Any:
             run = super().collective_rpc
             if not hasattr(self, "_pool"):
