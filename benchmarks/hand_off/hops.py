@@ -1,0 +1,177 @@
+"""One request that is moved from engine to engine, and what each hop cost it.
+
+Where a hop lies in the stream is not guessed from the gaps: the router's record of the request says after how many output
+tokens the source handed it off, so the pause is the gap before the token of that index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.local_cluster.client import TokenStream
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Sequence
+
+    from benchmarks.local_cluster.client import Client
+
+# Tokens before the first hop and after each one; the plain gaps of a request lie among them.
+HOLD_TOKENS = 12
+# Most tokens from asking for a move to the hop, when all goes well: the request runs on meanwhile.
+ASKING_TOKENS = 6
+# Gaps from a hop on that are not plain: the hop itself, and a first step that the target may have shared with it.
+HOP_GAPS = 2
+# Within the tiny model's vocabulary, above its special tokens.
+TOKEN_IDS = range(3, 2000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """One hand-off, as the client saw it.
+
+    Args:
+        source: Engine that handed off.
+        target: Engine that went on.
+        context_tokens: Prompt and output at the hand-off.
+        begin_s: Stamp of the last token from the source.
+        end_s: Stamp of the first token from the target.
+        move_s: Grant asked for to first token from the target, by the router's clock.
+        target_decodes: Decodes on the target when the move was asked for, by its newest report.
+        target_queued_tokens: Prefill tokens queued there, by the same report.
+    """
+
+    source: str
+    target: str
+    context_tokens: int
+    begin_s: float
+    end_s: float
+    move_s: float
+    target_decodes: int
+    target_queued_tokens: int
+
+    @property
+    def pause_s(self) -> float:
+        """Last token from the source to first token from the target, both at the client."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """What came of a request that was moved along a route.
+
+    Args:
+        hops: In order; a move that was refused or given up is not among them.
+        plain_gaps_s: Gaps between its tokens that have no hop near them.
+        num_missing: Moves asked for that did not come to a hop.
+    """
+
+    hops: list[Hop]
+    plain_gaps_s: list[float]
+    num_missing: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A move that was asked for, and its target's newest report then."""
+
+    target: str
+    decodes: int
+    queued_tokens: int
+
+
+def draw_prompt(rng: random.Random, num_tokens: int) -> list[int]:
+    """Draws a prompt of its own, so that no prefix cache holds a block of it."""
+    return rng.choices(TOKEN_IDS, k=num_tokens)
+
+
+async def walk(client: Client, prompt: Sequence[int], num_hops: int, choose_route: Callable[[str], list[str]]) -> Walk:
+    """Runs a request and moves it along a route.
+
+    Args:
+        client: Of the router.
+        prompt: Its prompt.
+        num_hops: Length of the route.
+        choose_route: Chooses the engines to move to, in order, by the one that the prefill ran on.
+
+    Raises:
+        StreamFailedError: The request failed.
+    """
+    stream = TokenStream()
+    max_tokens = HOLD_TOKENS + num_hops * (HOLD_TOKENS + ASKING_TOKENS)
+    async with asyncio.TaskGroup() as group:
+        reader = group.create_task(client.generate(stream, prompt, max_tokens))
+        asked = await _ask_for_moves(client, stream, choose_route)
+        # Tokens left over are of no use.
+        reader.cancel()
+    if not stream.request_id:
+        return Walk(hops=[], plain_gaps_s=[], num_missing=num_hops)
+    return read_walk(stream.token_times_s, len(prompt), asked, await client.explain(stream.request_id))
+
+
+async def _ask_for_moves(client: Client, stream: TokenStream, choose_route: Callable[[str], list[str]]) -> list[Asked]:
+    """Asks for one move after the other; the stream is read meanwhile, so that no stamp waits for an answer."""
+    asked: list[Asked] = []
+    if not await stream.wait_tokens(1):
+        return asked
+    for target in choose_route(await find_engine(client, stream.request_id)):
+        if not await stream.wait_tokens(len(stream.token_times_s) + HOLD_TOKENS):
+            break
+        status = await client.read_status()
+        engine = next(engine for engine in status.engines if engine.engine_id == target)
+        asked.append(Asked(target=target, decodes=engine.running_decodes, queued_tokens=engine.queued_prefill_tokens))
+        await client.move(stream.request_id, target)
+    await stream.wait_tokens(len(stream.token_times_s) + HOLD_TOKENS)
+    return asked
+
+
+async def find_engine(client: Client, request_id: str) -> str:
+    """Finds the engine that a request had its first token from."""
+    events = await client.explain(request_id)
+    return next(str(event["engine"]) for event in events if event["event"] == "first_token")
+
+
+def read_walk(
+    token_times_s: Sequence[float], prompt_tokens: int, asked: Sequence[Asked], events: Sequence[dict[str, Any]]
+) -> Walk:
+    """Finds the hops in a stream.
+
+    Args:
+        token_times_s: Stamp of each output token.
+        prompt_tokens: Length of the prompt.
+        asked: Moves asked for, in order.
+        events: The router's record of the request.
+    """
+    hops: list[Hop] = []
+    pending = list(asked)
+    hop_indexes: set[int] = set()
+    handed_off = [event for event in events if event["event"] == "handed_off"]
+    moved = [event for event in events if event["event"] == "moved"]
+    for left, arrived in zip(handed_off, moved, strict=False):
+        index = int(left["output_tokens"])
+        while pending and pending[0].target != left["target"]:
+            pending.pop(0)
+        if not pending or not 0 < index < len(token_times_s):
+            break
+        target = pending.pop(0)
+        hop_indexes.update(range(index, index + HOP_GAPS))
+        hops.append(
+            Hop(
+                source=left["source"],
+                target=left["target"],
+                context_tokens=prompt_tokens + index,
+                begin_s=token_times_s[index - 1],
+                end_s=token_times_s[index],
+                move_s=float(arrived["duration_s"]),
+                target_decodes=target.decodes,
+                target_queued_tokens=target.queued_tokens,
+            )
+        )
+    plain = [
+        token_times_s[index] - token_times_s[index - 1]
+        for index in range(1, len(token_times_s))
+        if index not in hop_indexes
+    ]
+    return Walk(hops=hops, plain_gaps_s=plain, num_missing=len(asked) - len(hops))
