@@ -7,7 +7,7 @@ coroutine writes, so a slow client gets fewer and larger deltas, within the same
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from sluice.v1 import engine_pb2, sampling_pb2
     from sluice_core.records import RequestId
+    from sluice_router.edge_metrics import EdgeMetrics
     from sluice_router.output import Delta
     from sluice_router.requests import DataPlane, Usage
     from sluice_router.slow_readers import SlowReaders
@@ -134,14 +135,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
     Args:
         plane: The data plane.
         text: The model's text side.
-        slow_readers: Limits of slow clients, shared with HTTP.
+        metrics: Counters and limits of slow clients, shared with HTTP.
     """
 
-    def __init__(self, plane: DataPlane, text: ModelText, slow_readers: SlowReaders) -> None:
+    def __init__(self, plane: DataPlane, text: ModelText, metrics: EdgeMetrics) -> None:
         self._plane = plane
         self._text = text
-        self._slow_readers = slow_readers
-        self._preparer = Preparer(plane, text)
+        self._metrics = metrics
+        self._preparer = Preparer(plane, text, metrics)
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802 - gRPC's name
         """Generates; see router.proto."""
@@ -149,10 +150,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
         try:
             prepared = await self._prepare(request, context, arrival_s)
             await self._run(prepared, context)
+            self._metrics.count_answer("grpc", "OK", "")
         except FieldError as error:
-            await abort(context, to_router_error(_rename(error)))
+            await self._abort(context, to_router_error(_rename(error)))
         except RouterError as error:
-            await abort(context, error)
+            await self._abort(context, error)
+        except asyncio.CancelledError:
+            self._metrics.count_answer("grpc", "CANCELLED", "client_gone")
+            raise
 
     async def ListModels(  # noqa: N802 - gRPC's name
         self,
@@ -162,7 +167,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """Lists the models; see router.proto."""
         model = self._plane.model
         length = model.max_model_len_tokens or self._text.defaults.max_model_len_tokens or 0
-        return router_pb2.ListModelsResponse(models=[router_pb2.Model(name=model.name, max_model_len_tokens=length)])
+        models = [router_pb2.Model(name=model.name, max_model_len_tokens=length)] if model.name else []
+        return router_pb2.ListModelsResponse(models=models)
 
     async def _prepare(
         self, request: router_pb2.GenerateRequest, context: Context, arrival_s: float
@@ -199,7 +205,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._plane.cancel(admitted[0], "slow_reader")
             task.cancel()
 
-        sink = DeltaSink(Output(self._text, prepared.output), slow_readers=self._slow_readers, cancel=shed)
+        sink = DeltaSink(Output(self._text, prepared.output), slow_readers=self._metrics.slow_readers, cancel=shed)
         request_id = self._plane.admit(prepared.request, sink)
         admitted.append(request_id)
         shown_id = prepared.request.client_request_id or request_id
@@ -217,6 +223,17 @@ class RouterService(router_pb2_grpc.RouterServicer):
             if sink.end is None:
                 self._plane.cancel(request_id)
 
+    async def _abort(self, context: Context, error: RouterError) -> None:
+        """Ends a call with the table's status; reason and Retry-After go with it as metadata."""
+        status = outcome_of(error).grpc_status
+        self._metrics.count_answer("grpc", status.name, error.code)
+        metadata = [("x-sluice-reason", error.code)]
+        if error.param is not None:
+            metadata.append(("x-sluice-param", error.param))
+        if error.retry_after_s is not None:
+            metadata.append(("retry-after", f"{error.retry_after_s:.3f}"))
+        await context.abort(status, error.message, tuple(metadata))
+
 
 class GrpcApi:
     """The gRPC server for clients.
@@ -224,12 +241,12 @@ class GrpcApi:
     Args:
         plane: The data plane.
         text: The model's text side.
-        slow_readers: Limits of slow clients, shared with HTTP.
+        metrics: Counters and limits of slow clients, shared with HTTP.
         max_message_bytes: Largest request.
     """
 
     def __init__(
-        self, plane: DataPlane, text: ModelText, slow_readers: SlowReaders, *, max_message_bytes: int = 8 * 1024 * 1024
+        self, plane: DataPlane, text: ModelText, metrics: EdgeMetrics, *, max_message_bytes: int = 8 * 1024 * 1024
     ) -> None:
         self._plane = plane
         self._server = grpc.aio.server(
@@ -237,7 +254,7 @@ class GrpcApi:
         )
         self._health = health.aio.HealthServicer()
         self._watch: asyncio.Task[None] | None = None
-        router_pb2_grpc.add_RouterServicer_to_server(RouterService(plane, text, slow_readers), self._server)
+        router_pb2_grpc.add_RouterServicer_to_server(RouterService(plane, text, metrics), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
@@ -276,17 +293,6 @@ class GrpcApi:
                 for name in ("", SERVICE):
                     await self._health.set(name, states[last])
             await asyncio.sleep(HEALTH_INTERVAL_S)
-
-
-async def abort(context: Context, error: RouterError) -> NoReturn:
-    """Ends a call with the table's status; reason and Retry-After go with it as metadata."""
-    metadata = [("x-sluice-reason", error.code)]
-    if error.param is not None:
-        metadata.append(("x-sluice-param", error.param))
-    if error.retry_after_s is not None:
-        metadata.append(("retry-after", f"{error.retry_after_s:.3f}"))
-    await context.abort(outcome_of(error).grpc_status, error.message, tuple(metadata))
-    raise AssertionError("abort raises")
 
 
 def _rename(error: FieldError) -> FieldError:

@@ -17,6 +17,7 @@ from aiohttp.http import HttpVersion11
 from pydantic import BaseModel, ConfigDict, Field
 
 from sluice_router import sse
+from sluice_router.edge_metrics import EdgeMetrics
 from sluice_router.errors import (
     BodyTooLargeError,
     DeadlineError,
@@ -25,7 +26,7 @@ from sluice_router.errors import (
     UnsupportedEndpointError,
 )
 from sluice_router.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, HttpStream
-from sluice_router.http_pages import Pages, format_ignored, refuse
+from sluice_router.http_pages import REASON_HEADER, Pages, format_ignored, refuse
 from sluice_router.objectives import read_objectives
 from sluice_router.openai_schema import ChatBody, FieldError, parse_chat, parse_completion
 from sluice_router.output import Output
@@ -91,7 +92,6 @@ class HttpApi:
         self._plane = plane
         self._text = text
         self._settings = settings or HttpSettings()
-        self._preparer = Preparer(plane, text)
         self._server: EdgeServer | None = None
         self._runner: web.ServerRunner | None = None
         self._site: web.TCPSite | None = None
@@ -106,6 +106,9 @@ class HttpApi:
                 max_total_bytes=self._settings.max_total_buffered_bytes,
             )
         )
+        self.metrics = EdgeMetrics(self.slow_readers)
+        plane.registry.register(self.metrics)
+        self._preparer = Preparer(plane, text, self.metrics)
         self._pages = Pages(plane, text)
         self._handlers: dict[str, Handler] = {
             "/v1/completions": self._complete,
@@ -177,16 +180,27 @@ class HttpApi:
         arrival_s = connection.begin_request()
         self._num_active += 1
         try:
-            return self._finish_headers(request, await self._route(request, arrival_s))
-        except RouterError as error:
-            return self._finish_headers(request, refuse(error))
-        except FieldError as error:
-            return self._finish_headers(request, refuse(to_router_error(error)))
+            response = await self._answer_or_refuse(request, arrival_s)
+            self.metrics.count_answer("http", str(response.status), response.headers.get(REASON_HEADER, ""))
+        except (asyncio.CancelledError, ConnectionError):
+            self.metrics.count_answer("http", "499", "client_gone")
+            raise
+        else:
+            return response
         finally:
             connection.end_request()
             self._num_active -= 1
             if not self._num_active:
                 self._is_idle.set()
+
+    async def _answer_or_refuse(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
+        try:
+            response = await self._route(request, arrival_s)
+        except RouterError as error:
+            response = refuse(error)
+        except FieldError as error:
+            response = refuse(to_router_error(error))
+        return self._finish_headers(request, response)
 
     async def _route(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         self._check_headers(request)

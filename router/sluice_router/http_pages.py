@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sluice_router.requests import DataPlane
     from sluice_router.text.tokenizer import ModelText
 
+REASON_HEADER = "x-sluice-reason"
 MODELS_PREFIX = "/v1/models/"
 DEBUG_PREFIX = "/debug/requests/"
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -57,7 +58,7 @@ class Pages:
         return self._pages.get(path)
 
     def _list_models(self) -> web.Response:
-        return web.json_response({"object": "list", "data": [self._describe_model()]})
+        return web.json_response({"object": "list", "data": [self._describe_model()] if self._plane.model.name else []})
 
     def _show_model(self, name: str) -> web.Response:
         if name != self._plane.model.name:
@@ -107,7 +108,7 @@ def refuse(error: RouterError, *, status: int | None = None, headers: dict[str, 
         status: Overrides the table's status, for what is special to HTTP.
         headers: More headers.
     """
-    headers = {**(headers or {}), "x-sluice-reason": error.code}
+    headers = {**(headers or {}), REASON_HEADER: error.code}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return web.json_response(format_error(error), status=status or outcome_of(error).http_status, headers=headers)

@@ -85,6 +85,7 @@ class Output:
         "_detokenizer",
         "_first_index",
         "_hidden",
+        "_keeps_tokens",
         "_logprobs",
         "_parts",
         "_settings",
@@ -98,6 +99,7 @@ class Output:
 
     def __init__(self, text: ModelText, settings: OutputSettings) -> None:
         self._settings = settings
+        self._keeps_tokens = settings.keeps_tokens
         self._detokenizer = text.make_detokenizer(skip_special_tokens=settings.skip_special_tokens)
         self._stops = StopStrings(settings.stops, is_included=settings.is_stop_included) if settings.stops else None
         self._hidden = frozenset() if settings.is_stop_included else settings.hidden_token_ids
@@ -125,17 +127,18 @@ class Output:
         Returns:
             None, or the number of output tokens when a stop string ended the output.
         """
+        stops = self._stops
         for index, token_id in enumerate(token_ids):
             self.num_tokens += 1
             self.num_pending += 1
-            if self._settings.keeps_tokens:
+            if self._keeps_tokens:
                 self._keep_token(token_id, None if logprobs is None else logprobs[index])
             text = "" if token_id in self._hidden else self._detokenizer.step(token_id)
-            if self._stops is not None:
-                text = self._stops.push(text, is_armed=self.num_tokens > self._settings.min_tokens)
+            if stops is not None:
+                text = stops.push(text, is_armed=self.num_tokens > self._settings.min_tokens)
             if text:
                 self._append(text)
-            if self._stops is not None and self._stops.matched is not None:
+            if stops is not None and stops.matched is not None:
                 return self.num_tokens
         return None
 
@@ -153,18 +156,13 @@ class Output:
 
     def take(self) -> Delta:
         """Hands out what has come since the last call."""
-        delta = Delta(
-            text=self._parts[0] if len(self._parts) == 1 else "".join(self._parts),
-            token_ids=self._token_ids,
-            logprobs=self._logprobs,
-            first_index=self._first_index,
-            text_offset=self._taken_characters,
-        )
-        self._parts = []
-        if self._settings.keeps_tokens:
+        text = self._parts[0] if len(self._parts) == 1 else "".join(self._parts)
+        delta = Delta(text, self._token_ids, self._logprobs, self._first_index, self._taken_characters)
+        self._parts.clear()
+        if self._keeps_tokens:
             self._token_ids, self._logprobs = [], []
         self._first_index = self.num_tokens
-        self._taken_characters += len(delta.text)
+        self._taken_characters += len(text)
         self.num_pending = self.num_bytes = 0
         return delta
 

@@ -7,6 +7,7 @@ that its files give for sampling fields that the client leaves out.
 from __future__ import annotations
 
 import json
+import time
 from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from sluice_router.text.chat_template import ChatTemplateError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from sluice_router.edge_metrics import EdgeMetrics
     from sluice_router.objectives import Objectives
     from sluice_router.openai_schema import ChatBody, SamplingFields
     from sluice_router.requests import DataPlane
@@ -102,11 +104,13 @@ class Preparer:
     Args:
         plane: Knows the served name and length.
         text: The model's text side.
+        metrics: Where tokenizing is timed.
     """
 
-    def __init__(self, plane: DataPlane, text: ModelText) -> None:
+    def __init__(self, plane: DataPlane, text: ModelText, metrics: EdgeMetrics) -> None:
         self._plane = plane
         self._text = text
+        self._metrics = metrics
 
     async def prepare_completion(self, body: CompletionBody, caller: Caller) -> PreparedRequest:
         """Prepares a completion.
@@ -117,7 +121,9 @@ class Preparer:
         """
         self.check_model(body.model)
         if isinstance(body.prompt, str):
+            started_s = time.perf_counter()
             ids = await self._text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
         else:
             ids = body.prompt
             self._check_token_ids("prompt", ids)
@@ -126,19 +132,21 @@ class Preparer:
     async def prepare_chat(self, body: ChatBody, caller: Caller) -> PreparedRequest:
         """Prepares a chat; see ``prepare_completion``."""
         self.check_model(body.model)
+        started_s = time.perf_counter()
         prompt = self._render(body)
         # Templates write BOS themselves.
         ids = await self._text.encode(prompt, add_special_tokens=body.add_special_tokens is True)
+        self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
         return self._finish(body, ids, caller)
 
     def check_model(self, name: str | None) -> None:
-        """Checks that a model is the one served; none, or an empty name, is.
+        """Checks that a model is the one served; no name is. Without a plan no name is known yet, and any may come true.
 
         Raises:
             ModelNotFoundError: It is not.
         """
         served = self._plane.model.name
-        if name and name != served:
+        if name and served and name != served:
             raise ModelNotFoundError(
                 f"model {quote(name)} does not exist; this router serves {served!r}", param="model"
             )

@@ -78,7 +78,7 @@ class Server:
         self.router.connect(self._links)
         self._text = ModelText.load(Path(settings.model))
         self._http = HttpApi(self.router, self._text)
-        self._grpc = GrpcApi(self.router, self._text, self._http.slow_readers)
+        self._grpc = GrpcApi(self.router, self._text, self._http.metrics)
         self._control = grpc.aio.server()
         self._health = health.aio.HealthServicer()
         self._pages = Pages(self.router, self._text)

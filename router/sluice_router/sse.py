@@ -75,6 +75,7 @@ class _Format:
     ) -> None:
         self._head = {"id": answer_id, "object": kind, "created": created_s, "model": model}
         self._settings = settings
+        self._keeps_tokens = settings.keeps_tokens
         self._text = text
         self._includes_usage = includes_usage
         self._prompt_token_ids = prompt_token_ids
@@ -120,7 +121,7 @@ class CompletionFormat(_Format):
 
     def chunk(self, delta: Delta) -> bytes:
         """Formats one event."""
-        if not self._settings.keeps_tokens:
+        if not self._keeps_tokens:
             return (self._prefix + encode_basestring(delta.text) + self._suffix).encode()
         return self._event(self._choice(delta, '"finish_reason":null'))
 
@@ -158,7 +159,7 @@ class ChatFormat(_Format):
 
     def chunk(self, delta: Delta) -> bytes:
         """Formats one event."""
-        if not self._settings.keeps_tokens:
+        if not self._keeps_tokens:
             return (self._prefix + encode_basestring(delta.text) + self._suffix).encode()
         return self._event(self._choice(delta, '"finish_reason":null'))
 

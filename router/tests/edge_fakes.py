@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sluice.v1 import engine_pb2, sampling_pb2
@@ -63,6 +64,7 @@ class FakePlane:
         self._numbers = itertools.count(1)
         self.clock_s: float | None = None
         self.changed = asyncio.Event()
+        self.registry = CollectorRegistry()
 
     @property
     def is_ready(self) -> bool:
@@ -90,7 +92,7 @@ class FakePlane:
             self._note()
 
     def format_metrics(self) -> bytes:
-        return b"sluice_fake 1\n"
+        return generate_latest(self.registry)
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         return self.stories.get(request_id)

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sluice.v1 import router_pb2, router_pb2_grpc, sampling_pb2
+from sluice_router.edge_metrics import EdgeMetrics
 from sluice_router.errors import EngineFaultError, SloInfeasibleError
 from sluice_router.grpc_api import GrpcApi
 from sluice_router.slow_readers import SlowReaderLimits, SlowReaders
@@ -36,7 +37,7 @@ async def plane(text):
 
 @pytest.fixture
 async def channel(plane, text):
-    api = GrpcApi(plane, text, SlowReaders(SlowReaderLimits()))
+    api = GrpcApi(plane, text, EdgeMetrics(SlowReaders(SlowReaderLimits())))
     port = await api.start("127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as made:
         yield made
@@ -241,3 +242,29 @@ async def test_models_health_and_reflection(channel, router, plane):
     answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
     names = [service.name async for answer in answers for service in answer.list_services_response.service]
     assert "sluice.v1.Router" in names
+
+
+async def test_slow_client_gets_larger_deltas_and_is_shed_at_its_limit(plane, text):
+    readers = SlowReaders(SlowReaderLimits(max_stream_bytes=200_000))
+    api = GrpcApi(plane, text, EdgeMetrics(readers))
+    port = await api.start("127.0.0.1", 0)
+    plane.script = None
+    ids = text.encode_now("hello world " * 100, add_special_tokens=False)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = router_pb2_grpc.RouterStub(channel).Generate(router_pb2.GenerateRequest(text="hi"))
+        reading = asyncio.create_task(call.read())
+        await plane.wait(lambda: bool(plane.live))
+        sink = plane.live["req-1"].sink
+        largest = 0
+        plane.emit("req-1", ids)
+        await reading
+        async with asyncio.timeout(20):
+            while "req-1" in plane.live:
+                plane.emit("req-1", ids)
+                largest = max(largest, sink.num_buffered_bytes)
+                await asyncio.sleep(0)
+        assert plane.cancelled == [("req-1", "slow_reader")]
+        assert readers.num_shed == {"stream_bytes": 1}
+        assert largest < 200_000 + 8 * len(ids) + len("hello world " * 100)
+        call.cancel()
+    await api.close(0)

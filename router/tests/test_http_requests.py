@@ -10,6 +10,7 @@ from edge_fakes import FakePlane, say, write_model
 
 from sluice_router.errors import NoEngineError, ShuttingDownError
 from sluice_router.http_api import HttpApi, HttpSettings
+from sluice_router.requests import ServedModel
 from sluice_router.text.tokenizer import ModelText
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -406,7 +407,6 @@ async def test_other_paths_and_methods(client, method, path, status, code):
 async def test_pages(client, plane):
     assert (await client.get("/version")).json()["version"]
     assert (await client.get("/livez")).status_code == 200
-    assert (await client.get("/metrics")).text == "sluice_fake 1\n"
     assert (await client.get("/v1/models/tiny")).json()["max_model_len"] == 512
     plane.stories["req-9"] = {"events": []}
     assert (await client.get("/debug/requests/req-9")).json() == {"events": []}
@@ -417,3 +417,28 @@ async def test_pages(client, plane):
         plane.not_ready_reason = "no plan"
         response = await client.get(path)
         assert (response.status_code, response.json()["reason"]) == (503, "no plan")
+
+
+async def test_metrics_count_answers_by_status_and_reason(client, plane):
+    await client.post("/v1/completions", json=_completion())
+    await client.post("/v1/completions", json=_completion(temperature=9))
+    response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'sluice_answers_total{protocol="http",reason="",status="200"} 1.0' in response.text
+    assert 'sluice_answers_total{protocol="http",reason="invalid_value",status="400"} 1.0' in response.text
+    assert "sluice_tokenize_seconds_count 1.0" in response.text
+
+
+async def test_no_plan_yet_is_not_an_unknown_model(client, plane):
+    plane.model = ServedModel(name="", max_model_len_tokens=0, created_s=0)
+    plane.refusal = NoEngineError("no plan is in force", retry_after_s=1)
+    assert (await client.post("/v1/completions", json=_completion())).status_code == 503
+    assert (await client.get("/v1/models")).json()["data"] == []
+
+
+async def test_our_own_fault_is_an_answer_too(client, plane, caplog):
+    plane.refusal = ZeroDivisionError("a bug")
+    response = await client.post("/v1/completions", json=_completion())
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+    assert "a bug" not in response.text
+    assert "a bug" in caplog.text

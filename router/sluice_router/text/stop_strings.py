@@ -36,6 +36,8 @@ class StopStrings:
         Returns:
             The text that may go out. Once ``matched`` is set it is the last.
         """
+        if not self._held and self._first_characters.isdisjoint(text):
+            return text
         whole = self._held + text
         if is_armed:
             end = self._find(whole)
