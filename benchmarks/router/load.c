@@ -101,7 +101,7 @@ static uint32_t num_connections;
 static struct pieces pieces;
 static struct stamps stamps;
 static struct counters counters;
-static struct histogram token_latency, added_ttft, request_latency, ttft, gap, whole_latency;
+static struct histogram token_latency, added_ttft, request_latency, ttft, gap, sent_gap, whole_latency;
 static uint64_t next_request, begin_ns, end_ns, next_arrival_ns, random_state;
 static int epoll_fd;
 static char first_error[256];
@@ -252,6 +252,7 @@ static void time_token(struct connection *connection, uint64_t now) {
     record(&added_ttft, (int64_t)(row[0] - connection->sent_ns) + (int64_t)(now - row[1]));
   } else {
     record(&gap, (int64_t)(now - connection->last_token_ns));
+    record(&sent_gap, (int64_t)(row[1 + index] - row[index]));
   }
   record(&token_latency, (int64_t)(now - row[1 + index]));
 }
@@ -528,6 +529,7 @@ static void print_result(double cpu_s, uint64_t offered_tokens, uint64_t offered
   print_histogram("request_latency", &request_latency);
   print_histogram("ttft", &ttft);
   print_histogram("itl", &gap);
+  print_histogram("sent_gap", &sent_gap);
   print_histogram("whole_latency", &whole_latency);
   puts("}");
 }

@@ -56,13 +56,14 @@ def read_cpu_s(pids: set[int]) -> float:
     return total_ns / 1e9
 
 
-def read_foreign_s(own: set[int]) -> dict[int, float]:
+def read_foreign_s(own: set[int]) -> float:
     """Reads the CPU time of all other processes, in seconds: their own, and that of the children they have reaped.
 
+    A process that ends moves its time to whoever reaps it, so the sum over all of them never loses or repeats any.
     Kernel threads are left out: what they do here, they do for the benchmark.
     The busy time of ``/proc/stat`` would be simpler, but counts whole ticks, and what a timer wakes runs at ticks.
     """
-    times = {}
+    total_s = 0.0
     for directory in PROC.iterdir():
         if not directory.name.isdigit() or int(directory.name) in own:
             continue
@@ -73,8 +74,8 @@ def read_foreign_s(own: set[int]) -> dict[int, float]:
         if int(fields[1]) == KERNEL_PARENT:
             continue
         reaped_ticks = sum(int(fields[index]) for index in REAPED_FIELDS)
-        times[int(directory.name)] = read_cpu_s({int(directory.name)}) + reaped_ticks / TICKS_PER_S
-    return times
+        total_s += read_cpu_s({int(directory.name)}) + reaped_ticks / TICKS_PER_S
+    return total_s
 
 
 def read_pss_bytes(pids: set[int]) -> int:
@@ -128,7 +129,7 @@ class Snapshot:
 
     at_s: float
     router_s: float
-    foreign_s: dict[int, float]
+    foreign_s: float
     cores: Cores
 
     @classmethod
@@ -182,9 +183,7 @@ class Usage:
             steal=sum(
                 (late - early) / seconds for early, late in zip(before.cores.steal_s, after.cores.steal_s, strict=True)
             ),
-            foreign=sum(
-                max(0.0, late - before.foreign_s.get(pid, 0.0)) / seconds for pid, late in after.foreign_s.items()
-            ),
+            foreign=max(0.0, after.foreign_s - before.foreign_s) / seconds,
         )
 
 

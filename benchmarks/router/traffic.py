@@ -134,6 +134,7 @@ class LoadResult:
         token_latency: From the stub's stamp of a token to the client's read.
         added_ttft: The same on the way there and back: request to the stub, first token to the client.
         itl: Gaps between tokens at the client.
+        sent_gap: Gaps between tokens at the stub: a step, unless the stub is late.
         raw: All of it.
     """
 
@@ -147,6 +148,7 @@ class LoadResult:
     token_latency: Percentiles
     added_ttft: Percentiles
     itl: Percentiles
+    sent_gap: Percentiles
     raw: Mapping[str, Any]
 
     @classmethod
@@ -168,5 +170,6 @@ class LoadResult:
             token_latency=Percentiles.read(raw["token_latency"]),
             added_ttft=Percentiles.read(raw.get("added_ttft", {})),
             itl=Percentiles.read(raw.get("itl", {})),
+            sent_gap=Percentiles.read(raw.get("sent_gap", {})),
             raw=raw,
         )

@@ -30,8 +30,8 @@ LOAD_CORE = 0
 ROUTER_CORE = 1
 MAX_LOAD_CORE_BUSY = 0.8
 MAX_FOREIGN_CORES = 0.1
-# Below this share of the tokens that the steps should give, the stub was late.
-MIN_PACE = 0.97
+# p99 of the time between two tokens that the stub sends, in steps, above which the stub was late.
+MAX_LATE = 1.25
 STUB_TIMEOUT_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -247,10 +247,5 @@ def _find_void_reasons(workload: Workload, result: LoadResult, usage: Usage) -> 
         yield f"others used {usage.foreign:.2f} cores"
     if usage.steal > MAX_FOREIGN_CORES:
         yield f"the hypervisor took {usage.steal:.2f} cores"
-    # Clients that go away or stall, engines that fail, and open loops, offer what they offer.
-    if workload.concurrency and not (
-        workload.is_unary or workload.slow_percent or workload.disconnect_percent or workload.faults
-    ):
-        pace = result.offered_tokens / result.seconds / (workload.concurrency * 1e6 / workload.step_us)
-        if pace < MIN_PACE:
-            yield f"offered {pace:.0%} of the pace"
+    if result.sent_gap.p99_ms > MAX_LATE * workload.step_us / 1000 and not workload.faults:
+        yield f"the stub was late: p99 of its steps {result.sent_gap.p99_ms:.1f} ms"
