@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 
 import click
 
+from sluice_cli.demo import Demo, DemoError
 from sluice_cli.detach import start_detached
 from sluice_cli.display import Display, make_console
-from sluice_cli.ports import PortError
+from sluice_cli.ports import PortBook, PortError
 from sluice_cli.records import HOME, AlreadyRunningError, ClusterDirectory, find_clusters
 from sluice_cli.status import read_view
 from sluice_cli.stop import stop_cluster
@@ -61,6 +63,16 @@ def _choose_cluster(name: str | None) -> ClusterDirectory:
 
 cluster_option = click.option("--cluster", "name", help="Name of the cluster; the only running one when absent.")
 
+ports_option = click.option(
+    "--port-range",
+    "ports",
+    default="20000-32767",
+    show_default=True,
+    envvar="SLUICE_PORT_RANGE",
+    callback=_parse_ports,
+    help="Ports to choose from.",
+)
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="sluice-serve", prog_name="sluice")
@@ -77,15 +89,7 @@ def cli() -> None:
 @click.option(
     "--volume", "volumes", multiple=True, callback=_parse_volumes, metavar="NAME=DIR", help="Directory of a claim."
 )
-@click.option(
-    "--port-range",
-    "ports",
-    default="20000-32767",
-    show_default=True,
-    envvar="SLUICE_PORT_RANGE",
-    callback=_parse_ports,
-    help="Ports to choose from.",
-)
+@ports_option
 def up(manifest: Path, *, detach: bool, http_port: int | None, volumes: dict[str, Path], ports: range) -> None:
     """Runs the ServingCluster of MANIFEST as local processes, and follows its edits."""
     options = UpOptions(manifest=manifest, http_port=http_port, volumes=volumes, ports=ports)
@@ -123,13 +127,16 @@ def status(name: str | None, *, as_json: bool) -> None:
 
 @cli.command()
 @cluster_option
+@click.option("--all", "is_all", is_flag=True, help="Stop every cluster that was started in this directory.")
 @click.option("--now", is_flag=True, help="Do not wait for streams to end.")
-def down(name: str | None, *, now: bool) -> None:
+def down(name: str | None, *, is_all: bool, now: bool) -> None:
     """Stops a cluster."""
-    if name is None and not any(cluster.is_running() for cluster in find_clusters()):
+    running = [cluster for cluster in find_clusters() if cluster.is_running()]
+    if name is None and not running:
         click.echo("nothing runs")
         return
-    stop_cluster(_choose_cluster(name), is_hurried=now, report=click.echo)
+    for cluster in running if is_all else [_choose_cluster(name)]:
+        stop_cluster(cluster, is_hurried=now, report=click.echo)
 
 
 @cli.command()
@@ -147,6 +154,45 @@ def explain(request_id: str, name: str | None, *, as_json: bool) -> None:
         click.echo(json.dumps(story, indent=2))
     else:
         make_console().print(make_story(story))
+
+
+DEMO_HOME = HOME / "demo"
+
+
+@cli.command()
+@click.option(
+    "--manifest",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=Path("examples/tiny-cpu.yaml"),
+    show_default=True,
+    help="ServingCluster to show; the demo edits a copy.",
+)
+@click.option("--keep", is_flag=True, help="Leave the cluster running.")
+@ports_option
+def demo(manifest: Path, *, keep: bool, ports: range) -> None:
+    """Shows in a minute what Sluice does: placement, moves, a live slider, a killed engine."""
+    DEMO_HOME.mkdir(parents=True, exist_ok=True)
+    copy = DEMO_HOME / "demo.yaml"
+    copy.write_text(re.sub(r"(?m)^  name: \S+$", "  name: demo", manifest.read_text(), count=1))
+    book = PortBook(ports)
+    http_port = book.choose([8000])
+    book.release(http_port)
+    options = UpOptions(manifest=copy, http_port=http_port, volumes={}, ports=ports)
+    directory = ClusterDirectory("demo")
+    try:
+        model = read_manifest(options).served_name
+        if directory.is_running():
+            stop_cluster(directory, is_hurried=True, report=click.echo)
+        if start_detached(directory, options.as_arguments(), click.echo):
+            raise CommandError("the cluster did not start")
+        asyncio.run(Demo(directory, copy, model, make_console()).run())
+    except (ManifestError, DemoError, UnknownRequestError) as error:
+        raise CommandError(str(error)) from error
+    finally:
+        if keep:
+            click.echo("the cluster still runs; `sluice down --cluster demo` stops it")
+        elif directory.is_running():
+            stop_cluster(directory, is_hurried=True, report=click.echo)
 
 
 def main() -> None:
