@@ -61,13 +61,7 @@ def take_message(state: RouterState, engine: Engine, message: engine_pb2.AttachR
         _take_tokens(state, engine, message, now)
     for finished in message.finished:
         _take_finished(state, engine, finished, now)
-    for grant in message.grants:
-        moves.take_grant(state, engine, grant, now)
-    for refused in message.hand_offs_refused:
-        # The request may have ended by itself before the hand-off reached the engine.
-        stay = _look_up(engine, refused.slot)
-        if stay is not None:
-            moves.take_refusal(state, stay, refused.reason, now)
+    _take_answers(state, engine, message, now)
     if message.HasField("configured"):
         plan.take_configured(state, engine, message.configured)
     if message.HasField("load"):
@@ -77,6 +71,17 @@ def take_message(state: RouterState, engine: Engine, message: engine_pb2.AttachR
     if message.fault:
         engine.last_fault = message.fault
         state.touch()
+
+
+def _take_answers(state: RouterState, engine: Engine, message: engine_pb2.AttachResponse, now: float) -> None:
+    """Takes what an engine answers to grant requests and hand-offs."""
+    for grant in message.grants:
+        moves.take_grant(state, engine, grant, now)
+    for refused in message.hand_offs_refused:
+        # The request may have ended by itself before the hand-off reached the engine.
+        stay = _look_up(engine, refused.slot)
+        if stay is not None:
+            moves.take_refusal(state, stay, refused.reason, now)
 
 
 def _look_up(engine: Engine, slot: int) -> Stay | None:
@@ -189,19 +194,18 @@ def _take_finished(state: RouterState, engine: Engine, finished: engine_pb2.Fini
     if finished.reason == sampling_pb2.FINISH_REASON_HANDED_OFF:
         moves.take_handed_off(state, stay, finished, now)
         return
-    request, stay.request = stay.request, None
+    request = stay.request
+    if request is not None and finished.reason in _ENDS and finished.num_output_tokens > len(request.output_token_ids):
+        raise StreamBrokenError(
+            f"slot {finished.slot} ended with {finished.num_output_tokens} tokens, {len(request.output_token_ids)} came"
+        )
+    stay.request = None
     state.free_slot(stay)
     if request is None:
         return
     request.stay = None
     request.cached_tokens = max(request.cached_tokens, finished.num_cached_tokens)
     if finished.reason in _ENDS:
-        if finished.num_output_tokens > len(request.output_token_ids):
-            request.stay, stay.request = stay, request
-            raise StreamBrokenError(
-                f"slot {finished.slot} ended with {finished.num_output_tokens} tokens, "
-                f"{len(request.output_token_ids)} came"
-            )
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         ending.finish(state, request, finished.reason, now, stop_token_id=stop_token_id)
         return

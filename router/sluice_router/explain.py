@@ -54,6 +54,9 @@ class DecisionRing:
     def __init__(self, size: int) -> None:
         self._events: deque[tuple[Any, ...]] = deque(maxlen=size)
 
+    def __len__(self) -> int:
+        return len(self._events)
+
     def record(self, now: float, request_id: RequestId, kind: str, *values: object) -> None:
         """Keep one event; ``values`` as ``FIELDS[kind]`` names them."""
         self._events.append((now, request_id, kind, *values))

@@ -22,7 +22,6 @@ from sluice_router.state import Move, MovePhase, StreamBrokenError
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
-    from sluice_core.records import RequestId
     from sluice_router.requests import LiveRequest
     from sluice_router.state import Engine, RouterState, Stay
 

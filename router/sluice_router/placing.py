@@ -2,7 +2,6 @@
 
 ``assign`` asks the core's placement policy and carries out what it decides; it runs whenever something could have changed
 for a waiting request, at most every few milliseconds for the whole queue, and for a new request at once when nobody waits.
-Recoveries, whose clients watch a stalled stream, go first by TPOT debt, with every fifth place left to new prefills.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from sluice_router.errors import (
 from sluice_router.requests import LiveRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable
 
     from sluice_core.records import Plan, SloClass
     from sluice_router.requests import NewRequest, ResponseSink
@@ -32,9 +31,7 @@ if TYPE_CHECKING:
 
 # Shortest time between two looks at the whole queue, and most requests of one look: bounds the loop's pauses.
 ASSIGN_INTERVAL_S = 0.005
-MAX_ASSIGNED_AT_ONCE = 64
-# Recoveries ahead of one new prefill, so that a dead engine does not stop all others.
-RECOVERIES_PER_PREFILL = 4
+MAX_ASSIGNED_AT_ONCE = 256
 # A client should come back when an engine may have started again.
 NO_ENGINE_RETRY_S = 5.0
 
@@ -83,12 +80,12 @@ def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -
 
 
 def assign(state: RouterState, now: float) -> None:
-    """Places what waits, in the order that ``_order`` says."""
+    """Places what waits, in the order that the policy sees fit."""
     placement = state.placement
     if placement is None or not state.waiting:
         return
     state.last_assign_s = now
-    prefills = [_describe(state, request) for request in _order(state.waiting.values(), now)]
+    prefills = [_describe(state, request) for request in _pick(state.waiting.values())]
     for decision in placement.assign(now, prefills, state.table):
         request = state.waiting[decision.request_id]
         if isinstance(decision, Place):
@@ -179,20 +176,20 @@ def _enter(state: RouterState, request: LiveRequest, now: float) -> None:
     )
 
 
-def _order(waiting: Iterable[LiveRequest], now: float) -> Sequence[LiveRequest]:
-    """Recoveries by TPOT debt, mixed with new prefills by priority and arrival."""
+def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
+    """Picks what one look may cover: all, or the most urgent recoveries and new prefills; the policy orders them."""
+    if len(waiting) <= MAX_ASSIGNED_AT_ONCE:
+        return waiting
+    share = MAX_ASSIGNED_AT_ONCE // 2
     recoveries = [request for request in waiting if request.first_token_s is not None]
     prefills = [request for request in waiting if request.first_token_s is None]
-    prefills.sort(key=lambda request: (-request.priority, request.new.arrival_s))
-    if recoveries:
-        recoveries.sort(key=lambda request: -request.compute_tpot_debt_s(now))
-        mixed: list[LiveRequest] = []
-        for number, request in enumerate(recoveries, start=1):
-            mixed.append(request)
-            if number % RECOVERIES_PER_PREFILL == 0 and prefills:
-                mixed.append(prefills.pop(0))
-        prefills = mixed + prefills
-    return prefills[:MAX_ASSIGNED_AT_ONCE]
+    urgent = heapq.nsmallest(share, recoveries, key=lambda request: request.next_token_due_s)
+    urgent += heapq.nsmallest(
+        MAX_ASSIGNED_AT_ONCE - len(urgent),
+        prefills,
+        key=lambda request: (-request.priority, request.new.arrival_s),
+    )
+    return urgent
 
 
 def _describe(state: RouterState, request: LiveRequest) -> PrefillRequest:
@@ -207,6 +204,7 @@ def _describe(state: RouterState, request: LiveRequest) -> PrefillRequest:
         priority=request.priority,
         is_recovery=request.first_token_s is not None,
         excluded=frozenset(avoided) if avoided and has_others else frozenset(),
+        next_token_due_s=request.next_token_due_s,
     )
 
 

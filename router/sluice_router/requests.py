@@ -275,8 +275,9 @@ class LiveRequest:
         """Prompt and output tokens so far."""
         return len(self.new.prompt_token_ids) + len(self.output_token_ids)
 
-    def compute_tpot_debt_s(self, now: float) -> float:
-        """Seconds that the answer is behind its TPOT objective; negative while it is ahead."""
+    @property
+    def next_token_due_s(self) -> float:
+        """When the next token is due by the TPOT objective, on the router's clock; 0 before the first token."""
         if self.first_token_s is None:
             return 0.0
-        return now - self.first_token_s - self.slo.tpot_s * len(self.output_token_ids)
+        return self.first_token_s + self.slo.tpot_s * len(self.output_token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from sluice_router.settings import Limits
 from sluice_router.state import RouterState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sluice_core.records import RequestId
     from sluice_router.errors import RouterError
     from sluice_router.requests import Finish
@@ -109,7 +112,7 @@ class Harness:
         self.sinks: dict[RequestId, CheckingSink] = {}
         for name in roles or {}:
             self.attach(name)
-        if roles is not None and plan:
+        if roles and plan:
             self.router.apply_plan(make_plan(roles))
             self.deliver()
 
@@ -170,6 +173,7 @@ class Harness:
 
     def step_all(self) -> None:
         """One iteration of every engine, 10 ms later."""
+        self.deliver()
         self.clock.advance(0.01)
         for name in list(self.engines):
             self.step(name)
@@ -214,3 +218,10 @@ class Harness:
         for name in self.engines:
             core = self.cores[name]
             assert core.is_idle, f"{name}: {core.running} {core.pinned} {core.grants}"
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """Waits for a condition of the real world."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is awaited has no event
+            await asyncio.sleep(0.005)

@@ -114,16 +114,7 @@ class FakeCore:
         self.commands.append(message)
         answer = engine_pb2.AttachResponse()
         for submit in message.submits:
-            assert submit.slot not in self.running, f"{self.engine_id}: slot {submit.slot} is in use"
-            assert submit.slot not in self.pinned, f"{self.engine_id}: slot {submit.slot} is pinned"
-            assert submit.submit_number == self.last_submit_number + 1
-            output = list(submit.output_token_ids)
-            assert output == expected_output(submit.prompt_token_ids, len(output)), "foreign output tokens"
-            if submit.grant_id:
-                self.grants.pop(submit.grant_id, None)
-            self.last_submit_number = submit.submit_number
-            self.running[submit.slot] = FakeRequest(submit, len(output))
-            self.submitted.append(submit)
+            self._submit(submit)
         for abort in message.aborts:
             if abort.held_request_id:
                 self.aborted_held.append(abort.held_request_id)
@@ -142,6 +133,18 @@ class FakeCore:
             self._configure(message.configure, answer)
         answer.load.CopyFrom(self.load())
         self.outbox.append(answer)
+
+    def _submit(self, submit: engine_pb2.Submit) -> None:
+        assert submit.slot not in self.running, f"{self.engine_id}: slot {submit.slot} is in use"
+        assert submit.slot not in self.pinned, f"{self.engine_id}: slot {submit.slot} is pinned"
+        assert submit.submit_number == self.last_submit_number + 1
+        output = list(submit.output_token_ids)
+        assert output == expected_output(submit.prompt_token_ids, len(output)), "foreign output tokens"
+        if submit.grant_id:
+            self.grants.pop(submit.grant_id, None)
+        self.last_submit_number = submit.submit_number
+        self.running[submit.slot] = FakeRequest(submit, len(output))
+        self.submitted.append(submit)
 
     def _grant(self, request: engine_pb2.GrantRequest) -> engine_pb2.Grant:
         blocks = -(-request.num_tokens // BLOCK_SIZE)

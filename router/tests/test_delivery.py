@@ -1,0 +1,234 @@
+"""What one engine message brings: tokens once and in order, one flush, faults that stay where they are."""
+
+from __future__ import annotations
+
+import pytest
+from data_plane_harness import Harness
+from fake_engine import expected_output, expected_token
+
+from sluice.v1 import engine_pb2, sampling_pb2
+from sluice_router.errors import EngineFaultError
+
+ONE = {"d0": "D"}
+TWO = {"d0": "D", "d1": "D"}
+
+
+def token_message(slot: int, prompt: list[int], *indexes: int) -> engine_pb2.AttachResponse:
+    return engine_pb2.AttachResponse(
+        slots=[slot] * len(indexes),
+        token_ids=[expected_token(prompt, index) for index in indexes],
+        output_indexes=indexes,
+    )
+
+
+def say(harness: Harness, name: str, message: engine_pb2.AttachResponse) -> None:
+    harness.router.on_step(harness.engines[name], message)
+
+
+def test_each_dirty_stream_is_flushed_once_per_message():
+    harness = Harness(ONE)
+    sinks = [harness.admit(20, 9, first=number)[1] for number in (1, 2, 3)]
+    harness.deliver()
+    for slot, sink in enumerate(sinks):
+        sink.slot = slot  # type: ignore[attr-defined]
+    message = engine_pb2.AttachResponse()
+    for index in range(3):
+        for slot, sink in enumerate(sinks[:2]):
+            message.MergeFrom(token_message(slot, sink.prompt, index))
+    say(harness, "d0", message)
+    assert [sink.num_flushes for sink in sinks] == [1, 1, 0]
+    assert [len(sink.token_ids) for sink in sinks] == [3, 3, 0]
+
+
+def test_first_flushed_stream_changes_from_message_to_message():
+    harness = Harness(ONE)
+    order: list[int] = []
+    for number in range(3):
+        _, sink = harness.admit(20, 50, first=number + 1)
+        sink.flush = lambda now, number=number: order.append(number)  # type: ignore[method-assign]
+    for _ in range(4):
+        harness.step_all()
+    firsts = order[::3]
+    assert len(set(firsts)) == 3
+    assert sorted(order[:3]) == [0, 1, 2]
+
+
+def test_known_tokens_are_dropped():
+    harness = Harness(ONE)
+    _, sink = harness.admit(20, 9)
+    harness.deliver()
+    say(harness, "d0", token_message(0, sink.prompt, 0, 1, 2))
+    say(harness, "d0", token_message(0, sink.prompt, 1, 2, 3))
+    say(harness, "d0", token_message(0, sink.prompt, 0))
+    assert sink.token_ids == expected_output(sink.prompt, 4)
+    assert harness.count("stale_tokens") == 3
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        engine_pb2.AttachResponse(slots=[0], token_ids=[1], output_indexes=[5]),
+        engine_pb2.AttachResponse(slots=[77], token_ids=[1], output_indexes=[0]),
+        engine_pb2.AttachResponse(slots=[0, 0], token_ids=[1], output_indexes=[0]),
+        engine_pb2.AttachResponse(finished=[engine_pb2.Finished(slot=9, reason=sampling_pb2.FINISH_REASON_STOP)]),
+        engine_pb2.AttachResponse(
+            finished=[engine_pb2.Finished(slot=0, reason=sampling_pb2.FINISH_REASON_STOP, num_output_tokens=3)]
+        ),
+        engine_pb2.AttachResponse(finished=[engine_pb2.Finished(slot=0, reason=sampling_pb2.FINISH_REASON_HANDED_OFF)]),
+    ],
+    ids=["gap", "unknown slot", "uneven columns", "unknown end", "tokens missing at the end", "uninvited hand-off"],
+)
+def test_broken_protocol_loses_the_engine_and_no_token(message):
+    harness = Harness(TWO)
+    request_id, sink = harness.admit(20, 9)
+    name = harness.engine_of(request_id)
+    harness.deliver()
+    say(harness, name, message)
+    assert harness.closed == [(name, "protocol")]
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, 9)
+    assert sink.finish is not None
+    assert sink.finish.usage.num_recoveries == 1
+    harness.assert_idle()
+
+
+def test_failing_sink_costs_its_own_request_alone():
+    harness = Harness(ONE)
+    _, good = harness.admit(20, 9, first=1)
+    _, bad = harness.admit(20, 9, first=2)
+    bad.raises = RuntimeError("transport closed")
+    harness.run()
+    assert good.finish is not None
+    assert good.token_ids == expected_output(good.prompt, 9)
+    assert harness.count("sink_faults") == 1
+    assert not harness.closed
+    harness.assert_idle()
+
+
+def test_failing_flush_costs_its_own_request_alone():
+    harness = Harness(ONE)
+    _, good = harness.admit(20, 9, first=1)
+    _, bad = harness.admit(20, 9, first=2)
+
+    def flush(now: float) -> None:
+        raise RuntimeError("transport closed")
+
+    bad.flush = flush  # type: ignore[method-assign]
+    harness.run()
+    assert good.finish is not None
+    assert len(bad.token_ids) == 1
+    assert harness.count("rejected", "sink_fault") == 1
+    harness.assert_idle()
+
+
+def test_cancel_from_within_a_sink_is_served_after_the_event():
+    harness = Harness(ONE)
+    request_id, sink = harness.admit(20, 50)
+
+    def flush(now: float) -> None:
+        sink.is_cancelled = True
+        harness.router.cancel(request_id, "slow_reader")
+
+    sink.flush = flush  # type: ignore[method-assign]
+    harness.run()
+    assert len(sink.token_ids) == 1
+    assert harness.count("rejected", "slow_reader") == 1
+    harness.assert_idle()
+
+
+def test_stop_string_aborts_at_the_engine_and_cuts_the_usage():
+    harness = Harness(ONE)
+    _, sink = harness.admit(20, 50)
+    sink.stop_at = 3
+    harness.run()
+    assert sink.finish is not None
+    assert sink.finish.reason == sampling_pb2.FINISH_REASON_STOP
+    assert sink.finish.usage.output_tokens == 3
+    assert any(message.aborts for message in harness.cores["d0"].commands)
+    harness.assert_idle()
+
+
+def test_stop_string_in_the_last_token_ends_once():
+    harness = Harness(ONE)
+    _, sink = harness.admit(20, 3)
+    sink.stop_at = 3
+    harness.run()
+    assert sink.finish is not None
+    assert sink.finish.reason == sampling_pb2.FINISH_REASON_STOP
+    harness.assert_idle()
+
+
+def test_slot_is_not_reused_in_the_message_that_ends_it():
+    harness = Harness(ONE)
+    _, sink = harness.admit(20, 50)
+    sink.stop_at = 1
+    harness.deliver()
+    harness.step("d0")
+    # The stop string's abort, and a new request, leave with one message.
+    harness.clock.advance(0.01)
+    harness.deliver_up("d0")
+    _, other = harness.admit(20, 2, first=9)
+    harness.run()
+    assert other.token_ids == expected_output(other.prompt, 2)
+    harness.assert_idle()
+
+
+def test_stop_token_is_told():
+    harness = Harness(ONE)
+    _, sink = harness.admit(20, 9)
+    harness.deliver()
+    message = token_message(0, sink.prompt, 0)
+    message.finished.add(
+        slot=0, reason=sampling_pb2.FINISH_REASON_STOP, stop_token_id=0, num_output_tokens=1, num_cached_tokens=16
+    )
+    say(harness, "d0", message)
+    assert sink.finish is not None
+    assert sink.finish.stop_token_id == 0
+    assert sink.finish.usage.cached_tokens == 16
+    assert sink.finish.usage.tpot_s is None
+
+
+def test_logprobs_come_with_their_tokens():
+    harness = Harness(ONE)
+    _, plain = harness.admit(20, 3, first=1)
+    sampling = sampling_pb2.SamplingParams(max_tokens=3, temperature=0, num_logprobs=0)
+    _, wanting = harness.admit(first=2, sampling=sampling)
+    harness.run()
+    assert [entry.logprob for entry in wanting.logprobs] == [0, -1, -2]
+    assert plain.logprobs == []
+
+
+def test_error_of_an_engine_reaches_the_client():
+    harness = Harness(ONE)
+    _, sink = harness.admit(20, 9)
+    harness.deliver()
+    message = engine_pb2.AttachResponse()
+    message.finished.add(slot=0, reason=sampling_pb2.FINISH_REASON_ERROR, error="grammar: bad")
+    say(harness, "d0", message)
+    assert isinstance(sink.error, EngineFaultError)
+    assert "grammar: bad" in sink.error.message
+
+
+def test_returned_prompt_is_placed_elsewhere():
+    harness = Harness(TWO)
+    request_id, sink = harness.admit(20, 5)
+    first = harness.engine_of(request_id)
+    harness.deliver()
+    harness.up[first].append(harness.cores[first].return_unstarted())
+    harness.clock.advance(0.01)
+    harness.deliver()
+    assert harness.engine_of(request_id) != first
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, 5)
+    harness.assert_idle()
+
+
+def test_itl_and_ttft_are_observed_per_token():
+    harness = Harness(ONE)
+    harness.admit(20, 5)
+    harness.run()
+    metrics = harness.state.metrics
+    assert sum(metrics.ttft_s[""].counts) == 1
+    assert sum(metrics.itl_s[""].counts) == 4
+    assert metrics.itl_s[""].total == pytest.approx(0.04)
+    assert sum(metrics.ttft_prediction_error_s[""].counts) == 1

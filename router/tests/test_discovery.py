@@ -1,0 +1,70 @@
+"""Addresses of engines: a file that is read again when it changes, or a name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from sluice_router.discovery import DnsDiscovery, FileDiscovery, parse_addresses, parse_discovery, watch
+
+
+async def test_file_is_read_again_when_it_changes(tmp_path):
+    path = tmp_path / "engines.json"
+    discovery = FileDiscovery(path)
+    assert await discovery.find() is None
+    path.write_text('["127.0.0.1:1"]')
+    assert await discovery.find() == {"127.0.0.1:1"}
+    path.write_text('["127.0.0.1:1", "127.0.0.1:2"]')
+    os.utime(path, ns=(1, 1))
+    assert await discovery.find() == {"127.0.0.1:1", "127.0.0.1:2"}
+
+
+@pytest.mark.parametrize("text", ["", "[", '"x"', "[1]", '["nowhere"]'])
+async def test_broken_file_leaves_what_was_known(tmp_path, text):
+    path = tmp_path / "engines.json"
+    path.write_text('["127.0.0.1:1"]')
+    discovery = FileDiscovery(path)
+    await discovery.find()
+    path.write_text(text)
+    os.utime(path, ns=(2, 2))
+    assert await discovery.find() == {"127.0.0.1:1"}
+    path.unlink()
+    assert await discovery.find() == {"127.0.0.1:1"}
+
+
+async def test_name_is_resolved():
+    assert "127.0.0.1:50051" in (await DnsDiscovery("localhost", 50051).find() or ())
+
+
+def test_kinds():
+    assert isinstance(parse_discovery("file:/tmp/x"), FileDiscovery)
+    assert isinstance(parse_discovery("dns:engines.ns.svc:50051"), DnsDiscovery)
+
+
+@pytest.mark.parametrize("text", ["", "file:", "dns:name", "dns::1", "dns:name:0", "dns:name:70000", "zk:x"])
+def test_unknown_kind_is_refused_with_the_known_ones(text):
+    with pytest.raises(ValueError, match="file:PATH and dns:NAME:PORT"):
+        parse_discovery(text)
+
+
+def test_duplicate_addresses_are_one():
+    assert parse_addresses('["a:1", "a:1"]') == {"a:1"}
+
+
+async def test_watch_tells_changes_only():
+    class Scripted:
+        interval_s = 0.0
+        found = iter([None, frozenset({"a:1"}), frozenset({"a:1"}), None, frozenset()])
+
+        async def find(self):
+            try:
+                return next(self.found)
+            except StopIteration:
+                raise asyncio.CancelledError from None
+
+    told: list[frozenset[str]] = []
+    with pytest.raises(asyncio.CancelledError):
+        await watch(Scripted(), told.append)
+    assert told == [{"a:1"}, frozenset()]

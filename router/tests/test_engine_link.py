@@ -1,0 +1,277 @@
+"""The engine stream over real gRPC: faults of the link, recovery, fencing, moves and plans as they happen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from data_plane_harness import CheckingSink, make_request, until
+from fake_engine import FakeCore, FakeEngine, expected_output, make_plan, make_rng, serving
+
+from sluice.v1 import control_pb2, control_pb2_grpc, engine_pb2
+from sluice_router.control import ControlService
+from sluice_router.engine_link import EngineLinks
+from sluice_router.router import Router
+from sluice_router.settings import Limits
+from sluice_router.state import RouterState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+# Generous where a busy machine could be taken for a fault, short where the fault itself is awaited.
+LIMITS = Limits(silence_limit_s=1.5, iteration_age_floor_s=2.0, hello_timeout_s=5.0, max_deaths=9, max_recoveries=9)
+
+
+class Wired:
+    """A data plane with real links."""
+
+    def __init__(self, router: Router, links: EngineLinks, tasks: asyncio.TaskGroup) -> None:
+        self.router = router
+        self.links = links
+        self._tasks = tasks
+        self.sinks: list[CheckingSink] = []
+
+    def use(self, *addresses: str) -> None:
+        self.links.set_addresses(
+            frozenset(addresses), lambda address: self._tasks.create_task(self.links.keep(address))
+        )
+
+    def admit(self, max_tokens: int = 40, *, first: int = 1) -> CheckingSink:
+        request = make_request(20, max_tokens, first=first, now=self.router.now())
+        sink = CheckingSink(list(request.prompt_token_ids))
+        self.sinks.append(sink)
+        self.router.admit(request, sink)
+        return sink
+
+    def state_of(self, engine_id: str) -> control_pb2.EngineState.ValueType:
+        states = {engine.engine_id: engine.state for engine in self.router.describe().engines}
+        return states.get(engine_id, control_pb2.ENGINE_STATE_CONNECTING)
+
+
+@contextlib.asynccontextmanager
+async def wiring(*engines: FakeEngine, router_id: str = "router-1", limits: Limits = LIMITS) -> AsyncIterator[Wired]:
+    """Connects a data plane to engines, and takes it down with the block."""
+    state = RouterState(router_id=router_id, limits=limits, rng=make_rng())
+    router = Router(state, time.monotonic)
+    links = EngineLinks(router, hello_timeout_s=limits.hello_timeout_s, rng=make_rng())
+    router.connect(links)
+
+    async def tick() -> None:
+        while True:
+            router.tick()
+            await asyncio.sleep(0.02)
+
+    async with asyncio.TaskGroup() as tasks:
+        ticking = tasks.create_task(tick())
+        wired = Wired(router, links, tasks)
+        try:
+            wired.use(*(engine.address for engine in engines))
+            yield wired
+        finally:
+            links.stop()
+            ticking.cancel()
+
+
+def engines_of(roles: dict[str, str], **fields: object) -> list[FakeEngine]:
+    return [FakeEngine(FakeCore(name), **fields) for name in roles]
+
+
+PD = {"p0": "P", "d0": "D"}
+DD = {"d0": "D", "d1": "D"}
+
+
+@pytest.fixture(name="is_ready")
+def _is_ready() -> Callable[[Wired, int], bool]:
+    return lambda wired, number: len(wired.router.state.table) == number
+
+
+async def finish_all(wired: Wired) -> None:
+    await until(lambda: all(sink.is_over for sink in wired.sinks))
+    for sink in wired.sinks:
+        assert sink.error is None
+        assert sink.finish is not None
+        assert sink.token_ids == expected_output(sink.prompt, sink.finish.usage.output_tokens)
+
+
+async def test_requests_stream_and_move_between_engines(is_ready):
+    engines = engines_of(PD)
+    async with serving(*engines), wiring(*engines) as wired:
+        wired.router.apply_plan(make_plan(PD))
+        await until(lambda: is_ready(wired, 2))
+        for number in range(8):
+            wired.admit(first=number)
+        await finish_all(wired)
+        assert wired.router.state.metrics.counters["moves"]["prefill_done", "done"] > 0
+        await until(lambda: all(engine.core.is_idle for engine in engines))
+
+
+@pytest.mark.parametrize("fault", ["kill", "end", "silence", "hang"])
+async def test_fault_in_mid_stream_costs_no_token(is_ready, fault):
+    engines = engines_of(DD, step_s=0.02)
+    async with serving(*engines), wiring(*engines) as wired:
+        wired.router.apply_plan(make_plan(DD))
+        await until(lambda: is_ready(wired, 2))
+        for number in range(6):
+            wired.admit(40, first=number)
+        await until(lambda: all(len(sink.token_ids) > 3 for sink in wired.sinks))
+        victim = engines[0]
+        assert victim.core.running
+        if fault == "kill":
+            await victim.kill()
+        elif fault == "end":
+            victim.end_stream()
+        elif fault == "silence":
+            victim.is_silent = True
+        else:
+            victim.is_stepping = False
+        await finish_all(wired)
+        reasons = {"kill": "stream", "end": "stream", "silence": "silence", "hang": "hang"}
+        assert wired.router.state.metrics.counters["engine_losses"][(reasons[fault],)] >= 1
+        assert sum(sink.finish.usage.num_recoveries for sink in wired.sinks if sink.finish) >= 1
+
+
+async def test_restarted_engine_is_found_again(is_ready):
+    (engine,) = engines_of({"d0": "D"})
+    address = await engine.start()
+    port = int(address.rsplit(":", 1)[1])
+    async with wiring(engine) as wired:
+        wired.router.apply_plan(make_plan({"d0": "D"}))
+        await until(lambda: is_ready(wired, 1))
+        sink = wired.admit(60)
+        await until(lambda: len(sink.token_ids) > 3)
+        await engine.kill()
+        await until(lambda: wired.state_of("d0") == control_pb2.ENGINE_STATE_LOST)
+        again = FakeEngine(FakeCore("d0", epoch=2))
+        await again.start(port)
+        await finish_all(wired)
+        assert again.core.submitted[0].fence == 2
+        assert again.core.configured.generation == 1
+        await again.kill()
+
+
+async def test_engine_that_starts_late_is_used(is_ready):
+    early, late = engines_of(DD)
+    async with serving(early), wiring(early) as wired:
+        wired.router.apply_plan(make_plan(DD))
+        await until(lambda: is_ready(wired, 1))
+        async with serving(late):
+            wired.use(early.address, late.address)
+            await until(lambda: is_ready(wired, 2))
+            for number in range(8):
+                wired.admit(10, first=number)
+            await finish_all(wired)
+        assert late.core.submitted
+
+
+async def test_address_that_leaves_the_discovery_serves_until_its_stream_ends(is_ready):
+    engines = engines_of(DD, step_s=0.02)
+    async with serving(*engines), wiring(*engines) as wired:
+        wired.router.apply_plan(make_plan(DD))
+        await until(lambda: is_ready(wired, 2))
+        for number in range(4):
+            wired.admit(40, first=number)
+        await until(lambda: all(len(sink.token_ids) > 3 for sink in wired.sinks))
+        wired.use(engines[1].address)
+        assert is_ready(wired, 2)
+        await engines[0].kill()
+        await finish_all(wired)
+        await until(lambda: len(wired.router.describe().engines) == 1)
+
+
+async def test_port_without_an_engine_is_reported(is_ready):
+    async with wiring() as wired:
+        wired.use("127.0.0.1:1")
+        await until(lambda: wired.router.describe().engines[0].last_fault)
+        assert "unavailable" in wired.router.describe().engines[0].last_fault
+
+
+async def test_drain_empties_an_engine_while_streams_go_on(is_ready):
+    engines = engines_of(DD, step_s=0.02)
+    async with serving(*engines), wiring(*engines) as wired:
+        wired.router.apply_plan(make_plan(DD))
+        await until(lambda: is_ready(wired, 2))
+        for number in range(6):
+            wired.admit(100, first=number)
+        await until(lambda: all(len(sink.token_ids) > 3 for sink in wired.sinks))
+        wired.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
+        await until(lambda: wired.state_of("d0") == control_pb2.ENGINE_STATE_DRAINED)
+        assert not any(sink.is_over for sink in wired.sinks)
+        await finish_all(wired)
+
+
+@contextlib.asynccontextmanager
+async def controlling(router: Router) -> AsyncIterator[control_pb2_grpc.ControlAsyncStub]:
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlServicer_to_server(ControlService(router), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield control_pb2_grpc.ControlStub(channel)  # type: ignore[misc]
+    finally:
+        await server.stop(None)
+
+
+async def test_control_applies_plans_tells_status_and_moves(is_ready):
+    engines = engines_of(DD, step_s=0.02)
+    async with serving(*engines), wiring(*engines) as wired, controlling(wired.router) as control:
+        answer = await control.ApplyPlan(control_pb2.ApplyPlanRequest(plan=make_plan(DD, generation=3)))
+        assert (answer.is_applied, answer.generation) == (True, 3)
+        answer = await control.ApplyPlan(control_pb2.ApplyPlanRequest(plan=make_plan(DD, generation=2)))
+        assert (answer.is_applied, answer.generation) == (False, 3)
+        assert "generation is 2" in answer.error
+        await until(lambda: is_ready(wired, 2))
+        sink = wired.admit(100)
+        await until(lambda: len(sink.token_ids) > 3)
+        (request_id,) = wired.router.state.requests
+        stay = wired.router.state.requests[request_id].stay
+        assert stay is not None
+        other = "d0" if stay.engine.engine_id == "d1" else "d1"
+        moved = await control.Move(control_pb2.MoveRequest(request_id=request_id, engine_id=other))
+        assert moved.is_started, moved.reason
+        await finish_all(wired)
+        assert sink.finish is not None
+        assert sink.finish.usage.num_hand_offs == 1
+        status = await control.GetStatus(control_pb2.GetStatusRequest())
+        assert status.acknowledged_generation == 3
+
+
+async def test_status_poll_waits_for_news(is_ready):
+    engines = engines_of(DD)
+    async with serving(*engines), wiring(*engines) as wired, controlling(wired.router) as control:
+        wired.router.apply_plan(make_plan(DD))
+        await until(lambda: is_ready(wired, 2))
+        status = await control.GetStatus(control_pb2.GetStatusRequest())
+        started_s = time.monotonic()
+        same = await control.GetStatus(control_pb2.GetStatusRequest(after_version=status.version, timeout_s=0.2))
+        assert same.version == status.version
+        assert time.monotonic() - started_s >= 0.2
+        poll = asyncio.ensure_future(
+            control.GetStatus(control_pb2.GetStatusRequest(after_version=status.version, timeout_s=30))
+        )
+        await asyncio.sleep(0.05)
+        assert not poll.done()
+        wired.router.apply_plan(make_plan(DD, generation=2))
+        async with asyncio.timeout(5):
+            news = await poll
+        assert news.version > status.version
+        assert news.generation == 2
+
+
+async def test_message_out_of_order_costs_the_stream_and_no_token(is_ready):
+    engines = engines_of(DD, step_s=0.02)
+    async with serving(*engines), wiring(*engines) as wired:
+        wired.router.apply_plan(make_plan(DD))
+        await until(lambda: is_ready(wired, 2))
+        sink = wired.admit(40)
+        await until(lambda: len(sink.token_ids) > 3)
+        victim = next(engine for engine in engines if engine.core.running)
+        victim.say(engine_pb2.AttachResponse(slots=[0], token_ids=[1], output_indexes=[1000]))
+        await finish_all(wired)
+        assert wired.router.state.metrics.counters["engine_losses"][("protocol",)] == 1
+        # Its link comes back by itself.
+        await until(lambda: is_ready(wired, 2))

@@ -1,0 +1,316 @@
+"""Moves: grant, hand-off, release, whoever fails in between (architecture.md 4.3)."""
+
+from __future__ import annotations
+
+import pytest
+from data_plane_harness import Harness
+from fake_engine import expected_output, make_plan
+
+from sluice.v1 import control_pb2, engine_pb2, plan_pb2
+from sluice_core.records import EngineId
+from sluice_router.settings import Limits
+from sluice_router.state import MovePhase
+
+PD = {"p0": "P", "d0": "D"}
+PDD = {"p0": "P", "d0": "D", "d1": "D"}
+DEGRADE = engine_pb2.MOVE_CAUSE_DEGRADE
+BACKFLOW = engine_pb2.MOVE_CAUSE_BACKFLOW
+NO_PAUSE = plan_pb2.Parameters(
+    watermark_percent=95, approaching_factor_percent=96, early_rejection=plan_pb2.EARLY_REJECTION_OFF
+)
+
+
+def start_on(harness: Harness, name: str, max_tokens: int = 40):
+    """Admits a request that is placed on one engine."""
+    others = [other for other in harness.engines if other != name]
+    for other in others:
+        harness.state.table.configure(
+            EngineId(other), role=harness.engines[other].role, chunk_size_tokens=0, is_draining=False
+        )
+    request_id, sink = harness.admit(20, max_tokens)
+    for other in others:
+        engine = harness.engines[other]
+        harness.state.table.configure(
+            EngineId(other), role=engine.role, chunk_size_tokens=engine.chunk_size_tokens, is_draining=False
+        )
+    assert harness.engine_of(request_id) == name
+    harness.deliver()
+    return request_id, sink
+
+
+def check_end(harness: Harness, sink, num_tokens: int = 40) -> None:
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, num_tokens)
+    assert sink.finish is not None
+    harness.assert_idle()
+
+
+def test_finished_prefill_moves_to_a_decode_heavy_engine():
+    harness = Harness(PD)
+    request_id, sink = start_on(harness, "p0")
+    for _ in range(4):
+        harness.step_all()
+    assert harness.engine_of(request_id) == "d0"
+    check_end(harness, sink)
+    submits = harness.cores["d0"].submitted
+    assert [submit.fence for submit in submits] == [2]
+    assert submits[0].kv.engine_id == "p0"
+    assert submits[0].kv.num_tokens == len(submits[0].prompt_token_ids) + len(submits[0].output_token_ids) - 1
+    assert submits[0].grant_id
+    assert not submits[0].is_recovery
+    assert submits[0].since_first_token_s > 0
+    assert sink.finish.usage.num_hand_offs == 1
+    assert harness.count("moves", "prefill_done", "done") == 1
+
+
+def test_prefill_on_a_decode_heavy_engine_decodes_in_place():
+    harness = Harness(PD)
+    _, sink = start_on(harness, "d0")
+    check_end(harness, sink)
+    assert not harness.cores["p0"].submitted
+
+
+def test_one_token_answer_is_not_moved():
+    harness = Harness(PD)
+    _, sink = start_on(harness, "p0", 1)
+    check_end(harness, sink, 1)
+    assert not harness.cores["d0"].commands[-1].grant_requests
+
+
+def test_source_keeps_the_kv_until_the_target_has_the_first_token():
+    harness = Harness(PD)
+    request_id, sink = start_on(harness, "p0")
+    harness.step_all()  # first token, grant, hand-off
+    harness.step("p0")  # its part ends
+    harness.deliver()
+    assert harness.engine_of(request_id) == "d0"
+    assert harness.cores["p0"].pinned
+    harness.step("d0")
+    harness.deliver()
+    assert not harness.cores["p0"].pinned
+    check_end(harness, sink)
+
+
+def test_without_a_grant_the_request_goes_on_and_is_proposed_again():
+    harness = Harness(PD)
+    harness.cores["d0"].refuse_grants = "watermark"
+    request_id, sink = start_on(harness, "p0")
+    for _ in range(5):
+        harness.step_all()
+    assert harness.engine_of(request_id) == "p0"
+    assert len(sink.token_ids) == 5
+    assert harness.count("flow_blocked", "prefill_done", "watermark") == 1
+    harness.cores["d0"].refuse_grants = ""
+    harness.up["p0"].append(harness.cores["p0"].propose(engine_pb2.MOVE_CAUSE_PREFILL_DONE))
+    harness.deliver()
+    harness.step_all()
+    assert harness.engine_of(request_id) == "d0"
+    check_end(harness, sink)
+
+
+def test_unanswered_grant_request_is_given_up_and_given_back():
+    harness = Harness(PD, limits=Limits(silence_limit_s=100, iteration_age_floor_s=100))
+    request_id, sink = start_on(harness, "p0")
+    harness.step("p0")
+    harness.deliver_up("p0")
+    assert harness.state.requests[request_id].move is not None
+    waiting = list(harness.down["d0"])
+    harness.down["d0"].clear()
+    harness.clock.advance(2.1)
+    harness.router.tick()
+    assert harness.state.requests[request_id].move is None
+    assert harness.count("flow_blocked", "prefill_done", "grant_timeout") == 1
+    harness.down["d0"].extendleft(reversed(waiting))
+    check_end(harness, sink)
+
+
+def test_degradation_and_backflow_go_back_and_forth_and_backflow_resets_the_length():
+    harness = Harness(PD)
+    harness.router.apply_plan(make_plan(PD, generation=2, parameters=NO_PAUSE))
+    harness.deliver()
+    request_id, sink = start_on(harness, "d0")
+    for cause, name in ((DEGRADE, "p0"), (BACKFLOW, "d0"), (DEGRADE, "p0"), (BACKFLOW, "d0")):
+        for _ in range(3):
+            harness.step_all()
+        source = harness.engine_of(request_id)
+        harness.up[source].append(harness.cores[source].propose(cause))
+        harness.deliver()
+        harness.step_all()
+        assert harness.engine_of(request_id) == name
+    last = harness.cores["d0"].submitted[-1]
+    assert last.output_tokens_since_reset == 0
+    assert harness.cores["p0"].submitted[0].output_tokens_since_reset == len(
+        harness.cores["p0"].submitted[0].output_token_ids
+    )
+    check_end(harness, sink)
+    fences = sorted(submit.fence for core in harness.cores.values() for submit in core.submitted)
+    assert fences == [1, 2, 3, 4, 5]
+
+
+def test_degradation_soon_after_a_move_is_blocked():
+    harness = Harness(PD)
+    request_id, sink = start_on(harness, "p0")
+    for _ in range(5):
+        harness.step_all()
+    assert harness.engine_of(request_id) == "d0"
+    harness.up["d0"].append(harness.cores["d0"].propose(DEGRADE))
+    harness.deliver()
+    assert harness.count("flow_blocked", "degrade", "too_soon") == 1
+    check_end(harness, sink)
+
+
+def test_refused_hand_off_gives_the_grant_back():
+    harness = Harness(PD)
+    harness.cores["p0"].refuse_hand_offs = "preempted"
+    request_id, sink = start_on(harness, "p0")
+    harness.step_all()
+    assert harness.engine_of(request_id) == "p0"
+    assert harness.cores["d0"].released_grants
+    assert harness.count("moves", "prefill_done", "preempted") == 1
+    check_end(harness, sink)
+
+
+def test_request_that_ends_before_its_hand_off_gives_the_grant_back():
+    harness = Harness(PD)
+    _, sink = start_on(harness, "p0", 2)
+    harness.step("p0")
+    harness.step("p0")  # it ends on the wire, before the router knows its first token
+    check_end(harness, sink, 2)
+
+
+@pytest.mark.parametrize("phase", list(MovePhase))
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_death_in_any_phase_of_a_move_loses_no_token(phase, victim):
+    harness = Harness(PDD)
+    request_id, sink = start_on(harness, "p0")
+    harness.kill("d1")  # so that the target is known
+    harness.attach("d1", epoch=2)
+    harness.state.table.remove(EngineId("d1"))
+    harness.step("p0")
+    harness.deliver_up("p0")
+    if phase >= MovePhase.HANDING_OFF:
+        harness.deliver_down("d0")
+        harness.deliver_up("d0")
+    if phase >= MovePhase.SUBMITTED:
+        harness.deliver_down("p0")
+        harness.step("p0")
+        harness.deliver_up("p0")
+        harness.deliver_up("p0")
+    move = harness.state.requests[request_id].move
+    assert move is not None
+    assert move.phase is phase
+    harness.kill(victim)
+    harness.router.apply_plan(make_plan(PDD, generation=2))
+    check_end(harness, sink)
+
+
+@pytest.mark.parametrize("phase", list(MovePhase))
+def test_client_gone_in_any_phase_of_a_move_frees_everything(phase):
+    harness = Harness(PD)
+    request_id, sink = start_on(harness, "p0")
+    harness.step("p0")
+    harness.deliver_up("p0")
+    if phase >= MovePhase.HANDING_OFF:
+        harness.deliver_down("d0")
+        harness.deliver_up("d0")
+    if phase >= MovePhase.SUBMITTED:
+        harness.deliver_down("p0")
+        harness.step("p0")
+        harness.deliver_up("p0")
+        harness.deliver_up("p0")
+    sink.is_cancelled = True
+    harness.router.cancel(request_id)
+    harness.deliver()
+    for _ in range(3):
+        harness.step_all()
+    harness.assert_idle()
+
+
+def test_moves_in_flight_are_capped_per_engine():
+    harness = Harness(PD, limits=Limits(max_moves_per_engine=2))
+    for number in range(5):
+        start_on(harness, "p0")
+        del number
+    harness.step("p0")
+    harness.deliver_up("p0")
+    assert harness.engines["p0"].moves_out == 2
+    assert harness.engines["d0"].moves_in == 2
+    assert harness.count("flow_blocked", "prefill_done", "source_busy") == 3
+    harness.run()
+    harness.assert_idle()
+
+
+def test_draining_engine_is_emptied_and_gets_nothing_new():
+    roles = {"d0": "D", "d1": "D"}
+    harness = Harness(roles)
+    request_id, sink = start_on(harness, "d0")
+    for _ in range(3):
+        harness.step_all()
+    harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
+    assert harness.engine_of(harness.admit(20, 2)[0]) == "d1"
+    for _ in range(5):
+        harness.clock.advance(0.3)
+        harness.step_all()
+    assert harness.engine_of(request_id) == "d1"
+    assert harness.engines["d0"].status == control_pb2.ENGINE_STATE_DRAINED
+    check_end(harness, sink)
+    assert harness.count("moves", "drain", "done") == 1
+
+
+def test_engine_that_says_it_drains_is_emptied_too():
+    harness = Harness({"d0": "D", "d1": "D"})
+    request_id, sink = start_on(harness, "d0")
+    harness.step_all()
+    harness.cores["d0"].is_draining = True
+    for _ in range(5):
+        harness.clock.advance(0.3)
+        harness.step_all()
+    assert harness.engine_of(request_id) == "d1"
+    check_end(harness, sink)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "engine_id", "reason"),
+    [
+        ("nobody", "d1", "unknown_request"),
+        ("mine", "d9", "unknown_engine"),
+        ("mine", "d0", "same_engine"),
+        ("mine", "d1", ""),
+    ],
+)
+def test_move_by_hand(request_id, engine_id, reason):
+    harness = Harness({"d0": "D", "d1": "D"})
+    _, sink = start_on_by_hand(harness)
+    assert harness.router.move(request_id, EngineId(engine_id)) == reason
+    if not reason:
+        assert harness.router.move("mine", EngineId(engine_id)) == "moving"
+    check_end(harness, sink)
+
+
+def start_on_by_hand(harness: Harness):
+    harness.state.table.configure(
+        EngineId("d1"), role=harness.engines["d1"].role, chunk_size_tokens=0, is_draining=False
+    )
+    request_id, sink = harness.admit(20, 40, client_request_id="mine")
+    harness.state.table.configure(
+        EngineId("d1"), role=harness.engines["d1"].role, chunk_size_tokens=256, is_draining=False
+    )
+    assert harness.router.move("mine", EngineId("d1")) == "not_decoding"
+    harness.step_all()
+    assert harness.engine_of(request_id) == "d0"
+    return request_id, sink
+
+
+def test_nothing_moves_where_roles_are_void():
+    harness = Harness(PD)
+    parts = [
+        plan_pb2.EnginePlan(engine_id="p0", role=plan_pb2.ROLE_PREFILL_HEAVY, chunk_size_tokens=512),
+        plan_pb2.EnginePlan(engine_id="d0", role=plan_pb2.ROLE_DECODE_HEAVY, chunk_size_tokens=512),
+    ]
+    harness.router.apply_plan(make_plan(PD, generation=2, engines=parts))
+    harness.deliver()
+    assert {core.strategy for core in harness.cores.values()} == {plan_pb2.STRATEGY_AGGREGATED}
+    sinks = [harness.admit(20, 20)[1] for _ in range(4)]
+    harness.run()
+    assert all(sink.finish.usage.num_hand_offs == 0 for sink in sinks)
+    harness.assert_idle()

@@ -1,0 +1,233 @@
+"""Admission and placement, on a clock in hand."""
+
+from __future__ import annotations
+
+import pytest
+from data_plane_harness import CheckingSink, Harness, make_request
+from fake_engine import expected_output, make_plan
+
+from sluice.v1 import plan_pb2, sampling_pb2
+from sluice_router.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    NoEngineError,
+    QueueFullError,
+    RouterError,
+    ShuttingDownError,
+    SloInfeasibleError,
+)
+from sluice_router.settings import Limits
+
+ONE = {"d0": "D"}
+
+
+def test_request_runs_to_its_end_and_leaves_nothing():
+    harness = Harness(ONE)
+    _, sink = harness.admit(20, 8)
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, 8)
+    assert sink.finish is not None
+    assert sink.finish.reason == sampling_pb2.FINISH_REASON_LENGTH
+    assert sink.finish.usage.prompt_tokens == 20
+    assert sink.finish.usage.output_tokens == 8
+    assert sink.finish.usage.ttft_s == pytest.approx(0.01)
+    assert sink.finish.usage.tpot_s == pytest.approx(0.01)
+    assert sink.finish.usage.is_slo_met
+    harness.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"slo_class": "gold"}, InvalidRequestError, ["slo_class", "gold"]),
+        ({"prompt_tokens": 4000, "max_tokens": 97}, InvalidRequestError, ["4000", "97", "4096"]),
+        ({"prompt_tokens": 0}, InvalidRequestError, ["prompt"]),
+        ({"max_tokens": 0}, InvalidRequestError, ["max_tokens", "0"]),
+    ],
+    ids=["unknown class", "too long", "empty prompt", "no output"],
+)
+def test_bad_request_is_refused_by_name_value_and_limit(fields, error, words):
+    harness = Harness(ONE)
+    with pytest.raises(error) as caught:
+        harness.admit(**fields)
+    for word in words:
+        assert word in str(caught.value)
+    harness.assert_idle()
+
+
+def test_request_without_a_plan_is_told_to_come_back():
+    harness = Harness(ONE, plan=False)
+    with pytest.raises(NoEngineError) as caught:
+        harness.admit()
+    assert caught.value.retry_after_s
+
+
+def test_request_at_shutdown_is_told_to_come_back():
+    harness = Harness(ONE)
+    harness.router.stop_accepting()
+    assert not harness.router.is_ready
+    with pytest.raises(ShuttingDownError):
+        harness.admit()
+
+
+def test_queue_is_bounded():
+    harness = Harness({}, limits=Limits(max_waiting=2))
+    harness.router.apply_plan(make_plan(ONE))
+    harness.admit()
+    harness.admit()
+    with pytest.raises(QueueFullError, match="limit is 2"):
+        harness.admit()
+
+
+def test_objectives_are_the_class_unless_the_request_says_otherwise():
+    harness = Harness(ONE)
+    gold = plan_pb2.SloClass(name="gold", ttft_milliseconds=100, tpot_milliseconds=20, priority=7)
+    default = plan_pb2.SloClass(ttft_milliseconds=5000, tpot_milliseconds=500)
+    harness.router.apply_plan(make_plan(ONE, generation=2, slo_classes=[default, gold]))
+    one, _ = harness.admit(slo_class="gold", tpot_slo_s=0.5)
+    two, _ = harness.admit(priority=-1)
+    first, second = harness.state.requests[one], harness.state.requests[two]
+    assert (first.slo.ttft_s, first.slo.tpot_s, first.priority) == (0.1, 0.5, 7)
+    assert (second.slo.ttft_s, second.slo.tpot_s, second.priority) == (5.0, 0.5, -1)
+    harness.run()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "has_seed"),
+    [
+        (sampling_pb2.SamplingParams(max_tokens=3, temperature=0.7), True),
+        (sampling_pb2.SamplingParams(max_tokens=3), True),
+        (sampling_pb2.SamplingParams(max_tokens=3, temperature=0.0), False),
+    ],
+    ids=["random", "model's default", "greedy"],
+)
+def test_random_sampling_without_a_seed_gets_one(sampling, has_seed):
+    harness = Harness(ONE)
+    harness.admit(sampling=sampling)
+    harness.run()
+    assert harness.cores["d0"].submitted[0].sampling.HasField("seed") is has_seed
+
+
+def test_seed_of_the_client_is_kept():
+    harness = Harness(ONE)
+    harness.admit(sampling=sampling_pb2.SamplingParams(max_tokens=3, temperature=1.0, seed=42))
+    harness.run()
+    assert harness.cores["d0"].submitted[0].sampling.seed == 42
+
+
+def test_request_waits_for_an_engine_and_goes_on_when_one_comes():
+    harness = Harness({})
+    harness.router.apply_plan(make_plan(ONE))
+    _, sink = harness.admit()
+    harness.clock.advance(3)
+    harness.router.tick()
+    assert not sink.is_over
+    harness.attach("d0")
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, 8)
+    harness.assert_idle()
+
+
+def test_wait_for_an_engine_ends_with_no_engine_and_an_estimate():
+    harness = Harness({}, limits=Limits(wait_limit_s=5))
+    harness.router.apply_plan(make_plan(ONE))
+    _, sink = harness.admit()
+    harness.clock.advance(4.9)
+    harness.router.tick()
+    assert sink.error is None
+    harness.clock.advance(0.2)
+    harness.router.tick()
+    assert isinstance(sink.error, NoEngineError)
+    assert sink.error.retry_after_s
+    harness.assert_idle()
+
+
+def test_deadline_ends_a_running_request_and_aborts_it():
+    harness = Harness(ONE)
+    _, sink = harness.admit(20, 100, deadline_s=harness.clock.now_s + 0.05)
+    for _ in range(8):
+        harness.step_all()
+    assert isinstance(sink.error, DeadlineError)
+    assert 0 < len(sink.token_ids) < 8
+    harness.assert_idle()
+
+
+def test_infeasible_request_is_rejected_with_an_estimate_when_the_plan_says_so():
+    harness = Harness(ONE)
+    core = harness.cores["d0"]
+    parameters = plan_pb2.Parameters(
+        watermark_percent=95,
+        approaching_factor_percent=96,
+        early_rejection=plan_pb2.EARLY_REJECTION_REJECT,
+        min_tokens_between_moves=16,
+    )
+    harness.router.apply_plan(make_plan(ONE, generation=2, parameters=parameters))
+    # An engine with few measured iterations never justifies a rejection.
+    for _ in range(120):
+        _, sink = harness.admit(200, 1)
+        harness.run()
+        assert sink.finish is not None
+    errors: list[RouterError] = []
+    for _ in range(400):
+        _, sink = harness.admit(200, 1, ttft_slo_s=0.05)
+        if sink.error is not None:
+            errors.append(sink.error)
+    assert errors
+    assert all(isinstance(error, SloInfeasibleError) for error in errors)
+    assert errors[0].retry_after_s is not None
+    assert core.is_idle
+    harness.run(1000)
+    harness.assert_idle()
+
+
+def test_prefills_go_where_the_fewest_tokens_are_queued():
+    harness = Harness({"d0": "D", "d1": "D", "d2": "D"})
+    engines = [harness.engine_of(harness.admit(100, 4, first=number)[0]) for number in range(1, 10)]
+    assert {engines.count(name) for name in ("d0", "d1", "d2")} == {3}
+    harness.run()
+    harness.assert_idle()
+
+
+def test_client_gone_while_queued_and_while_running_is_aborted_at_once():
+    harness = Harness(ONE)
+    first, first_sink = harness.admit(20, 100)
+    harness.step_all()
+    second, second_sink = harness.admit(20, 100)
+    for request_id, sink in ((first, first_sink), (second, second_sink)):
+        sink.is_cancelled = True
+        harness.router.cancel(request_id)
+    harness.deliver()
+    harness.assert_idle()
+    harness.router.cancel(first)
+
+
+def test_recoveries_are_placed_first_the_most_indebted_ahead():
+    harness = Harness({"d0": "D", "d1": "D"}, limits=Limits(max_deaths=5, max_recoveries=9))
+    for number in range(6):
+        harness.admit(20, 50, first=number + 1, tpot_slo_s=0.5 - number / 100)
+    for _ in range(3):
+        harness.step_all()
+    harness.kill("d0")
+    harness.kill("d1")
+    new, _ = harness.admit(20, 5)
+    core = harness.attach("d0", epoch=2)
+    harness.deliver()
+    harness.clock.advance(0.01)
+    harness.router.tick()
+    harness.deliver()
+    order = [submit.request_id for submit in core.submitted]
+    slos = [harness.state.requests[name].slo.tpot_s for name in order if name != new]
+    assert slos == sorted(slos)
+    assert order[-1] == new
+    harness.run()
+    harness.assert_idle()
+
+
+def test_arrival_counts_from_the_first_byte():
+    harness = Harness(ONE)
+    request = make_request(20, 2, now=harness.clock.now_s - 1.5)
+    sink = CheckingSink(list(request.prompt_token_ids))
+    harness.router.admit(request, sink)
+    harness.run()
+    assert sink.finish is not None
+    assert sink.finish.usage.ttft_s == pytest.approx(1.51)

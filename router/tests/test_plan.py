@@ -1,0 +1,200 @@
+"""Plans: refused by name, value and limit or applied whole; in force per engine once acknowledged."""
+
+from __future__ import annotations
+
+import pytest
+from data_plane_harness import Harness
+from fake_engine import make_plan
+
+from sluice.v1 import control_pb2, plan_pb2
+from sluice_core.records import EngineId, Role
+from sluice_router.errors import PlanRefusedError
+
+PD = {"p0": "P", "d0": "D"}
+
+
+def parameters(**changes: object) -> plan_pb2.Parameters:
+    good = make_plan(PD).parameters
+    good.MergeFrom(plan_pb2.Parameters(**changes))
+    for name, value in changes.items():
+        setattr(good, name, value)
+    return good
+
+
+def engine_plan(**changes: object) -> plan_pb2.EnginePlan:
+    return plan_pb2.EnginePlan(
+        **{"engine_id": "d0", "role": plan_pb2.ROLE_DECODE_HEAVY, "chunk_size_tokens": 256, **changes}
+    )
+
+
+DEFAULT = plan_pb2.SloClass(ttft_milliseconds=1, tpot_milliseconds=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cluster_uid": ""}, ["cluster_uid", "uid-1"]),
+        ({"cluster_uid": "other"}, ["cluster_uid", "other", "uid-1"]),
+        ({"generation": 4}, ["generation", "4", "5"]),
+        ({"generation": 5, "attainment_percent": 91}, ["generation", "5", "other contents"]),
+        ({"strategy": plan_pb2.STRATEGY_UNSPECIFIED}, ["strategy", "0"]),
+        ({"strategy": 99}, ["strategy", "99"]),
+        ({"attainment_percent": 0}, ["attainment_percent", "0", "100"]),
+        ({"attainment_percent": 101}, ["attainment_percent", "101", "100"]),
+        ({"parameters": parameters(watermark_percent=0)}, ["parameters.watermark_percent", "0", "100"]),
+        ({"parameters": parameters(approaching_factor_percent=200)}, ["approaching_factor_percent", "200", "100"]),
+        ({"parameters": parameters(early_rejection=0)}, ["parameters.early_rejection", "0"]),
+        ({"slo_classes": []}, ["slo_classes", "default"]),
+        ({"slo_classes": [plan_pb2.SloClass(name="gold")]}, ["slo_classes", "gold", "default"]),
+        ({"slo_classes": [DEFAULT, DEFAULT]}, ["slo_classes", "unique"]),
+        ({"slo_classes": [plan_pb2.SloClass(tpot_milliseconds=1)]}, ["slo_classes[0].ttft_milliseconds", "0"]),
+        ({"engines": [engine_plan(), engine_plan()]}, ["engines[1].engine_id", "d0", "unique"]),
+        ({"engines": [engine_plan(engine_id="")]}, ["engines[0].engine_id"]),
+        ({"engines": [engine_plan(role=0)]}, ["engines[0].role", "0"]),
+        ({"engines": [engine_plan(chunk_size_tokens=9000)]}, ["engines[0].chunk_size_tokens", "9000", "8192"]),
+    ],
+)
+def test_bad_plan_is_refused_whole(changes, words):
+    harness = Harness(PD)
+    harness.router.apply_plan(make_plan(PD, generation=5))
+    harness.deliver()
+    before = harness.state.plan
+    with pytest.raises(PlanRefusedError) as caught:
+        harness.router.apply_plan(make_plan(PD, **{"generation": 6, **changes}))
+    for word in words:
+        assert word in str(caught.value)
+    assert harness.state.plan is before
+    assert not any(harness.down.values())
+    assert harness.count("plans", "refused") == 1
+
+
+def test_first_plan_needs_a_cluster():
+    with pytest.raises(PlanRefusedError, match="cluster_uid is empty"):
+        Harness({}).router.apply_plan(make_plan(PD, cluster_uid=""))
+
+
+def test_same_plan_again_changes_nothing():
+    harness = Harness(PD)
+    version = harness.state.version
+    harness.router.apply_plan(make_plan(PD))
+    assert harness.state.version == version
+    assert not any(harness.down.values())
+
+
+def test_role_counts_from_the_acknowledgement():
+    harness = Harness(PD)
+    harness.cores["d0"].acknowledges = False
+    swapped = make_plan({"p0": "D", "d0": "P"}, generation=2)
+    harness.router.apply_plan(swapped)
+    harness.deliver()
+    table = harness.state.table
+    assert table[EngineId("p0")].role is Role.DECODE_HEAVY
+    assert table[EngineId("d0")].role is Role.DECODE_HEAVY
+    assert table[EngineId("d0")].chunk_size_tokens == 256
+    assert harness.router.describe().acknowledged_generation == 1
+    harness.cores["d0"].acknowledges = True
+    harness.router.apply_plan(make_plan({"p0": "D", "d0": "P"}, generation=3))
+    harness.deliver()
+    assert table[EngineId("d0")].role is Role.PREFILL_HEAVY
+    assert table[EngineId("d0")].chunk_size_tokens == 2048
+    assert harness.router.describe().acknowledged_generation == 3
+
+
+def test_engine_gets_no_placements_before_it_acknowledged():
+    harness = Harness(PD)
+    core = harness.attach("d1", acknowledges=False)
+    harness.deliver()
+    assert EngineId("d1") not in harness.state.table
+    for _ in range(20):
+        harness.admit(20, 2)
+    harness.run()
+    assert not core.submitted
+
+
+def test_unnamed_engine_serves_with_the_decode_heavy_setting():
+    harness = Harness(PD)
+    core = harness.attach("new")
+    harness.deliver()
+    configure = core.commands[-1].configure
+    assert configure.role == plan_pb2.ROLE_DECODE_HEAVY
+    assert configure.chunk_size_tokens == 256
+    assert harness.state.table[EngineId("new")].role is Role.DECODE_HEAVY
+
+
+def test_engine_that_comes_later_gets_its_part_at_once():
+    harness = Harness({"p0": "P"}, plan=False)
+    harness.router.apply_plan(make_plan(PD, generation=7))
+    core = harness.attach("d0")
+    harness.deliver()
+    assert core.configured.generation == 7
+
+
+def test_newer_plan_of_another_router_is_harmless():
+    harness = Harness(PD)
+    core = harness.cores["d0"]
+    core.configured.generation = 9
+    core.configured.chunk_size_tokens = 128
+    harness.router.apply_plan(make_plan(PD, generation=2))
+    harness.deliver()
+    assert harness.state.table[EngineId("d0")].chunk_size_tokens == 128
+    _, sink = harness.admit()
+    harness.run()
+    assert sink.finish is not None
+
+
+def test_part_that_an_engine_refuses_is_told():
+    harness = Harness(PD)
+    engine = harness.engines["d0"]
+    message = harness.cores["d0"].hello()
+    message.ClearField("hello")
+    message.configured.error = "chunk_size_tokens is 7, at least 16 is needed"
+    harness.router.on_step(engine, message)
+    faults = {item.engine_id: item.last_fault for item in harness.router.describe().engines}
+    assert "at least 16" in faults["d0"]
+
+
+def test_foreign_fingerprint_is_refused_and_the_rest_serves():
+    harness = Harness(PD)
+    core = harness.attach("d1", fingerprint="other")
+    harness.deliver()
+    states = {item.engine_id: item for item in harness.router.describe().engines}
+    assert states["d1"].state == control_pb2.ENGINE_STATE_REFUSED
+    assert "other" in states["d1"].last_fault
+    for _ in range(10):
+        harness.admit(20, 2)
+    harness.run()
+    assert not core.submitted
+
+
+def test_fingerprint_of_the_plan_decides():
+    harness = Harness(PD)
+    harness.attach("d1", fingerprint="new")
+    harness.router.apply_plan(make_plan(PD, generation=2, model_fingerprint="new"))
+    harness.deliver()
+    states = {item.engine_id: item.state for item in harness.router.describe().engines}
+    refused, ready = control_pb2.ENGINE_STATE_REFUSED, control_pb2.ENGINE_STATE_READY
+    assert states == {"p0": refused, "d0": refused, "d1": ready}
+    assert [engine.engine_id for engine in harness.state.table] == ["d1"]
+
+
+def test_plan_change_between_two_messages_breaks_no_stream():
+    harness = Harness(PD)
+    _, sink = harness.admit(20, 60)
+    for generation in range(2, 30):
+        roles = PD if generation % 2 else {"p0": "D", "d0": "P"}
+        harness.router.apply_plan(make_plan(roles, generation=generation))
+        harness.step_all()
+    harness.run()
+    assert sink.finish is not None
+    assert len(sink.token_ids) == 60
+    harness.assert_idle()
+
+
+def test_decisions_outlive_a_plan_change():
+    harness = Harness(PD)
+    request_id, _ = harness.admit(20, 3)
+    harness.run()
+    harness.router.apply_plan(make_plan(PD, generation=2, strategy=plan_pb2.STRATEGY_AGGREGATED))
+    story = harness.router.explain(request_id)
+    assert story is not None
+    assert "placement" in [event["event"] for event in story["events"]]

@@ -1,0 +1,224 @@
+"""Engines fail, requests go on: from prompt and emitted tokens, with the same sampling state, or with a plain word."""
+
+from __future__ import annotations
+
+from data_plane_harness import Harness
+from fake_engine import expected_output
+
+from sluice.v1 import control_pb2, engine_pb2, sampling_pb2
+from sluice_router.errors import EngineFaultError, NoEngineError
+from sluice_router.settings import Limits
+
+TWO = {"d0": "D", "d1": "D"}
+THREE = {"d0": "D", "d1": "D", "d2": "D"}
+
+
+def test_request_goes_on_elsewhere_from_prompt_and_emitted_tokens():
+    harness = Harness(TWO)
+    sampling = sampling_pb2.SamplingParams(max_tokens=20, temperature=0.9)
+    request_id, sink = harness.admit(sampling=sampling)
+    first = harness.engine_of(request_id)
+    for _ in range(5):
+        harness.step_all()
+    before = harness.cores[first].submitted[0]
+    harness.kill(first)
+    second = harness.engine_of(request_id)
+    harness.run()
+    after = harness.cores[second].submitted[0]
+    assert sink.token_ids == expected_output(sink.prompt, 20)
+    assert list(after.output_token_ids) == expected_output(sink.prompt, 5)
+    assert after.sampling == before.sampling
+    assert after.sampling.HasField("seed")
+    assert after.fence > before.fence
+    assert after.is_recovery
+    assert not after.HasField("kv")
+    assert sum(harness.state.metrics.recovery_stall_s["engine"].counts) == 1
+    harness.assert_idle()
+
+
+def test_request_without_tokens_is_plainly_retried():
+    harness = Harness(TWO)
+    request_id, sink = harness.admit()
+    harness.deliver()
+    first = harness.engine_of(request_id)
+    harness.kill(first)
+    harness.run()
+    (name,) = harness.cores
+    assert not harness.cores[name].submitted[0].is_recovery
+    assert sink.finish is not None
+    harness.assert_idle()
+
+
+def test_restarted_engine_is_not_taken_for_its_predecessor():
+    harness = Harness(TWO)
+    request_id, sink = harness.admit(20, 30)
+    name = harness.engine_of(request_id)
+    for _ in range(3):
+        harness.step_all()
+    harness.attach(name, epoch=2)
+    assert harness.closed == [(name, "epoch")]
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, 30)
+    assert harness.count("recoveries", "epoch") == 1
+    harness.assert_idle()
+
+
+def test_requests_kept_from_an_earlier_stream_are_aborted():
+    harness = Harness(TWO)
+    held = [engine_pb2.HeldRequest(request_id="req-old", fence=1, num_output_tokens=3)]
+    core = harness.attach("d2", held=held)
+    harness.deliver()
+    assert core.aborted_held == ["req-old"]
+
+
+def test_silent_engine_is_lost_after_its_limit():
+    harness = Harness(TWO, limits=Limits(silence_limit_s=2, iteration_age_floor_s=50))
+    request_id, sink = harness.admit(20, 30)
+    silent = harness.engine_of(request_id)
+    other = next(name for name in TWO if name != silent)
+    harness.deliver()
+    for _ in range(19):
+        tick_with(harness, other)
+    assert silent in harness.engines
+    for _ in range(3):
+        tick_with(harness, other)
+    assert harness.closed == [(silent, "silence")]
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, 30)
+    harness.assert_idle()
+
+
+def tick_with(harness: Harness, *names: str) -> None:
+    """0.1 s passes in which only ``names`` report."""
+    harness.clock.advance(0.1)
+    for name in names:
+        harness.router.on_step(harness.engines[name], engine_pb2.AttachResponse(load=harness.cores[name].load()))
+    harness.router.tick()
+
+
+def test_engine_that_stands_still_with_work_is_lost():
+    harness = Harness(TWO, limits=Limits(iteration_age_floor_s=3))
+    request_id, sink = harness.admit(20, 30)
+    stuck = harness.engine_of(request_id)
+    harness.step_all()
+    for _ in range(29):
+        tick_with(harness, *TWO)
+    assert stuck in harness.engines
+    for _ in range(2):
+        tick_with(harness, *harness.engines)
+    assert harness.closed == [(stuck, "hang")]
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, 30)
+    harness.assert_idle()
+
+
+def test_idle_engine_is_not_lost_however_old_its_iteration():
+    harness = Harness(TWO, limits=Limits(iteration_age_floor_s=1))
+    for _ in range(50):
+        tick_with(harness, *TWO)
+    assert not harness.closed
+    harness.admit()
+    tick_with(harness, *TWO)
+    assert not harness.closed
+    harness.run()
+    harness.assert_idle()
+
+
+def test_pause_of_the_router_is_not_held_against_the_engines():
+    harness = Harness(TWO)
+    harness.router.tick()
+    harness.clock.advance(10)
+    harness.router.tick()
+    assert not harness.closed
+
+
+def test_request_that_ran_on_two_dead_engines_is_given_up():
+    harness = Harness(THREE)
+    request_id, sink = harness.admit(20, 50)
+    for _ in range(2):
+        for _ in range(3):
+            harness.step_all()
+        harness.kill(harness.engine_of(request_id))
+    assert isinstance(sink.error, EngineFaultError)
+    assert "limit is 2" in sink.error.message
+    assert sink.error.code == "engine_fault"
+    (survivor,) = harness.engines
+    assert survivor
+    harness.assert_idle()
+
+
+def test_attempts_are_limited():
+    harness = Harness(TWO, limits=Limits(max_deaths=9, max_recoveries=3))
+    request_id, sink = harness.admit(20, 50)
+    for epoch in range(2, 5):
+        harness.step_all()
+        name = harness.engine_of(request_id)
+        harness.kill(name)
+        harness.attach(name, epoch=epoch)
+    assert sink.error is None
+    harness.deliver()
+    harness.step_all()
+    harness.kill(harness.engine_of(request_id))
+    assert isinstance(sink.error, EngineFaultError)
+    harness.assert_idle()
+
+
+def test_queued_requests_do_not_count_the_death_of_an_engine_that_never_had_them():
+    harness = Harness(THREE)
+    request_id, sink = harness.admit(20, 5)
+    for _ in range(2):  # the submit never reaches the engine
+        harness.kill(harness.engine_of(request_id))
+    harness.run()
+    assert sink.finish is not None
+    harness.assert_idle()
+
+
+def test_after_the_last_engine_requests_wait_and_then_fail():
+    harness = Harness({"d0": "D"}, limits=Limits(wait_limit_s=5))
+    _, sink = harness.admit(20, 50)
+    for _ in range(3):
+        harness.step_all()
+    harness.kill("d0")
+    assert sink.error is None
+    harness.clock.advance(5.1)
+    harness.router.tick()
+    assert isinstance(sink.error, NoEngineError)
+    harness.assert_idle()
+
+
+def test_only_engine_serves_again_after_its_restart():
+    harness = Harness({"d0": "D"})
+    _, sink = harness.admit(20, 20)
+    for _ in range(3):
+        harness.step_all()
+    harness.kill("d0")
+    harness.attach("d0", epoch=2)
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, 20)
+    harness.assert_idle()
+
+
+def test_last_token_without_its_end_is_not_computed_again():
+    harness = Harness(TWO)
+    request_id, sink = harness.admit(20, 3)
+    name = harness.engine_of(request_id)
+    harness.deliver()
+    message = harness.cores[name].step()
+    message.MergeFrom(harness.cores[name].step())
+    message.MergeFrom(harness.cores[name].step())
+    del message.finished[:]
+    harness.router.on_step(harness.engines[name], message)
+    harness.kill(name)
+    assert sink.finish is not None
+    assert sink.finish.reason == sampling_pb2.FINISH_REASON_LENGTH
+    harness.assert_idle()
+
+
+def test_lost_engine_is_reported():
+    harness = Harness(TWO)
+    version = harness.state.version
+    harness.kill("d0")
+    status = harness.router.describe()
+    assert status.version > version
+    states = {engine.engine_id: engine.state for engine in status.engines}
+    assert states == {"d0": control_pb2.ENGINE_STATE_LOST, "d1": control_pb2.ENGINE_STATE_READY}

@@ -1,0 +1,128 @@
+"""Status and metrics: what the control plane and a scrape see."""
+
+from __future__ import annotations
+
+import pytest
+from data_plane_harness import Harness
+from fake_engine import make_plan
+from prometheus_client.parser import text_string_to_metric_families
+
+from sluice.v1 import control_pb2
+
+PD = {"p0": "P", "d0": "D"}
+
+# Issue: what /metrics must have.
+NAMES = [
+    "sluice_ttft_seconds",
+    "sluice_tpot_seconds",
+    "sluice_itl_seconds",
+    "sluice_attainment_ratio",
+    "sluice_queue_seconds",
+    "sluice_requests_waiting",
+    "sluice_placements",
+    "sluice_moves",
+    "sluice_move_duration_seconds",
+    "sluice_recoveries",
+    "sluice_ttft_prediction_error_seconds",
+    "sluice_flow_blocked",
+    "sluice_latency_model_error_ratio",
+    "sluice_grpc_messages",
+    "sluice_decision_seconds",
+    "sluice_engines",
+    "sluice_plan_generation",
+    "sluice_tokens",
+    "vllm:num_requests_waiting",
+]
+
+
+def test_metrics_are_complete_and_parse():
+    harness = Harness(PD)
+    for _ in range(6):
+        harness.admit(20, 6)
+    harness.run()
+    families = {
+        family.name: family for family in text_string_to_metric_families(harness.router.format_metrics().decode())
+    }
+    assert [name for name in NAMES if name not in families] == []
+    ratios = {sample.value for sample in families["sluice_attainment_ratio"].samples}
+    assert ratios == {1.0}
+    ttft = {
+        sample.name: sample.value for sample in families["sluice_ttft_seconds"].samples if not sample.labels.get("le")
+    }
+    assert ttft["sluice_ttft_seconds_count"] == 6
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (lambda: Harness({"d0": "D"}, plan=False), "no plan"),
+        (lambda: Harness({}), "no plan"),
+        (lambda: Harness({"d0": "D"}), ""),
+    ],
+    ids=["no plan", "nothing", "ready"],
+)
+def test_readiness_says_what_is_missing(prepare, reason):
+    harness = prepare()
+    assert harness.router.is_ready is (reason == "")
+    assert reason in harness.router.not_ready_reason
+
+
+def test_router_without_engines_is_not_ready():
+    harness = Harness({})
+    harness.router.apply_plan(make_plan(PD))
+    assert "no engine" in harness.router.not_ready_reason
+
+
+def test_status_counts_requests_by_class_and_samples_them():
+    harness = Harness(PD)
+    harness.admit(20, 6)
+    _, gone = harness.admit(20, 60)
+    harness.step_all()
+    gone.is_cancelled = True
+    harness.router.cancel(next(name for name, sink in harness.sinks.items() if sink is gone))
+    harness.admit(20, 6, ttft_slo_s=0.0001)
+    harness.run()
+    status = harness.router.describe()
+    (counters,) = status.classes
+    assert (counters.num_finished, counters.num_met_ttft, counters.num_met_tpot, counters.num_met_both) == (2, 1, 2, 1)
+    assert [(sample.prompt_tokens, sample.output_tokens) for sample in status.samples] == [(20, 6), (20, 6)]
+    assert status.generation == status.acknowledged_generation == 1
+    assert status.is_ready
+    assert {engine.state for engine in status.engines} == {control_pb2.ENGINE_STATE_READY}
+    assert {engine.transport for engine in status.engines} == {"fake"}
+    assert sum(engine.num_fitted_iterations for engine in status.engines) > 0
+
+
+def test_finished_requests_are_news_once_a_second():
+    harness = Harness(PD)
+    harness.admit(20, 2)
+    harness.run()
+    version = harness.state.version
+    for _ in range(20):  # 5 requests in 0.2 s
+        harness.admit(20, 2)
+        harness.step_all()
+    assert harness.state.version == version
+    harness.clock.advance(1)
+    harness.router.tick()
+    assert harness.state.version == version + 1
+    harness.clock.advance(1)
+    harness.router.tick()
+    assert harness.state.version == version + 1
+
+
+def test_address_without_a_stream_says_why():
+    harness = Harness(PD)
+    harness.router.set_addresses(frozenset({*harness.state.links, "127.0.0.1:9"}))
+    harness.router.note_fault("127.0.0.1:9", "unavailable: refused")
+    (missing,) = [engine for engine in harness.router.describe().engines if not engine.engine_id]
+    assert missing.state == control_pb2.ENGINE_STATE_CONNECTING
+    assert missing.last_fault == "unavailable: refused"
+
+
+def test_address_that_left_the_discovery_is_forgotten_after_its_stream():
+    harness = Harness({"d0": "D"})
+    harness.router.set_addresses(frozenset())
+    assert len(harness.router.describe().engines) == 1
+    harness.kill("d0")
+    harness.router.forget("127.0.0.1:1")
+    assert not harness.router.describe().engines
