@@ -258,10 +258,12 @@ def make_plan(site: Site, strategy: str) -> plan_pb2.Plan:
 
     Args:
         site: Where they are.
-        strategy: ``aggregated``: all alike, decode in place. ``taichi``: a quarter is P-heavy, and every answer whose
-            prefill ran there moves once.
+        strategy: ``aggregated``: all alike, decode in place. ``taichi``: a quarter is P-heavy, the others have a quarter
+            of its chunk size, and every answer whose prefill ran on a P-heavy engine moves once.
     """
     num_prefill_heavy = site.num_engines // 4 if strategy == "taichi" else 0
+    # Equal chunk sizes would make roles void.
+    decode_heavy_tokens = site.chunk_tokens // 4 if num_prefill_heavy else site.chunk_tokens
     return plan_pb2.Plan(
         cluster_uid=CLUSTER_UID,
         generation=1,
@@ -278,11 +280,11 @@ def make_plan(site: Site, strategy: str) -> plan_pb2.Plan:
             plan_pb2.EnginePlan(
                 engine_id=f"stub-{index}",
                 role=plan_pb2.ROLE_PREFILL_HEAVY if index < num_prefill_heavy else plan_pb2.ROLE_DECODE_HEAVY,
-                chunk_size_tokens=site.chunk_tokens,
+                chunk_size_tokens=site.chunk_tokens if index < num_prefill_heavy else decode_heavy_tokens,
             )
             for index in range(site.num_engines)
         ],
-        unnamed_chunk_size_tokens=site.chunk_tokens,
+        unnamed_chunk_size_tokens=decode_heavy_tokens,
         served_model_name=SERVED_MODEL,
         num_routers=1,
     )

@@ -2,7 +2,8 @@
 
 A step gives one token to each running decode, and what the chunk size leaves to prefills, first come first served; a
 prefill that completes gives its first token in the same step. Token i of the request with seed r is piece r + i of the
-vocabulary, whatever engine it runs on, so moves and recoveries keep the text. Methods are synchronous and take the time
+vocabulary, whatever engine it runs on, so moves and recoveries keep the text. It proposes no moves: those that its plan
+makes necessary the router begins itself. Methods are synchronous and take the time
 as an argument.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2 as wire
-from sluice.v1 import plan_pb2, sampling_pb2
+from sluice.v1 import sampling_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,7 +93,6 @@ class Link:
     token_ids: list[int] = field(default_factory=list)
     output_indexes: list[int] = field(default_factory=list)
     finished: list[wire.Finished] = field(default_factory=list)
-    proposals: list[wire.Proposal] = field(default_factory=list)
 
 
 class EmulatedEngine:
@@ -115,7 +115,6 @@ class EmulatedEngine:
         self._stamps = stamps
         self._chunk_size_tokens = shape.chunk_size_tokens
         self._configured = wire.Configured(chunk_size_tokens=shape.chunk_size_tokens)
-        self._is_proposing = False
         self._is_draining = False
         self._links: list[Link] = []
         self._prefills: list[Request] = []
@@ -189,10 +188,6 @@ class EmulatedEngine:
         if configure.generation >= self._configured.generation:
             self._chunk_size_tokens = configure.chunk_size_tokens
             self._is_draining = configure.is_draining
-            self._is_proposing = configure.role == plan_pb2.ROLE_PREFILL_HEAVY and configure.strategy in {
-                plan_pb2.STRATEGY_TAICHI,
-                plan_pb2.STRATEGY_DISAGGREGATED,
-            }
             self._configured = wire.Configured(
                 cluster_uid=configure.cluster_uid,
                 generation=configure.generation,
@@ -303,10 +298,7 @@ class EmulatedEngine:
             if not request.prefill_tokens:
                 self._prefills.pop(0)
                 self._decodes[request] = None
-                is_first = request.num_output_tokens == 0
                 self._give_token(request, now_ns)
-                if is_first and self._is_proposing and request in self._decodes:
-                    self._propose(request)
         return spent, num_chunks
 
     def _return_prompts(self) -> None:
@@ -324,15 +316,6 @@ class EmulatedEngine:
             self._stamps.mark_sent(request.number, index, now_ns)
         if request.num_output_tokens >= request.max_tokens:
             self._finish(request, sampling_pb2.FINISH_REASON_LENGTH)
-
-    def _propose(self, request: Request) -> None:
-        proposal = wire.Proposal(
-            slot=request.slot,
-            cause=wire.MOVE_CAUSE_PREFILL_DONE,
-            num_output_tokens=request.num_output_tokens,
-            num_blocks=self._blocks(request.context_tokens),
-        )
-        request.link.proposals.append(proposal)
 
     def _finish(
         self, request: Request, reason: sampling_pb2.FinishReason.ValueType, kv: wire.KvHandle | None = None
@@ -352,7 +335,7 @@ class EmulatedEngine:
 
     def _flush(self, link: Link, now_s: float, iteration: wire.Iteration | None) -> None:
         silence_s = now_s - link.last_sent_s
-        has_news = link.slots or link.finished or link.proposals or link.has_submits
+        has_news = link.slots or link.finished or link.has_submits
         if not has_news and silence_s < (LOAD_REPORT_S if iteration is not None else IDLE_REPORT_S):
             return
         self._stamps.count_sent(len(link.slots))
@@ -365,11 +348,10 @@ class EmulatedEngine:
                 token_ids=link.token_ids,
                 output_indexes=link.output_indexes,
                 finished=link.finished,
-                proposals=link.proposals,
                 load=load,
             )
         )
-        link.slots, link.token_ids, link.output_indexes, link.finished, link.proposals = [], [], [], [], []
+        link.slots, link.token_ids, link.output_indexes, link.finished = [], [], [], []
         link.has_submits = False
         link.last_sent_s = now_s
 
