@@ -138,7 +138,10 @@ class LengthAwarePlacement:
         may_reject = self.parameters.early_rejection is EarlyRejection.REJECT
         round_ = _Round(now, engines, cached_tokens, may_reject=may_reject)
         decisions: list[Decision] = []
-        for request in sorted(waiting, key=_order):
+        requests = list(waiting)
+        if len(requests) > 1:
+            requests.sort(key=_order)
+        for request in requests:
             entries = tuple(engines.order[:MAX_RECORDED_ENGINES])
             decision = self._decide(round_, request)
             if isinstance(decision, Hold):

@@ -205,6 +205,19 @@ def test_an_objective_met_exactly_is_not_feasible():
     assert decide(make_table({}), make_request(ttft_s=predicted * (1 + 1e-9))).is_feasible
 
 
+@settings(max_examples=100, deadline=None)
+@given(engine=engine_states, tokens=st.integers(1, 6000))
+def test_the_walk_and_the_estimate_agree_to_the_nanosecond(engine, tokens):
+    engine = engine | {"is_draining": False, "kv_blocks_used": 0}
+    other = {"role": D, "chunk": 100, "iteration_remaining_s": 1e6}  # keeps roles alive, never feasible
+    decision = decide(make_table(engine, other, observations=2), make_request(tokens=tokens, ttft_s=0.0))
+    if decision.engine_id != "e0":
+        return  # no room
+    for nudge_s in (-1e-9, 1e-9):
+        request = make_request(tokens=tokens, ttft_s=decision.predicted_ttft_s + nudge_s)
+        assert decide(make_table(engine, other, observations=2), request).is_feasible == (nudge_s > 0)
+
+
 def test_the_clock_starts_at_arrival():
     predicted = decide(make_table({}), make_request()).predicted_ttft_s
     late = decide(make_table({}), make_request(ttft_s=predicted + 0.5), now=1.0)
