@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # Tokens before the first hop and after each one; the plain gaps of a request lie among them.
 HOLD_TOKENS = 12
-# Most tokens from asking for a move to the hop, when all goes well: the request runs on meanwhile.
-ASKING_TOKENS = 6
+# Room for the tokens between asking for a move and the hop: the request runs on meanwhile, and a busy client asks late.
+ASKING_TOKENS = 40
 # Gaps from a hop on that are not plain: the hop itself, and a first step that the target may have shared with it.
 HOP_GAPS = 2
 # Within the tiny model's vocabulary, above its special tokens.

@@ -27,7 +27,7 @@ from sluice.v1 import control_pb2
 from sluice_cli import tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
@@ -55,6 +55,11 @@ class Cluster:
     manifest: dict[str, Any]
     process: subprocess.Popen[bytes]
 
+    @property
+    def served_name(self) -> str:
+        """Name that clients use for the model."""
+        return str(self.manifest["spec"]["model"]["servedName"])
+
     def read_processes(self, kind: str) -> dict[str, dict[str, Any]]:
         """Reads the launcher's records of its processes by name; none before it has written them.
 
@@ -68,9 +73,14 @@ class Cluster:
             return {}
         return {record["name"]: record for record in records if record["kind"] == kind and record["pid"]}
 
-    def read_cpu_s(self, kind: str) -> float:
-        """Reads the CPU time of all processes of a kind, their children included, in seconds."""
-        return sum(read_tree_cpu_s(record["pid"]) for record in self.read_processes(kind).values())
+    def find_processes(self, kind: str) -> list[psutil.Process]:
+        """Finds all running processes of a kind, their children included."""
+        found = []
+        for record in self.read_processes(kind).values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(record["pid"])
+                found += [root, *root.children(recursive=True)]
+        return found
 
     def read_tail(self) -> str:
         """Reads the end of the launcher's output."""
@@ -195,15 +205,13 @@ def run_cluster(directory: Path, manifest: dict[str, Any], *, ports: range) -> I
             _stop(process)
 
 
-def read_tree_cpu_s(pid: int) -> float:
-    """Reads the CPU time of a process and its descendants, in seconds; 0 for one that has ended."""
+def read_cpu_s(processes: Iterable[psutil.Process]) -> float:
+    """Reads the CPU time of processes, in seconds; those that have ended are left out."""
     total_s = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total_s += times.user + times.system
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total_s += times.user + times.system
     return total_s
 
 

@@ -1,0 +1,112 @@
+"""The offered load: lengths from a trace, Poisson arrivals, the same for every strategy.
+
+One seed fixes the lengths and the gaps of a rate of one request per second; a rate divides the gaps. So a higher rate offers
+the same requests in the same order, only faster, and strategies are compared on the same requests.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Kept beside the repository, not in it: the traces have licences of their own (SOURCES.md there).
+TRACES = ROOT.parent / "shared" / "data" / "traces"
+SYNTHETIC = "synthetic"
+SYNTHETIC_ROWS = 20_000
+# Bounds and moments of the synthetic lengths, in tokens: near those of summarization (arxiv_4k: inputs of mean 2588,
+# median 2730; outputs of mean 291, median 167), without its shape.
+SYNTHETIC_PROMPT = {"mean": 2600.0, "deviation": 850.0, "low": 64, "high": 3800}
+SYNTHETIC_OUTPUT = {"mean": 291.0, "median": 167.0, "low": 2, "high": 2000}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Where lengths come from.
+
+    Args:
+        source: For people and for the result.
+        rows: Prompt and output length of each request, in tokens.
+        num_left_out: Rows of the trace that are longer than the model's limit.
+    """
+
+    source: str
+    rows: list[tuple[int, int]]
+    num_left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request.
+
+    Args:
+        number: Counts from 0.
+        at_s: When it arrives, from the start of the load.
+        prompt_tokens: Its prompt's length.
+        output_tokens: Its output's length.
+    """
+
+    number: int
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def load_lengths(trace: str, *, limit_tokens: int, folder: Path = TRACES) -> Lengths:
+    """Loads the lengths of a trace; makes synthetic ones, and says so, where the trace is not there.
+
+    Args:
+        trace: Name of a file in the folder, without its ending, or ``synthetic``.
+        limit_tokens: Longest prompt + output that the engines take.
+        folder: Of traces.
+    """
+    path = folder / f"{trace}.csv.gz"
+    if trace != SYNTHETIC and path.is_file():
+        with gzip.open(path, "rt", newline="") as file:
+            rows = [(int(row["input_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+        fitting = [row for row in rows if sum(row) <= limit_tokens and min(row) > 0]
+        return Lengths(source=f"trace {trace}", rows=fitting, num_left_out=len(rows) - len(fitting))
+    source = SYNTHETIC if trace == SYNTHETIC else f"{SYNTHETIC}, because {path} is not there"
+    rng = random.Random(0)
+    drawn = (_draw_synthetic(rng) for _ in range(SYNTHETIC_ROWS))
+    return Lengths(source=source, rows=[row for row in drawn if sum(row) <= limit_tokens])
+
+
+def make_arrivals(lengths: Lengths, *, rate: float, seconds: float, seed: int) -> list[Arrival]:
+    """Makes a Poisson load; lengths are drawn without replacement until the trace is used up.
+
+    Args:
+        lengths: Where lengths come from.
+        rate: Requests per second.
+        seconds: Length of the load.
+        seed: Fixes lengths and gaps.
+    """
+    gaps, order = random.Random(seed), random.Random(seed + 1)
+    rows: list[tuple[int, int]] = []
+    arrivals: list[Arrival] = []
+    at_s = gaps.expovariate(1.0) / rate
+    while at_s < seconds:
+        if not rows:
+            rows = order.sample(lengths.rows, len(lengths.rows))
+        prompt_tokens, output_tokens = rows.pop()
+        arrivals.append(
+            Arrival(number=len(arrivals), at_s=at_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        )
+        at_s += gaps.expovariate(1.0) / rate
+    return arrivals
+
+
+def _draw_synthetic(rng: random.Random) -> tuple[int, int]:
+    """Draws a truncated normal prompt length and a truncated lognormal output length."""
+    prompt, output = SYNTHETIC_PROMPT, SYNTHETIC_OUTPUT
+    sigma = math.sqrt(2 * math.log(output["mean"] / output["median"]))
+    prompt_tokens = round(rng.gauss(prompt["mean"], prompt["deviation"]))
+    output_tokens = round(rng.lognormvariate(math.log(output["median"]), sigma))
+    return (
+        int(min(max(prompt_tokens, prompt["low"]), prompt["high"])),
+        int(min(max(output_tokens, output["low"]), output["high"])),
+    )
