@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     Handler = Callable[[web.BaseRequest, float], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "x-request-id"
+SERVER = "sluice"
 # OpenAI's default for completions; chats go up to the model's length.
 DEFAULT_COMPLETION_TOKENS = 16
 SWEEP_INTERVAL_S = 0.5
@@ -130,6 +131,7 @@ class HttpApi:
         connection = ConnectionSettings(
             header_timeout_s=settings.header_timeout_s,
             write_buffer_bytes=settings.write_buffer_bytes,
+            max_paused_s=settings.max_paused_s,
             clock=self._plane.now,
         )
         server = EdgeServer(
@@ -148,13 +150,17 @@ class HttpApi:
         self._sweeper = loop.create_task(self._sweep(), name="sweep slow readers")
         return int(self._runner.addresses[0][1])
 
+    def announce_close(self) -> None:
+        """Says in every answer that the connection closes behind it, so that clients go elsewhere; still serves."""
+        self._is_closing = self._pages.is_closing = True
+
     async def close(self, grace_s: float) -> None:
         """Accepts no more, closes idle connections, lets answers under way end, then cuts the rest.
 
         Args:
             grace_s: How long answers under way may go on.
         """
-        self._is_closing = self._pages.is_closing = True
+        self.announce_close()
         server, runner, site = self._server, self._runner, self._site
         self._server = self._runner = self._site = None
         if server is None or runner is None or site is None:
@@ -173,7 +179,10 @@ class HttpApi:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
-            self.slow_readers.sweep(self._plane.now())
+            now = self._plane.now()
+            self.slow_readers.sweep(now)
+            if self._server is not None:
+                self._server.sweep(now)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = _connection_of(request)
@@ -226,6 +235,7 @@ class HttpApi:
 
     def _finish_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
         if not response.prepared:
+            response.headers["Server"] = SERVER
             if self._is_closing or not request.content.is_eof():
                 response.force_close()
             if response.headers.get(REQUEST_ID_HEADER) is None:
@@ -352,7 +362,7 @@ class HttpApi:
 
     async def _open(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         response = web.StreamResponse(
-            headers={"Content-Type": sse.CONTENT_TYPE, "Cache-Control": "no-cache", **headers}
+            headers={"Content-Type": sse.CONTENT_TYPE, "Cache-Control": "no-cache", "Server": SERVER, **headers}
         )
         if request.version >= HttpVersion11:
             response.enable_chunked_encoding()

@@ -6,6 +6,8 @@ headers must arrive in time; what cannot be parsed is answered in OpenAI's form.
 
 from __future__ import annotations
 
+import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
@@ -20,19 +22,21 @@ if TYPE_CHECKING:
     from sluice_router.sinks import StreamSink
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
     """Limits of a connection.
 
     Args:
         header_timeout_s: From the first byte of a request to the end of its headers.
         write_buffer_bytes: What the transport holds before the client counts as paused.
+        max_paused_s: How long a client may stay paused.
         clock: The data plane's clock.
     """
 
-    def __init__(self, *, header_timeout_s: float, write_buffer_bytes: int, clock: Callable[[], float]) -> None:
-        self.header_timeout_s = header_timeout_s
-        self.write_buffer_bytes = write_buffer_bytes
-        self.clock = clock
+    header_timeout_s: float
+    write_buffer_bytes: int
+    max_paused_s: float
+    clock: Callable[[], float]
 
 
 class EdgeConnection(web.RequestHandler):
@@ -58,6 +62,7 @@ class EdgeConnection(web.RequestHandler):
         self._first_byte_s: float | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._is_serving = False
+        self._paused_since_s = 0.0
         self._on_lost: Callable[[], None] | None = None
         self._sink: StreamSink | None = None
 
@@ -96,8 +101,11 @@ class EdgeConnection(web.RequestHandler):
         self._sink = sink
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sets the limit at which a client counts as paused."""
+        """Sets the limit at which a client counts as paused, and how long the kernel waits for one that reads nothing."""
         cast("asyncio.Transport", transport).set_write_buffer_limits(high=self._settings.write_buffer_bytes)
+        raw = transport.get_extra_info("socket")
+        if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._settings.max_paused_s * 1000))
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -106,6 +114,21 @@ class EdgeConnection(web.RequestHandler):
             self._first_byte_s = self._settings.clock()
             self._header_timer = self._event_loop.call_later(self._settings.header_timeout_s, self.force_close)
         super().data_received(data)
+
+    def pause_writing(self) -> None:
+        """Notes since when the client does not keep up."""
+        self._paused_since_s = self._settings.clock()
+        super().pause_writing()
+
+    def abort_if_paused(self, now: float) -> None:
+        """Closes at once if the client has been paused for too long; for answers that do not stream.
+
+        Args:
+            now: In seconds, on the data plane's clock.
+        """
+        is_late = self.writing_paused and now - self._paused_since_s > self._settings.max_paused_s
+        if is_late and self.transport is not None:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         """Lets the stream go on."""
@@ -167,11 +190,22 @@ class EdgeServer(web.Server):
         """Makes a connection."""
         return EdgeConnection(self._settings, self, self._event_loop, **self._arguments)
 
+    def sweep(self, now: float) -> None:
+        """Closes connections whose clients have been paused for too long.
+
+        Args:
+            now: In seconds, on the data plane's clock.
+        """
+        for connection in self._edge_connections():
+            connection.abort_if_paused(now)
+
     def close_idle(self) -> None:
         """Closes connections that have no request under way; the others when it is answered."""
-        for connection in self.connections:
-            assert isinstance(connection, EdgeConnection), "this server makes no others"
+        for connection in self._edge_connections():
             connection.close_when_idle()
+
+    def _edge_connections(self) -> list[EdgeConnection]:
+        return [connection for connection in self.connections if isinstance(connection, EdgeConnection)]
 
 
 class HttpStream:

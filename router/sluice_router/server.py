@@ -185,6 +185,7 @@ class Server:
     async def _drain(self) -> None:
         """Takes nothing new, and lets answers under way end."""
         self.router.stop_accepting()
+        self._http.announce_close()
         deadline_s = self.router.now() + self._settings.grace_s
         while self.router.state.requests and self.router.now() < deadline_s:  # noqa: ASYNC110 - once, at the end
             await asyncio.sleep(TICK_S)

@@ -380,6 +380,42 @@ async def test_paused_for_too_long_is_shed_even_after_the_end(start, plane, text
         assert b"[DONE]" not in await _read_rest(slow)
 
 
+async def test_whole_answer_that_is_not_read_is_cut_in_time(start, plane, text):
+    api, port = await start(write_buffer_bytes=1024)
+    plane.clock_s = 0.0
+    ids = text.encode_now("hello world ", add_special_tokens=False) * 50_000
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.settimeout(0)
+    await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", port))
+    async with connect(None, sock=raw, limit=1024) as (reader, writer):
+        writer.write(request_bytes("/v1/completions", BODY))
+        await plane.wait(lambda: bool(plane.live))
+        (connection,) = api._server.connections
+        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        plane.emit("req-1", ids)
+        plane.finish("req-1")
+        async with asyncio.timeout(5):
+            while not connection.writing_paused:  # noqa: ASYNC110 - the transport has no event
+                await asyncio.sleep(0)
+        api._server.sweep(29.0)
+        assert not connection.transport.is_closing()
+        api._server.sweep(31.0)
+        assert len(await _read_rest(reader)) < len("hello world ") * 50_000
+
+
+async def test_answers_say_close_while_the_router_drains(start, plane, text):
+    plane.script = say(text, "hello")
+    api, port = await start()
+    async with connect(port) as (reader, writer):
+        writer.write(request_bytes("/v1/completions", BODY))
+        assert "connection" not in (await _read_response(reader))[1]
+        api.announce_close()
+        writer.write(request_bytes("/v1/completions", BODY))
+        status, headers, _ = await _read_response(reader)
+        assert (status, headers["connection"], headers["server"]) == (200, "close", "sluice")
+
+
 async def test_total_limit_sheds_the_largest_first(start, plane, text):
     limits = {"max_stream_buffered_bytes": 10**9, "max_total_buffered_bytes": 600_000}
     api, port = await start(write_buffer_bytes=1024, **limits)
