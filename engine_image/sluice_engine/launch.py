@@ -8,6 +8,7 @@ What the environment already says about threads, logging and the network is left
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from vllm.v1.executor.abstract import Executor
 
 from sluice_engine import plugin, profiles, selfcheck
 from sluice_engine.errors import StartError, UnsupportedVllmError
+from sluice_engine.executor import die_with_parent
 
 if TYPE_CHECKING:
     from sluice_engine.settings import EngineSettings
@@ -183,6 +185,18 @@ def emulated_arguments(settings: EngineSettings, arguments: dict[str, Any]) -> d
     }
 
 
+def become_core() -> None:
+    """Makes a fork of this process one that is ended by its parent alone.
+
+    The scheduler ties an EngineCore to its parent too, but seconds later: a parent that is killed while it starts would
+    leave it behind. A process group of its own keeps the terminal's Ctrl-C away, which is for the parent to drain first.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
+    os.setpgid(0, 0)
+
+
 def start_core(config: VllmConfig) -> Any:
     """Starts the EngineCore and waits until it is ready.
 
@@ -192,6 +206,7 @@ def start_core(config: VllmConfig) -> Any:
     Raises:
         StartError: It did not become ready.
     """
+    os.register_at_fork(after_in_child=become_core)
     try:
         return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
     except (RuntimeError, TimeoutError, OSError) as error:

@@ -24,6 +24,7 @@ from sluice_engine import identity, launch, metrics
 from sluice_engine.attach import EngineService
 from sluice_engine.request_builder import VllmRequestBuilder
 from sluice_engine.server import EngineServer, Pace
+from sluice_engine.warm_up import WarmUp
 
 if TYPE_CHECKING:
     from sluice_engine.lifecycle import StopSignal
@@ -62,8 +63,9 @@ def run(settings: EngineSettings, stop: StopSignal) -> int:
     config = launch.make_vllm_config(settings, epoch)
     client = launch.start_core(config)
     builder = VllmRequestBuilder(config, launch.load_tokenizer(config))
+    hello = identity.make_hello(settings, config, epoch)
     server = EngineServer(
-        identity.make_hello(settings, config, epoch),
+        hello,
         client,
         builder,
         clock=time.monotonic,
@@ -73,8 +75,15 @@ def run(settings: EngineSettings, stop: StopSignal) -> int:
     # What exists now lives as long as the process.
     gc.collect()
     gc.freeze()
-    status: int = uvloop.run(serve(settings, server, stop))
+    status: int = uvloop.run(start_and_serve(settings, server, WarmUp(client, builder), stop))
     return status
+
+
+async def start_and_serve(settings: EngineSettings, server: EngineServer, warm_up: WarmUp, stop: StopSignal) -> int:
+    """Warms up, then serves; returns the exit status."""
+    if settings.emulation is None:
+        await warm_up.run()
+    return await serve(settings, server, stop)
 
 
 def find_transport(settings: EngineSettings) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FIRST_PORT = 22100
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0  # a start takes 12 s, unless the machine is overcommitted
 ANSWER_TIMEOUT_S = 30.0
 
 _ports = itertools.count(FIRST_PORT)

@@ -1,0 +1,277 @@
+"""The edge between protobuf, the EngineCore's contract and vLLM."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sluice.v1 import engine_pb2 as wire
+from sluice.v1 import plan_pb2, sampling_pb2
+from sluice_core.records import MoveCause, Role
+from sluice_engine import control, conversion
+from sluice_engine.errors import SubmitRefusedError
+from sluice_engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sluice_engine.request_builder import VllmRequestBuilder
+
+# --- the EngineCore's contract ---------------------------------------------------------------------------------------
+
+
+def test_names_are_the_cores():
+    assert set(conversion.CAUSES.values()) == {cause.value for cause in MoveCause}
+    assert set(conversion.ROLES.values()) == set(conversion.WIRE_ROLES) == {role.value for role in Role}
+
+
+def test_every_enum_value_but_the_unspecified_has_a_name():
+    assert len(conversion.CAUSES) == len(wire.MoveCause.keys()) - 1
+    assert len(conversion.STRATEGIES) == len(plan_pb2.Strategy.keys()) - 1
+    assert set(conversion.ROLES) == set(plan_pb2.Role.values())
+
+
+def test_every_number_of_a_load_is_reported():
+    fields = [name for name in control.Load.__struct_fields__ if name not in {"generation", "is_draining"}]
+    load = control.Load(is_draining=True, **{name: number for number, name in enumerate(fields, 1)})
+    report = conversion.load_report(load)
+    assert {name: getattr(report, name) for name in fields} == {name: getattr(load, name) for name in fields}
+    assert report.is_draining
+
+
+def test_an_iteration_is_reported_whole():
+    values = {name: number for number, name in enumerate(control.Iteration.__struct_fields__, 1)}
+    message = conversion.iteration_message(control.Iteration(**values))
+    assert {name: getattr(message, name) for name in values} == values
+
+
+def test_parameters_are_shares_and_default_when_absent():
+    message = wire.Configure(
+        role=plan_pb2.ROLE_PREFILL_HEAVY, chunk_size_tokens=99, strategy=plan_pb2.STRATEGY_TAICHI, is_draining=True
+    )
+    command = conversion.configure_command(message, 4, is_leaving=False)
+    assert command == control.Configure(generation=4, role="P-heavy", chunk_size_tokens=99, is_draining=True)
+    message.parameters.watermark_percent = 90
+    message.parameters.approaching_factor_percent = 80
+    message.parameters.min_tokens_between_moves = 5
+    parameters = conversion.configure_command(message, 5, is_leaving=False).parameters
+    assert parameters == control.Parameters(watermark=0.9, approaching_factor=0.8, min_tokens_between_moves=5)
+
+
+def test_extras_carry_what_vllms_request_has_no_place_for():
+    submit = wire.Submit(
+        submit_number=3,
+        output_token_ids=[4, 5],
+        ttft_slo_s=1.0,
+        tpot_slo_s=0.1,
+        age_s=0.5,
+        since_first_token_s=0.0,
+        output_tokens_since_reset=2,
+        is_recovery=True,
+    )
+    extras = conversion.request_extras(submit, link=9, grant_key="9.1", fingerprint="f")
+    assert extras == control.RequestExtras(
+        link=9,
+        submit_number=3,
+        output_token_ids=[4, 5],
+        grant_key="9.1",
+        ttft_slo_s=1.0,
+        tpot_slo_s=0.1,
+        age_s=0.5,
+        since_first_token_s=0.0,
+        output_tokens_since_reset=2,
+        is_recovery=True,
+    )
+    submit.ClearField("since_first_token_s")
+    assert conversion.request_extras(submit, link=9, grant_key="", fingerprint="f").since_first_token_s < 0
+
+
+# --- vLLM ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vllm_side():
+    """The modules that import vLLM, whose warnings are its own affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sluice_engine import identity, launch, request_builder  # noqa: PLC0415
+    return SimpleNamespace(identity=identity, launch=launch, request_builder=request_builder)
+
+
+@pytest.fixture(scope="module")
+def builder(vllm_side, tiny_model: Path) -> VllmRequestBuilder:
+    settings = EngineSettings(
+        engine_id="e",
+        port=1,
+        metrics_port=2,
+        kv_host="127.0.0.1",
+        kv_port=3,
+        model=str(tiny_model),
+        max_batch_tokens=512,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = vllm_side.launch.make_vllm_config(settings, 1)
+        tokenizer = vllm_side.launch.load_tokenizer(config)
+    return vllm_side.request_builder.VllmRequestBuilder(config, tokenizer)
+
+
+def build(builder: VllmRequestBuilder, **fields):
+    sampling = sampling_pb2.SamplingParams(**{"max_tokens": 8, **fields})
+    submit = wire.Submit(prompt_token_ids=[50, 51], priority=3, sampling=sampling)
+    return builder.build("core-id", submit, control.RequestExtras(submit_number=5))
+
+
+def test_a_plain_request_has_vllms_defaults(builder):
+    request = build(builder)
+    assert (request.request_id, request.prompt_token_ids, request.priority) == ("core-id", [50, 51], 3)
+    parameters = request.sampling_params
+    assert (parameters.max_tokens, parameters.temperature, parameters.top_k, parameters.top_p) == (8, 1.0, 0, 1.0)
+    assert (parameters.logprobs, parameters.seed, parameters.structured_outputs) == (None, None, None)
+    assert parameters.detokenize is False
+    assert control.decode_extras(parameters.extra_args).submit_number == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_tokens", 3),
+        ("temperature", 0.5),
+        ("top_p", 0.25),
+        ("top_k", 7),
+        ("min_p", 0.125),
+        ("presence_penalty", -1.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.25),
+        ("seed", 2**40),
+        ("stop_token_ids", [60, 61]),
+        ("ignore_eos", True),
+        ("logit_bias", {70: 2.5}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_parameter_arrives_as_it_was_sent(builder, name, value):
+    assert getattr(build(builder, **{name: value}).sampling_params, name) == value
+
+
+def test_zero_is_a_value_where_absence_is_not(builder):
+    assert build(builder, temperature=0.0).sampling_params.temperature == 0.0
+    assert build(builder, seed=0).sampling_params.seed == 0
+    assert build(builder, num_logprobs=0).sampling_params.logprobs == 0
+
+
+def test_eos_ends_a_request_unless_it_is_ignored(builder):
+    eos = builder._eos_token_id
+    assert build(builder).sampling_params.eos_token_id == eos
+    ignoring = build(builder, ignore_eos=True, min_tokens=2).sampling_params
+    assert ignoring.eos_token_id is None
+    assert eos in ignoring.all_stop_token_ids  # min_tokens suppresses it all the same
+
+
+def test_bad_words_become_tokens(builder):
+    assert build(builder, bad_words=["while"]).sampling_params.bad_words_token_ids
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field", "value"),
+    [
+        ({"json_schema": '{"type":"object"}'}, "json", '{"type":"object"}'),
+        ({"regex": "[0-9]+"}, "regex", "[0-9]+"),
+        ({"grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        # vLLM rewrites choices as a grammar.
+        ({"choices": sampling_pb2.StructuredOutput.Choices(values=["a", "b"])}, "grammar", 'root ::= "a" | "b"'),
+        ({"json_object": True}, "json_object", True),
+    ],
+    ids=["schema", "regex", "grammar", "choices", "object"],
+)
+def test_a_constraint_arrives_with_its_backend_chosen(builder, constraint, field, value):
+    message = sampling_pb2.StructuredOutput(**constraint)
+    outputs = build(builder, structured_output=message).sampling_params.structured_outputs
+    assert getattr(outputs, field) == value
+    assert outputs._backend
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"presence_penalty": 3.0}, "presence_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"seed": -1}, "seed"),
+        ({"num_logprobs": 10_000}, "logprobs"),
+        ({"logit_bias": {10**6: 1.0}}, "logit_bias"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"structured_output": sampling_pb2.StructuredOutput(regex="(")}, "sampling"),
+        ({"structured_output": sampling_pb2.StructuredOutput(json_object=False)}, "json_object"),
+        ({"structured_output": sampling_pb2.StructuredOutput(choices={})}, "empty"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_value_out_of_range_is_refused_by_name(builder, fields, named):
+    with pytest.raises(SubmitRefusedError, match=named):
+        build(builder, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"prompt_token_ids": []}, "prompt_token_ids: empty"),
+        ({"prompt_token_ids": [1] * 4096}, "4096 prompt and 0 output tokens .* 4096 in all"),
+        ({"prompt_token_ids": [1] * 4090, "output_token_ids": [1] * 6}, "4090 prompt and 6 output"),
+        ({"prompt_token_ids": [10**6]}, "token 1000000 is outside the vocabulary of 2048"),
+        ({"prompt_token_ids": [1], "output_token_ids": [10**6]}, "output_token_ids: token 1000000"),
+        ({"prompt_token_ids": [1], "output_token_ids": [1] * 8}, "max_tokens: 8, but 8 are generated"),
+    ],
+    ids=["empty", "too long", "too long with output", "prompt token", "output token", "nothing left"],
+)
+def test_tokens_that_cannot_run_are_refused_with_the_limit(builder, fields, named):
+    submit = wire.Submit(sampling=sampling_pb2.SamplingParams(max_tokens=8), **fields)
+    with pytest.raises(SubmitRefusedError, match=named):
+        builder.build("id", submit, control.RequestExtras(output_token_ids=list(submit.output_token_ids)))
+
+
+def test_without_a_tokenizer_what_needs_one_is_refused(builder):
+    bare = type(builder)(builder._config, None)
+    assert build(bare).sampling_params.eos_token_id == builder._eos_token_id
+    for fields in ({"bad_words": ["a"]}, {"structured_output": sampling_pb2.StructuredOutput(regex="a")}):
+        with pytest.raises(SubmitRefusedError, match="tokenizer"):
+            build(bare, **fields)
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_follows_the_weights_and_not_their_place(vllm_side, tiny_model, tmp_path):
+    hash_model = vllm_side.identity.hash_model
+    copy = tmp_path / "elsewhere"
+    copy.mkdir()
+    for path in tiny_model.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    original = hash_model(str(tiny_model), None)
+    assert hash_model(str(copy), None) == original
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert hash_model(str(copy), None) != original
+
+
+def test_a_fingerprint_is_readable(vllm_side, builder):
+    settings = SimpleNamespace(model=str(builder._model.model), revision=None, emulation=None)
+    parts = vllm_side.identity.make_fingerprint(settings, builder._config).split("/")
+    assert parts[0] == "LlamaForCausalLM"
+    assert parts[2:4] == ["float32", "kv-auto"]
+    assert {"block32", "tp1", "vllm-0.32.0"} < set(parts)
+
+
+def test_no_two_starts_have_one_epoch(vllm_side):
+    epochs = [vllm_side.identity.make_epoch() for _ in range(100)]
+    assert len(set(epochs)) == 100
+    assert all(0 < epoch < 2**64 for epoch in epochs)
