@@ -43,31 +43,30 @@ class Batch:
     arriving: list[Tracked] = field(default_factory=list)
 
 
-def describe_batch(output: SchedulerOutput, requests: dict[str, Any], tracker: Tracker, started_s: float) -> Batch:
+def describe_batch(output: SchedulerOutput, tracker: Tracker, started_s: float) -> Batch:
     """Sums up an iteration right after it was scheduled, when vLLM has counted its tokens as computed.
 
     Args:
         output: What was scheduled.
-        requests: vLLM's requests by id.
-        tracker: Ours.
+        tracker: The requests.
         started_s: When scheduling began.
     """
     batch = Batch(started_s=started_s)
+    by_id = tracker.by_id
     num_decodes = context_tokens = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():
-        tracked = tracker[request_id]
-        if tracked.kind is RequestKind.DECODE:
+        tracked = by_id[request_id]
+        kind = tracked.kind
+        num_computed_tokens = tracked.request.num_computed_tokens
+        if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
             num_decodes += 1
-            context_tokens += requests[request_id].num_computed_tokens
+            context_tokens += num_computed_tokens
+            if kind is RequestKind.JOINING:
+                batch.computing.append(tracked)
             continue
-        context = tracked.request.num_computed_tokens - num_tokens
         batch.computing.append(tracked)
-        if tracked.kind is RequestKind.JOINING:
-            num_decodes += 1
-            context_tokens += context + num_tokens
-            continue
         batch.prefill_tokens += num_tokens
-        batch.attention_work += num_tokens * (context + num_tokens / 2)
+        batch.attention_work += num_tokens * (num_computed_tokens - num_tokens / 2)
         batch.num_chunks += 1
     batch.num_decodes = num_decodes
     batch.decode_context_tokens = context_tokens

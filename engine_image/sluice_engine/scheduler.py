@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from sluice_core.batching import BatchLimits, EngineBatch, RequestKind
@@ -35,11 +34,13 @@ from sluice_engine.grants import GrantTable
 from sluice_engine.hand_offs import HandOffs
 from sluice_engine.handles import MalformedHandleError
 from sluice_engine.measure import PullRate, Stopwatch, describe_batch
+from sluice_engine.reports import Outbox
 from sluice_engine.resume import GrammarReplayError, replay_grammar, restore_output
 from sluice_engine.tracking import Tracked, Tracker
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -77,10 +78,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._last_prefill_s = time.monotonic()
         self._decode_context_tokens = 0
         self._num_preemptions = self._num_moved_in = self._num_recomputed_pulls = 0
-        self._returned: list[str] = []
-        self._refused: list[control.Refused] = []
-        self._last_submit_numbers: dict[int, int] = {}
-        self._last_load: control.Load | None = None
+        self._outbox = Outbox()
         self._allocate_slots = manager.allocate_slots
         manager.allocate_slots = self._allocate_with_grants
 
@@ -178,8 +176,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         restore_output(request, extras.output_token_ids)
         tracked.kind = self._admit(tracked)
         self._tracker.add(tracked)
-        if extras.submit_number:
-            self._last_submit_numbers[extras.link] = extras.submit_number
+        self._outbox.note_submit(extras)
         super().add_request(request)
 
     def _admit(self, tracked: Tracked) -> RequestKind:
@@ -206,7 +203,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         if is_ready and status == RequestStatus.WAITING_FOR_REMOTE_KVS and not request.num_computed_tokens:
             # Its pull has failed and its blocks are free. Skipped, it leaves the queue of those that hold blocks, where
             # it would stand in the way of requests that need one token; its place is with the others that recompute.
-            self._tracker.place(self._tracker[request.request_id])
+            self._tracker.place(self._tracker.by_id[request.request_id])
             return False
         return is_ready
 
@@ -222,7 +219,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         has_failed = request.request_id in self.failed_recving_kv_req_ids
         super()._update_waiting_for_remote_kv(request)
-        tracked = self._tracker[request.request_id]
+        tracked = self._tracker.by_id[request.request_id]
         if has_failed:
             self._num_recomputed_pulls += 1
             self._tracker.change_kind(tracked, RequestKind.RECOMPUTE)
@@ -244,9 +241,9 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             self.waiting.add_request(request)
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:  # noqa: FBT001, FBT002
-        tracked = self._tracker[request.request_id]
+        tracked = self._tracker.by_id[request.request_id]
         if self._hand_offs.cancel(request):
-            self._refused.append(control.Refused(request_id=request.request_id, reason="preempted"))
+            self._outbox.note_refused(request.request_id, "preempted")
         self._leave_decodes(tracked)
         self._num_preemptions += 1
         self._tracker.change_kind(tracked, RequestKind.RECOMPUTE)
@@ -281,7 +278,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
 
     def has_finished_requests(self) -> bool:
         """Also True while something waits to be reported, so that an iteration carries it up."""
-        return bool(self._returned or self._refused) or super().has_finished_requests()
+        return self._outbox.has_news or super().has_finished_requests()
 
     # --- an iteration --------------------------------------------------------------------------------------------
 
@@ -326,20 +323,19 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._room_tokens = limits.prefill_room_tokens
 
     def _order_running(self, request: Request) -> tuple[int, float]:
-        return int(self._tracker[request.request_id].kind), request.arrival_time
+        return int(self._tracker.by_id[request.request_id].kind), request.arrival_time
 
     def _return_new_prompts(self) -> None:
         request_ids = [tracked.request.request_id for tracked in self._tracker.of_kind(RequestKind.NEW_PROMPT)]
         if request_ids:
             self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-            self._returned += request_ids
+            self._outbox.note_returned(request_ids)
 
-    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ARG002
         """Answers vLLM, which asks this of every request before it gives it tokens: here prefill room is handed out."""
-        num_new_tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        kind = self._tracker[request.request_id].kind
-        if kind in (RequestKind.DECODE, RequestKind.JOINING):
-            return num_new_tokens
+        kind = self._tracker.by_id[request.request_id].kind
+        if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
+            return num_new_tokens  # the stock method is about speculative decoding, which is refused at start
         if self._limits.hides(kind) or (kind is RequestKind.NEW_PROMPT and not self._has_seat()):
             return 0
         room = self._room_tokens
@@ -358,7 +354,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         if not self.waiting:
             return 0
         request = self.waiting.peek_request()
-        kind = self._tracker[request.request_id].kind
+        kind = self._tracker.by_id[request.request_id].kind
         fits = blocks_for_tokens(request.num_tokens, self.block_size) <= self._measure_kv().available
         return request.num_tokens if kind in (RequestKind.RECOMPUTE, RequestKind.RECOVERY) and fits else 0
 
@@ -377,7 +373,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         return blocks
 
     def _settle_batch(self, output: SchedulerOutput, started_s: float, now_s: float) -> None:
-        batch = describe_batch(output, self.requests, self._tracker, started_s)
+        batch = describe_batch(output, self._tracker, started_s)
         self._decode_context_tokens = batch.decode_context_tokens
         if batch.prefill_tokens:
             self._last_prefill_s = now_s
@@ -409,34 +405,10 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
                 if tracked.request.status == RequestStatus.RUNNING and tracked.kind is RequestKind.DECODE:
                     self._flow.join(tracked, now_s)
             proposals = self._flow.propose(now_s, self._measure_kv())
-        self._report(outputs, iteration, proposals)
+        self._outbox.send(outputs, self._measure_load(), iteration, proposals)
         return outputs
 
-    # --- reports -------------------------------------------------------------------------------------------------
-
-    def _report(
-        self,
-        outputs: dict[int, EngineCoreOutputs],
-        iteration: control.Iteration | None,
-        proposals: list[control.Proposal],
-    ) -> None:
-        load = self._measure_load()
-        if iteration is None and not self._returned and not self._refused and load == self._last_load:
-            return
-        report = control.Report(
-            load=load,
-            iteration=iteration,
-            proposals=proposals,
-            returned=self._returned,
-            refused=self._refused,
-            last_submit_numbers=self._last_submit_numbers,
-        )
-        self._last_load = load
-        self._returned, self._refused, self._last_submit_numbers = [], [], {}
-        output = EngineCoreOutput(
-            request_id=control.REPORT_ID, new_token_ids=[], kv_transfer_params=control.encode_report(report)
-        )
-        outputs.setdefault(0, EngineCoreOutputs(outputs=[])).outputs.append(output)
+    # --- load -------------------------------------------------------------------------------------------------
 
     def _measure_kv(self) -> KvBlocks:
         pool = self.kv_cache_manager.block_pool

@@ -60,21 +60,19 @@ class Tracker:
 
     Args:
         policy: Gives the orders.
+
+    Attributes:
+        by_id: The requests; read it, and change it through the methods.
+        queued_prefill_tokens: Sum of what they have not computed yet, pulls and decodes left out.
+        queued_attention_work: The attention work of that.
     """
 
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy
         self.queued_prefill_tokens = 0
         self.queued_attention_work = 0.0
-        self._by_id: dict[str, Tracked] = {}
+        self.by_id: dict[str, Tracked] = {}
         self._ids_of_kind: dict[RequestKind, dict[str, Tracked]] = {kind: {} for kind in RequestKind}
-
-    def __getitem__(self, request_id: str) -> Tracked:
-        return self._by_id[request_id]
-
-    def get(self, request_id: str) -> Tracked | None:
-        """The request, or None."""
-        return self._by_id.get(request_id)
 
     def count(self, kind: RequestKind) -> int:
         """Requests of a class."""
@@ -91,14 +89,14 @@ class Tracker:
 
     def add(self, tracked: Tracked) -> None:
         """Begins to track a request that no queue of vLLM holds yet, and places it."""
-        self._by_id[tracked.request.request_id] = tracked
+        self.by_id[tracked.request.request_id] = tracked
         self._ids_of_kind[tracked.kind][tracked.request.request_id] = tracked
         self.recount(tracked)
         self.place(tracked)
 
     def discard(self, request_id: str) -> Tracked | None:
         """Ends tracking a request."""
-        tracked = self._by_id.pop(request_id, None)
+        tracked = self.by_id.pop(request_id, None)
         if tracked is not None:
             del self._ids_of_kind[tracked.kind][request_id]
             self._count(tracked, 0, 0.0)
