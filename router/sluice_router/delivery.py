@@ -8,7 +8,6 @@ sink costs its own request alone.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, sampling_pb2
@@ -25,21 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENDS = (sampling_pb2.FINISH_REASON_STOP, sampling_pb2.FINISH_REASON_LENGTH)
-
-
-@dataclass(slots=True, kw_only=True)
-class Run:
-    """Tokens of one request that follow one another in a message.
-
-    Args:
-        index: Output index of the first.
-        token_ids: The tokens.
-        logprobs: One per token if the request asked for them.
-    """
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[engine_pb2.TokenLogprobs] = field(default_factory=list)
 
 
 def take_message(state: RouterState, engine: Engine, message: engine_pb2.AttachResponse, now: float) -> None:
@@ -111,27 +95,44 @@ def _take_tokens(state: RouterState, engine: Engine, message: engine_pb2.AttachR
             raise StreamBrokenError(f"slot {slot} is unknown")
         request = stay.request
         if request is None:
-            state.metrics.count("stale_tokens", by=end - column)
+            start = end
         else:
-            run = Run(index=indexes[column], token_ids=token_ids[column:end])
-            if logprobs is not None:
-                run.logprobs = [logprobs[number] for number in range(column, end) if number in logprobs]
-            _deliver(state, stay, request, run, now)
+            expected = len(request.output_token_ids)
+            start = column + expected - indexes[column]
+            if start < column:
+                raise StreamBrokenError(f"slot {slot}: token {indexes[column]} came where {expected} was due")
+        if start > column:
+            # Those of a former owner, and those that were delivered already.
+            state.metrics.count("stale_tokens", by=min(start, end) - column)
+        if start < end:
+            entries = None if logprobs is None else [logprobs[item] for item in range(start, end) if item in logprobs]
+            _deliver(state, stay, token_ids[start:end], entries, now)
         column = end
 
 
-def _deliver(state: RouterState, stay: Stay, request: LiveRequest, run: Run, now: float) -> None:
-    """Hands a run of tokens to its sink."""
+def _deliver(
+    state: RouterState,
+    stay: Stay,
+    token_ids: list[int],
+    logprobs: list[engine_pb2.TokenLogprobs] | None,
+    now: float,
+) -> None:
+    """Hands the next tokens of a request to its sink."""
+    request = stay.request
+    assert request is not None
     output = request.output_token_ids
-    expected = len(output)
-    if run.index != expected:
-        _cut_known(state, stay, run, expected)
-        if not run.token_ids:
-            return
-    output.extend(run.token_ids)
-    _measure(state, stay, request, len(run.token_ids), now)
+    first_index = len(output)
+    output.extend(token_ids)
+    if stay.has_token:
+        request.itl_s.observe(now - request.last_token_s)
+        request.last_token_s = now
+    else:
+        _note_first_of_stay(state, stay, request, now)
+    for _ in range(len(token_ids) - 1):
+        request.itl_s.observe(0.0)
     try:
-        stop_at = request.sink.on_tokens(run.token_ids, expected, run.logprobs or None)
+        # A request that did not ask for logprobs has none, even beside one that did.
+        stop_at = request.sink.on_tokens(token_ids, first_index, logprobs or None)
     except Exception:  # whatever an edge does wrong must not cost the other streams of the link
         logger.exception("request %s: its answer cannot be written", request.request_id)
         state.metrics.count("sink_faults")
@@ -143,42 +144,24 @@ def _deliver(state: RouterState, stay: Stay, request: LiveRequest, run: Run, now
         ending.finish(state, request, sampling_pb2.FINISH_REASON_STOP, now, output_tokens=stop_at)
 
 
-def _cut_known(state: RouterState, stay: Stay, run: Run, expected: int) -> None:
-    """Drops what was delivered already; a gap breaks the stream."""
-    if run.index > expected:
-        raise StreamBrokenError(f"slot {stay.slot}: token {run.index} came where {expected} was due")
-    num_known = expected - run.index
-    state.metrics.count("stale_tokens", by=min(num_known, len(run.token_ids)))
-    del run.token_ids[:num_known]
-    # Logprobs come for all tokens of a request or for none.
-    del run.logprobs[:num_known]
-
-
-def _measure(state: RouterState, stay: Stay, request: LiveRequest, num_tokens: int, now: float) -> None:
-    """Notes when tokens came: first of the request, first of the stay, or one more."""
-    metrics, slo_class = state.metrics, request.new.slo_class
-    if request.first_token_s is None:
-        request.first_token_s = now
-        ttft_s = now - request.new.arrival_s
-        metrics.ttft_s[slo_class].observe(ttft_s)
-        if request.predicted_ttft_s is not None:
-            metrics.ttft_prediction_error_s[slo_class].observe(request.predicted_ttft_s - ttft_s)
-        state.ring.record(
-            now, request.request_id, "first_token", stay.engine.engine_id, ttft_s, request.predicted_ttft_s
-        )
-        num_tokens -= 1
-    if num_tokens:
-        itl_s = metrics.itl_s[slo_class]
-        itl_s.observe(now - request.last_token_s)
-        for _ in range(num_tokens - 1):
-            itl_s.observe(0.0)
-    request.last_token_s = now
-    if not stay.has_token:
-        stay.has_token = True
-        _note_first_of_stay(state, stay, request, now)
+def _note_first(state: RouterState, stay: Stay, request: LiveRequest, now: float) -> None:
+    """Notes the first token of a request."""
+    request.first_token_s = now
+    slo_class, ttft_s, predicted_s = request.new.slo_class, now - request.new.arrival_s, request.predicted_ttft_s
+    state.metrics.ttft_s[slo_class].observe(ttft_s)
+    if predicted_s is not None:
+        state.metrics.ttft_prediction_error_s[slo_class].observe(predicted_s - ttft_s)
+    state.ring.record(now, request.request_id, "first_token", stay.engine.engine_id, ttft_s, predicted_s)
 
 
 def _note_first_of_stay(state: RouterState, stay: Stay, request: LiveRequest, now: float) -> None:
+    """Notes the first token of a stay: what began with it, and what it completes."""
+    stay.has_token = True
+    if request.first_token_s is None:
+        _note_first(state, stay, request, now)
+    else:
+        request.itl_s.observe(now - request.last_token_s)
+    request.last_token_s = now
     if request.lost_since_s is not None:
         state.metrics.recovery_stall_s["engine"].observe(now - request.lost_since_s)
         request.lost_since_s = None

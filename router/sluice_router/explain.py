@@ -1,7 +1,7 @@
 """Why a request went where it went: a bounded ring of tuples, formatted on demand.
 
-Recording costs one tuple. Events are ``(now, request_id, kind, *values)``; ``FIELDS`` names the values. Candidates and
-estimates of placements are kept by the placement policy itself, and merged in here.
+Recording costs one tuple. Events are ``(now, request_id, kind, *values)``; ``FIELDS`` names the values. A placement is kept
+as the policy's own record, which holds the inputs, the candidates, their estimates and the choice.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections import deque
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.placement import LengthAwarePlacement
 from sluice_core.placement import explain as explain_placement
 
 if TYPE_CHECKING:
-    from sluice_core.placement import PlacementPolicy, PlacementRecord
+    from sluice_core.placement import PlacementRecord
     from sluice_core.records import RequestId
 
 # Names of the values of each kind of event.
@@ -28,6 +27,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "slo_class",
         "priority",
     ),
+    "placement": ("record",),
     "submitted": ("engine", "fence", "output_tokens", "is_recovery"),
     "first_token": ("engine", "ttft_s", "predicted_ttft_s"),
     "proposed": ("engine", "cause", "output_tokens"),
@@ -61,31 +61,22 @@ class DecisionRing:
         """Keep one event; ``values`` as ``FIELDS[kind]`` names them."""
         self._events.append((now, request_id, kind, *values))
 
-    def explain(self, request_id: str, placement: PlacementPolicy | None) -> dict[str, Any] | None:
+    def explain(self, request_id: str) -> dict[str, Any] | None:
         """Tell a request's story.
 
         Args:
             request_id: The router's id or the client's; of several with the client's id, the last.
-            placement: The policy, for candidates and estimates.
 
         Returns:
             Plain data, oldest event first, times from the first event on; None when nothing is kept.
         """
         router_id = self._resolve(request_id)
-        events = [(event[0], _format_event(event)) for event in self._events if event[1] == router_id]
+        events = [event for event in self._events if event[1] == router_id]
         if not events:
             return None
-        if isinstance(placement, LengthAwarePlacement):
-            found = placement.find_records(router_id)
-            events += [(record.now, _format_placement(record)) for record in found]
-        # Within an instant: admitted, decided, then carried out.
-        first = {"admitted": 0, "placement": 1}
-        events.sort(key=lambda item: (item[0], first.get(item[1]["event"], 2)))
         start = events[0][0]
-        return {
-            "request_id": router_id,
-            "events": [{"at_s": round(at - start, 6), **fields} for at, fields in events],
-        }
+        told = [{"at_s": round(event[0] - start, 6), "event": event[2], **_format_values(event)} for event in events]
+        return {"request_id": router_id, "events": told}
 
     def _resolve(self, request_id: str) -> RequestId:
         for event in reversed(self._events):
@@ -95,14 +86,17 @@ class DecisionRing:
         return request_id  # type: ignore[return-value]  # unknown: nothing is found under it
 
 
-def _format_event(event: tuple[Any, ...]) -> dict[str, Any]:
+def _format_values(event: tuple[Any, ...]) -> dict[str, Any]:
     kind = event[2]
-    return {"event": kind, **dict(zip(FIELDS[kind], event[3:], strict=True))}
+    if kind == "placement":
+        return _format_placement(event[3])
+    return dict(zip(FIELDS[kind], event[3:], strict=True))
 
 
-def _format_placement(record: PlacementRecord) -> dict[str, Any]:
+def _format_placement(record: PlacementRecord | None) -> dict[str, Any]:
+    if record is None:
+        return {}
     return {
-        "event": "placement",
         "prompt_tokens": record.request.prompt_tokens,
         "is_recovery": record.request.is_recovery,
         "decision": {"kind": type(record.decision).__name__, **asdict(record.decision)},

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from sluice_core.records import Place, PrefillRequest, Reject, RequestId, Slo
+from sluice_core.placement import LengthAwarePlacement
+from sluice_core.records import Hold, Place, PrefillRequest, RequestId, Slo
 from sluice_router import conversion, ending, ownership
 from sluice_router.errors import (
     DeadlineError,
@@ -25,6 +27,7 @@ from sluice_router.requests import LiveRequest
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from sluice_core.placement import PlacementPolicy, PlacementRecord
     from sluice_core.records import Plan, SloClass
     from sluice_router.requests import NewRequest, ResponseSink
     from sluice_router.state import RouterState
@@ -66,6 +69,7 @@ def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -
         ),
         priority=slo_class.priority if new.priority is None else new.priority,
         sink=sink,
+        itl_s=state.metrics.itl_s[new.slo_class],
         waiting_since_s=now,
     )
     if conversion.is_random(new.sampling) and not new.sampling.HasField("seed"):
@@ -86,18 +90,23 @@ def assign(state: RouterState, now: float) -> None:
         return
     state.last_assign_s = now
     prefills = [_describe(state, request) for request in _pick(state.waiting.values())]
-    for decision in placement.assign(now, prefills, state.table):
+    decisions = placement.assign(now, prefills, state.table)
+    for decision, record in zip(decisions, _take_records(placement, len(decisions)), strict=True):
         request = state.waiting[decision.request_id]
+        if isinstance(decision, Hold):
+            if decision.reason != request.wait_reason:
+                request.wait_reason = decision.reason
+                state.ring.record(now, request.request_id, "placement", record)
+            continue
+        state.ring.record(now, request.request_id, "placement", record)
         if isinstance(decision, Place):
             _place(state, request, decision, now)
-        elif isinstance(decision, Reject):
+        else:
             message = (
                 f"no engine can send the first token within {request.slo.ttft_s:g} s; "
                 f"the nearest would be {decision.retry_after_s:.1f} s late"
             )
             ending.fail(state, request, SloInfeasibleError(message, retry_after_s=decision.retry_after_s), now)
-        else:
-            request.wait_reason = decision.reason
 
 
 def assign_if_due(state: RouterState, now: float) -> None:
@@ -174,6 +183,14 @@ def _enter(state: RouterState, request: LiveRequest, now: float) -> None:
         new.slo_class,
         request.priority,
     )
+
+
+def _take_records(placement: PlacementPolicy, number: int) -> list[PlacementRecord | None]:
+    """Returns what the policy kept about its last decisions, in their order; None for one that it did not keep."""
+    if not isinstance(placement, LengthAwarePlacement):
+        return [None] * number
+    newest = list(islice(reversed(placement.records), number))
+    return [*[None] * (number - len(newest)), *reversed(newest)]
 
 
 def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:

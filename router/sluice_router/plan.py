@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, plan_pb2
-from sluice_core.placement import LengthAwarePlacement
 from sluice_core.records import EnginePlan, Plan, Role
 from sluice_core.strategies import get_strategy
 from sluice_router import conversion
@@ -153,10 +152,7 @@ def _note_model_length(state: RouterState) -> None:
 
 def _set_policies(state: RouterState, plan: Plan) -> None:
     strategy = get_strategy(plan.strategy)
-    placement = strategy.make_placement(plan.parameters, state.rng)
-    if isinstance(placement, LengthAwarePlacement) and isinstance(state.placement, LengthAwarePlacement):
-        placement.records.extend(state.placement.records)
-    state.placement = placement
+    state.placement = strategy.make_placement(plan.parameters, state.rng)
     state.flow = strategy.make_flow(plan.parameters, state.rng)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sluice.v1 import engine_pb2, sampling_pb2
     from sluice_core.records import EngineId, RequestId, Slo
     from sluice_router.errors import RouterError
+    from sluice_router.metrics import Histogram
     from sluice_router.state import Move, Stay
 
 
@@ -226,6 +227,7 @@ class LiveRequest:
         slo: Objectives, fixed at admission.
         priority: Higher goes first.
         sink: The client's answer.
+        itl_s: Where the gaps between its tokens are counted.
         output_token_ids: Tokens delivered to the sink so far.
         fence: Fencing number of the last submit.
         stay: Where it runs.
@@ -251,6 +253,7 @@ class LiveRequest:
     slo: Slo
     priority: int
     sink: ResponseSink
+    itl_s: Histogram
     output_token_ids: array[int] = field(default_factory=lambda: array("I"))
     fence: int = 0
     stay: Stay | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
@@ -19,15 +19,17 @@ from sluice_router.requests import ServedModel
 from sluice_router.state import StreamBrokenError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from sluice.v1 import control_pb2, engine_pb2, plan_pb2
     from sluice_core.records import EngineId, RequestId
     from sluice_router.errors import RouterError
-    from sluice_router.requests import Finish, LiveRequest, NewRequest, ResponseSink
+    from sluice_router.requests import LiveRequest, NewRequest, ResponseSink
     from sluice_router.state import Engine, RouterState
 
 logger = logging.getLogger(__name__)
+
+End = TypeVar("End")
 
 # The router's own pauses up to this long are not held against engines.
 MAX_TICK_LAG_S = 0.2
@@ -117,7 +119,7 @@ class Router:
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """See ``DataPlane.explain``."""
-        return self.state.ring.explain(request_id, self.state.placement)
+        return self.state.ring.explain(request_id)
 
     # --- links ---------------------------------------------------------------------------------------------------
 
@@ -261,33 +263,32 @@ class Router:
             if self._links is not None:
                 self._links.send(engine, message)
         if actions.flushes:
-            now = self.now()
-            for request in _rotate(list(actions.flushes.values()), self.state):
-                self._call(request.request_id, request.sink.flush, now)
+            self._flush(list(actions.flushes.values()))
         for sink, finish in actions.finishes:
-            self._call(None, sink.on_finished, finish)
+            self._end(sink.on_finished, finish)
         for sink, error in actions.failures:
-            self._call(None, sink.on_error, error)
+            self._end(sink.on_error, error)
         for engine, reason in actions.closes:
             if self._links is not None:
                 self._links.close(engine, reason)
 
-    def _call(
-        self, request_id: RequestId | None, method: Callable[[Any], None], argument: float | Finish | RouterError
-    ) -> None:
-        """Calls a sink; whatever it does wrong costs its own request alone."""
+    def _flush(self, requests: list[LiveRequest]) -> None:
+        """Flushes sinks, beginning with another one each time, so that the same stream is not always last."""
+        now, state = self.now(), self.state
+        state.rotation += 1
+        start = state.rotation % len(requests)
+        for request in requests[start:] + requests[:start]:
+            try:
+                request.sink.flush(now)
+            except Exception:  # an edge's fault must not reach the link or the other sinks
+                logger.exception("request %s: its answer cannot be written", request.request_id)
+                state.metrics.count("sink_faults")
+                self._late_cancels.append((request.request_id, "sink_fault"))
+
+    def _end(self, method: Callable[[End], None], end: End) -> None:
+        """Tells a sink how its request ended."""
         try:
-            method(argument)
-        except Exception:  # an edge's fault must not reach the link or the other sinks
-            logger.exception("request %s: its answer cannot be written", request_id)
+            method(end)
+        except Exception:  # as in _flush; the request has ended anyway
+            logger.exception("the end of an answer cannot be written")
             self.state.metrics.count("sink_faults")
-            if request_id is not None:
-                self._late_cancels.append((request_id, "sink_fault"))
-
-
-def _rotate(requests: list[LiveRequest], state: RouterState) -> Iterator[LiveRequest]:
-    """Begins with another one each time, so that the same stream is not always last."""
-    state.rotation += 1
-    start = state.rotation % len(requests)
-    yield from requests[start:]
-    yield from requests[:start]
