@@ -42,6 +42,7 @@ class Request:
         slot: Its slot on the stream; None while it is held for the next stream.
         num_output_tokens: Output tokens so far, over all engines.
         num_cached_tokens: Prompt tokens found in the prefix cache.
+        held_since_s: When its stream was lost; None while it has one.
     """
 
     link: Link
@@ -51,6 +52,7 @@ class Request:
     slot: int | None
     num_output_tokens: int
     num_cached_tokens: int = 0
+    held_since_s: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,9 +158,9 @@ class Link:
 
     # --- streams -------------------------------------------------------------------------------------------------
 
-    def attach(self, stream: Stream, number: int) -> list[wire.HeldRequest]:
+    def attach(self, stream: Stream, number: int, now_s: float) -> list[wire.HeldRequest]:
         """Puts a new stream in place; what runs is held until the router says what becomes of it."""
-        self.detach(0.0)
+        self.detach(now_s)
         self.stream, self.number, self.lost_at_s = stream, number, None
         self.last_submit_number = self.sent_submit_number = self.received_submit_number = 0
         return [
@@ -174,18 +176,25 @@ class Link:
             self.stream.close()
         self.stream, self.lost_at_s = None, now_s
         for request in self.by_slot.values():
-            request.slot = None
+            request.slot, request.held_since_s = None, now_s
             self.held[request.core_id] = request
         self.by_slot.clear()
         self.handed_off.clear()
         self._columns = Columns()
 
     def take_held(self, request_id: str) -> list[Request]:
-        """Takes the held requests of one id (of every id, when it is empty) out of the link."""
-        taken = [request for request in self.held.values() if not request_id or request.request_id == request_id]
-        for request in taken:
+        """Takes the held requests of one id out of the link."""
+        return self._take_out([request for request in self.held.values() if request.request_id == request_id])
+
+    def take_expired(self, held_until_s: float) -> list[Request]:
+        """Takes the requests that are held since then or before out of the link, whether it has a new stream or not."""
+        since = ((request, request.held_since_s) for request in self.held.values())
+        return self._take_out([request for request, held_s in since if held_s is None or held_s <= held_until_s])
+
+    def _take_out(self, requests: list[Request]) -> list[Request]:
+        for request in requests:
             del self.held[request.core_id]
-        return taken
+        return requests
 
     # --- requests ------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import sampling_pb2
@@ -25,34 +25,9 @@ from sluice_engine.plan import PlanPart
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from sluice_engine.core_client import CoreClient, RequestBuilder
+
 logger = logging.getLogger(__name__)
-
-
-class CoreClient(Protocol):
-    """The part of vLLM's ``AsyncMPClient`` that is used."""
-
-    async def get_output_async(self) -> Any:
-        """One iteration's ``EngineCoreOutputs``."""
-
-    async def add_request_async(self, request: Any) -> None:
-        """Sends an ``EngineCoreRequest``."""
-
-    async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Sends an abort."""
-
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """Calls a method of the EngineCore between two iterations."""
-
-
-class RequestBuilder(Protocol):
-    """Makes the EngineCore's request out of a submit."""
-
-    def build(self, core_id: str, submit: wire.Submit, extras: control.RequestExtras) -> Any:
-        """Makes vLLM's request.
-
-        Raises:
-            SubmitRefusedError: Names the field, the value and the limit.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +136,8 @@ class EngineServer:
         self._num_streams += 1
         self._links_by_number[self._num_streams] = link
         stream = Stream()
-        held = link.attach(stream, self._num_streams)
         now_s = self._clock()
+        held = link.attach(stream, self._num_streams, now_s)
         hello = wire.EngineHello()
         hello.CopyFrom(self._hello)
         hello.held.extend(held)
@@ -467,13 +442,13 @@ class EngineServer:
             self._is_polling = False
 
     def _end_leases(self, now_s: float) -> list[str]:
+        until_s = now_s - self._pace.lease_s
         expired = []
         for link in list(self._links.values()):
-            if link.lost_at_s is None or now_s - link.lost_at_s < self._pace.lease_s:
-                continue
-            expired += [self._forget(request) for request in link.take_held("")]
-            del self._links[link.router_id]
-            self._links_by_number.pop(link.number, None)
+            expired += [self._forget(request) for request in link.take_expired(until_s)]
+            if link.lost_at_s is not None and link.lost_at_s <= until_s:
+                del self._links[link.router_id]
+                self._links_by_number.pop(link.number, None)
         self.counters.num_expired_leases += len(expired)
         return expired
 

@@ -38,9 +38,15 @@ MAX_MESSAGE_BYTES = 64 << 20
 GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A router that vanished without a word is noticed, so that its requests' lease begins; routers may ask likewise.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     # A second engine on the same port must fail, not share it.
     ("grpc.so_reuseport", 0),
 )
+# An iteration makes hundreds of short-lived objects and no cycles: collections are a pause for nothing.
+GC_THRESHOLDS = (50_000, 20, 20)
 DRAIN_POLL_S = 0.05
 # Where Linux lists RDMA devices.
 INFINIBAND = Path("/sys/class/infiniband")
@@ -75,6 +81,7 @@ def run(settings: EngineSettings, stop: StopSignal) -> int:
     # What exists now lives as long as the process.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     status: int = uvloop.run(start_and_serve(settings, server, WarmUp(client, builder), stop))
     return status
 

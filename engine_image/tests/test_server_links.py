@@ -392,6 +392,18 @@ async def test_requests_of_a_lost_stream_end_with_its_lease(engine):
     assert list(engine.attach().receive()[0].hello.held) == []
 
 
+async def test_a_router_that_comes_back_and_ignores_what_is_held_leaks_nothing(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    router.lose_stream()
+    engine.clock.now_s += 5
+    router = engine.attached()
+    await router.send(submits=[submit(0, "b")])
+    engine.clock.now_s += 5
+    assert engine.server.tick(engine.clock.now_s) == [engine.core_id("a")]
+    assert engine.server.num_requests == 1
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"aborts": [wire.Abort(held_request_id="a")]}, {"submits": [submit(0, "a", fence=2)]}],
