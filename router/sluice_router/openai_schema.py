@@ -10,6 +10,7 @@ Names and defaults are OpenAI's and, beyond them, vLLM's.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic_core
@@ -21,7 +22,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_STOP_TOKEN_IDS = 256
-MAX_STRUCTURE_CHARACTERS = 256 * 1024
+MAX_STRUCTURE_CHARACTERS = 64 * 1024
 MAX_CHOICES = 1024
 # Bounds of an objective, as the ServingCluster's (operator.md, CRD).
 MAX_TTFT_MS = 600_000
@@ -191,6 +192,11 @@ class SamplingFields(_Body):
         return self.max_tokens
 
     @property
+    def output_limit_field(self) -> str:
+        """The field that says so."""
+        return "max_tokens"
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -246,7 +252,7 @@ class ChatMessage(_Body):
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text or "" for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content}
+        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 
 class ChatBody(SamplingFields):
@@ -286,6 +292,15 @@ class ChatBody(SamplingFields):
         """Most output tokens; the newer name wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def output_limit_field(self) -> str:
+        """The field that says so."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+_QUOTER = reprlib.Repr()
+_QUOTER.maxstring = _QUOTER.maxlong = _QUOTER.maxother = 2 * MAX_QUOTED_CHARACTERS
+
 
 def parse_completion(body: bytes) -> tuple[CompletionBody, list[str]]:
     """Reads the body of a completion request.
@@ -316,7 +331,7 @@ def find_ignored(schema: type[SamplingFields], fields: dict[str, Any]) -> list[s
 
 def quote(value: object) -> str:
     """Quotes a client's value for a message, cut to a readable length."""
-    text = repr(value)
+    text = _QUOTER.repr(value)
     return text if len(text) <= MAX_QUOTED_CHARACTERS else text[:MAX_QUOTED_CHARACTERS] + "..."
 
 

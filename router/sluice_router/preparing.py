@@ -6,6 +6,7 @@ that its files give for sampling fields that the client leaves out.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from array import array
@@ -17,7 +18,7 @@ from sluice_router.errors import InvalidRequestError, ModelNotFoundError
 from sluice_router.openai_schema import CompletionBody, FieldError, quote
 from sluice_router.output import OutputSettings
 from sluice_router.requests import NewRequest
-from sluice_router.structured_output import read_structured_output
+from sluice_router.structured_output import check_constraint, find_constraint
 from sluice_router.text.chat_template import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class Preparer:
         else:
             ids = body.prompt
             self._check_token_ids("prompt", ids)
-        return self._finish(body, ids, caller)
+        return self._finish(body, ids, caller, await _read_structure(body))
 
     async def prepare_chat(self, body: ChatBody, caller: Caller) -> PreparedRequest:
         """Prepares a chat; see ``prepare_completion``."""
@@ -137,7 +138,7 @@ class Preparer:
         # Templates write BOS themselves.
         ids = await self._text.encode(prompt, add_special_tokens=body.add_special_tokens is True)
         self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
-        return self._finish(body, ids, caller)
+        return self._finish(body, ids, caller, await _read_structure(body))
 
     def check_model(self, name: str | None) -> None:
         """Checks that a model is the one served; no name is. Without a plan no name is known yet, and any may come true.
@@ -176,11 +177,19 @@ class Preparer:
             index = next(index for index, token_id in enumerate(ids) if token_id >= limit)
             raise FieldError(f"{field}[{index}]", f"{field}[{index}]: token ids are below {limit}, not {ids[index]}")
 
-    def _finish(self, body: SamplingFields, ids: list[int], caller: Caller) -> PreparedRequest:
+    def _finish(
+        self,
+        body: SamplingFields,
+        ids: list[int],
+        caller: Caller,
+        structure: sampling_pb2.StructuredOutput | None,
+    ) -> PreparedRequest:
         if not ids:
             field = "prompt" if isinstance(body, CompletionBody) else "messages"
             raise FieldError(field, f"{field}: the prompt is empty; at least 1 token is needed")
         sampling = self._build_sampling(body, self._limit_output(body, len(ids), caller.default_output_tokens))
+        if structure is not None:
+            sampling.structured_output.CopyFrom(structure)
         objectives = caller.objectives
         request = NewRequest(
             prompt_token_ids=array("I", ids),
@@ -210,7 +219,9 @@ class Preparer:
         if room < 1 or (wanted is not None and wanted > room):
             asked = f"{prompt_tokens} tokens of prompt"
             asked += "" if wanted is None else f" and max_tokens {wanted}, {prompt_tokens + wanted} in all"
-            field = ("prompt" if isinstance(body, CompletionBody) else "messages") if room < 1 else "max_tokens"
+            field = body.output_limit_field
+            if room < 1:
+                field = "prompt" if isinstance(body, CompletionBody) else "messages"
             message = f"{field}: the model's limit is {length} tokens for prompt and output; the request has {asked}"
             raise FieldError(field, message, "context_length_exceeded")
         return min(room, wanted or default or room)
@@ -238,7 +249,6 @@ class Preparer:
             ignore_eos=bool(body.ignore_eos),
             logit_bias=self._read_logit_bias(body.logit_bias or {}),
             num_logprobs=body.num_logprobs,
-            structured_output=read_structured_output(body),
             bad_words=body.bad_words or (),
         )
 
@@ -263,6 +273,11 @@ class Preparer:
             num_logprobs=body.num_logprobs,
             returns_token_ids=bool(body.return_token_ids),
         )
+
+
+async def _read_structure(body: SamplingFields) -> sampling_pb2.StructuredOutput | None:
+    constraint = find_constraint(body)
+    return None if constraint is None else await asyncio.to_thread(check_constraint, constraint)
 
 
 def _choose(*values: float | None) -> float:

@@ -105,6 +105,8 @@ WRONG_COMPLETIONS = [
         ["type"],
     ),
     ("guided-json", {"guided_json": "{"}, "guided_json", ["JSON"]),
+    ("guided-json-list", {"guided_json": "[1]"}, "guided_json", ["[1]"]),
+    ("guided-json-deep", {"guided_json": "[" * 4000}, "guided_json", ["nested"]),
     ("guided-regex", {"guided_regex": "(a"}, "guided_regex", ["(a"]),
     ("guided-choice", {"guided_choice": []}, "guided_choice", ["1"]),
     ("guided-choice-empty", {"guided_choice": ["a", ""]}, "guided_choice", ["empty"]),
@@ -141,7 +143,7 @@ WRONG_CHATS = [
     ("functions", {"functions": [{"name": "f"}]}, "functions", ["not supported"]),
     ("audio", {"modalities": ["text", "audio"]}, "modalities", ["not supported"]),
     ("template", {"chat_template": "{{ x }}"}, "chat_template", ["not supported"]),
-    ("max", {"max_completion_tokens": 512}, "max_tokens", ["512"]),
+    ("max", {"max_completion_tokens": 512}, "max_completion_tokens", ["512"]),
 ]
 
 

@@ -24,7 +24,15 @@ DEFAULT_NAME = "default"
 TOOL_NAME = "tool_use"
 TEMPLATE_FILE = "chat_template.jinja"
 # What a template raises when the messages are not of the shape that it expects.
-RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+RENDERING_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class ChatTemplateError(ValueError):
