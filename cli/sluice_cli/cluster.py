@@ -540,7 +540,7 @@ def _record(name: str, kind: str, program: Program, ports: dict[str, int]) -> Pr
         kind=kind,
         pid=program.pid,
         started=start_time(program.pid),
-        num_restarts=max(0, program.num_starts - 1),
+        num_starts=program.num_starts,
         ports=ports,
         log=str(program.launch.log),
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sluice_cli.view import ClusterView, EngineView
 
 # Words of the prompts: the first request is short, the last needs several chunks on any engine.
-PROMPT_WORDS = (4, 20, 60, 120, 240, 480, 720, 960)
+PROMPT_WORDS = (4, 10, 20, 40, 80, 160, 240, 320)
 SHORT_ANSWER_TOKENS = 48
 LONG_ANSWER_TOKENS = 400
 NUM_LONG_STREAMS = 6
@@ -235,7 +235,7 @@ def _describe_request(stream: Stream, story: dict[str, Any], view: ClusterView) 
     roles = {engine.engine_id: engine.role for engine in view.engines}
     events = story["events"]
     placed = next(event for event in events if event["event"] == "placement" and event["decision"]["kind"] == "Place")
-    finished = next((event for event in events if event["event"] == "finished"), {})
+    finished: dict[str, Any] = next((event for event in events if event["event"] == "finished"), {})
     engine = placed["decision"]["engine_id"]
     moves = [
         f"{event['source']} -> {event['target']} ({event['cause']})" for event in events if event["event"] == "moved"

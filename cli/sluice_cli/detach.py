@@ -37,6 +37,17 @@ def start_detached(directory: ClusterDirectory, arguments: Sequence[str], report
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    try:
+        return _follow(directory, launcher, log, report)
+    except KeyboardInterrupt:
+        launcher.terminate()
+        launcher.wait()
+        raise
+
+
+def _follow(
+    directory: ClusterDirectory, launcher: subprocess.Popen[bytes], log: Path, report: Callable[[str], None]
+) -> int:
     position = 0
     while True:
         has_ended = launcher.poll() is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -171,6 +172,7 @@ DEMO_HOME = HOME / "demo"
 @ports_option
 def demo(manifest: Path, *, keep: bool, ports: range) -> None:
     """Shows in a minute what Sluice does: placement, moves, a live slider, a killed engine."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it, too, stops the cluster on the way out
     DEMO_HOME.mkdir(parents=True, exist_ok=True)
     copy = DEMO_HOME / "demo.yaml"
     copy.write_text(re.sub(r"(?m)^  name: \S+$", "  name: demo", manifest.read_text(), count=1))

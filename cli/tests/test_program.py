@@ -1,0 +1,127 @@
+"""A supervised program: back-off, restart, stop, with stand-ins for processes and a clock that tests move."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from sluice_cli.children import Launch
+from sluice_cli.program import LONGEST_BACKOFF_S, Program, backoff_s, describe_exit
+
+
+class FakeChild:
+    """A process that ends when the test says so, or at SIGTERM unless it is stubborn."""
+
+    def __init__(self, pid: int, *, is_stubborn: bool) -> None:
+        self.pid = pid
+        self.is_stubborn = is_stubborn
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.signals: list[int] = []
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self.ended)
+
+    def end(self, code: int) -> None:
+        if not self.ended.done():
+            self.ended.set_result(code)
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+        if not self.is_stubborn:
+            self.end(-number)
+
+    def kill_group(self) -> None:
+        self.end(-signal.SIGKILL)
+
+
+class World:
+    """Time, processes and what was said."""
+
+    def __init__(self, *, is_stubborn: bool = False) -> None:
+        self.now_s = 0.0
+        self.sleeps: list[float] = []
+        self.children: list[FakeChild] = []
+        self.lines: list[str] = []
+        self.is_stubborn = is_stubborn
+        self.started = asyncio.Event()
+        self.program = Program(
+            "engine-0",
+            Launch(command=("x",), log=Path("engine-0.log")),
+            spawner=self.spawn,
+            report=self.lines.append,
+            on_change=lambda: None,
+            clock=lambda: self.now_s,
+            sleep=self.sleep,
+        )
+
+    async def spawn(self, launch: Launch) -> FakeChild:
+        self.children.append(FakeChild(100 + len(self.children), is_stubborn=self.is_stubborn))
+        self.started.set()
+        return self.children[-1]
+
+    async def sleep(self, delay_s: float) -> None:
+        self.sleeps.append(delay_s)
+        self.now_s += delay_s
+
+    async def crash(self, after_s: float) -> None:
+        """Ends the present process after it ran so long, and waits for the next."""
+        await self.started.wait()
+        self.started.clear()
+        self.now_s += after_s
+        self.children[-1].end(1)
+        await self.started.wait()
+
+
+async def test_crashes_in_a_row_are_waited_for_longer_and_a_healthy_run_resets_that() -> None:
+    world = World()
+    task = asyncio.create_task(world.program.run())
+    for after_s in (1.0, 1.0, 1.0, 61.0, 1.0):
+        await world.crash(after_s)
+    assert world.sleeps == [0.5, 1.0, 2.0, 0.5, 1.0]
+    assert world.lines[0] == "engine-0 ended (exit code 1); it starts again in 0.5 s; see engine-0.log"
+    await world.program.stop(1.0)
+    await task
+    assert world.program.num_starts == 6
+
+
+async def test_stop_ends_the_process_and_starts_no_other() -> None:
+    world = World()
+    task = asyncio.create_task(world.program.run())
+    await world.started.wait()
+    await world.program.stop(1.0)
+    await task
+    assert world.children[0].signals == [signal.SIGTERM]
+    assert len(world.children) == 1
+    assert world.program.pid is None
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_when_the_grace_is_over() -> None:
+    world = World(is_stubborn=True)
+    task = asyncio.create_task(world.program.run())
+    await world.started.wait()
+    await world.program.stop(0.0)
+    await task
+    assert world.children[0].ended.result() == -signal.SIGKILL
+    assert world.lines == ["engine-0 did not end within 0 s; it is killed"]
+
+
+async def test_stop_before_the_first_start_starts_nothing() -> None:
+    world = World()
+    task = asyncio.create_task(world.program.run())
+    stop = asyncio.create_task(world.program.stop(1.0))
+    await asyncio.gather(task, stop)
+    assert all(child.ended.done() for child in world.children)
+
+
+def test_backoff_doubles_up_to_a_limit() -> None:
+    assert [backoff_s(n) for n in (1, 2, 3, 7, 8, 1000)] == [0.5, 1.0, 2.0, LONGEST_BACKOFF_S, 30.0, 30.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "killed by SIGKILL"), (-99, "killed by signal 99")]
+)
+def test_ends_are_described(code: int, words: str) -> None:
+    assert describe_exit(code) == words

@@ -1,0 +1,111 @@
+"""Roles are sticky and change by the fewest flips."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice_core.records import EngineId, Role
+from sluice_operator.assign import assign
+from sluice_operator.manifest import check_manifest
+from sluice_operator.sliders import count_prefill_heavy, resolve_sliders
+
+P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
+NAMES = [EngineId(f"e{index}") for index in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("current", "engines", "count", "expected"),
+    [
+        ({}, "abcd", 2, "PPDD"),
+        ({"a": D, "b": P}, "ab", 1, "DP"),
+        ({"a": D, "b": P}, "abc", 1, "DPD"),
+        ({"a": D, "b": D}, "abc", 1, "DDP"),
+        ({"a": P, "b": P, "c": D}, "abc", 1, "DPD"),
+        ({"a": D, "b": D, "c": D}, "abc", 1, "PDD"),
+        ({"a": P, "gone": P}, "ab", 2, "PP"),
+        ({}, "ab", 9, "PP"),
+        ({"a": P}, "a", 0, "D"),
+    ],
+    ids=["fresh", "kept", "new fills D", "new fills P", "least flips to D", "least flips to P", "gone", "all", "none"],
+)
+def test_roles(current: dict[EngineId, Role], engines: str, count: int, expected: str) -> None:
+    roles = assign(current, [EngineId(name) for name in engines], count)
+    assert "".join("P" if role is P else "D" for role in roles.values()) == expected
+
+
+def test_the_least_loaded_engine_flips() -> None:
+    current = {EngineId("a"): D, EngineId("b"): D}
+    loads = {EngineId("a"): 5, EngineId("b"): 2}
+    assert assign(current, list(current), 1, loads) == {"a": D, "b": P}
+    assert assign({EngineId("a"): P, EngineId("b"): P}, list(current), 1, loads) == {"a": P, "b": D}
+
+
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from([P, D])),
+    st.lists(st.sampled_from(NAMES), unique=True),
+    st.integers(0, 9),
+    st.dictionaries(st.sampled_from(NAMES), st.integers(0, 9)),
+)
+def test_counts_are_right_and_flips_are_fewest(
+    current: dict[EngineId, Role], engines: list[EngineId], count: int, loads: dict[EngineId, int]
+) -> None:
+    roles = assign(current, engines, count, loads)
+    wanted = min(count, len(engines))
+    assert list(roles) == engines
+    assert sum(role is P for role in roles.values()) == wanted
+    kept = [current[engine] for engine in engines if engine in current]
+    flips = sum(engine in current and current[engine] is not roles[engine] for engine in engines)
+    num_new = len(engines) - len(kept)
+    has_p, has_d = kept.count(P), kept.count(D)
+    assert flips == max(0, has_p - wanted, has_d - (len(engines) - wanted))
+    assert num_new >= 0
+    assert assign(roles, engines, count, loads) == roles
+
+
+@pytest.mark.parametrize(
+    ("wanted", "replicas", "needs_both", "expected"),
+    [
+        ("50%", 4, False, 2),
+        ("50%", 5, False, 3),
+        ("50%", 1, False, 1),
+        ("10%", 5, False, 1),
+        ("9%", 5, False, 0),
+        ("0%", 4, False, 0),
+        ("100%", 4, False, 4),
+        (3, 4, False, 3),
+        ("0%", 4, True, 1),
+        ("100%", 4, True, 3),
+        (4, 4, True, 3),
+        (0, 2, True, 1),
+    ],
+)
+def test_counts_round_half_up_and_leave_both_roles_where_needed(
+    wanted: int | str, replicas: int, *, needs_both: bool, expected: int
+) -> None:
+    assert count_prefill_heavy(wanted, replicas, needs_both_roles=needs_both) == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [("TaiChi", (2, 512, 64)), ("Aggregated", (2, 512, 512)), ("Disaggregated", (2, 4096, 0))],
+)
+def test_strategies_are_settings_of_the_sliders(strategy: str, expected: tuple[int, int, int]) -> None:
+    spec = check_manifest(
+        {
+            "apiVersion": "sluice.dev/v1alpha1",
+            "kind": "ServingCluster",
+            "metadata": {"name": "test"},
+            "spec": {
+                "replicas": 4,
+                "strategy": strategy,
+                "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64},
+                "slo": {"ttftMilliseconds": 500, "tpotMilliseconds": 50},
+                "model": {"name": "m", "source": {"huggingFace": {}}},
+                "engine": {"maxBatchTokens": 4096},
+            },
+        }
+    ).spec
+    sliders = resolve_sliders(spec)
+    assert (sliders.num_prefill_heavy, sliders.prefill_heavy_tokens, sliders.decode_heavy_tokens) == expected

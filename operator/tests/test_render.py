@@ -1,0 +1,144 @@
+"""What a manifest renders to: the commands of its containers and its plan, whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from sluice_core.records import EngineId, Role
+from sluice_operator.manifest import check_manifest
+from sluice_operator.render import (
+    EngineSite,
+    RouterSite,
+    render_engine_command,
+    render_engine_environment,
+    render_plan,
+    render_router_command,
+)
+
+CONTENT: dict[str, Any] = {
+    "apiVersion": "sluice.dev/v1alpha1",
+    "kind": "ServingCluster",
+    "metadata": {"name": "test"},
+    "spec": {
+        "replicas": 3,
+        "prefillHeavy": 1,
+        "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64},
+        "slo": {
+            "ttftMilliseconds": 500,
+            "tpotMilliseconds": 50,
+            "classes": [{"name": "batch", "ttftMilliseconds": 9000, "tpotMilliseconds": 900, "priority": -5}],
+        },
+        "model": {"name": "m", "servedName": "served", "source": {"huggingFace": {}}},
+        "router": {"replicas": 2},
+    },
+}
+SITE = EngineSite(
+    engine_id=EngineId("e"),
+    host="1.2.3.4",
+    port=1,
+    metrics_port=2,
+    kv_host="5.6.7.8",
+    kv_port=3,
+    model_directory="/model",
+)
+
+
+def make(**engine: Any) -> Any:
+    content = copy.deepcopy(CONTENT)
+    content["spec"]["engine"] = engine
+    return check_manifest(content)
+
+
+def test_the_engine_command_names_what_is_set_and_nothing_else() -> None:
+    assert " ".join(render_engine_command(make().spec, SITE)) == (
+        "python -m sluice_engine --engine-id e --host 1.2.3.4 --port 1 --metrics-port 2 --kv-host 5.6.7.8 --kv-port 3"
+        " --model /model --max-batch-tokens 8192 --tensor-parallel-size 1 --drain-timeout-s 300 --start-timeout-s 1800"
+    )
+
+
+def test_further_arguments_go_to_the_program_that_owns_them() -> None:
+    cluster = make(
+        maxModelLen=4096,
+        extraArgs=[
+            "--dtype=half",
+            "--max_num_seqs",
+            "7",
+            "--kv-cache-memory-bytes=9",
+            "--seed",
+            "3",
+            "--enforce-eager",
+        ],
+        emulation={"gpu": "h100", "model": "Qwen2.5-14B"},
+    )
+    command = render_engine_command(cluster.spec, SITE)
+    own, passed_on = command[: command.index("--")], command[command.index("--") + 1 :]
+    assert passed_on == ["--seed", "3", "--enforce-eager"]
+    assert own[own.index("--max-model-len") :] == [
+        *("--max-model-len", "4096", "--tensor-parallel-size", "1", "--drain-timeout-s", "300"),
+        *("--start-timeout-s", "1800", "--emulation", '{"gpu": "h100", "model": "Qwen2.5-14B"}'),
+        *("--dtype", "half", "--max-num-seqs", "7", "--kv-cache-bytes", "9"),
+    ]
+
+
+def test_the_environment_holds_the_network_and_the_users_own() -> None:
+    content = copy.deepcopy(CONTENT)
+    content["spec"]["network"] = {
+        "mode": "RDMA",
+        "tcpPortRange": "7000-7099",
+        "rdma": {
+            "fabric": "RoCE",
+            "resourceName": "a/b",
+            "gidIndex": 3,
+            "netDevices": ["mlx5_0:1"],
+            "transports": ["rc"],
+        },
+    }
+    content["spec"]["engine"] = {"env": [{"name": "A", "value": "1"}]}
+    assert render_engine_environment(check_manifest(content).spec) == {
+        "UCX_TCP_PORT_RANGE": "7000-7099",
+        "UCX_NET_DEVICES": "mlx5_0:1",
+        "UCX_TLS": "rc",
+        "UCX_IB_GID_INDEX": "3",
+        "A": "1",
+    }
+
+
+def test_the_router_command() -> None:
+    site = RouterSite(
+        host="h", http_port=1, grpc_port=2, control_port=3, metrics_port=4, model_directory="/m", engines="dns:x:8010"
+    )
+    assert " ".join(render_router_command(site)) == (
+        "python -m sluice_router --host h --http-port 1 --grpc-port 2 --control-port 3 --metrics-port 4"
+        " --model /m --engines dns:x:8010"
+    )
+
+
+def test_the_plan() -> None:
+    roles = {EngineId("a"): Role.PREFILL_HEAVY, EngineId("b"): Role.DECODE_HEAVY}
+    plan = render_plan(make(), roles, generation=7, cluster_uid="u", draining={EngineId("b")})
+    assert MessageToDict(plan, preserving_proto_field_name=True) == {
+        "cluster_uid": "u",
+        "generation": "7",
+        "strategy": "STRATEGY_TAICHI",
+        "parameters": {
+            "watermark_percent": 95,
+            "approaching_factor_percent": 96,
+            "early_rejection": "EARLY_REJECTION_OFF",
+            "min_tokens_between_moves": 16,
+        },
+        "slo_classes": [
+            {"ttft_milliseconds": 500, "tpot_milliseconds": 50},
+            {"name": "batch", "ttft_milliseconds": 9000, "tpot_milliseconds": 900, "priority": -5},
+        ],
+        "attainment_percent": 90,
+        "engines": [
+            {"engine_id": "a", "role": "ROLE_PREFILL_HEAVY", "chunk_size_tokens": 512},
+            {"engine_id": "b", "role": "ROLE_DECODE_HEAVY", "chunk_size_tokens": 64, "is_draining": True},
+        ],
+        "unnamed_chunk_size_tokens": 64,
+        "served_model_name": "served",
+        "num_routers": 2,
+    }

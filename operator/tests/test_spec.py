@@ -1,0 +1,264 @@
+"""The manifest: every field of the table with its default and bounds, the rules between fields, and how refusals read."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sluice_operator import spec
+from sluice_operator.changes import diff
+from sluice_operator.fields import Effect, Part
+from sluice_operator.manifest import ManifestError, check_manifest, parse_manifest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LEAST: dict[str, Any] = {
+    "apiVersion": "sluice.dev/v1alpha1",
+    "kind": "ServingCluster",
+    "metadata": {"name": "test"},
+    "spec": {
+        "slo": {"ttftMilliseconds": 500, "tpotMilliseconds": 50},
+        "model": {"name": "m", "source": {"huggingFace": {}}},
+    },
+}
+
+
+def edit(path: str, value: Any) -> dict[str, Any]:
+    """The least manifest with one field set; missing parents are made."""
+    content = copy.deepcopy(LEAST)
+    *parents, last = path.split(".")
+    part = content
+    for name in parents:
+        part = part.setdefault(name, {})
+    part[last] = value
+    return content
+
+
+def problems(content: dict[str, Any]) -> list[str]:
+    with pytest.raises(ManifestError) as caught:
+        check_manifest(content)
+    return [str(problem) for problem in caught.value.problems]
+
+
+DEFAULTS = {
+    "replicas": 2,
+    "prefillHeavy": "50%",
+    "chunkSizes.prefillHeavy": 1024,
+    "chunkSizes.decodeHeavy": 256,
+    "slo.attainment": "90%",
+    "slo.classes": [],
+    "strategy": "TaiChi",
+    "parameters.watermarkPercent": 95,
+    "parameters.approachingFactorPercent": 96,
+    "parameters.earlyRejection": "Off",
+    "parameters.minTokensBetweenMoves": 16,
+    "engine.tensorParallelSize": 1,
+    "engine.maxBatchTokens": 8192,
+    "engine.maxModelLen": None,
+    "engine.startupTimeoutSeconds": 1800,
+    "engine.drainTimeoutSeconds": 300,
+    "network.mode": "TCP",
+    "network.kvPort": 5600,
+    "router.replicas": 2,
+    "autotune.mode": "Off",
+    "autotune.cooldownSeconds": 300,
+}
+
+
+@pytest.mark.parametrize(("path", "default"), DEFAULTS.items(), ids=DEFAULTS)
+def test_defaults_are_those_of_the_table(path: str, default: object) -> None:
+    found = check_manifest(LEAST).model_dump(mode="json", by_alias=True)["spec"]
+    for name in path.split("."):
+        found = found[name]
+    assert found == default
+
+
+BOUNDS = [
+    ("spec.replicas", 1, 1024),
+    ("spec.slo.ttftMilliseconds", 1, 600_000),
+    ("spec.slo.tpotMilliseconds", 1, 60_000),
+    ("spec.parameters.watermarkPercent", 50, 99),
+    ("spec.parameters.approachingFactorPercent", 50, 100),
+]
+
+
+@pytest.mark.parametrize(("path", "low", "high"), BOUNDS, ids=[path for path, _, _ in BOUNDS])
+def test_bounds_hold_at_both_ends(path: str, low: int, high: int) -> None:
+    check_manifest(edit(path, low))
+    check_manifest(edit(path, high))
+    assert problems(edit(path, low - 1)) == [
+        f"{path}: {low - 1} is below the least allowed value, {low}; use {low} or more"
+    ]
+    assert problems(edit(path, high + 1)) == [
+        f"{path}: {high + 1} is above the greatest allowed value, {high}; use {high} or less"
+    ]
+
+
+REFUSED = [
+    ("spec.replicas", "2", "spec.replicas: '2' is not a whole number; write one without quotes"),
+    ("spec.replicas", 2.5, "spec.replicas: 2.5 is not a whole number"),
+    ("spec.replicas", True, "spec.replicas: True is not a whole number"),
+    ("spec.prefillHeavy", "101%", 'spec.prefillHeavy: \'101%\' must be a whole number or "0%" to "100%"'),
+    ("spec.prefillHeavy", -1, "spec.prefillHeavy: -1 must not be negative"),
+    (
+        "spec.prefillHeavy",
+        3,
+        "spec.prefillHeavy: 3 is above replicas, 2; lower it, raise replicas, or use a percentage",
+    ),
+    ("spec.chunkSizes", {"prefillHeavy": 8}, "spec.chunkSizes.prefillHeavy: 8 is below the least allowed value, 16"),
+    ("spec.chunkSizes", {"decodeHeavy": 9}, "spec.chunkSizes.decodeHeavy: 9 is below the least chunk size, 16"),
+    (
+        "spec.chunkSizes",
+        {"prefillHeavy": 9000},
+        "spec.chunkSizes.prefillHeavy: 9000 is above engine.maxBatchTokens, 8192; lower it, or raise that",
+    ),
+    ("spec.slo.attainment", 90, "spec.slo.attainment: 90 is not text; put it in quotes"),
+    ("spec.slo.attainment", "0%", "spec.slo.attainment: '0%' does not have the required form"),
+    ("spec.strategy", "taichi", "spec.strategy: 'taichi' is not one of 'TaiChi', 'Aggregated' or 'Disaggregated'"),
+    ("spec.parameters.earlyRejection", False, 'which is what YAML reads for a bare Off: write "Off" in quotes'),
+    ("spec.replica", 2, "spec.replica: is not a field of ServingCluster; remove it (did you mean replicas?)"),
+    ("spec.engine.xyz", 2, "spec.engine.xyz: is not a field of ServingCluster; remove it (known here: affinity, "),
+    ("spec.model.source", {}, "spec.model.source: '{}' must hold exactly one of huggingFace"),
+    (
+        "spec.engine.extraArgs",
+        ["--dtype=half", "--max_num_batched_tokens=9"],
+        "spec.engine.extraArgs[1]: '--max_num_batched_tokens=9' is set by Sluice; remove it and use spec.engine.maxBatch",
+    ),
+    ("spec.engine.env", [{"name": "UCX_TLS", "value": "tcp"}], "spec.engine.env[0].name: 'UCX_TLS' is set by Sluice"),
+    ("spec.engine.env", [{"name": "A"}], "spec.engine.env[0].name: 'A' needs either value or valueFrom"),
+    ("spec.network.kvPort", 8010, "spec.network.kvPort: 8010 is the port of the engine's gRPC server"),
+    ("spec.network.tcpPortRange", "7099-7000", "spec.network.tcpPortRange: '7099-7000' must be two ports"),
+    ("spec.network.tcpPortRange", "5500-5700", "spec.network.tcpPortRange: '5500-5700' contains 5600"),
+    ("spec.network.mode", "RDMA", "spec.network.rdma: None is required by network.mode RDMA"),
+    (
+        "spec.network.rdma",
+        {"fabric": "EFA", "resourceName": "a/b"},
+        "spec.network.rdma: '{...}' needs network.mode RDMA",
+    ),
+    ("spec.router.auth.mode", "APIKey", "spec.router.auth.mode: 'APIKey' is not one of 'None'"),
+    ("metadata.name", "x" * 46, "metadata.name: 'xxx"),
+    ("apiVersion", "sluice.dev/v2", "apiVersion: 'sluice.dev/v2' is not one of 'sluice.dev/v1alpha1'"),
+    (
+        "spec.autotune.bounds.replicas",
+        {"min": 5, "max": 2},
+        "spec.autotune.bounds.replicas.min: 5 is above max, 2; swap them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), REFUSED, ids=[f"{path}={value}" for path, value, _ in REFUSED])
+def test_a_refusal_names_field_value_and_limit(path: str, value: object, message: str) -> None:
+    assert any(message in problem for problem in problems(edit(path, value)))
+
+
+@pytest.mark.parametrize(
+    "path", ["spec.slo.ttftMilliseconds", "spec.slo.tpotMilliseconds", "spec.model", "metadata.name"]
+)
+def test_required_fields_are_asked_for(path: str) -> None:
+    content = copy.deepcopy(LEAST)
+    *parents, last = path.split(".")
+    part = content
+    for name in parents:
+        part = part[name]
+    del part[last]
+    assert problems(content) == [f"{path}: is required; add it"]
+
+
+def test_all_problems_are_named_at_once() -> None:
+    content = edit("spec.replicas", 1)
+    content["spec"]["chunkSizes"] = {"prefillHeavy": 9000, "decodeHeavy": 0}
+    assert len(problems(content)) == 2
+
+
+@pytest.mark.parametrize(
+    ("replicas", "strategy", "decode_heavy", "is_allowed"),
+    [(1, "TaiChi", 64, True), (1, "TaiChi", 0, False), (1, "Aggregated", 0, True), (1, "Disaggregated", 64, False)],
+)
+def test_engines_without_prefills_need_another_one(
+    replicas: int, strategy: str, decode_heavy: int, *, is_allowed: bool
+) -> None:
+    content = edit("spec.replicas", replicas)
+    content["spec"] |= {"strategy": strategy, "chunkSizes": {"decodeHeavy": decode_heavy}}
+    if is_allowed:
+        check_manifest(content)
+    else:
+        assert "needs a P-heavy and a D-heavy engine; use 2" in problems(content)[0]
+
+
+def test_rdma_rules() -> None:
+    content = edit("spec.network", {"mode": "RDMA", "rdma": {"fabric": "EFA", "gidIndex": 3, "transports": ["rc"]}})
+    content["spec"]["engine"] = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    found = " | ".join(problems(content))
+    assert "exactly one of resourceName and resourceClaimTemplateName" in found
+    assert "gidIndex: 3 is for RoCE; remove it for EFA" in found
+    assert "transports: 'rc' cannot read GPU memory; add cuda_copy or cuda_ipc" in found
+
+
+def test_class_names_differ() -> None:
+    slo_class = {"name": "a", "ttftMilliseconds": 1, "tpotMilliseconds": 1}
+    content = edit("spec.slo.classes", [slo_class, slo_class])
+    assert "spec.slo.classes[0].name: 'a' is the name of another class too; rename one" in problems(content)
+    assert (
+        "longer than the greatest allowed length, 16"
+        in problems(edit("spec.slo.classes", [slo_class | {"name": f"c{i}"} for i in range(17)]))[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not valid YAML"),
+        ("kind: Pod", "holds 0 objects of kind ServingCluster, must hold one (kinds found: Pod)"),
+        ("", "kinds found: none"),
+    ],
+)
+def test_files_that_hold_no_cluster(text: str, message: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        parse_manifest(text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_valid(path: Path) -> None:
+    parse_manifest(path.read_text())
+
+
+EFFECTS = [
+    ("spec.replicas", 3, Effect.LIVE),
+    ("spec.prefillHeavy", 1, Effect.LIVE),
+    ("spec.chunkSizes.decodeHeavy", 64, Effect.LIVE),
+    ("spec.slo.ttftMilliseconds", 600, Effect.LIVE),
+    ("spec.strategy", "Aggregated", Effect.LIVE),
+    ("spec.parameters.watermarkPercent", 90, Effect.LIVE),
+    ("spec.autotune.mode", "Recommend", Effect.LIVE),
+    ("spec.router.replicas", 3, Effect.LIVE),
+    ("spec.router.image", "x", Effect.RESTARTS_ROUTERS),
+    ("spec.engine.maxBatchTokens", 4096, Effect.RESTARTS_ENGINES),
+    ("spec.network.kvPort", 5700, Effect.RESTARTS_ENGINES),
+    ("spec.model.name", "other", Effect.RESTARTS_ALL),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "effect"), EFFECTS, ids=[path for path, _, _ in EFFECTS])
+def test_each_field_says_what_its_change_does(path: str, value: object, effect: Effect) -> None:
+    changes = diff(check_manifest(LEAST).spec, check_manifest(edit(path, value)).spec)
+    assert [(change.field, change.new, change.effect) for change in changes] == [(path, value, effect)]
+
+
+def test_every_field_is_described() -> None:
+    models = [model for model in vars(spec).values() if isinstance(model, type) and issubclass(model, Part)]
+    names = [
+        f"{model.__name__}.{name}" for model in models for name, f in model.model_fields.items() if not f.description
+    ]
+    assert len(models) > 20
+    assert not names
+
+
+def test_status_and_other_metadata_of_kubernetes_are_let_through() -> None:
+    content = {**LEAST, "status": {"conditions": []}}
+    content["metadata"] = {"name": "test", "resourceVersion": "3", "managedFields": []}
+    assert yaml.safe_load(yaml.safe_dump(content))
+    assert check_manifest(content).metadata.name == "test"
