@@ -63,7 +63,8 @@ class Display:
             for engine in view.engines:
                 setting = f", {engine.role}, chunk size {engine.chunk_size_tokens} tokens" if engine.role else ""
                 line = f"{engine.engine_id}: {engine.state}{setting}"
-                if seen.get(engine.engine_id) != line:
+                has_role = bool(engine.role) or engine.state != "ready"  # its role counts from its acknowledgement
+                if has_role and seen.get(engine.engine_id) != line:
                     seen[engine.engine_id] = line
                     self.report(line)
             if view.is_ready and not was_ready:
