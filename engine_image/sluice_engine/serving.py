@@ -88,8 +88,7 @@ def run(settings: EngineSettings, stop: StopSignal) -> int:
 
 async def start_and_serve(settings: EngineSettings, server: EngineServer, warm_up: WarmUp, stop: StopSignal) -> int:
     """Warms up, then serves; returns the exit status."""
-    if settings.emulation is None:
-        await warm_up.run()
+    await warm_up.run()
     return await serve(settings, server, stop)
 
 
