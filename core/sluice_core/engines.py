@@ -84,13 +84,13 @@ class EngineView(NamedTuple):
     blocked_reason: str
 
 
-Entry: TypeAlias = tuple[int, int, int, float, float, float, float, int, int, float, EngineView]
+Entry: TypeAlias = tuple[int, int, int, float, float, float, float, float, int, int, float, EngineView]
 """An engine in ``EngineTable.order``, sorted by its first three fields.
 
 Queued prefill tokens; rank (0: P-heavy, or roles are void; 1: D-heavy); a number unique per engine; then what the walk
-of a placement computes with: when the queue is empty, seconds per token (transfer included), seconds per token squared,
-seconds per iteration, room, tokens that the KV blocks have room for, fixed transfer time; and the view. A plain tuple:
-Python unpacks it several times faster than a class.
+of a placement computes with: when the queue is empty, seconds per token at least (transfer and a full iteration's share
+included), seconds per token squared, seconds per token (transfer included), seconds per iteration, room, tokens that
+the KV blocks have room for, fixed transfer time; and the view. A plain tuple: Python unpacks it several times faster than a class.
 """
 
 
@@ -400,13 +400,15 @@ class EngineTable:
             self.blocked[state.engine_id] = view
             return
         rank = 0 if self._are_roles_void or state.role is Role.PREFILL_HEAVY else 1
+        token_s = view.per_token_s + view.transfer_per_token_s
         state.entry = (
             view.queued_prefill_tokens,
             rank,
             state.number,
             view.free_at_s,
-            view.per_token_s + view.transfer_per_token_s,
+            token_s + view.per_iteration_s / view.room_tokens,
             view.per_work_s * 0.5,
+            token_s,
             view.per_iteration_s,
             view.room_tokens,
             view.available_tokens,

@@ -96,18 +96,15 @@ class PlacementRecord(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """Result of a walk.
+    """Result of a walk: positions among the candidates, -1 for none.
 
     Args:
-        position: Of the first feasible candidate, or -1.
-        done_s: When the request would be done on each candidate before it, on the caller's clock; infinite where its KV
-            does not fit.
-        least_without_kv_s: The earliest of those where it does not fit.
+        feasible: The first feasible one.
+        least_late: When there is none: of those with enough KV blocks, the one where the request would be done first.
     """
 
-    position: int
-    done_s: list[float]
-    least_without_kv_s: float
+    feasible: int
+    least_late: int
 
 
 class LengthAwarePlacement:
@@ -178,21 +175,20 @@ class LengthAwarePlacement:
         deadline_s = request.arrival_s + request.slo.ttft_s
         candidates = round_.list_candidates(request)
         found = round_.walk(request, candidates, deadline_s)
-        if found.position >= 0:
-            entry = self._break_tie(round_, request, candidates, found.position, deadline_s)
+        if found.feasible >= 0:
+            entry = self._break_tie(round_, request, candidates, found.feasible, deadline_s)
             return round_.place(request, entry, "feasible", is_feasible=True)
         if not candidates:
             return Hold(request_id=request.request_id, reason=round_.find_absence())
         if self.parameters.early_rejection is EarlyRejection.REJECT:
-            return self._reject(round_, request, candidates, found)
-        least_late_s = min(found.done_s)
-        if least_late_s == math.inf:
+            return self._reject(round_, request, candidates, deadline_s)
+        if found.least_late < 0:
             return Hold(request_id=request.request_id, reason="kv")
         if self.parameters.early_rejection is EarlyRejection.RANDOM:
-            fitting = [i for i, done_s in enumerate(found.done_s) if done_s < math.inf]
+            fitting = [entry for entry in candidates if entry[-1].available_tokens >= request.prompt_tokens]
             chosen = fitting[int(self._rng.random() * len(fitting))]
-            return round_.place(request, candidates[chosen], "random", is_feasible=False)
-        return round_.place(request, candidates[found.done_s.index(least_late_s)], "least_late", is_feasible=False)
+            return round_.place(request, chosen, "random", is_feasible=False)
+        return round_.place(request, candidates[found.least_late], "least_late", is_feasible=False)
 
     def _break_tie(
         self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], index: int, deadline_s: float
@@ -214,16 +210,19 @@ class LengthAwarePlacement:
         tied = [entry for entry in candidates[index:end] if round_.is_feasible(request, entry, deadline_s)]
         return tied[int(self._rng.random() * len(tied))]
 
-    def _reject(self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], found: _Walk) -> Decision:
+    def _reject(
+        self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float
+    ) -> Decision:
         """Reject, unless an engine may do better than its estimate, or will once it has KV blocks."""
-        deadline_s = request.arrival_s + request.slo.ttft_s
+        done_s = [round_.estimate_done_s(request, entry[-1]) for entry in candidates]
         unproven = [i for i, entry in enumerate(candidates) if entry[0] == 0 or not entry[-1].is_proven]
-        chosen = min(unproven, key=found.done_s.__getitem__, default=-1)
-        if chosen >= 0 and found.done_s[chosen] < math.inf:
+        fitting = [i for i in unproven if candidates[i][-1].available_tokens >= request.prompt_tokens]
+        if fitting:
+            chosen = min(fitting, key=done_s.__getitem__)
             return round_.place(request, candidates[chosen], "unproven", is_feasible=False)
-        if unproven or found.least_without_kv_s < deadline_s:
+        least_done_s = min(done_s)
+        if unproven or least_done_s < deadline_s:
             return Hold(request_id=request.request_id, reason="kv")
-        least_done_s = min(found.least_without_kv_s, *found.done_s)
         return Reject(request_id=request.request_id, retry_after_s=least_done_s - deadline_s)
 
     def _recover(self, round_: _Round, request: PrefillRequest) -> Decision:
@@ -304,40 +303,42 @@ class _Round:
         return "room" if is_full else "no_engine"
 
     def walk(self, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float) -> _Walk:
-        """Find the first feasible engine. The hot loop: it repeats ``estimate_done_s`` in place."""
+        """Find the first feasible engine.
+
+        The hot loop: it repeats ``estimate_done_s`` in place, and only where a bound from below, which needs half the
+        arithmetic, does not already exclude the engine.
+        """
         if self.cached_tokens is not None:
             return self._walk_cached(request, candidates, deadline_s)
         now, tokens = self.now, request.prompt_tokens
-        done: list[float] = []
-        least_without_kv_s = math.inf
-        for _, _, _, free_at_s, token_s, square_s, iteration_s, room, available, latency_s, _ in candidates:
-            done_s = (
-                (free_at_s if free_at_s > now else now)  # noqa: FURB136 - calling max() costs a third of the loop
-                + tokens * (token_s + square_s * tokens)
-                + -(-tokens // room) * iteration_s
-                + latency_s
-            )
+        least_late, least_late_s = -1, math.inf  # an infeasible engine is done at the deadline or later
+        for position, entry in enumerate(candidates):
+            free_at_s = entry[3]
+            start_s = free_at_s if free_at_s > now else now  # noqa: FURB136 - calling max() costs a third of the loop
+            if start_s + tokens * (entry[4] + entry[5] * tokens) >= least_late_s:
+                continue
+            _, _, _, _, _, square_s, token_s, iteration_s, room, available, latency_s, _ = entry
             if available < tokens:
-                least_without_kv_s = min(least_without_kv_s, done_s)
-                done_s = math.inf
-            elif done_s < deadline_s:
-                return _Walk(len(done), done, least_without_kv_s)
-            done.append(done_s)
-        return _Walk(-1, done, least_without_kv_s)
+                continue
+            done_s = start_s + tokens * (token_s + square_s * tokens) + -(-tokens // room) * iteration_s + latency_s
+            if done_s < deadline_s:
+                return _Walk(position, -1)
+            if done_s < least_late_s:
+                least_late, least_late_s = position, done_s
+        return _Walk(-1, least_late)
 
     def _walk_cached(self, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float) -> _Walk:
         """``walk`` with expected prefix-cache hits."""
-        done: list[float] = []
-        least_without_kv_s = math.inf
-        for entry in candidates:
-            done_s = self.estimate_done_s(request, entry[-1])
+        least_late, least_late_s = -1, math.inf
+        for position, entry in enumerate(candidates):
             if entry[-1].available_tokens < request.prompt_tokens:
-                least_without_kv_s = min(least_without_kv_s, done_s)
-                done_s = math.inf
-            elif done_s < deadline_s:
-                return _Walk(len(done), done, least_without_kv_s)
-            done.append(done_s)
-        return _Walk(-1, done, least_without_kv_s)
+                continue
+            done_s = self.estimate_done_s(request, entry[-1])
+            if done_s < deadline_s:
+                return _Walk(position, -1)
+            if done_s < least_late_s:
+                least_late, least_late_s = position, done_s
+        return _Walk(-1, least_late)
 
     def is_feasible(self, request: PrefillRequest, entry: Entry, deadline_s: float) -> bool:
         """Say whether an engine has the KV blocks and meets the deadline."""

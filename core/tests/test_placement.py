@@ -160,11 +160,15 @@ def test_the_ordered_walk_chooses_what_algorithm_2_chooses(engines, requests, se
         now = 0.01 * number
         request = make_request(number, tokens=tokens, ttft_s=ttft_s, arrival_s=now)
         expected = choose_by_the_book(table, request, now)
+        fitting = [state for state in table if fits_by_the_book(state, request)]
+        least = min((sum(estimate_by_the_book(state, table, request, now)) for state in fitting), default=None)
         decision = decide(table, request, policy, now)
         if expected is None:
             continue
         is_feasible = isinstance(decision, Place) and decision.is_feasible
         assert is_feasible == bool(expected)
+        if isinstance(decision, Place) and not is_feasible:
+            assert decision.predicted_ttft_s == pytest.approx(least)
         if is_feasible:
             assert decision.engine_id in expected
             assert decision.reason == "feasible"
