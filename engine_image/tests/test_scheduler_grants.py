@@ -91,8 +91,10 @@ def test_granted_request_keeps_its_room_on_an_engine_that_fills_up(small_pair: t
     expected = run_alone(source, prompt, max_tokens=40)
     (part,) = start_decodes(source, [prompt])
     assert target.grant("one", 12 * BLOCK_SIZE).is_granted
-    others = [target.submit(make_prompt(12 * BLOCK_SIZE, salt=index), max_tokens=100) for index in range(4)]
-    wait([target], lambda: bool(others[0].tokens))
+    others = [target.submit(make_prompt(12 * BLOCK_SIZE, salt=index), max_tokens=200) for index in range(4)]
+    wait([target], lambda: bool(others[1].tokens))
+    load = target.load()
+    assert (load.kv_blocks_granted, load.queued_requests) == (12, 2)
     hand_off(source, part)
     moved = target.resume(part, part.tokens, prompt, grant_key="one", max_tokens=40)
     wait(small_pair, lambda: moved.is_over)
