@@ -218,10 +218,11 @@ def _take_load(state: RouterState, engine: Engine, load: engine_pb2.LoadReport, 
     """Takes a load report, and the iteration that it measured."""
     engine_id = EngineId(engine.engine_id)
     engine.load = load
+    # Iterations for other routers count too; they show in the age alone when their message was not for us.
+    engine.progress_s = max(engine.progress_s, now - load.iteration_age_s)
     known = engine_id in state.table
     if load.HasField("iteration") and load.iteration.number > engine.num_iterations:
         engine.num_iterations = load.iteration.number
-        engine.progress_s = now
         if known:
             state.table.observe_iteration(engine_id, conversion.shape_from(load.iteration), load.iteration.duration_s)
     if load.is_draining and not engine.is_draining:

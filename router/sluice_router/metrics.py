@@ -149,6 +149,6 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "engine_losses": ("Engine streams lost.", ("reason",)),
     "stale_tokens": ("Tokens of a former owner, dropped.", ()),
     "sink_faults": ("Answers given up because writing them failed.", ()),
-    "grpc_messages": ("Messages on engine streams.", ("engine", "direction")),
+    "grpc_messages": ("Messages on engine streams.", ("direction",)),
     "plans": ("Plans received.", ("result",)),
 }

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 # Shortest time between two looks at the whole queue, and most requests of one look: bounds the loop's pauses.
 ASSIGN_INTERVAL_S = 0.005
 MAX_ASSIGNED_AT_ONCE = 256
-# A client should come back when an engine may have started again.
-NO_ENGINE_RETRY_S = 5.0
+# Least time after which a client is told to come back.
+MIN_RETRY_S = 1.0
 
 
 def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -> RequestId:
@@ -57,7 +57,7 @@ def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -
         QueueFullError: Too many requests wait.
         NoEngineError: No plan is in force.
     """
-    plan = _check_capacity(state)
+    plan = _check_capacity(state, now)
     slo_class = _find_class(plan, new.slo_class)
     _check_length(state, new)
     request = LiveRequest(
@@ -127,18 +127,21 @@ def expire(state: RouterState, now: float) -> None:
     for request in [item for item in state.waiting.values() if now - item.waiting_since_s >= limit_s]:
         why = request.wait_reason or "no_engine"
         message = f"no engine took the request within {limit_s:g} s ({why})"
-        error = NoEngineError(message, retry_after_s=NO_ENGINE_RETRY_S)
+        # An outage of unknown length is expected to last as long again as it has lasted.
+        error = NoEngineError(message, retry_after_s=max(MIN_RETRY_S, now - request.waiting_since_s))
         ending.fail(state, request, error, now)
 
 
-def _check_capacity(state: RouterState) -> Plan:
+def _check_capacity(state: RouterState, now: float) -> Plan:
     if not state.is_accepting:
-        raise ShuttingDownError("this router is about to leave", retry_after_s=1.0)
+        raise ShuttingDownError("this router is about to leave", retry_after_s=MIN_RETRY_S)
     if state.plan is None:
-        raise NoEngineError("no plan is in force yet", retry_after_s=1.0)
+        raise NoEngineError("no plan is in force yet", retry_after_s=MIN_RETRY_S)
     if len(state.waiting) >= state.limits.max_waiting:
         message = f"{len(state.waiting)} requests wait for an engine, the limit is {state.limits.max_waiting}"
-        raise QueueFullError(message, retry_after_s=state.limits.wait_limit_s)
+        oldest = next(iter(state.waiting.values()))
+        # The queue moves by its length in about the time that its head has waited.
+        raise QueueFullError(message, retry_after_s=max(MIN_RETRY_S, now - oldest.waiting_since_s))
     return state.plan
 
 

@@ -115,29 +115,42 @@ def judge_fingerprint(state: RouterState, engine: Engine) -> None:
     """Accepts an engine, or refuses it because its fingerprint is not the cluster's.
 
     Without one in the plan the engines must agree among themselves: the first one says it, for as long as an engine or a
-    request is left that counts on it.
+    stream that has begun is left that counts on it.
     """
     plan = state.plan
-    expected = plan.model_fingerprint if plan is not None else ""
-    if not expected:
-        others = [
-            other
-            for other in state.engines.values()
-            if other is not engine and other.status != control_pb2.ENGINE_STATE_REFUSED
-        ]
-        if not others and not state.requests:
-            state.fingerprint = ""
-        expected = state.fingerprint or engine.fingerprint
-    state.fingerprint = expected
+    if plan is not None and plan.model_fingerprint:
+        state.fingerprint = plan.model_fingerprint
+    elif not state.fingerprint or not _is_fingerprint_needed(state, engine):
+        state.fingerprint = engine.fingerprint
     is_refused = engine.status == control_pb2.ENGINE_STATE_REFUSED
-    if engine.fingerprint != expected:
-        engine.last_fault = f"fingerprint {engine.fingerprint!r} is not the cluster's {expected!r}"
+    if engine.fingerprint != state.fingerprint:
+        engine.last_fault = f"fingerprint {engine.fingerprint!r} is not the cluster's {state.fingerprint!r}"
         engine.status = control_pb2.ENGINE_STATE_REFUSED
         state.table.remove(engine.engine_id)
     elif is_refused:
         engine.status = control_pb2.ENGINE_STATE_READY
         engine.last_fault = ""
     _note_model_length(state)
+
+
+def reconsider_refused(state: RouterState) -> None:
+    """Accepts engines of another fingerprint once nobody counts on the old one any more."""
+    refused = [item for item in state.engines.values() if item.status == control_pb2.ENGINE_STATE_REFUSED]
+    if len(refused) < len(state.engines):
+        return
+    for engine in refused:
+        judge_fingerprint(state, engine)
+        if engine.status != control_pb2.ENGINE_STATE_REFUSED:
+            configure(state, engine)
+            state.touch()
+
+
+def _is_fingerprint_needed(state: RouterState, engine: Engine) -> bool:
+    """Whether another engine serves, or a stream has begun, with the cluster's fingerprint."""
+    others = any(
+        other is not engine and other.status != control_pb2.ENGINE_STATE_REFUSED for other in state.engines.values()
+    )
+    return others or any(request.first_token_s is not None for request in state.requests.values())
 
 
 def _note_model_length(state: RouterState) -> None:

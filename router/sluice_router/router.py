@@ -162,7 +162,7 @@ class Router:
             recovery.lose_engine(state, engine, "protocol", now, fault=str(error))
         finally:
             self._is_busy = False
-        state.metrics.count("grpc_messages", engine.engine_id, "up")
+        state.metrics.count("grpc_messages", "up")
         placing.assign_if_due(state, now)
         self._act()
 
@@ -187,6 +187,7 @@ class Router:
             moves.expire_grants(state, engine, now)
             if engine.is_draining:
                 moves.drain(state, engine, now)
+        plan.reconsider_refused(state)
         placing.expire(state, now)
         placing.assign_if_due(state, now)
         status.note_progress(state, now)
@@ -259,7 +260,7 @@ class Router:
     def _act_once(self) -> None:
         actions = self.state.take_actions()
         for engine, message in actions.messages:
-            self.state.metrics.count("grpc_messages", engine.engine_id, "down")
+            self.state.metrics.count("grpc_messages", "down")
             if self._links is not None:
                 self._links.send(engine, message)
         if actions.flushes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector as CollectorBase
 
-from sluice.v1 import control_pb2, plan_pb2
+from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_router import conversion
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def _describe_link(state: RouterState, address: str, link: LinkStatus) -> contro
         return control_pb2.EngineStatus(
             address=address, state=control_pb2.ENGINE_STATE_CONNECTING, last_fault=link.last_fault
         )
-    load = engine.load
+    # What a lost engine reported last says nothing about now.
+    load = engine_pb2.LoadReport() if engine.is_lost else engine.load
     message = control_pb2.EngineStatus(
         engine_id=engine.engine_id,
         epoch=engine.epoch,

@@ -66,6 +66,7 @@ class FakeCore:
     num_iterations: int = 0
     last_submit_number: int = 0
     is_draining: bool = False
+    iteration_age_s: float = 0.0
     commands: list[engine_pb2.AttachRequest] = field(default_factory=list)
     submitted: list[engine_pb2.Submit] = field(default_factory=list)
     aborted_held: list[str] = field(default_factory=list)
@@ -98,6 +99,7 @@ class FakeCore:
             kv_blocks_pinned=sum(request.num_blocks for request in self.pinned.values()),
             chunk_size_tokens=self.configured.chunk_size_tokens,
             is_draining=self.is_draining,
+            iteration_age_s=self.iteration_age_s,
             transport="fake",
         )
 
@@ -333,8 +335,12 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
 
     async def _run(self) -> None:
         idle_s = 0.0
+        loop = asyncio.get_running_loop()
+        last_step_s = loop.time()
         while True:
+            self.core.iteration_age_s = loop.time() - last_step_s
             if self.core.running and self.is_stepping:
+                last_step_s, self.core.iteration_age_s = loop.time(), 0.0
                 self._queue.put_nowait(self.core.step())
                 idle_s = 0.0
             elif idle_s >= self.idle_s:

@@ -6,7 +6,7 @@ import pytest
 from data_plane_harness import Harness
 from fake_engine import make_plan
 
-from sluice.v1 import control_pb2, plan_pb2
+from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_router.errors import PlanRefusedError
 
@@ -164,6 +164,37 @@ def test_foreign_fingerprint_is_refused_and_the_rest_serves():
         harness.admit(20, 2)
     harness.run()
     assert not core.submitted
+
+
+def test_new_fingerprint_is_accepted_when_the_last_engine_of_the_old_one_has_gone():
+    harness = Harness(PD)
+    harness.attach("n0", fingerprint="new")
+    harness.attach("n1", fingerprint="new")
+    harness.deliver()
+    _, sink = harness.admit(20, 30)
+    harness.step_all()
+    harness.kill("p0")
+    harness.kill("d0")
+    harness.router.tick()
+    harness.deliver()
+    # A stream never changes its model: the one that has begun waits, and fails when its time is up.
+    assert len(harness.state.table) == 0
+    harness.clock.advance(1)
+    for _ in range(31):
+        for name in ("n0", "n1"):
+            harness.router.on_step(harness.engines[name], engine_pb2.AttachResponse(load=harness.cores[name].load()))
+        harness.clock.advance(1)
+        harness.router.tick()
+    assert sink.error is not None
+    assert sink.error.code == "no_engine"
+    assert sink.error.retry_after_s is not None
+    assert sink.error.retry_after_s >= 30
+    harness.router.tick()
+    harness.deliver()
+    assert len(harness.state.table) == 2
+    _, sink = harness.admit(20, 3)
+    harness.run()
+    assert sink.finish is not None
 
 
 def test_fingerprint_of_the_plan_decides():

@@ -88,11 +88,13 @@ def test_silent_engine_is_lost_after_its_limit():
     harness.assert_idle()
 
 
-def tick_with(harness: Harness, *names: str) -> None:
-    """0.1 s passes in which only ``names`` report."""
+def tick_with(harness: Harness, *names: str, age_s: float | None = None) -> None:
+    """0.1 s passes in which only ``names`` report, without an iteration unless ``age_s`` says how old one is."""
     harness.clock.advance(0.1)
     for name in names:
-        harness.router.on_step(harness.engines[name], engine_pb2.AttachResponse(load=harness.cores[name].load()))
+        load = harness.cores[name].load()
+        load.iteration_age_s = 1e9 if age_s is None else age_s
+        harness.router.on_step(harness.engines[name], engine_pb2.AttachResponse(load=load))
     harness.router.tick()
 
 
@@ -109,6 +111,17 @@ def test_engine_that_stands_still_with_work_is_lost():
     assert harness.closed == [(stuck, "hang")]
     harness.run()
     assert sink.token_ids == expected_output(sink.prompt, 30)
+    harness.assert_idle()
+
+
+def test_engine_that_works_for_other_routers_is_not_lost():
+    harness = Harness({"d0": "D"}, limits=Limits(iteration_age_floor_s=1))
+    harness.admit(20, 30)
+    harness.step_all()
+    for _ in range(50):  # their iterations show in the age alone
+        tick_with(harness, "d0", age_s=0.05)
+    assert not harness.closed
+    harness.run()
     harness.assert_idle()
 
 

@@ -1,0 +1,75 @@
+"""Wire and core records say the same."""
+
+from __future__ import annotations
+
+import pytest
+from data_plane_harness import Harness
+from fake_engine import make_plan
+
+from sluice.v1 import engine_pb2, plan_pb2
+from sluice_core.records import EarlyRejection, EngineId, EnginePlan, MoveCause, Role, Slo, SloClass
+from sluice_router import conversion
+
+
+def test_plan_is_read_in_core_units():
+    classes = [
+        plan_pb2.SloClass(ttft_milliseconds=1500, tpot_milliseconds=40),
+        plan_pb2.SloClass(name="gold", ttft_milliseconds=500, tpot_milliseconds=20, priority=3),
+    ]
+    plan = conversion.plan_from(make_plan({"p0": "P", "d0": "D-drain"}, slo_classes=classes, num_routers=0))
+    assert plan.parameters.watermark == pytest.approx(0.95)
+    assert plan.parameters.approaching_factor == pytest.approx(0.96)
+    assert plan.parameters.early_rejection is EarlyRejection.OFF
+    assert plan.slo_classes == (
+        SloClass(name="", slo=Slo(ttft_s=1.5, tpot_s=0.04)),
+        SloClass(name="gold", slo=Slo(ttft_s=0.5, tpot_s=0.02), priority=3),
+    )
+    assert plan.engines[EngineId("d0")] == EnginePlan(role=Role.DECODE_HEAVY, chunk_size_tokens=256, is_draining=True)
+    assert plan.num_routers == 1
+
+
+@pytest.mark.parametrize("strategy", list(conversion.STRATEGY_VALUES))
+def test_part_of_a_plan_survives_the_way_to_the_engine(strategy):
+    message = make_plan({"p0": "P"}, strategy=conversion.STRATEGY_VALUES[strategy])
+    plan = conversion.plan_from(message)
+    configure = conversion.configure_message(plan, plan.engines[EngineId("p0")], strategy=plan.strategy)
+    assert configure.strategy == message.strategy
+    assert configure.parameters == message.parameters
+    assert (configure.cluster_uid, configure.generation) == (message.cluster_uid, message.generation)
+    assert (configure.role, configure.chunk_size_tokens) == (plan_pb2.ROLE_PREFILL_HEAVY, 2048)
+
+
+@pytest.mark.parametrize(
+    ("values", "enum"),
+    [
+        (conversion.ROLES, plan_pb2.Role),
+        (conversion.STRATEGY_NAMES, plan_pb2.Strategy),
+        (conversion.EARLY_REJECTIONS, plan_pb2.EarlyRejection),
+        (conversion.CAUSES, engine_pb2.MoveCause),
+    ],
+)
+def test_every_value_of_the_wire_but_the_unspecified_one_is_known(values, enum):
+    assert set(values) == set(enum.values()) - {0}
+
+
+def test_every_cause_of_the_core_has_a_value():
+    assert set(conversion.CAUSE_VALUES) == set(MoveCause)
+
+
+def test_submit_carries_durations_and_no_times():
+    harness = Harness({"d0": "D"})
+    harness.clock.advance(123456)
+    request_id, _ = harness.admit(20, 9, priority=5, ttft_slo_s=1.5, tpot_slo_s=0.05)
+    harness.clock.advance(0.25)
+    harness.kill("d0")
+    harness.attach("d0", epoch=2)
+    harness.deliver()
+    harness.clock.advance(0.25)
+    harness.router.tick()
+    harness.deliver()
+    (submit,) = harness.cores["d0"].submitted
+    assert submit.request_id == request_id
+    assert submit.age_s == pytest.approx(0.5)
+    assert not submit.HasField("since_first_token_s")
+    assert (submit.priority, submit.ttft_slo_s, submit.tpot_slo_s) == (5, 1.5, 0.05)
+    assert (submit.fence, submit.submit_number) == (2, 1)
