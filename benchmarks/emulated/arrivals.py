@@ -31,7 +31,7 @@ class Lengths:
     Args:
         source: For people and for the result.
         rows: Prompt and output length of each request, in tokens.
-        num_left_out: Rows of the trace that are longer than the model's limit.
+        num_left_out: Rows of the trace that are longer than the limits.
     """
 
     source: str
@@ -56,24 +56,29 @@ class Arrival:
     output_tokens: int
 
 
-def load_lengths(trace: str, *, limit_tokens: int, folder: Path = TRACES) -> Lengths:
+def load_lengths(trace: str, *, limit_tokens: int, limit_output_tokens: int, folder: Path = TRACES) -> Lengths:
     """Loads the lengths of a trace; makes synthetic ones, and says so, where the trace is not there.
 
     Args:
         trace: Name of a file in the folder, without its ending, or ``synthetic``.
         limit_tokens: Longest prompt + output that the engines take.
+        limit_output_tokens: Longest output; bounds the time that a load takes to empty.
         folder: Of traces.
     """
+
+    def fits(row: tuple[int, int]) -> bool:
+        return min(row) > 0 and sum(row) <= limit_tokens and row[1] <= limit_output_tokens
+
     path = folder / f"{trace}.csv.gz"
     if trace != SYNTHETIC and path.is_file():
         with gzip.open(path, "rt", newline="") as file:
             rows = [(int(row["input_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
-        fitting = [row for row in rows if sum(row) <= limit_tokens and min(row) > 0]
+        fitting = list(filter(fits, rows))
         return Lengths(source=f"trace {trace}", rows=fitting, num_left_out=len(rows) - len(fitting))
     source = SYNTHETIC if trace == SYNTHETIC else f"{SYNTHETIC}, because {path} is not there"
     rng = random.Random(0)
     drawn = (_draw_synthetic(rng) for _ in range(SYNTHETIC_ROWS))
-    return Lengths(source=source, rows=[row for row in drawn if sum(row) <= limit_tokens])
+    return Lengths(source=source, rows=list(filter(fits, drawn)))
 
 
 def make_arrivals(lengths: Lengths, *, rate: float, seconds: float, seed: int) -> list[Arrival]:

@@ -55,30 +55,19 @@ class Answer:
 
 
 class AnswerReader(asyncio.Protocol):
-    """Reads one streamed answer until the server closes; mutable.
+    """Reads one streamed answer until the server closes; mutable."""
 
-    Args:
-        request: Bytes to send.
-    """
-
-    def __init__(self, request: bytes) -> None:
-        self._request = request
+    def __init__(self) -> None:
         self._head: bytes | None = b""
         self._tail = b""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.status = 0
-        self.sent_s = self.first_s = self.last_s = 0.0
+        self.first_s = self.last_s = 0.0
 
     @property
     def tail(self) -> bytes:
         """The end of the body, chunk sizes included."""
         return self._tail
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sends the request."""
-        assert isinstance(transport, asyncio.WriteTransport)
-        self.sent_s = time.perf_counter()
-        transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         """Stamps; keeps the end."""
@@ -155,7 +144,9 @@ async def _send(port: int, arrival: Arrival, request: bytes, lag_s: float, timeo
     try:
         async with asyncio.timeout(timeout_s):
             loop = asyncio.get_running_loop()
-            transport, reader = await loop.create_connection(lambda: AnswerReader(request), HOST, port)
+            transport, reader = await loop.create_connection(AnswerReader, HOST, port)
+            sent_s = time.perf_counter()
+            transport.write(request)
             try:
                 await reader.done
             finally:
@@ -164,10 +155,10 @@ async def _send(port: int, arrival: Arrival, request: bytes, lag_s: float, timeo
         return Answer(arrival=arrival, lag_s=lag_s, error=f"no end within {timeout_s:g} s")
     except OSError as error:
         return Answer(arrival=arrival, lag_s=lag_s, error=f"connection: {error.strerror or error}")
-    return read_answer(arrival, lag_s, reader)
+    return read_answer(arrival, lag_s, sent_s, reader)
 
 
-def read_answer(arrival: Arrival, lag_s: float, reader: AnswerReader) -> Answer:
+def read_answer(arrival: Arrival, lag_s: float, sent_s: float, reader: AnswerReader) -> Answer:
     """Reads the usage at the end of a stream; an answer without one, or of the wrong length, has failed."""
     usage = find_usage(reader.tail)
     if reader.status != 200 or usage is None:
@@ -183,8 +174,8 @@ def read_answer(arrival: Arrival, lag_s: float, reader: AnswerReader) -> Answer:
         tpot_s=None if usage["tpot_ms"] is None else usage["tpot_ms"] / 1e3,
         is_slo_met=usage["slo_met"],
         num_hand_offs=usage["hand_offs"],
-        client_ttft_s=reader.first_s - reader.sent_s,
-        client_duration_s=reader.last_s - reader.sent_s,
+        client_ttft_s=reader.first_s - sent_s,
+        client_duration_s=reader.last_s - sent_s,
     )
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 from benchmarks.emulated.arrivals import Arrival, Lengths, load_lengths, make_arrivals
-from benchmarks.emulated.load import run_load
+from benchmarks.emulated.load import Answer, run_load
 from benchmarks.emulated.phases import Phase, Setting, run_phase
 from benchmarks.emulated.report import compute_ratios, find_warnings, format_moves, format_phases, format_ratios
 from benchmarks.local_cluster.cluster import Cluster, make_manifest, run_cluster
@@ -168,7 +168,7 @@ class Run:
         arrivals = make_arrivals(self._lengths, rate=max(self._options.rates) / 2, seconds=seconds, seed=0)
         await self._load(arrivals)
 
-    async def _load(self, arrivals: list[Arrival]) -> list[Any]:
+    async def _load(self, arrivals: list[Arrival]) -> list[Answer]:
         return await run_load(
             self._options.port_base,
             arrivals,
@@ -224,6 +224,12 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--rates", default="16", help="requests per second, with commas (default %(default)s)")
     parser.add_argument("--seeds", default="1", help="of the arrivals, with commas (default %(default)s)")
+    parser.add_argument(
+        "--max-output-tokens",
+        type=int,
+        default=1024,
+        help="rows with longer outputs are left out: they would only prolong the emptying (default %(default)s)",
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="arrivals that count (default %(default)s)")
     parser.add_argument("--warmup-seconds", type=float, default=15.0, help="arrivals before them (default %(default)s)")
     parser.add_argument("--strategies", default="TaiChi,Aggregated,Disaggregated", help="default %(default)s")
@@ -240,7 +246,7 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.engines, options.seconds, options.warmup_seconds = 4, 6.0, 1.0
-        options.rates, options.seeds = "3", "1"
+        options.rates, options.seeds, options.max_output_tokens = "3", "1", 64
     options.rates = [float(rate) for rate in options.rates.split(",")]
     options.seeds = [int(seed) for seed in options.seeds.split(",")]
     if (options.gpu.lower(), options.model.lower()) not in PROFILES:
@@ -266,23 +272,26 @@ def print_result(options: argparse.Namespace, phases: list[Phase], notes: list[s
 
 def make_notes(options: argparse.Namespace, lengths: Lengths, settings: list[Setting], lone_ratio: float) -> list[str]:
     """Says under which conditions the figures were taken."""
-    left_out = f", {lengths.num_left_out} rows too long for the model left out" if lengths.num_left_out else ""
-    return [
+    left_out = f", {lengths.num_left_out} longer rows left out" if lengths.num_left_out else ""
+    load = (
         f"{options.engines} engines, 1 router and the load generator on {len(os.sched_getaffinity(0))} cores; Poisson"
         f" arrivals for {options.warmup_seconds:g} + {options.seconds:g} s (the first part does not count), lengths of"
-        f" {lengths.source}{left_out}; objectives {options.ttft_ms} ms, {options.tpot_ms} ms.",
-        *(setting.describe() for setting in settings),
-        format_model(options),
+        f" {lengths.source}{left_out}; objectives {options.ttft_ms} ms, {options.tpot_ms} ms."
+    )
+    lone = (
         f"A lone request took {lone_ratio:.3f} of the modelled time per output token. Columns engines, router, load,"
-        " machine: cores used while requests arrived.",
-    ]
+        " machine: cores used while requests arrived."
+    )
+    return [load, *(setting.describe() for setting in settings), format_model(options), lone]
 
 
 def main() -> int:
     """Measures, prints, writes."""
     options = parse_options()
     machine = describe_machine()
-    lengths = load_lengths(options.trace, limit_tokens=MODEL_LIMIT_TOKENS)
+    lengths = load_lengths(
+        options.trace, limit_tokens=MODEL_LIMIT_TOKENS, limit_output_tokens=options.max_output_tokens
+    )
     settings = make_settings(options)
     print(f"lengths: {lengths.source}, {len(lengths.rows)} rows", flush=True)
     with contextlib.ExitStack() as stack:

@@ -185,6 +185,8 @@ def run_cluster(directory: Path, manifest: dict[str, Any], *, ports: range) -> I
         manifest: The ServingCluster; its claim ``models`` is the repository's own, with the tiny model.
         ports: Ports that the launcher may choose.
     """
+    # A killed benchmark would leave the cluster behind; this way the block ends as it does with Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     directory.mkdir(parents=True, exist_ok=True)
     tiny_model.make_tiny_model(MODELS / "tiny")
     path = directory / "manifest.yaml"
