@@ -14,32 +14,29 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from google.protobuf.json_format import MessageToDict
-
 from sluice.v1 import control_pb2
 from sluice_cli import steps
 from sluice_cli.children import Launch
 from sluice_cli.link import RouterLink
+from sluice_cli.planner import Planner
 from sluice_cli.ports import PortError
 from sluice_cli.program import Program
 from sluice_cli.records import ProcessRecord, start_time
+from sluice_cli.sites import HOST, Sites, list_ports
 from sluice_cli.view import ClusterView, make_view, pick_engine
-from sluice_core.records import EngineId, Role
+from sluice_core.records import EngineId
 from sluice_operator import render
-from sluice_operator.assign import assign
 from sluice_operator.sliders import resolve_sliders
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from sluice.v1 import plan_pb2
     from sluice_cli.children import Spawner
     from sluice_cli.ports import PortBook
     from sluice_cli.records import ClusterDirectory
     from sluice_operator.spec import ServingCluster
 
-HOST = "127.0.0.1"
 # Between SIGTERM and SIGKILL, beyond the drain itself: interpreters take seconds to shut down under load.
 STOP_MARGIN_S = 15.0
 SERVING = (control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING)
@@ -114,19 +111,15 @@ class LocalCluster:
         self.phase = "starting"
         self._directory = directory
         self._manifest_path = manifest_path
-        self._ports = ports
+        self._sites = Sites(ports, directory, http_port)
+        self._planner = Planner(directory)
         self._spawn_engine = spawn_engine
         self._spawn_router = spawn_router
         self._find_model = find_model
-        self._http_port = http_port
         self._report = report
         self._clock = clock
         self._engines: dict[EngineId, EngineSlot] = {}
         self._routers: dict[str, RouterSlot] = {}
-        self._roles: dict[EngineId, Role] = {}
-        self._draining: set[EngineId] = set()
-        self._leaving: set[EngineId] = set()
-        self._plan: plan_pb2.Plan | None = None
         self._plan_s = 0.0
         self._announced_generation = 0
         self._world = self._wanted().world
@@ -195,7 +188,7 @@ class LocalCluster:
         return steps.Wanted(
             world=spec.model.model_dump_json(),
             engine=_digest(render.render_engine_command(spec, nowhere), render.render_engine_environment(spec)),
-            router=_digest(self._http_port or spec.router.service.port),
+            router=_digest(self._sites.choose_http_port(spec.router.service.port)),
             num_engines=spec.replicas,
             num_routers=spec.router.replicas,
             num_prefill_heavy=resolve_sliders(spec).num_prefill_heavy,
@@ -206,7 +199,7 @@ class LocalCluster:
             world=self._world,
             engines={engine_id: slot.identity for engine_id, slot in self._engines.items()},
             routers={name: slot.identity for name, slot in self._routers.items()},
-            roles=self._roles,
+            roles=self._planner.roles,
             loads=self._loads(),
         )
 
@@ -239,15 +232,7 @@ class LocalCluster:
     def _add_engine(self, wanted: steps.Wanted) -> None:
         index = next(i for i in range(len(self._engines) + 1) if f"engine-{i}" not in self._engines)
         engine_id = EngineId(f"engine-{index}")
-        site = render.EngineSite(
-            engine_id=engine_id,
-            host=HOST,
-            port=self._ports.choose(),
-            metrics_port=self._ports.choose(),
-            kv_host=HOST,
-            kv_port=self._ports.choose(),
-            model_directory=str(self._find_model(self.manifest)),
-        )
+        site = self._sites.make_engine(engine_id, self._find_model(self.manifest))
         slot = EngineSlot(site=site, program=self._make_program(engine_id, self._spawn_engine), identity=wanted.engine)
         slot.program.launch = self._engine_launch(site)
         self._engines[engine_id] = slot
@@ -262,8 +247,7 @@ class LocalCluster:
 
     async def _remove_engines(self, engine_ids: tuple[EngineId, ...]) -> None:
         self._report(f"{', '.join(engine_ids)}: handing requests over, then stopping")
-        self._leaving.update(engine_ids)
-        await self._drain(engine_ids)
+        await self._drain(engine_ids, is_leaving=True)
         await asyncio.gather(*(self._stop_program(self._engines[engine_id].program) for engine_id in engine_ids))
         for engine_id in engine_ids:
             self._forget_engine(engine_id)
@@ -272,12 +256,12 @@ class LocalCluster:
     async def _roll_engine(self, engine_id: EngineId, wanted: steps.Wanted) -> None:
         slot = self._engines[engine_id]
         self._report(f"{engine_id}: handing requests over, then restarting with its new settings")
-        await self._drain((engine_id,))
+        await self._drain((engine_id,), is_leaving=False)
         await self._stop_program(slot.program)
         slot.program = self._make_program(engine_id, self._spawn_engine)
         slot.program.launch = self._engine_launch(slot.site)
         slot.identity = wanted.engine
-        self._draining.discard(engine_id)
+        self._planner.resume(engine_id)
         self._group.create_task(slot.program.run(), name=engine_id)
         self._publish()
         # One engine at a time: the next is not touched before this one serves. An edit ends the wait.
@@ -285,8 +269,8 @@ class LocalCluster:
         if self._is_serving(engine_id):
             self._report(f"{engine_id} serves again")
 
-    async def _drain(self, engine_ids: tuple[EngineId, ...]) -> None:
-        self._draining.update(engine_ids)
+    async def _drain(self, engine_ids: tuple[EngineId, ...], *, is_leaving: bool) -> None:
+        self._planner.drain(engine_ids, is_leaving=is_leaving)
         self._publish()
         timeout_s = float(self.manifest.spec.engine.drain_timeout_seconds)
         if not await self._until(lambda: all(map(self._is_drained, engine_ids)), timeout_s):
@@ -296,8 +280,8 @@ class LocalCluster:
     def _add_router(self, wanted: steps.Wanted) -> None:
         index = next(i for i in range(len(self._routers) + 1) if f"router-{i}" not in self._routers)
         name = f"router-{index}"
-        http_port = self._take_http_port() if index == 0 else self._ports.choose()
-        site = self._make_router_site(http_port, is_first=index == 0)
+        model, port = self._find_model(self.manifest), self.manifest.spec.router.service.port
+        site = self._sites.make_first_router(port, model) if index == 0 else self._sites.make_further_router(model)
         self._write_engines()
         program = self._make_program(name, self._spawn_router)
         program.launch = Launch(command=tuple(render.render_router_command(site)), log=self._directory.log_path(name))
@@ -309,31 +293,9 @@ class LocalCluster:
             link=link,
             link_task=self._group.create_task(link.run(), name=f"link to {name}"),
         )
-        if self._plan:
-            link.offer(self._plan)
+        if self._planner.plan:
+            link.offer(self._planner.plan)
         self._group.create_task(program.run(), name=name)
-
-    def _take_http_port(self) -> int:
-        if self._http_port:
-            return self._ports.take(self._http_port, "--http-port", "choose another, or stop what uses it")
-        return self._ports.take(
-            self.manifest.spec.router.service.port,
-            "spec.router.service.port",
-            "stop what uses it, change the manifest, or pass --http-port",
-        )
-
-    def _make_router_site(self, http_port: int, *, is_first: bool) -> render.RouterSite:
-        # gRPC and control follow the HTTP port where they can: 8000, 8001, 8002.
-        return render.RouterSite(
-            host=HOST,
-            http_port=http_port,
-            grpc_port=self._ports.choose([http_port + 1] if is_first else []),
-            control_port=self._ports.choose([http_port + 2] if is_first else []),
-            metrics_port=self._ports.choose(),
-            model_directory=str(self._find_model(self.manifest)),
-            engines=f"file:{self._directory.engines_file}",
-            plan_file=str(self._directory.plan_file),
-        )
 
     async def _remove_router(self, name: str) -> None:
         # It stays in the table until it has ended: a stop of the whole cluster meanwhile must find it.
@@ -344,31 +306,25 @@ class LocalCluster:
     def _forget_router(self, name: str) -> None:
         slot = self._routers.pop(name)
         slot.link_task.cancel()
-        site = slot.site
-        for port in (site.http_port, site.grpc_port, site.control_port, site.metrics_port):
-            self._ports.release(port)
+        self._sites.release(slot.site)
         self._on_process_change()
 
     def _forget_engine(self, engine_id: EngineId) -> None:
-        site = self._engines.pop(engine_id).site
-        for port in (site.port, site.metrics_port, site.kv_port):
-            self._ports.release(port)
-        self._roles.pop(engine_id, None)
-        self._leaving.discard(engine_id)
-        self._draining.discard(engine_id)
+        self._sites.release(self._engines.pop(engine_id).site)
+        self._planner.forget(engine_id)
         self._on_process_change()
 
     async def _roll_router(self, name: str, wanted: steps.Wanted) -> None:
         if name != "router-0":
             self._routers[name].identity = wanted.router  # only the first router's port is in the manifest
             return
+        port = self.manifest.spec.router.service.port
         try:
-            port = self._take_http_port()
+            self._sites.check_http_port(port)
         except PortError as error:
             self._report(f"{name} stays at its port: {error}")
             self._routers[name].identity = wanted.router
             return
-        self._ports.release(port)
         self._report(f"{name} stops once its streams have ended, then starts anew on port {port}")
         await self._remove_router(name)
 
@@ -403,28 +359,13 @@ class LocalCluster:
     def _publish(self) -> None:
         """Makes the plan of what is wanted and runs; stores and pushes it if it differs from the last one."""
         self._write_engines()
-        staying = [engine_id for engine_id in self._engines if engine_id not in self._leaving]
-        count = resolve_sliders(self.manifest.spec).num_prefill_heavy
-        leaving = {engine_id: role for engine_id, role in self._roles.items() if engine_id in self._leaving}
-        self._roles = assign(self._roles, staying, count, self._loads()) | leaving
-        if not self._roles or self._same_plan():
+        plan = self._planner.make_plan(self.manifest, self._engines, self._loads())
+        if plan is None:
             return
-        uid, generation = self._directory.next_generation()
-        self._plan = self._render_plan(generation, uid)
         self._plan_s = self._clock()
-        self._directory.write_plan(MessageToDict(self._plan, preserving_proto_field_name=True))
         for slot in self._routers.values():
-            slot.link.offer(self._plan)
+            slot.link.offer(plan)
         self._pulse()
-
-    def _render_plan(self, generation: int, uid: str) -> plan_pb2.Plan:
-        return render.render_plan(
-            self.manifest, self._roles, generation=generation, cluster_uid=uid, draining=self._draining
-        )
-
-    def _same_plan(self) -> bool:
-        plan = self._plan
-        return plan is not None and plan == self._render_plan(plan.generation, plan.cluster_uid)
 
     def _write_engines(self) -> None:
         self._directory.write_engines([f"{slot.site.host}:{slot.site.port}" for slot in self._engines.values()])
@@ -448,7 +389,7 @@ class LocalCluster:
         return has_process and status is not None and status.state in SERVING and status.epoch != slot.stale_epoch
 
     def _is_drained(self, engine_id: EngineId) -> bool:
-        plan = self._plan
+        plan = self._planner.plan
         for slot in self._routers.values():
             status = slot.link.status
             if status is None or plan is None:
@@ -460,20 +401,10 @@ class LocalCluster:
         return True
 
     def _list_processes(self) -> list[ProcessRecord]:
-        records = []
-        for name, router in self._routers.items():
-            site = router.site
-            ports = {
-                "http": site.http_port,
-                "grpc": site.grpc_port,
-                "control": site.control_port,
-                "metrics": site.metrics_port,
-            }
-            records.append(_record(name, "router", router.program, ports))
-        for engine_id, engine in self._engines.items():
-            ports = {"grpc": engine.site.port, "metrics": engine.site.metrics_port, "kv": engine.site.kv_port}
-            records.append(_record(engine_id, "engine", engine.program, ports))
-        return records
+        routers = [_record(name, "router", slot.program, list_ports(slot.site)) for name, slot in self._routers.items()]
+        return routers + [
+            _record(name, "engine", slot.program, list_ports(slot.site)) for name, slot in self._engines.items()
+        ]
 
     # Events.
 
@@ -487,7 +418,7 @@ class LocalCluster:
 
     def _on_status(self) -> None:
         statuses = [slot.link.status for slot in self._routers.values()]
-        plan = self._plan
+        plan = self._planner.plan
         is_acknowledged = plan is not None and all(
             status and status.acknowledged_generation >= plan.generation for status in statuses
         )

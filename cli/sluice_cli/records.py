@@ -128,7 +128,9 @@ class ClusterDirectory:
 
     def read_processes(self) -> list[ProcessRecord]:
         """The processes last stored."""
-        return [ProcessRecord(**fields) for fields in self._read("processes.json") or []]
+        known = ProcessRecord.__dataclass_fields__.keys()  # another version of this program may have written them
+        records = self._read("processes.json") or []
+        return [ProcessRecord(**{name: record[name] for name in known & record.keys()}) for record in records]
 
     def write_launcher(self, phase: str, **facts: Any) -> None:
         """Stores this process as the launcher.

@@ -1,0 +1,83 @@
+"""Makes the plans of a local cluster: who has which role, who drains, and the number of the plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from google.protobuf.json_format import MessageToDict
+
+from sluice_operator.assign import assign
+from sluice_operator.render import render_plan
+from sluice_operator.sliders import resolve_sliders
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from sluice.v1 import plan_pb2
+    from sluice_cli.records import ClusterDirectory
+    from sluice_core.records import EngineId, Role
+    from sluice_operator.spec import ServingCluster
+
+
+class Planner:
+    """The plan in force and what it was made from.
+
+    Args:
+        directory: Stores generations and plans.
+    """
+
+    def __init__(self, directory: ClusterDirectory) -> None:
+        self.plan: plan_pb2.Plan | None = None
+        self.roles: dict[EngineId, Role] = {}
+        self._directory = directory
+        self._draining: set[EngineId] = set()
+        self._leaving: set[EngineId] = set()
+
+    def drain(self, engine_ids: Iterable[EngineId], *, is_leaving: bool) -> None:
+        """Has engines hand their work over from the next plan on.
+
+        Args:
+            engine_ids: The engines.
+            is_leaving: True: they end afterwards, so that others take their roles.
+        """
+        self._draining.update(engine_ids)
+        if is_leaving:
+            self._leaving.update(engine_ids)
+
+    def resume(self, engine_id: EngineId) -> None:
+        """Has a drained engine serve again from the next plan on."""
+        self._draining.discard(engine_id)
+
+    def forget(self, engine_id: EngineId) -> None:
+        """Drops an engine that has ended."""
+        self.roles.pop(engine_id, None)
+        self._draining.discard(engine_id)
+        self._leaving.discard(engine_id)
+
+    def make_plan(
+        self, manifest: ServingCluster, engine_ids: Iterable[EngineId], loads: Mapping[EngineId, int]
+    ) -> plan_pb2.Plan | None:
+        """Makes and stores the next plan.
+
+        Args:
+            manifest: What is wanted.
+            engine_ids: Engines that run, leaving ones included.
+            loads: Work of each engine, in any one unit.
+
+        Returns:
+            The plan; None when the one in force says the same already, or when there is no engine.
+        """
+        staying = [engine_id for engine_id in engine_ids if engine_id not in self._leaving]
+        leaving = {engine_id: role for engine_id, role in self.roles.items() if engine_id in self._leaving}
+        count = resolve_sliders(manifest.spec).num_prefill_heavy
+        self.roles = assign(self.roles, staying, count, loads) | leaving
+        old = self.plan
+        if not self.roles or (old and old == self._render(manifest, old.generation, old.cluster_uid)):
+            return None
+        uid, generation = self._directory.next_generation()
+        self.plan = self._render(manifest, generation, uid)
+        self._directory.write_plan(MessageToDict(self.plan, preserving_proto_field_name=True))
+        return self.plan
+
+    def _render(self, manifest: ServingCluster, generation: int, uid: str) -> plan_pb2.Plan:
+        return render_plan(manifest, self.roles, generation=generation, cluster_uid=uid, draining=self._draining)
