@@ -50,7 +50,9 @@ class Display:
             while True:
                 view = cluster.view()
                 parts = [make_table(view)]
-                hint = Text(f"try: {make_curl_line(view)}" if view.is_ready else "starting; Ctrl-C stops", style="dim")
+                hint = Text(
+                    f"try: {make_curl_line(view)}" if view.is_ready else f"{view.phase}; Ctrl-C stops", style="dim"
+                )
                 live.update(Group(*parts, hint), refresh=True)
                 await asyncio.sleep(REFRESH_S)
 

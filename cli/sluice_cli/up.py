@@ -55,13 +55,17 @@ class UpOptions:
         return arguments
 
 
-def read_manifest(options: UpOptions) -> ServingCluster:
+def read_manifest(options: UpOptions, text: str | None = None) -> ServingCluster:
     """Reads the manifest and checks that this machine can do what it asks for.
+
+    Args:
+        options: Where it is.
+        text: Its text, if it has been read already.
 
     Raises:
         ManifestError: It is wrong, or asks for what only Kubernetes can do.
     """
-    manifest = parse_manifest(options.manifest.read_text())
+    manifest = parse_manifest(options.manifest.read_text() if text is None else text)
     problems = check_local(manifest, options.home, options.volumes)
     if problems:
         raise ManifestError(problems)
@@ -80,7 +84,8 @@ async def run_up(options: UpOptions, display: Display) -> None:
         AlreadyRunningError: The cluster has a launcher.
         ExceptionGroup: Holds a PortError when a port that the manifest names is in use.
     """
-    manifest = read_manifest(options)
+    text = options.manifest.read_text()
+    manifest = read_manifest(options, text)
     directory = ClusterDirectory(manifest.metadata.name, options.home)
     directory.lock()
     directory.write_launcher("starting", manifest=str(options.manifest.absolute()), model=manifest.served_name)
@@ -98,20 +103,22 @@ async def run_up(options: UpOptions, display: Display) -> None:
         report=display.report,
     )
     try:
-        await _run(cluster, directory, options, display)
+        await _run(cluster, text, directory, options, display)
     except BaseException as error:
         directory.write_launcher("failed", error=str(error))
         raise
     directory.write_launcher("stopped")
 
 
-async def _run(cluster: LocalCluster, directory: ClusterDirectory, options: UpOptions, display: Display) -> None:
+async def _run(
+    cluster: LocalCluster, text: str, directory: ClusterDirectory, options: UpOptions, display: Display
+) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
     _handle_signals(stop, hurry, display)
     check = partial(check_local, home=options.home, volumes=options.volumes)
     async with asyncio.TaskGroup() as group:
         followers = [
-            group.create_task(follow_manifest(options.manifest, cluster, check, display.report)),
+            group.create_task(follow_manifest(options.manifest, text, cluster, check, display.report)),
             group.create_task(display.show(cluster)),
             group.create_task(_record_phase(cluster, directory)),
         ]

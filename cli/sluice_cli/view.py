@@ -25,7 +25,7 @@ class EngineView:
     Args:
         engine_id: The launcher's name.
         role: ``P-heavy``, ``D-heavy`` or empty.
-        state: ``starting``, ``restarting``, ``ready``, ``draining``, ``drained``, ``lost``, ``refused``.
+        state: ``starting``, ``restarting``, ``stopping``, ``ready``, ``draining``, ``drained``, ``lost``, ``refused``.
         chunk_size_tokens: In force (acknowledged).
         running_decodes: Decodes that run.
         waiting_requests: Requests that wait for prefill.
@@ -158,7 +158,7 @@ def make_view(
         manifest=manifest,
         model=model,
         routers=tuple(_view_router(p, statuses.get(p.name)) for p in processes if p.kind == "router"),
-        engines=tuple(_view_engine(p, pick_engine(answers, p.name)) for p in processes if p.kind == "engine"),
+        engines=tuple(_view_engine(p, pick_engine(answers, p.name), phase) for p in processes if p.kind == "engine"),
         classes=_sum_classes(answers),
     )
 
@@ -175,9 +175,10 @@ def name_state(state: control_pb2.EngineState.ValueType) -> str:
     return control_pb2.EngineState.Name(state).removeprefix("ENGINE_STATE_").lower()
 
 
-def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None) -> EngineView:
+def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None, phase: str) -> EngineView:
     if status is None or process.pid is None:
         state = "restarting" if process.pid is None and process.num_starts else "starting"
+        state = "stopping" if phase == "stopping" else state
         return EngineView(engine_id=process.name, state=state, num_restarts=_count_restarts(process), pid=process.pid)
     return EngineView(
         engine_id=process.name,

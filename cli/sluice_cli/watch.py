@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 # Editors write in several steps; wait until a file has been quiet for so long.
 SETTLE_MS = 100
+LOOK_MS = 1000
 
 
 async def follow_manifest(
     path: Path,
+    text: str,
     cluster: LocalCluster,
     check: Callable[[ServingCluster], list[Problem]],
     report: Callable[[str], None],
@@ -31,17 +33,27 @@ async def follow_manifest(
 
     Args:
         path: The manifest.
+        text: Its text when the cluster was made from it.
         cluster: The cluster that follows it.
         check: Finds what this machine cannot do.
         report: Takes a line for people.
     """
-    last_text = _read(path)
-    # The folder is watched: many editors replace the file by another.
-    async for _ in watchfiles.awatch(path.parent, debounce=SETTLE_MS, step=SETTLE_MS // 2, recursive=False):
-        text = _read(path)
-        if text not in (last_text, None):
-            last_text = text
-            take_edit(text or "", path, cluster, check, report)
+    last_text = text
+    # The folder is watched: many editors replace the file by another. A look each second besides finds what was
+    # written before the watch began, and edits on file systems that report none.
+    watch = watchfiles.awatch(
+        path.parent,
+        debounce=SETTLE_MS,
+        step=SETTLE_MS // 2,
+        recursive=False,
+        rust_timeout=LOOK_MS,
+        yield_on_timeout=True,
+    )
+    async for _ in watch:
+        found = _read(path)
+        if found is not None and found != last_text:
+            last_text = found
+            take_edit(found, path, cluster, check, report)
 
 
 def take_edit(

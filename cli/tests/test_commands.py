@@ -1,0 +1,214 @@
+"""The commands: what they print, and how they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from sluice.v1 import control_pb2, plan_pb2
+from sluice_cli.client import Stream
+from sluice_cli.main import cli
+from sluice_cli.records import ClusterDirectory, ProcessRecord, start_time
+from sluice_cli.story import make_story
+from sluice_cli.view import make_curl_line, make_table, make_view
+from sluice_cli.watch import follow_manifest
+from sluice_operator.manifest import parse_manifest
+
+if TYPE_CHECKING:
+    from sluice_operator.spec import ServingCluster
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to run commands in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_up_without_the_model_says_where_it_belongs(home: Path) -> None:
+    code, output = run("up", str(EXAMPLE))
+    assert code == 1
+    assert f"spec.model.source: {home}/.sluice/volumes/models/tiny is not a directory; put the model there" in output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("replicas: 4", "replicas: 0", "spec.replicas: 0 is below the least allowed value, 1; use 1 or more"),
+        ("persistentVolumeClaim: #", "image: {reference: x}\n      other: #", "spec.model.source.other"),
+        ("network:", "network:", ""),
+    ],
+    ids=["bound", "unknown", "valid"],
+)
+def test_up_refuses_a_wrong_manifest_by_field(home: Path, old: str, new: str, message: str) -> None:
+    (home / "m.yaml").write_text(EXAMPLE.read_text().replace(old, new))
+    code, output = run("up", "m.yaml")
+    assert code == 1
+    assert message in output
+
+
+def test_up_names_a_taken_port_and_the_ways_out(home: Path) -> None:
+    (home / ".sluice/volumes/models/tiny").mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 25430)):
+        code, output = run("up", str(EXAMPLE), "--http-port", "25430", "--port-range", "25431-25499")
+    assert code == 1
+    assert "port 25430 (--http-port) is in use on 127.0.0.1" in output
+    assert "choose another, or stop what uses it" in output
+
+
+@pytest.mark.parametrize("arguments", [("--port-range", "9-5"), ("--volume", "x"), ("--http-port", "80")])
+def test_options_are_checked(home: Path, arguments: tuple[str, str]) -> None:
+    code, output = run("up", str(EXAMPLE), *arguments)
+    assert code == 2
+    assert arguments[1] in output
+
+
+def test_without_a_cluster_status_says_so_and_down_has_nothing_to_do(home: Path) -> None:
+    code, output = run("status")
+    assert (code, "running in" in output) == (1, True)
+    assert run("down") == (0, "nothing runs\n")
+    assert "no cluster 'x'" in run("status", "--cluster", "x")[1]
+
+
+def test_status_as_json_works_while_no_router_answers(home: Path) -> None:
+    directory = ClusterDirectory("test")
+    directory.lock()
+    directory.write_launcher("starting", manifest="m.yaml", model="tiny")
+    ports = {"http": 25440, "grpc": 25441, "control": 25442, "metrics": 25443}
+    started = start_time(os.getpid())
+    directory.write_processes(
+        [
+            ProcessRecord(name="router-0", kind="router", pid=os.getpid(), started=started, num_starts=1, ports=ports),
+            ProcessRecord(name="engine-0", kind="engine", pid=None, num_starts=2),
+        ]
+    )
+    code, output = run("status", "--json")
+    content = json.loads(output)
+    assert code == 0
+    assert (content["name"], content["phase"], content["is_ready"]) == ("test", "starting", False)
+    assert (content["engines"][0]["state"], content["engines"][0]["num_restarts"]) == ("restarting", 1)
+
+
+def status(state: control_pb2.EngineState.ValueType, used: int) -> control_pb2.GetStatusResponse:
+    engine = control_pb2.EngineStatus(
+        engine_id="engine-0",
+        state=state,
+        role=plan_pb2.ROLE_DECODE_HEAVY,
+        chunk_size_tokens=64,
+        running_decodes=3,
+        kv_blocks_total=100,
+        kv_blocks_used=used,
+        kv_blocks_granted=5,
+        num_moved_in=7,
+    )
+    counters = control_pb2.ClassCounters(num_finished=10, num_met_ttft=9, num_met_tpot=10, num_met_both=9)
+    return control_pb2.GetStatusResponse(engines=[engine], classes=[counters], is_ready=True, generation=4)
+
+
+def test_the_view_takes_live_links_before_lost_ones_and_sums_attainment() -> None:
+    ports = {"http": 8000}
+    processes = [ProcessRecord(name=f"router-{i}", kind="router", pid=1, num_starts=1, ports=ports) for i in range(2)]
+    view = make_view(
+        name="c",
+        phase="ready",
+        manifest="m",
+        model="tiny",
+        processes=[*processes, ProcessRecord(name="engine-0", kind="engine", pid=2, num_starts=1)],
+        statuses={
+            "router-0": status(control_pb2.ENGINE_STATE_LOST, 50),
+            "router-1": status(control_pb2.ENGINE_STATE_READY, 20),
+        },
+    )
+    (engine,) = view.engines
+    assert (engine.state, engine.kv_blocks_free, engine.kv_blocks_used) == ("ready", 75, 20)
+    assert (view.classes[0].name, view.classes[0].num_finished, view.classes[0].num_met_both) == ("default", 20, 18)
+    assert view.is_ready
+    console = Console(file=io.StringIO(), width=150)
+    console.print(make_table(view))
+    shown = console.file.getvalue()
+    assert "75/20/100" in shown
+    assert "20 finished, TTFT 90 %, TPOT 100 %, both 90 %" in shown
+    assert "http://127.0.0.1:8000/v1/chat/completions" in make_curl_line(view)
+
+
+def test_a_story_shows_candidates_and_every_event() -> None:
+    candidate = {
+        "engine_id": "engine-0",
+        "role": "P-heavy",
+        "queued_prefill_tokens": 12,
+        "queue_s": 0.001,
+        "execute_s": 0.02,
+        "transfer_s": 0.003,
+        "is_feasible": True,
+        "reason": "feasible",
+    }
+    place = {"kind": "Place", "engine_id": "engine-0", "reason": "feasible", "predicted_ttft_s": 0.024}
+    hold = {"kind": "Hold", "reason": "no_engine"}
+    events = [
+        {"at_s": 0.0, "event": "placement", "decision": hold, "candidates": []},
+        {"at_s": 0.1, "event": "placement", "decision": place, "candidates": [candidate]},
+        {"at_s": 0.2, "event": "moved", "source": "engine-0", "target": "engine-2", "cause": "backflow"},
+    ]
+    console = Console(file=io.StringIO(), width=150)
+    console.print(make_story({"request_id": "r", "events": events}))
+    shown = console.file.getvalue()
+    assert "placement: hold (no_engine)" in shown
+    assert "placement: engine-0 (feasible), predicted TTFT 24 ms" in shown
+    assert "feasible (chosen)" in shown
+    assert "moved: source engine-0, target engine-2, cause backflow" in shown
+
+
+def test_a_stream_measures_its_first_piece_and_its_longest_gap() -> None:
+    stream = Stream()
+    for now_s, piece in ((10.5, "a"), (10.6, "b"), (11.6, "c")):
+        stream.take({"choices": [{"delta": {"content": piece}}]}, now_s, 10.0)
+    assert not stream.is_whole
+    stream.take({"choices": [{"delta": {}, "finish_reason": "length"}]}, 11.7, 10.0)
+    stream.take({"choices": [], "usage": {"completion_tokens": 3}}, 11.7, 10.0)
+    assert (stream.text, stream.output_tokens, stream.is_whole) == ("abc", 3, True)
+    assert (stream.ttft_s, round(stream.longest_gap_s, 6)) == (0.5, 1.0)
+
+
+class FakeCluster:
+    """Takes manifests."""
+
+    def __init__(self, manifest: ServingCluster) -> None:
+        self.manifest = manifest
+        self.changed = asyncio.Event()
+
+    def apply(self, manifest: ServingCluster) -> None:
+        self.manifest = manifest
+        self.changed.set()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["written in place", "replaced as editors do"])
+async def test_edits_of_the_file_are_followed(tmp_path: Path, *, is_replaced: bool) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(EXAMPLE.read_text())
+    text = path.read_text()
+    cluster, lines = FakeCluster(parse_manifest(text)), []
+    task = asyncio.create_task(follow_manifest(path, text, cluster, lambda manifest: [], lines.append))
+    target = tmp_path / "new" if is_replaced else path
+    target.write_text(text.replace("decodeHeavy: 64", "decodeHeavy: 128"))
+    target.replace(path)
+    async with asyncio.timeout(20):
+        await cluster.changed.wait()
+    task.cancel()
+    assert cluster.manifest.spec.chunk_sizes.decode_heavy == 128
+    assert lines == ["m.yaml: spec.chunkSizes.decodeHeavy 64 -> 128 (live)"]
