@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.hand_off.hops import draw_prompt, find_engine
+from benchmarks.hand_off.hops import draw_prompt, move_for_sure
 from benchmarks.local_cluster.client import TokenStream
 
 if TYPE_CHECKING:
@@ -118,16 +118,7 @@ class Background:
 
     async def _settle(self, stream: TokenStream, engine_id: str) -> bool:
         """Moves a decode to its engine; False when it ended before it was there."""
-        await stream.wait_tokens(1)
-        location = await find_engine(self._client, stream.request_id)
-        while location != engine_id:
-            # A move may be refused, when the target is full for a moment.
-            reason = await self._client.move(stream.request_id, engine_id)
-            if reason == "same_engine":
-                return True
-            if not await stream.wait_tokens(len(stream.token_times_s) + 4):
-                return False
-        return True
+        return await stream.wait_tokens(1) and await move_for_sure(self._client, stream, engine_id)
 
     async def _keep_prefill(self) -> None:
         """Keeps one prompt in prefill or its queue; the router places it where the fewest tokens wait."""

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 # Tokens before the first hop and after each one; the plain gaps of a request lie among them.
 HOLD_TOKENS = 12
-# Room for the tokens between asking for a move and the hop: the request runs on meanwhile, and a busy client asks late.
-ASKING_TOKENS = 40
+# Tokens until it is asked whether a move has come to its end; the request runs on meanwhile.
+ASKING_TOKENS = 4
+# Prompt and output of a request; it is cut off after its last hop. Room, because on a busy machine a grant takes many of
+# the source's iterations, and the request runs on meanwhile.
+LONGEST_TOKENS = 4096
 # Gaps from a hop on that are not plain: the hop itself, and a first step that the target may have shared with it.
 HOP_GAPS = 2
 # Within the tiny model's vocabulary, above its special tokens.
@@ -87,27 +90,23 @@ def draw_prompt(rng: random.Random, num_tokens: int) -> list[int]:
     return rng.choices(TOKEN_IDS, k=num_tokens)
 
 
-async def walk(client: Client, prompt: Sequence[int], num_hops: int, choose_route: Callable[[str], list[str]]) -> Walk:
+async def walk(client: Client, prompt: Sequence[int], choose_route: Callable[[str], list[str]]) -> Walk:
     """Runs a request and moves it along a route.
 
     Args:
         client: Of the router.
         prompt: Its prompt.
-        num_hops: Length of the route.
         choose_route: Chooses the engines to move to, in order, by the one that the prefill ran on.
 
     Raises:
         StreamFailedError: The request failed.
     """
     stream = TokenStream()
-    max_tokens = HOLD_TOKENS + num_hops * (HOLD_TOKENS + ASKING_TOKENS)
     async with asyncio.TaskGroup() as group:
-        reader = group.create_task(client.generate(stream, prompt, max_tokens))
+        reader = group.create_task(client.generate(stream, prompt, LONGEST_TOKENS - len(prompt)))
         asked = await _ask_for_moves(client, stream, choose_route)
-        # Tokens left over are of no use.
+        # What is left of it is of no use.
         reader.cancel()
-    if not stream.request_id:
-        return Walk(hops=[], plain_gaps_s=[], num_missing=num_hops)
     return read_walk(stream.token_times_s, len(prompt), asked, await client.explain(stream.request_id))
 
 
@@ -117,14 +116,26 @@ async def _ask_for_moves(client: Client, stream: TokenStream, choose_route: Call
     if not await stream.wait_tokens(1):
         return asked
     for target in choose_route(await find_engine(client, stream.request_id)):
-        if not await stream.wait_tokens(len(stream.token_times_s) + HOLD_TOKENS):
+        if not await stream.wait_more(HOLD_TOKENS):
             break
         status = await client.read_status()
         engine = next(engine for engine in status.engines if engine.engine_id == target)
         asked.append(Asked(target=target, decodes=engine.running_decodes, queued_tokens=engine.queued_prefill_tokens))
-        await client.move(stream.request_id, target)
-    await stream.wait_tokens(len(stream.token_times_s) + HOLD_TOKENS)
+        await move_for_sure(client, stream, target)
+    await stream.wait_more(HOLD_TOKENS)
     return asked
+
+
+async def move_for_sure(client: Client, stream: TokenStream, target: str) -> bool:
+    """Asks for a move until the request runs on the target; False when it ended before.
+
+    Asking again is also the way to see how the move stands: it is refused while one is under way, and with
+    ``same_engine`` once the target owns the request.
+    """
+    while await client.move(stream.request_id, target) != "same_engine":
+        if not await stream.wait_more(ASKING_TOKENS):
+            return False
+    return True
 
 
 async def find_engine(client: Client, request_id: str) -> str:

@@ -78,7 +78,6 @@ class Run:
     async def measure_first_contact(self) -> None:
         """Moves requests over every pair of engines that have never met, then again."""
         engine_ids = await self._list_engines()
-        num_hops = len(engine_ids) * (len(engine_ids) // 2)
         for name, is_reversed in (("first contact", False), ("other direction", True), ("known pair", False)):
             cell = Cell(condition=name, kv_moved="mixed", context_tokens=FIRST_CONTACT_PROMPT_TOKENS, num_recomputed=0)
             self.cells.append(cell)
@@ -88,7 +87,7 @@ class Run:
             def choose(start: str, *, is_reversed: bool = is_reversed) -> list[str]:
                 return make_circuit(engine_ids, start, is_reversed=is_reversed)
 
-            found = await walk(self._client, prompt, num_hops, choose)
+            found = await walk(self._client, prompt, choose)
             for hop in found.hops:
                 cell.add(hop, None)
             cell.add_rest(found)
@@ -130,7 +129,7 @@ class Run:
         def choose(start: str) -> list[str]:
             return [next(engine_id for engine_id in engine_ids if engine_id != start), start]
 
-        found = await walk(self._client, draw_prompt(self._rng, context_tokens), 2, choose)
+        found = await walk(self._client, draw_prompt(self._rng, context_tokens), choose)
         there.add_rest(found)
         back.plain_gaps_s.extend(found.plain_gaps_s)
         for hop, cell in zip(found.hops, (there, back), strict=False):

@@ -70,6 +70,10 @@ class TokenStream:
             await self._news.wait()
         return len(self.token_times_s) >= count
 
+    async def wait_more(self, count: int) -> bool:
+        """Waits for ``count`` tokens from now on; False when the stream ended before."""
+        return await self.wait_tokens(len(self.token_times_s) + count)
+
 
 @dataclass(frozen=True, slots=True)
 class Client:
