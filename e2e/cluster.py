@@ -179,7 +179,7 @@ class Client:
     async def generate(
         self, request: Request, *, move_at: tuple[int, ...] = (), route: tuple[str, ...] = (), name: str = ""
     ) -> Result:
-        """Stream one request; ask for a move to ``route[i]`` once ``move_at[i]`` tokens have come."""
+        """Stream one request; ask for a move to ``route[i]`` once ``move_at[i]`` tokens have come, until it begins."""
         call = self.api.Generate(
             router_pb2.GenerateRequest(
                 token_ids=router_pb2.TokenIds(values=request.prompt_token_ids),
@@ -192,8 +192,10 @@ class Client:
         async for delta in call:
             result.take(delta)
             if moves and len(result.token_ids) >= moves[0][0] and not result.finish_reason:
-                _, engine_id = moves.pop(0)
-                await self.control.Move(control_pb2.MoveRequest(request_id=delta.request_id, engine_id=engine_id))
+                asked = control_pb2.MoveRequest(request_id=delta.request_id, engine_id=moves[0][1])
+                answer = await self.control.Move(asked)
+                if answer.is_started or answer.reason == "same_engine":
+                    moves.pop(0)
         return result
 
 

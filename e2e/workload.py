@@ -79,7 +79,7 @@ class Answer:
     logprobs: list[float] | None
 
 
-def make_requests(count: int, *, max_tokens: int = 48, seed: int = 5) -> list[Request]:
+def make_requests(count: int, *, max_tokens: int = 80, seed: int = 5) -> list[Request]:
     """Make ``count`` requests: every prompt length with every kind of sampling before any pair repeats."""
     rng = random.Random(seed)
     pairs = [(length, kind) for kind in SAMPLING for length in PROMPT_LENGTHS]

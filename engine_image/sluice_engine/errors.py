@@ -6,7 +6,7 @@
       SettingsError          the command line is wrong; exit status 2
       UnsupportedVllmError   another vLLM than the one the hooks are written against; exit status 3
       StartError             a port is taken, the model cannot be loaded; exit status 4
-      SubmitRefusedError     one request is wrong; answered by its slot's Finished with ERROR
+      SubmitRefusedError     one request is wrong; answered by its slot's Finished with REFUSED
 
 Everything else that escapes ends the process, because a supervisor restarts it faster than it heals.
 """

@@ -272,7 +272,7 @@ class Link:
 
     def add_refusal(self, slot: int, error: str) -> None:
         """Ends the slot of a submit that cannot run."""
-        self._columns.finished.append(wire.Finished(slot=slot, reason=sampling_pb2.FINISH_REASON_ERROR, error=error))
+        self._columns.finished.append(wire.Finished(slot=slot, reason=sampling_pb2.FINISH_REASON_REFUSED, error=error))
 
     def add_proposal(self, request: Request, proposal: control.Proposal) -> None:
         """Proposes a move."""

@@ -113,7 +113,7 @@ async def test_parameters_mean_what_they_say(left):
 async def test_a_bad_submit_ends_its_slot_and_nothing_else(left, prompt, sampling, named):
     async with attach(left) as router:
         finished = await router.finished(await router.submit(prompt, sampling))
-        assert finished.reason == sampling_pb2.FINISH_REASON_ERROR
+        assert finished.reason == sampling_pb2.FINISH_REASON_REFUSED
         assert named in finished.error
         assert len(await router.run(PROMPT, {"max_tokens": 2})) == 2
 

@@ -307,7 +307,7 @@ async def test_a_bad_submit_ends_its_slot_and_counts_as_reported(engine):
     await router.send(submits=[submit(5, "a", prompt_token_ids=[], submit_number=3)])
     [message] = router.receive()
     assert message.finished[0].slot == 5
-    assert message.finished[0].reason == sampling_pb2.FINISH_REASON_ERROR
+    assert message.finished[0].reason == sampling_pb2.FINISH_REASON_REFUSED
     assert message.finished[0].error == "prompt_token_ids: empty"
     assert message.load.last_submit_number == 3
     assert engine.core.requests == {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.records import EngineId
 from sluice_router import conversion, ending, moves, ownership, plan, recovery
-from sluice_router.errors import EngineFaultError
+from sluice_router.errors import EngineFaultError, InvalidRequestError
 from sluice_router.state import MovePhase, StreamBrokenError
 
 if TYPE_CHECKING:
@@ -195,7 +195,9 @@ def _take_finished(state: RouterState, engine: Engine, finished: engine_pb2.Fini
     state.table.cancel_placement(engine.engine_id, request.request_id, now)
     if request.move is not None:
         moves.abandon(state, request.move, "target_failed", now)
-    if finished.reason == sampling_pb2.FINISH_REASON_ERROR:
+    if finished.reason == sampling_pb2.FINISH_REASON_REFUSED:
+        ending.fail(state, request, InvalidRequestError(finished.error or "an engine refused the request"), now)
+    elif finished.reason == sampling_pb2.FINISH_REASON_ERROR:
         message = f"engine {engine.engine_id} cannot run the request: {finished.error or 'no reason given'}"
         ending.fail(state, request, EngineFaultError(message), now)
     elif finished.reason == sampling_pb2.FINISH_REASON_RETURNED:

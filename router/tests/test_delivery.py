@@ -7,7 +7,7 @@ from data_plane_harness import Harness
 from fake_engine import expected_output, expected_token
 
 from sluice.v1 import engine_pb2, sampling_pb2
-from sluice_router.errors import EngineFaultError
+from sluice_router.errors import EngineFaultError, InvalidRequestError
 
 ONE = {"d0": "D"}
 TWO = {"d0": "D", "d1": "D"}
@@ -198,14 +198,22 @@ def test_logprobs_come_with_their_tokens():
     assert plain.logprobs == []
 
 
-def test_error_of_an_engine_reaches_the_client():
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [
+        (sampling_pb2.FINISH_REASON_ERROR, EngineFaultError),
+        (sampling_pb2.FINISH_REASON_REFUSED, InvalidRequestError),
+    ],
+    ids=["the engine's fault", "the request's fault"],
+)
+def test_error_of_an_engine_reaches_the_client(reason, error):
     harness = Harness(ONE)
     _, sink = harness.admit(20, 9)
     harness.deliver()
     message = engine_pb2.AttachResponse()
-    message.finished.add(slot=0, reason=sampling_pb2.FINISH_REASON_ERROR, error="grammar: bad")
+    message.finished.add(slot=0, reason=reason, error="grammar: bad")
     say(harness, "d0", message)
-    assert isinstance(sink.error, EngineFaultError)
+    assert isinstance(sink.error, error)
     assert "grammar: bad" in sink.error.message
 
 

@@ -39,6 +39,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The request's part on this engine ended; its KV blocks wait for the next engine."""
     FINISH_REASON_RETURNED: _FinishReason.ValueType  # 6
     """A prompt that had not started goes back to its router (chunk size 0, drain)."""
+    FINISH_REASON_REFUSED: _FinishReason.ValueType  # 7
+    """The request itself is wrong, so that no engine will run it; see the error text."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended on an engine or for a client."""
@@ -57,6 +59,8 @@ FINISH_REASON_HANDED_OFF: FinishReason.ValueType  # 5
 """The request's part on this engine ended; its KV blocks wait for the next engine."""
 FINISH_REASON_RETURNED: FinishReason.ValueType  # 6
 """A prompt that had not started goes back to its router (chunk size 0, drain)."""
+FINISH_REASON_REFUSED: FinishReason.ValueType  # 7
+"""The request itself is wrong, so that no engine will run it; see the error text."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

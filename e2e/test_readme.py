@@ -1,0 +1,98 @@
+"""What the documents show works: their marked commands run against a cluster started as the README says.
+
+A fenced block is marked after its language: ``ci`` runs as it stands, ``ci-background`` runs beside the others until they
+are done (`make up`), ``ci-elsewhere`` is what CI itself calls and is only checked to exist.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "docs/api.md", "CONTRIBUTING.md")
+URL = "http://127.0.0.1:8000"
+FENCE = re.compile(r"^```sh (ci\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A marked block of a document."""
+
+    document: str
+    kind: str
+    commands: str
+
+
+def find_blocks() -> list[Block]:
+    """The marked blocks of all documents, in order."""
+    return [
+        Block(document, match[1], match[2])
+        for document in DOCUMENTS
+        for match in FENCE.finditer((ROOT / document).read_text())
+    ]
+
+
+BLOCKS = find_blocks()
+
+
+@pytest.fixture(scope="module")
+def made_up() -> Iterator[None]:
+    """Runs what the README says to run in the background, until the URL it names answers."""
+    (background,) = (block for block in BLOCKS if block.kind == "ci-background")
+    process = subprocess.Popen(
+        ["bash", "-ec", background.commands], cwd=ROOT, start_new_session=True, stdin=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not is_ready():
+            assert process.poll() is None, "what the README runs in the background has ended"
+            assert time.monotonic() < deadline, "not ready in 240 s"
+            time.sleep(0.5)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(60)
+
+
+def is_ready() -> bool:
+    """Whether the router of the example is ready."""
+    try:
+        with urllib.request.urlopen(f"{URL}/readyz", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def test_each_document_shows_what_ci_runs() -> None:
+    assert {block.document for block in BLOCKS} == set(DOCUMENTS)
+    assert any(block.kind == "ci-elsewhere" and "make test" in block.commands for block in BLOCKS)
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.kind == "ci"], ids=lambda b: b.commands.split("\n")[0][:40])
+def test_a_shown_command_works(block: Block) -> None:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.commands],
+        cwd=ROOT,
+        env={**os.environ, "URL": URL},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"error"' not in done.stdout
+    assert done.stdout.strip()
