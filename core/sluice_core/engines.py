@@ -99,6 +99,7 @@ class InFlight:
     """An own placement that no report includes yet."""
 
     submit_number: int | None = None
+    placed_at_s: float
     tokens: int
     execute_s: float
     blocks: int
@@ -288,7 +289,7 @@ class EngineTable:
         """
         state = self._states[engine_id]
         blocks = blocks_for_tokens(kv_tokens, state.spec.block_size_tokens)
-        state.in_flight[request_id] = InFlight(tokens=tokens, execute_s=execute_s, blocks=blocks)
+        state.in_flight[request_id] = InFlight(placed_at_s=now, tokens=tokens, execute_s=execute_s, blocks=blocks)
         state.queued_prefill_tokens += tokens
         state.free_at_s = max(now, state.free_at_s) + execute_s
         state.reserved_kv_blocks += blocks
@@ -363,7 +364,7 @@ class EngineTable:
         state.reserved_kv_blocks = queued_blocks + max(0, load.queued_requests - 1)
         for placement in placements:
             state.queued_prefill_tokens += placement.tokens
-            state.free_at_s += placement.execute_s
+            state.free_at_s = max(placement.placed_at_s, state.free_at_s) + placement.execute_s
             state.reserved_kv_blocks += placement.blocks
         self._put(state, self._make_view(state))
 

@@ -103,6 +103,13 @@ def test_work_begins_now_on_an_engine_that_was_free_long_ago(table):
     assert table[A].free_at_s == pytest.approx(100.5)
 
 
+def test_a_grant_does_not_change_when_the_queue_is_empty(table):
+    place(table, A, "r1", now=100.0)
+    place(table, A, "r2", now=100.1)
+    table.record_grant_request(A, 1, 3)
+    assert table[A].free_at_s == pytest.approx(101.0)
+
+
 def test_marking_an_unknown_placement_is_refused(table):
     with pytest.raises(ValueError, match="'r9'"):
         table.mark_submitted(A, RequestId("r9"), 1)
