@@ -158,9 +158,7 @@ def read_walk(
     hops: list[Hop] = []
     pending = list(asked)
     hop_indexes: set[int] = set()
-    handed_off = [event for event in events if event["event"] == "handed_off"]
-    moved = [event for event in events if event["event"] == "moved"]
-    for left, arrived in zip(handed_off, moved, strict=False):
+    for left, arrived in find_moves(events):
         index = int(left["output_tokens"])
         while pending and pending[0].target != left["target"]:
             pending.pop(0)
@@ -186,3 +184,16 @@ def read_walk(
         if index not in hop_indexes
     ]
     return Walk(hops=hops, plain_gaps_s=plain, num_missing=len(asked) - len(hops))
+
+
+def find_moves(events: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs each hand-off with its arrival; one without (the pull failed and something else followed) is left out."""
+    pairs = []
+    left: dict[str, Any] | None = None
+    for event in events:
+        if event["event"] == "handed_off":
+            left = event
+        elif event["event"] == "moved" and left is not None and left["target"] == event["target"]:
+            pairs.append((left, event))
+            left = None
+    return pairs
