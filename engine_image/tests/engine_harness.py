@@ -7,6 +7,8 @@ wait in the client's queue until ``Engine.poll`` takes them.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import queue
 import time
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sluice_engine import control
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
 FIRST_PORT = 21000
@@ -68,6 +70,20 @@ class Part:
         return self.finish_reason is not None or self.is_returned
 
 
+@contextlib.contextmanager
+def objects_kept_from_forks() -> Iterator[None]:
+    """Keeps a forked child's garbage collector off objects of this process.
+
+    Tests of other parts leave channels of grpc.aio behind, whose finalizers wait for a thread that a fork does not have.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class Engine:
     """One EngineCore process with Sluice's plugin."""
 
@@ -103,7 +119,8 @@ class Engine:
             config = EngineArgs(**(settings | options)).create_engine_config()
             # vLLM asks for spawn on CPUs; a fork starts in a fraction of the time.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-            self.client = SyncMPClient(config, Executor.get_class(config), log_stats=False)
+            with objects_kept_from_forks():
+                self.client = SyncMPClient(config, Executor.get_class(config), log_stats=False)
         self.name = name
         self.parts: dict[str, Part] = {}
         self.reports: list[control.Report] = []
