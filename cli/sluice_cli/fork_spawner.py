@@ -72,13 +72,13 @@ class ForkSpawner:
                 return await self._fork(request, launch)
             except (ForkServerError, OSError, TimeoutError) as error:
                 self._is_usable = False
-                self._end_server()
+                await self._end_server()
                 self._report(f"engines start without the fork server: {error}; see {self._log}")
         return await spawn(launch)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends the fork server."""
-        self._end_server()
+        await self._end_server()
 
     async def _fork(self, request: dict[str, Any], launch: Launch) -> Child:
         launch.log.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ class ForkSpawner:
         """The fork server; a new one where it has ended, or was started with another environment."""
         if self._server and self._server.returncode is None and self._environment == launch.environment:
             return self._server
-        self._end_server()
+        await self._end_server()
         _become_subreaper()
         with self._log.open("ab") as output:
             self._server = await asyncio.create_subprocess_exec(
@@ -123,10 +123,13 @@ class ForkSpawner:
                     return answer
         raise ForkServerError("it has ended")
 
-    def _end_server(self) -> None:
-        if self._server and self._server.returncode is None:
-            self._server.kill()
-        self._server = None
+    async def _end_server(self) -> None:
+        server, self._server = self._server, None
+        if server is None:
+            return
+        if server.returncode is None:
+            server.kill()
+        await server.wait()
 
     def _reap_orphans(self) -> None:
         """Reaps what killed engines left: a subreaper is the parent of all orphans below it."""

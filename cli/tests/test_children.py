@@ -92,7 +92,7 @@ async def test_a_fork_runs_as_a_process_of_its_own_would(program: Path) -> None:
     assert [await child.wait() for child in children] == [5, 5]
     assert log.read_text() == "['--x', '1'] a True True\n" * 2
     assert {psutil.Process().pid} == {os.getpid()}
-    spawner.close()
+    await spawner.close()
     assert not lines
 
 
@@ -112,7 +112,7 @@ async def test_another_environment_gets_another_fork_server(program: Path) -> No
         launch = Launch(command=("python", "-m", "forked_program"), environment={"A": value}, log=program / value)
         await (await spawner(launch)).wait()
         assert launch.log.read_text() == f"[] {value} True True\n"
-    spawner.close()
+    await spawner.close()
 
 
 def test_two_launchers_never_choose_one_port(tmp_path: Path) -> None:
