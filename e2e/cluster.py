@@ -177,17 +177,25 @@ class Client:
     control: control_pb2_grpc.ControlAsyncStub
 
     async def generate(
-        self, request: Request, *, move_at: tuple[int, ...] = (), route: tuple[str, ...] = (), name: str = ""
+        self,
+        request: Request,
+        *,
+        move_at: tuple[int, ...] = (),
+        route: tuple[str, ...] = (),
+        result: Result | None = None,
     ) -> Result:
-        """Stream one request; ask for a move to ``route[i]`` once ``move_at[i]`` tokens have come, until it begins."""
+        """Stream one request; ask for a move to ``route[i]`` once ``move_at[i]`` tokens have come, until it begins.
+
+        ``result`` grows while tokens come, for callers that watch.
+        """
+        result = result or Result(name=request.name)
         call = self.api.Generate(
             router_pb2.GenerateRequest(
                 token_ids=router_pb2.TokenIds(values=request.prompt_token_ids),
                 sampling=request.to_proto(),
-                request_id=name or request.name,
+                request_id=request.name,
             )
         )
-        result = Result(name=name or request.name)
         moves = list(zip(move_at, route, strict=True))
         async for delta in call:
             result.take(delta)

@@ -7,6 +7,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+from cluster import Result
 from test_exactness import check
 
 if TYPE_CHECKING:
@@ -22,14 +23,19 @@ ENGINES = ("engine-0", "engine-1", "engine-2", "engine-3")
 
 
 async def stream_through(cluster: Cluster, known: list[tuple[Request, Answer]], fault: Callable[[], object]) -> None:
-    """Stream requests, cause the fault once half of them have tokens, and compare every answer."""
+    """Stream requests, cause the fault once a third of all tokens have come, and compare every answer."""
     loop = asyncio.get_running_loop()
+    results = [Result(name=request.name) for request, _ in known]
+    due = sum(request.sampling["max_tokens"] for request, _ in known) // 3
     async with cluster.client() as client:
-        tasks = [asyncio.create_task(client.generate(request)) for request, _ in known]
-        await asyncio.sleep(0.7)
+        pairs = zip(known, results, strict=True)
+        tasks = [asyncio.create_task(client.generate(request, result=result)) for (request, _), result in pairs]
+        async with asyncio.timeout(60):
+            while sum(len(result.token_ids) for result in results) < due:
+                await asyncio.sleep(0.01)
         done = sum(task.done() for task in tasks)
         await loop.run_in_executor(None, fault)
-        results = await asyncio.wait_for(asyncio.gather(*tasks), 120)
+        await asyncio.wait_for(asyncio.gather(*tasks), 120)
     assert done < len(tasks), "the fault came after the streams had ended"
     for result, (_, answer) in zip(results, known, strict=True):
         check(result, answer)
@@ -46,7 +52,7 @@ async def test_a_killed_engine_is_not_noticed(
     assert cluster.pid(engine) != before
 
 
-@pytest.mark.parametrize("engine", ["engine-0", "engine-3"])
+@pytest.mark.parametrize("engine", ENGINES)
 async def test_a_frozen_engine_is_not_noticed(
     cluster: Cluster, known: list[tuple[Request, Answer]], engine: str
 ) -> None:
@@ -58,7 +64,18 @@ async def test_a_frozen_engine_is_not_noticed(
     cluster.wait_ready()
 
 
-async def test_a_removed_engine_is_not_noticed(cluster: Cluster, known: list[tuple[Request, Answer]]) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_an_engine_that_is_told_to_stop_is_not_noticed(
+    cluster: Cluster, known: list[tuple[Request, Answer]], engine: str
+) -> None:
+    first = 120 + ENGINES.index(engine) * NUM_STREAMS
+    before = cluster.pid(engine)
+    await stream_through(cluster, known[first : first + NUM_STREAMS], lambda: cluster.kill(engine, signal.SIGTERM))
+    cluster.wait_ready()
+    assert cluster.pid(engine) != before
+
+
+async def test_an_engine_scaled_away_is_not_noticed(cluster: Cluster, known: list[tuple[Request, Answer]]) -> None:
     def remove() -> None:
         cluster.edit(lambda spec: spec.update(replicas=3))
 

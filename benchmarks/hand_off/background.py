@@ -51,6 +51,10 @@ CONDITIONS = (
 )
 
 
+class BackgroundError(RuntimeError):
+    """A condition did not come up; says how far it came."""
+
+
 class Background:
     """Keeps a condition up. Mutable: its streams come and go.
 
@@ -72,7 +76,11 @@ class Background:
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """Keeps the condition up for the length of the block."""
+        """Keeps the condition up for the length of the block.
+
+        Raises:
+            BackgroundError: It does not come up.
+        """
         condition = self._condition
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -84,8 +92,14 @@ class Background:
                 group.create_task(self._keep_prefill()) for _ in range(condition.prefills * len(self._engine_ids))
             ]
             self._note_decodes()
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await self._is_up.wait()
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await self._is_up.wait()
+            except TimeoutError as error:
+                present = {engine_id: len(streams) for engine_id, streams in self._decodes.items()}
+                raise BackgroundError(
+                    f"{condition.decodes} decodes are wanted on each engine; after {START_TIMEOUT_S:g} s there are {present}"
+                ) from error
             yield
             for task in tasks:
                 task.cancel()

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import sys
 import tempfile
@@ -74,6 +75,7 @@ class Run:
         self._options = options
         self._rng = random.Random(options.seed)
         self.cells: list[Cell] = []
+        self.affinity = cluster.find_affinity()
 
     async def measure_first_contact(self) -> None:
         """Moves requests over every pair of engines that have never met, then again."""
@@ -157,8 +159,8 @@ class Run:
         )
 
 
-async def measure(cluster: Cluster, options: argparse.Namespace) -> list[Cell]:
-    """Runs everything on a cluster that is starting."""
+async def measure(cluster: Cluster, options: argparse.Namespace) -> Run:
+    """Runs everything on a cluster that is starting; returns the run with its cells."""
     async with cluster.connect(options.start_timeout) as client:
         run = Run(cluster, client, options)
         print(f"{options.engines} engines serve", flush=True)
@@ -166,7 +168,7 @@ async def measure(cluster: Cluster, options: argparse.Namespace) -> list[Cell]:
         await run.reduce_to_pair()
         for condition in options.conditions:
             await run.measure_pair(condition)
-    return run.cells
+    return run
 
 
 def make_cluster_manifest(options: argparse.Namespace) -> dict[str, Any]:
@@ -214,9 +216,26 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def print_result(cells: Sequence[Cell], machine: dict[str, str]) -> None:
+def find_warnings(run: Run) -> list[str]:
+    """Finds what makes the figures doubtful."""
+    warnings = []
+    used = {core for cores in run.affinity.values() for core in cores}
+    if len(used) < min(len(run.affinity), len(os.sched_getaffinity(0))):
+        warnings.append(
+            f"all engines are pinned to cores {sorted(used)}: they wait for one another, not for the hand-off"
+        )
+    missing = sum(cell.num_missing for cell in run.cells)
+    if missing:
+        warnings.append(f"{missing} moves did not come to a hop; the router's log says why (--logs)")
+    recomputed = sum(cell.num_recomputed or 0 for cell in run.cells)
+    if recomputed:
+        warnings.append(f"{recomputed} pulls failed or came too late: their pauses contain a prefill")
+    return warnings
+
+
+def print_result(run: Run, machine: dict[str, str]) -> None:
     """Prints the table and what is needed to read it."""
-    print(f"\n{format_cells(cells)}\n")
+    print(f"\n{format_cells(run.cells)}\n")
     print(
         "pause: last token from the source to first from the target, at the client. ratio: pause over the median plain gap\n"
         "of the same requests. iterations: tokens that a decode on the target had during the pause. router: grant asked to\n"
@@ -224,6 +243,8 @@ def print_result(cells: Sequence[Cell], machine: dict[str, str]) -> None:
         "'new': back to an engine whose prefix cache still holds the older blocks."
     )
     print("machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()))
+    for warning in find_warnings(run):
+        print(f"WARNING: {warning}")
 
 
 def main() -> int:
@@ -235,8 +256,8 @@ def main() -> int:
         folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-hand-off-")))
         ports = range(options.port_base + 1, options.port_base + 500)
         cluster = stack.enter_context(run_cluster(folder, make_cluster_manifest(options), ports=ports))
-        cells = asyncio.run(measure(cluster, options))
-    print_result(cells, machine)
+        run = asyncio.run(measure(cluster, options))
+    print_result(run, machine)
     if options.json:
         result = {
             "benchmark": "hand_off",
@@ -246,7 +267,9 @@ def main() -> int:
             "chunk_size_tokens": CHUNK_TOKENS,
             "duration_s": round(time.monotonic() - started_s, 1),
             "machine": machine,
-            "cells": [cell.as_json() for cell in cells],
+            "engine_cores": run.affinity,
+            "warnings": find_warnings(run),
+            "cells": [cell.as_json() for cell in run.cells],
         }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written to {options.json}")

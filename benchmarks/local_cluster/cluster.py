@@ -82,6 +82,16 @@ class Cluster:
                 found += [root, *root.children(recursive=True)]
         return found
 
+    def find_affinity(self) -> dict[str, list[int]]:
+        """Finds the cores that each engine's EngineCore may run on; the serving process computes nothing."""
+        affinity = {}
+        for name, record in self.read_processes("engine").items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(record["pid"])
+                cores = {core for child in root.children(recursive=True) for core in child.cpu_affinity() or ()}
+                affinity[name] = sorted(cores)
+        return affinity
+
     def read_tail(self) -> str:
         """Reads the end of the launcher's output."""
         lines = (self.directory / "up.log").read_text(errors="replace").splitlines()
