@@ -6,6 +6,7 @@ outside (HTTP, gRPC, ``sluice status``, signals to process ids).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,8 @@ import psutil
 import yaml
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
+from sluice_cli.records import ClusterDirectory
+from sluice_cli.status import read_view
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -61,12 +65,12 @@ class Cluster:
     # --- what is the case
 
     def status(self) -> dict[str, Any]:
-        """``sluice status --json``."""
-        done = subprocess.run(
-            [*SLUICE, "status", "--json"], cwd=self.directory, capture_output=True, text=True, check=True
-        )
-        status: dict[str, Any] = json.loads(done.stdout)
-        return status
+        """What ``sluice status --json`` says, without the start of a process for each look."""
+        directory = ClusterDirectory(self.name, self.directory / ".sluice")
+        # In a thread of its own, so that it may be called from coroutines too.
+        with ThreadPoolExecutor(1) as thread:
+            view = thread.submit(asyncio.run, read_view(directory)).result()
+        return view.to_dict()
 
     def processes(self, kind: str) -> dict[str, dict[str, Any]]:
         """Process records of a kind (``engine``, ``router``) by name, as the launcher keeps them."""
@@ -128,10 +132,9 @@ class Cluster:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise NotReachedError(f"`sluice up` ended with {self.process.returncode}:\n{self.tail()}")
-            with contextlib.suppress(subprocess.CalledProcessError):
-                status = self.status()
-                if is_reached(status):
-                    return status
+            status = self.status()
+            if is_reached(status):
+                return status
             time.sleep(0.2)
         raise NotReachedError(f"not reached in {timeout_s:g} s: {what}\n{json.dumps(status, indent=1)}\n{self.tail()}")
 

@@ -7,9 +7,7 @@ import json
 import re
 import signal
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -117,8 +115,7 @@ def status(name: str | None, *, as_json: bool) -> None:
     """Shows a cluster's routers and engines."""
     view = asyncio.run(read_view(_choose_cluster(name)))
     if as_json:
-        content: dict[str, Any] = {**asdict(view), "is_ready": view.is_ready, "url": view.url}
-        click.echo(json.dumps(content, indent=2))
+        click.echo(json.dumps(view.to_dict(), indent=2))
         return
     console = make_console()
     console.print(make_table(view))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -130,6 +130,10 @@ class ClusterView:
     def url(self) -> str:
         """OpenAI API of the first router."""
         return self.routers[0].url if self.routers else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, for JSON."""
+        return {**asdict(self), "is_ready": self.is_ready, "url": self.url}
 
 
 def make_view(
