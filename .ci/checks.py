@@ -33,6 +33,7 @@ TESTS = (
     "router/tests",
     "engine_image/tests",
     "e2e",
+    "docs/tests",
 )
 # Name, folder, command.
 CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

@@ -25,7 +25,8 @@ from benchmarks.emulated.arrivals import Arrival, Lengths, load_lengths, make_ar
 from benchmarks.emulated.load import Answer, run_load
 from benchmarks.emulated.phases import Phase, Setting, run_phase
 from benchmarks.emulated.report import compute_ratios, find_warnings, format_moves, format_phases, format_ratios
-from benchmarks.local_cluster.cluster import Cluster, make_manifest, run_cluster
+from benchmarks.local_cluster.client import StreamFailedError, list_errors
+from benchmarks.local_cluster.cluster import Cluster, ClusterError, make_manifest, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.records import IterationShape
@@ -159,7 +160,7 @@ class Run:
         shape = IterationShape(num_decodes=1, decode_context_tokens=LONE_PROMPT_TOKENS + LONE_OUTPUT_TOKENS // 2)
         answers = await self._load([arrival])
         if answers[0].error or answers[0].tpot_s is None:
-            raise RuntimeError(f"the lone request failed: {answers[0].error}")
+            raise StreamFailedError(f"the lone request failed: {answers[0].error}")
         return answers[0].tpot_s / profile.estimate_iteration_s(shape)
 
     async def _fit(self) -> None:
@@ -286,8 +287,19 @@ def make_notes(options: argparse.Namespace, lengths: Lengths, settings: list[Set
 
 
 def main() -> int:
+    """Runs the command line; returns the exit status."""
+    status = 0
+    try:
+        run_benchmark(parse_options())
+    except* (ClusterError, StreamFailedError) as group:
+        for error in list_errors(group):
+            print(f"FAILED: {error}", file=sys.stderr)
+        status = 1
+    return status
+
+
+def run_benchmark(options: argparse.Namespace) -> None:
     """Measures, prints, writes."""
-    options = parse_options()
     machine = describe_machine()
     lengths = load_lengths(
         options.trace, limit_tokens=MODEL_LIMIT_TOKENS, limit_output_tokens=options.max_output_tokens
@@ -322,7 +334,6 @@ def main() -> int:
         }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written to {options.json}")
-    return 0
 
 
 if __name__ == "__main__":

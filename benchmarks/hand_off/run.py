@@ -21,11 +21,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.hand_off.background import CONDITIONS, Background, Condition
+from benchmarks.hand_off.background import CONDITIONS, Background, BackgroundError, Condition
 from benchmarks.hand_off.cells import Cell, format_cells
 from benchmarks.hand_off.hops import draw_prompt, walk
-from benchmarks.local_cluster.client import sum_growth
-from benchmarks.local_cluster.cluster import Cluster, make_manifest, run_cluster
+from benchmarks.local_cluster.client import StreamFailedError, list_errors, sum_growth
+from benchmarks.local_cluster.cluster import Cluster, ClusterError, make_manifest, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
 if TYPE_CHECKING:
@@ -204,7 +204,6 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.engines, options.trips, options.contexts = 3, 3, "64,1024"
-        options.conditions = "idle,decodes"
     options.contexts = [int(length) for length in options.contexts.split(",")]
     if not all(1 <= length <= LONGEST_CONTEXT_TOKENS for length in options.contexts):
         parser.error(f"--contexts are from 1 to {LONGEST_CONTEXT_TOKENS} tokens")
@@ -248,8 +247,19 @@ def print_result(run: Run, machine: dict[str, str]) -> None:
 
 
 def main() -> int:
+    """Runs the command line; returns the exit status."""
+    status = 0
+    try:
+        run_benchmark(parse_options())
+    except* (BackgroundError, ClusterError, StreamFailedError) as group:
+        for error in list_errors(group):
+            print(f"FAILED: {error}", file=sys.stderr)
+        status = 1
+    return status
+
+
+def run_benchmark(options: argparse.Namespace) -> None:
     """Measures, prints, writes."""
-    options = parse_options()
     machine = describe_machine()
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -273,7 +283,6 @@ def main() -> int:
         }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written to {options.json}")
-    return 0
 
 
 if __name__ == "__main__":

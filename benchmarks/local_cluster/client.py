@@ -178,3 +178,12 @@ def sum_growth(
             kept = tuple(values.get(label, "") for label in labels)
             sums[kept] = sums.get(kept, 0.0) + growth
     return sums
+
+
+def list_errors(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """Lists the errors in a group of groups, each text once."""
+    found: dict[str, BaseException] = {}
+    for error in group.exceptions:
+        for single in list_errors(error) if isinstance(error, BaseExceptionGroup) else [error]:
+            found.setdefault(str(single), single)
+    return list(found.values())
