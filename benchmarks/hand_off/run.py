@@ -154,7 +154,7 @@ class Run:
         print(
             f"  {cell.condition}, {cell.context_tokens} tokens, KV moved {cell.kv_moved}: {len(cell.hops)} hops, pause"
             f" p50 {figures['pause_p50_ms']:.1f} ms, p99 {figures['pause_p99_ms']:.1f} ms;"
-            f" plain gap {figures['plain_gap_p50_ms']:.1f} ms",
+            f" plain gap {figures['plain_gap_mean_ms']:.1f} ms",
             flush=True,
         )
 
@@ -236,7 +236,7 @@ def print_result(run: Run, machine: dict[str, str]) -> None:
     """Prints the table and what is needed to read it."""
     print(f"\n{format_cells(run.cells)}\n")
     print(
-        "pause: last token from the source to first from the target, at the client. ratio: pause over the median plain gap\n"
+        "pause: last token from the source to first from the target, at the client. ratio: pause over the mean plain gap\n"
         "of the same requests. iterations: tokens that a decode on the target had during the pause. router: grant asked to\n"
         "first token, while the request still runs on the source for part of it. KV moved 'all': the target has none of it;\n"
         "'new': back to an engine whose prefix cache still holds the older blocks."
