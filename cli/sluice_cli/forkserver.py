@@ -30,6 +30,8 @@ ADOPTION_TIMEOUT_S = 5.0
 def main() -> None:
     """Runs the command line."""
     launcher_pid, *modules = sys.argv[1:]
+    # Threads of a computation are counted when torch is imported; engines on one machine get one each, as they ask for.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # The engine program sets the same default before it imports vLLM, which reads it at import.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     for module in modules:

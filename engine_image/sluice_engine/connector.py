@@ -7,11 +7,15 @@ Over vLLM's own pull connector it changes this:
   reader's completion notice can arrive before the worker has heard of the request, and is then dropped;
 - nobody sends heartbeats and nobody listens to them: a lease ends after ``LEASE_S``, whatever the reader does;
 - ``release`` ends it at once;
+- engines of one machine use all of its cores;
 - NIXL's progress thread sleeps between polls (``nixl_pace.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -25,6 +29,8 @@ from sluice_engine.control import NUM_TOKENS_KEY
 from sluice_engine.handles import read_handle
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -60,6 +66,22 @@ class KvMover(Protocol):
 
     def release(self, request_id: str) -> None:
         """No one will read a handed-off request any more."""
+
+
+@contextlib.contextmanager
+def keep_affinity() -> Iterator[None]:
+    """Undoes what the block does to the cores that this process may use, for threads that it starts too.
+
+    On a CPU the stock worker binds the calling thread, which here computes the model, to the last core of the machine:
+    all engines of a machine then share that one, and starve one another.
+    """
+    cores = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), cores)
 
 
 class SluiceConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
@@ -112,6 +134,10 @@ class SluiceConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc
 
 class SluiceConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     """The worker's half."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with keep_affinity():
+            super().__init__(*args, **kwargs)
 
     def _handle_heartbeat(self, payload: str) -> None:
         """Leases are not extended."""

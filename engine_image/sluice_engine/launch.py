@@ -64,6 +64,8 @@ def set_environment(settings: EngineSettings) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if is_forked(settings):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # vLLM binds every engine of a machine to the same core by itself: then each starves while another computes.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         # It would override kv_cache_memory_bytes.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     if settings.kv_host in {"127.0.0.1", "::1", "localhost"}:

@@ -30,6 +30,7 @@ DEADLINE_S = 20.0
 
 os.environ.update(
     OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",

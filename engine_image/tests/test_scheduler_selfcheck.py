@@ -7,6 +7,7 @@ import inspect
 import os
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +168,11 @@ def test_process_dies_with_its_parent() -> None:
     # The pipe closes when its last holder, the child, is gone.
     assert os.read(reader, 16) == b""
     os.close(reader)
+
+
+def test_engines_may_use_every_core_of_the_machine(pair: tuple[Engine, Engine]) -> None:
+    threads = [thread.name for engine in pair for thread in Path(f"/proc/{engine.pid}/task").iterdir()]
+    assert {frozenset(os.sched_getaffinity(int(thread))) for thread in threads} == {frozenset(os.sched_getaffinity(0))}
 
 
 def test_idle_engine_costs_next_to_no_cpu(pair: tuple[Engine, Engine]) -> None:
