@@ -78,7 +78,7 @@ format: $(STAMPS)/dev
 	@$(BIN)/ruff format .
 
 bench: install model
-	@for program in benchmarks/*/run.py; do echo "== $$program" && $(BIN)/python $$program $(ARGS); done
+	@for program in benchmarks/*/run.py; do echo "== $$program" && PYTHONPATH=. $(BIN)/python $$program $(ARGS); done
 
 clean: down
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .sluice/clusters
