@@ -79,14 +79,17 @@ class Answer:
     logprobs: list[float] | None
 
 
-def make_requests(count: int, *, max_tokens: int = 80, seed: int = 5) -> list[Request]:
-    """Make ``count`` requests: every prompt length with every kind of sampling before any pair repeats."""
+def make_requests(count: int, *, seed: int = 5) -> list[Request]:
+    """Make ``count`` requests: every prompt length with every kind of sampling before any pair repeats.
+
+    The more hops a test may ask of a request (``index % 5``), the longer its answer.
+    """
     rng = random.Random(seed)
     pairs = [(length, kind) for kind in SAMPLING for length in PROMPT_LENGTHS]
     requests = []
     for index in range(count):
         length, kind = pairs[index % len(pairs)]
-        sampling = {"max_tokens": max_tokens, "ignore_eos": True, **SAMPLING[kind]}
+        sampling = {"max_tokens": 56 + 32 * (index % 5), "ignore_eos": True, **SAMPLING[kind]}
         if "seed" in sampling:
             sampling["seed"] += index
         prompt = [rng.randrange(3, VOCABULARY) for _ in range(length)]

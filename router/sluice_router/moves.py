@@ -2,8 +2,8 @@
 
     proposal ──► target ──► grant asked ──► granted ──► handing off ──► submitted ──► first token: source released
                    │            │              │              │             │
-                   └── none     └── refused    └── source     └── refused   └── target lost: recompute elsewhere
-                       blocked      blocked        ended
+                   └── none     └── refused    └── source     └── refused   └── target lost, or no KV in time:
+                       blocked      blocked        ended                        recompute elsewhere
 
 The request runs on its source until the hand-off; without a grant it goes on there and is proposed again. Its owner changes
 in one place, ``take_handed_off``, with a new fencing number. The source keeps the KV until the target has the first token
@@ -122,7 +122,7 @@ def take_handed_off(state: RouterState, stay: Stay, finished: engine_pb2.Finishe
         request.num_recoveries += 1
         ownership.enqueue(state, request, now)
         return
-    move.phase = MovePhase.SUBMITTED
+    move.phase, move.submitted_s = MovePhase.SUBMITTED, now
     target.grants.pop(move.grant_id, None)
     _note_move(request, move.cause)
     ownership.submit(state, request, target, now, kv=finished.kv, grant_id=move.grant_id)

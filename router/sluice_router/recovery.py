@@ -17,7 +17,7 @@ from sluice_router.state import MovePhase
 
 if TYPE_CHECKING:
     from sluice_router.requests import LiveRequest
-    from sluice_router.state import Engine, RouterState, Stay
+    from sluice_router.state import Engine, Move, RouterState, Stay
 
 
 def lose_engine(state: RouterState, engine: Engine, reason: str, now: float, *, fault: str = "") -> None:
@@ -45,6 +45,38 @@ def lose_engine(state: RouterState, engine: Engine, reason: str, now: float, *, 
     for stay in engine.slots:
         if stay is not None and stay.request is not None:
             _save(state, stay, stay.request, reason, now)
+    if reason in {"silence", "hang"}:
+        # A process that stands still keeps its connections: whoever reads from it would wait for ever.
+        for request in list(state.requests.values()):
+            move = request.move
+            if move is not None and move.phase is MovePhase.SUBMITTED and move.source.engine is engine:
+                _give_up_pull(state, request, move, "source_lost", now)
+
+
+def expire_pulls(state: RouterState, engine: Engine, now: float) -> None:
+    """Takes requests off an engine that has not got their KV in time."""
+    if not engine.moves_in:
+        return
+    for stay in list(engine.slots):
+        request = None if stay is None else stay.request
+        move = None if request is None else request.move
+        if request is None or move is None or move.phase is not MovePhase.SUBMITTED:
+            continue
+        if now - move.submitted_s > state.limits.pull_timeout_s:
+            _give_up_pull(state, request, move, "pull_timeout", now)
+
+
+def _give_up_pull(state: RouterState, request: LiveRequest, move: Move, reason: str, now: float) -> None:
+    """Takes a request off the target of its move, which waits for KV; it is recomputed from its tokens."""
+    stay = request.stay
+    assert stay is not None
+    moves.abandon(state, move, reason, now)
+    ownership.abort_stay(state, stay)
+    request.stay = None
+    state.ring.record(now, request.request_id, "lost", stay.engine.engine_id, reason, len(request.output_token_ids))
+    if request.first_token_s is not None and request.lost_since_s is None:
+        request.lost_since_s = now
+    requeue(state, request, reason, now)
 
 
 def requeue(state: RouterState, request: LiveRequest, reason: str, now: float) -> None:

@@ -185,6 +185,7 @@ class Router:
                 recovery.lose_engine(state, engine, reason, now, fault=fault)
                 continue
             moves.expire_grants(state, engine, now)
+            recovery.expire_pulls(state, engine, now)
             if engine.is_draining:
                 moves.drain(state, engine, now)
         plan.reconsider_refused(state)

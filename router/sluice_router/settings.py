@@ -27,6 +27,7 @@ class Limits(BaseModel):
     max_deaths: int = Field(default=2, ge=1, description="engines that fail under a request until it is given up")
     max_moves_per_engine: int = Field(default=16, ge=1, description="most moves in flight from or to an engine")
     grant_timeout_s: float = Field(default=2.0, gt=0, description="longest wait for an answer to a grant request")
+    pull_timeout_s: float = Field(default=10.0, gt=0, description="longest wait for a moved request's next token")
     drain_retry_s: float = Field(
         default=0.25, gt=0, description="pause before a draining engine's decode is proposed again"
     )

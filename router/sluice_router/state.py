@@ -86,6 +86,7 @@ class Move:
         grant_id: Id of the grant on the target's stream.
         started_s: When the grant was asked for.
         phase: Where it stands.
+        submitted_s: When the target was told to pull.
     """
 
     request: LiveRequest
@@ -95,6 +96,7 @@ class Move:
     grant_id: int
     started_s: float
     phase: MovePhase = MovePhase.GRANT_ASKED
+    submitted_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

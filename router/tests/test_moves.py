@@ -204,6 +204,42 @@ def test_death_in_any_phase_of_a_move_loses_no_token(phase, victim):
     check_end(harness, sink)
 
 
+def hand_off_and_wait(harness: Harness, alive: tuple[str, ...], seconds: float):
+    """Hands a request off; then time passes in which the target gets no KV, and only ``alive`` report."""
+    request_id, sink = start_on(harness, "p0")
+    harness.step_all()
+    harness.step("p0")
+    harness.deliver()
+    move = harness.state.requests[request_id].move
+    assert move is not None
+    assert move.phase is MovePhase.SUBMITTED
+    for _ in range(round(seconds * 10)):
+        harness.clock.advance(0.1)
+        for name in alive:
+            load = harness.cores[name].load()
+            load.iteration_age_s = 1e9
+            harness.router.on_step(harness.engines[name], engine_pb2.AttachResponse(load=load))
+        harness.router.tick()
+    return sink
+
+
+def test_request_whose_kv_does_not_come_in_time_is_recomputed():
+    harness = Harness(PD, limits=Limits(pull_timeout_s=1, silence_limit_s=50, iteration_age_floor_s=50))
+    sink = hand_off_and_wait(harness, ("p0", "d0"), 1.2)
+    assert harness.count("moves", "prefill_done", "pull_timeout") == 1
+    check_end(harness, sink)
+    assert harness.count("recoveries", "pull_timeout") == 1
+
+
+def test_request_that_pulls_from_an_engine_that_stands_still_is_recomputed():
+    harness = Harness(PD, limits=Limits(silence_limit_s=2, iteration_age_floor_s=50, pull_timeout_s=50))
+    sink = hand_off_and_wait(harness, ("d0",), 2.2)
+    assert harness.closed == [("p0", "silence")]
+    harness.router.apply_plan(make_plan({"d0": "D"}, generation=2))
+    check_end(harness, sink)
+    assert harness.count("recoveries", "source_lost") == 1
+
+
 @pytest.mark.parametrize("phase", list(MovePhase))
 def test_client_gone_in_any_phase_of_a_move_frees_everything(phase):
     harness = Harness(PD)
