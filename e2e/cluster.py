@@ -139,8 +139,13 @@ class Cluster:
         raise NotReachedError(f"not reached in {timeout_s:g} s: {what}\n{json.dumps(status, indent=1)}\n{self.tail()}")
 
     def wait_ready(self, timeout_s: float = 180.0) -> dict[str, Any]:
-        """Wait until every engine and router serves."""
-        return self.wait("every engine and router serves", lambda status: bool(status["is_ready"]), timeout_s)
+        """Wait until every engine and router that the manifest asks for serves."""
+        wanted = self.manifest["spec"]["replicas"]
+        return self.wait(
+            "every engine and router serves",
+            lambda status: bool(status["is_ready"]) and len(status["engines"]) == wanted,
+            timeout_s,
+        )
 
     def wait_idle(self, timeout_s: float = 45.0) -> dict[str, Any]:
         """Wait until no request is left, and every engine has all blocks free, none granted and none pinned."""

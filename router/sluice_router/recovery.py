@@ -47,10 +47,7 @@ def lose_engine(state: RouterState, engine: Engine, reason: str, now: float, *, 
             _save(state, stay, stay.request, reason, now)
     if reason in {"silence", "hang"}:
         # A process that stands still keeps its connections: whoever reads from it would wait for ever.
-        for request in list(state.requests.values()):
-            move = request.move
-            if move is not None and move.phase is MovePhase.SUBMITTED and move.source.engine is engine:
-                _give_up_pull(state, request, move, "source_lost", now)
+        _give_up_pulls_from(state, engine, now)
 
 
 def expire_pulls(state: RouterState, engine: Engine, now: float) -> None:
@@ -64,6 +61,13 @@ def expire_pulls(state: RouterState, engine: Engine, now: float) -> None:
             continue
         if now - move.submitted_s > state.limits.pull_timeout_s:
             _give_up_pull(state, request, move, "pull_timeout", now)
+
+
+def _give_up_pulls_from(state: RouterState, source: Engine, now: float) -> None:
+    for request in list(state.requests.values()):
+        move = request.move
+        if move is not None and move.phase is MovePhase.SUBMITTED and move.source.engine is source:
+            _give_up_pull(state, request, move, "source_lost", now)
 
 
 def _give_up_pull(state: RouterState, request: LiveRequest, move: Move, reason: str, now: float) -> None:
