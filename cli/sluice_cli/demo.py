@@ -142,7 +142,7 @@ class Demo:
         expected = await asyncio.gather(*(stream_completion(session, view.url, body) for body in bodies))
         tasks = [asyncio.create_task(stream_completion(session, view.url, body)) for body in bodies]
         busy = await self._wait(
-            lambda now: _running(now) >= NUM_LONG_STREAMS // 2, "no engine has decodes", STEP_TIMEOUT_S
+            lambda now: _running(now) >= NUM_LONG_STREAMS // 2, "no decodes run", STEP_TIMEOUT_S
         )
         victim = max(busy.engines, key=lambda engine: engine.running_decodes or 0)
         if victim.pid is None:
@@ -223,7 +223,7 @@ class Demo:
 
 
 def _running(view: ClusterView) -> int:
-    return max((engine.running_decodes or 0 for engine in view.engines), default=0)
+    return sum(engine.running_decodes or 0 for engine in view.engines)
 
 
 def _has_new_chunk(view: ClusterView) -> bool:
