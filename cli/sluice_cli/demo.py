@@ -141,9 +141,7 @@ class Demo:
         bodies = [self._body(40 + index, LONG_ANSWER_TOKENS) for index in range(NUM_LONG_STREAMS)]
         expected = await asyncio.gather(*(stream_completion(session, view.url, body) for body in bodies))
         tasks = [asyncio.create_task(stream_completion(session, view.url, body)) for body in bodies]
-        busy = await self._wait(
-            lambda now: _running(now) >= NUM_LONG_STREAMS // 2, "no decodes run", STEP_TIMEOUT_S
-        )
+        busy = await self._wait(lambda now: _running(now) >= NUM_LONG_STREAMS // 2, "no decodes run", STEP_TIMEOUT_S)
         victim = max(busy.engines, key=lambda engine: engine.running_decodes or 0)
         if victim.pid is None:
             raise DemoError(f"{victim.engine_id} has no process")
