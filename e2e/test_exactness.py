@@ -60,7 +60,7 @@ async def test_moved_requests_have_the_tokens_of_stock_vllm(
         await run_all(client, known, engines, hops)
     print(f"requests by number of hops: {dict(sorted(hops.items()))}")
     assert sum(hops.values()) == len(known)
-    assert all(hops[count] >= 5 for count in range(MAX_HOPS + 1)), hops
+    assert all(hops[count] >= 2 for count in range(MAX_HOPS + 1)), hops
 
 
 async def test_two_routers_share_the_engines(cluster: Cluster, known: list[tuple[Request, Answer]]) -> None:
