@@ -1,21 +1,18 @@
-"""The I/O of engine streams: one task per address, one writer per stream.
+"""The lives of engine streams: one task per address.
 
-A link connects, says hello, waits for the engine's hello, and from then on hands each message to ``Router.on_step``
-synchronously, yielding to the loop between two messages and never inside one. When the stream ends, whoever ended it, the
-router is told once, and the link tries again with jitter for as long as the discovery knows the address. Two writes at
-once kill a grpc.aio stream, so messages queue for the stream's one writer.
+A link connects, says hello, waits for the engine's hello, and from then on each message goes to ``Router.on_step``
+synchronously (``engine_stream``). When the stream ends, whoever ended it, the router is told once, and the link tries
+again with jitter for as long as the discovery knows the address.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from typing import TYPE_CHECKING
 
-import grpc
-
-from sluice.v1 import engine_pb2, engine_pb2_grpc
+from sluice.v1 import engine_pb2
+from sluice_router.engine_stream import EngineStream, StreamEndedError, connect
 
 if TYPE_CHECKING:
     import random
@@ -29,38 +26,6 @@ logger = logging.getLogger(__name__)
 # First and longest pause before the next attempt; an engine that starts again should be found at once.
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-CHANNEL_OPTIONS = (
-    # A prompt of a million tokens, and an iteration with its logprobs, exceed gRPC's 4 MiB.
-    ("grpc.max_receive_message_length", 256 * 1024 * 1024),
-    ("grpc.max_send_message_length", 256 * 1024 * 1024),
-    ("grpc.enable_http_proxy", 0),
-    # Every attempt connects anew: the pause between them is ours.
-    ("grpc.use_local_subchannel_pool", 1),
-)
-
-Call = grpc.aio.StreamStreamCall[engine_pb2.AttachRequest, engine_pb2.AttachResponse]
-
-
-class Stream:
-    """One stream's outgoing messages and their writer."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self._waiting: deque[engine_pb2.AttachRequest] = deque()
-        self._has_news = asyncio.Event()
-
-    def send(self, message: engine_pb2.AttachRequest) -> None:
-        """Queues a message for the writer."""
-        self._waiting.append(message)
-        self._has_news.set()
-
-    async def write(self) -> None:
-        """Writes what is queued, in order, until the stream ends."""
-        while True:
-            while self._waiting:
-                await self.call.write(self._waiting.popleft())
-            self._has_news.clear()
-            await self._has_news.wait()
 
 
 class EngineLinks:
@@ -76,7 +41,7 @@ class EngineLinks:
         self._router = router
         self._hello_timeout_s = hello_timeout_s
         self._rng = rng
-        self._streams: dict[Engine, Stream] = {}
+        self._streams: dict[Engine, EngineStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wanted: frozenset[str] = frozenset()
 
@@ -93,7 +58,7 @@ class EngineLinks:
         stream = self._streams.pop(engine, None)
         if stream is not None:
             logger.info("engine %s at %s: stream closed (%s)", engine.engine_id, engine.address, reason)
-            stream.call.cancel()
+            stream.cancel(engine.last_fault or reason)
 
     # --- addresses -----------------------------------------------------------------------------------------------
 
@@ -128,53 +93,38 @@ class EngineLinks:
 
     async def _attach(self, address: str) -> bool:
         """Runs one stream to its end; returns whether the engine said hello."""
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-            call: Call = engine_pb2_grpc.EngineStub(channel).Attach()
-            try:
-                async with asyncio.timeout(self._hello_timeout_s):
-                    first = await self._greet(call)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
-                self._router.note_fault(address, _describe(error))
-                return False
-            if first is None:
+        stream: EngineStream | None = None
+        try:
+            async with asyncio.timeout(self._hello_timeout_s):
+                stream = await connect(address)
+                stream.send(engine_pb2.AttachRequest(hello=self._make_hello()))
+                first = await stream.read_first()
+            if not first.HasField("hello"):
                 self._router.note_fault(address, "the engine did not say hello")
                 return False
-            await self._serve(address, call, first)
+            await self._serve(address, stream, first)
+        except StreamEndedError as error:
+            self._router.note_fault(address, str(error))
+            return False
+        except TimeoutError:
+            self._router.note_fault(address, f"the engine did not say hello within {self._hello_timeout_s:g} s")
+            return False
+        else:
             return True
+        finally:
+            if stream is not None:
+                stream.cancel()
 
-    async def _greet(self, call: Call) -> engine_pb2.AttachResponse | None:
-        """Says hello; returns the engine's first message, or None when that is no hello."""
-        hello = engine_pb2.RouterHello(router_id=self._router.state.router_id)
-        await call.write(engine_pb2.AttachRequest(hello=hello))
-        first = await call.read()
-        return first if isinstance(first, engine_pb2.AttachResponse) and first.HasField("hello") else None
+    def _make_hello(self) -> engine_pb2.RouterHello:
+        return engine_pb2.RouterHello(router_id=self._router.state.router_id)
 
-    async def _serve(self, address: str, call: Call, first: engine_pb2.AttachResponse) -> None:
+    async def _serve(self, address: str, stream: EngineStream, first: engine_pb2.AttachResponse) -> None:
         """Hands over what comes until the stream ends."""
-        stream = Stream(call)
         engine = self._router.attach(address, first.hello, lambda engine: self._streams.setdefault(engine, stream))
-        writer = asyncio.create_task(stream.write())
-        fault = "the engine ended the stream"
+        fault = "this router is about to leave"
         try:
             self._router.on_step(engine, first)
-            # At the end of the stream read() answers with EOF, or raises the stream's status.
-            while isinstance(message := await call.read(), engine_pb2.AttachResponse):
-                self._router.on_step(engine, message)
-        except grpc.aio.AioRpcError as error:
-            fault = _describe(error)
-        except asyncio.CancelledError:
-            # Our own shutdown cancels this task; ``close`` cancels the call alone.
-            if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # a coroutine runs in a task
-                raise
-            fault = engine.last_fault
+            fault = await stream.serve(lambda message: self._router.on_step(engine, message))
         finally:
             self._streams.pop(engine, None)
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
             self._router.lose(engine, fault)
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name.lower()}: {error.details()}"
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

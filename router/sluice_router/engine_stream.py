@@ -1,0 +1,298 @@
+"""One call of ``sluice.v1.Engine/Attach``: gRPC over HTTP/2 on the event loop itself.
+
+grpc.aio hands every message through two threads before the loop sees it, which costs ten times what the message itself
+does; here ``data_received`` parses it and calls the handler. ``h2`` keeps the HTTP/2 state. Nothing awaits per message:
+``send`` writes at once, and what the engine's flow-control window does not take yet waits, in order.
+
+Messages are handled one per turn of the loop, so that a burst of one engine does not hold up the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, cast
+from urllib.parse import unquote
+
+import grpc
+from google.protobuf.message import DecodeError
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.events import (
+    ConnectionTerminated,
+    DataReceived,
+    ResponseReceived,
+    StreamEnded,
+    StreamReset,
+    TrailersReceived,
+)
+from h2.exceptions import ProtocolError
+from h2.settings import SettingCodes, Settings
+
+from sluice.v1 import engine_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from h2.events import Event
+
+logger = logging.getLogger(__name__)
+
+METHOD = f"/{engine_pb2.DESCRIPTOR.services_by_name['Engine'].full_name}/Attach"
+# An iteration with its logprobs exceeds gRPC's usual 4 MiB.
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+# What an engine may send before it hears that it was read; large, because the loop reads at once or is overloaded.
+RECEIVE_WINDOW_BYTES = 16 * 1024 * 1024
+# A gRPC message is preceded by a flag, compressed or not, and its length (4 bytes, big endian).
+PREFIX_BYTES = 5
+# How long the last bytes of a stream have to leave.
+CLOSE_S = 1.0
+STATUS_NAMES = {str(code.value[0]): code.name.lower() for code in grpc.StatusCode}
+# Headers are our own and gRPC's: h2 need not check their form.
+_CONFIGURATION = H2Configuration(
+    client_side=True,
+    header_encoding="utf-8",
+    validate_outbound_headers=False,
+    normalize_outbound_headers=False,
+    validate_inbound_headers=False,
+    normalize_inbound_headers=False,
+)
+
+
+class StreamEndedError(Exception):
+    """The stream is over; the message says why."""
+
+
+class EngineStream(asyncio.Protocol):
+    """A call in progress; ``connect`` makes it.
+
+    Args:
+        authority: host:port, for the engine.
+        loop: The event loop.
+    """
+
+    def __init__(self, authority: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._authority = authority
+        self._loop = loop
+        self._http = H2Connection(_CONFIGURATION)
+        self._transport: asyncio.Transport | None = None
+        self._stream_id = 0
+        self._received = bytearray()
+        self._num_unacknowledged = 0
+        self._messages: deque[engine_pb2.AttachResponse] = deque()
+        self._is_scheduled = False
+        self._handler: Callable[[engine_pb2.AttachResponse], None] | None = None
+        self._outgoing: deque[memoryview] = deque()
+        self._fault = ""
+        self._has_first = loop.create_future()
+        self._closed: asyncio.Future[str] = loop.create_future()
+
+    # --- for the link --------------------------------------------------------------------------------------------
+
+    def send(self, message: engine_pb2.AttachRequest) -> None:
+        """Writes a message, or queues it behind those that wait for the engine's window; after the end, drops it."""
+        if self._fault:
+            return
+        data = message.SerializeToString()
+        self._outgoing.append(memoryview(b"\0" + len(data).to_bytes(4, "big") + data))
+        self._write()
+
+    async def read_first(self) -> engine_pb2.AttachResponse:
+        """Waits for the first message.
+
+        Raises:
+            StreamEndedError: There was none.
+        """
+        await self._has_first
+        if not self._messages:
+            raise StreamEndedError(self._fault)
+        return self._messages.popleft()
+
+    async def serve(self, handler: Callable[[engine_pb2.AttachResponse], None]) -> str:
+        """Hands all further messages to ``handler``, synchronously and in order.
+
+        Returns:
+            Why the stream ended.
+        """
+        self._handler = handler
+        self._advance()
+        return await asyncio.shield(self._closed)
+
+    def cancel(self, fault: str = "cancelled") -> None:
+        """Ends the call at once; messages that were not handled are dropped."""
+        self._messages.clear()
+        if not self._fault and self._stream_id:
+            self._http.reset_stream(self._stream_id, ErrorCodes.CANCEL)
+            self._write_frames()
+        self._end(fault)
+
+    # --- asyncio.Protocol ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begins the call."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._http.local_settings = Settings(
+            client=True,
+            initial_values={SettingCodes.INITIAL_WINDOW_SIZE: RECEIVE_WINDOW_BYTES, SettingCodes.ENABLE_PUSH: 0},
+        )
+        self._http.initiate_connection()
+        self._http.increment_flow_control_window(RECEIVE_WINDOW_BYTES)
+        self._stream_id = self._http.get_next_available_stream_id()
+        self._http.send_headers(
+            self._stream_id,
+            [
+                (":method", "POST"),
+                (":scheme", "http"),
+                (":path", METHOD),
+                (":authority", self._authority),
+                ("te", "trailers"),
+                ("content-type", "application/grpc"),
+                ("user-agent", "sluice-router"),
+            ],
+        )
+        self._write_frames()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes what the engine sent."""
+        if self._fault:
+            return
+        try:
+            self._take_events(self._http.receive_data(data))
+        except (ProtocolError, DecodeError, StreamEndedError) as error:
+            self._end(f"internal: {error}")
+        else:
+            # Answers to settings and pings, and what a larger window takes.
+            self._write()
+        self._advance()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the call."""
+        self._end(f"unavailable: {exc or 'the connection was closed'}")
+
+    # --- inward --------------------------------------------------------------------------------------------------
+
+    def _take_events(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, DataReceived):
+                self._take_data(event.data, event.flow_controlled_length)
+            elif isinstance(event, ResponseReceived | TrailersReceived):
+                self._take_headers({str(name): str(value) for name, value in event.headers})
+            elif isinstance(event, StreamEnded):
+                self._end("the engine ended the stream")
+            elif isinstance(event, StreamReset):
+                self._end(f"cancelled: the engine reset the stream (HTTP/2 error {event.error_code})")
+            elif isinstance(event, ConnectionTerminated):
+                reason = (event.additional_data or b"").decode(errors="replace")
+                self._end(f"unavailable: the engine closed the connection ({reason or event.error_code})")
+
+    def _take_headers(self, headers: dict[str, str]) -> None:
+        status, http_status = headers.get("grpc-status"), headers.get(":status", "200")
+        if status is not None and status != "0":
+            name = STATUS_NAMES.get(status, f"status {status}")
+            self._end(f"{name}: {unquote(headers.get('grpc-message', ''))}")
+        elif http_status != "200":
+            self._end(f"unavailable: the engine's port answers with HTTP status {http_status}")
+
+    def _take_data(self, data: bytes, num_window_bytes: int) -> None:
+        """Gathers bytes into messages, and opens the engine's window again before it is half used."""
+        received = self._received
+        received += data
+        start = 0
+        while len(received) - start >= PREFIX_BYTES:
+            size = int.from_bytes(received[start + 1 : start + PREFIX_BYTES], "big")
+            if received[start] or size > MAX_MESSAGE_BYTES:
+                raise StreamEndedError(
+                    f"a message of {size} bytes, compression {received[start]}: neither is agreed on"
+                )
+            end = start + PREFIX_BYTES + size
+            if len(received) < end:
+                break
+            self._messages.append(engine_pb2.AttachResponse.FromString(bytes(received[start + PREFIX_BYTES : end])))
+            start = end
+        del received[:start]
+        self._num_unacknowledged += num_window_bytes
+        if self._num_unacknowledged > RECEIVE_WINDOW_BYTES // 4:
+            self._http.acknowledge_received_data(self._num_unacknowledged, self._stream_id)
+            self._num_unacknowledged = 0
+
+    def _advance(self) -> None:
+        """Handles what has come, unless the loop's next turn will."""
+        if not self._has_first.done() and (self._messages or self._fault):
+            self._has_first.set_result(None)
+        if self._handler is not None and not self._is_scheduled:
+            self._handle_next(self._handler)
+
+    def _handle_next(self, handler: Callable[[engine_pb2.AttachResponse], None]) -> None:
+        """Handles one message; the end is told after the last."""
+        self._is_scheduled = False
+        if self._messages:
+            message = self._messages.popleft()
+            try:
+                handler(message)
+            except Exception:
+                # The data plane deals with an engine's faults itself; what comes here is our own, and costs this stream.
+                logger.exception("stream to %s: a message could not be handled", self._authority)
+                self.cancel("a message could not be handled")
+        if self._messages:
+            self._is_scheduled = True
+            self._loop.call_soon(self._handle_next, handler)
+        elif self._fault and not self._closed.done():
+            self._closed.set_result(self._fault)
+
+    # --- outward -------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Writes what the engine's window takes."""
+        if self._fault:
+            return
+        while self._outgoing:
+            room = self._http.local_flow_control_window(self._stream_id)
+            data = self._outgoing[0]
+            size = min(room, self._http.max_outbound_frame_size, len(data))
+            if size <= 0:
+                break
+            self._http.send_data(self._stream_id, data[:size])
+            if size < len(data):
+                self._outgoing[0] = data[size:]
+            else:
+                self._outgoing.popleft()
+        self._write_frames()
+
+    def _write_frames(self) -> None:
+        data = self._http.data_to_send()
+        if data and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def _end(self, fault: str) -> None:
+        """Ends the call, with the first reason given."""
+        if self._fault:
+            return
+        self._fault = fault
+        self._outgoing.clear()
+        if self._transport is not None:
+            self._transport.close()
+            # A frozen engine never takes the last bytes.
+            self._loop.call_later(CLOSE_S, self._transport.abort)
+        self._advance()
+
+
+async def connect(address: str) -> EngineStream:
+    """Connects to an engine and begins the call.
+
+    Args:
+        address: host:port; an IPv6 host stands in brackets.
+
+    Raises:
+        StreamEndedError: Nobody listens there.
+    """
+    loop = asyncio.get_running_loop()
+    host, _, port = address.rpartition(":")
+    try:
+        _, stream = await loop.create_connection(
+            lambda: EngineStream(address, loop), host.removeprefix("[").removesuffix("]"), int(port)
+        )
+    except OSError as error:
+        raise StreamEndedError(f"unavailable: {error}") from error
+    return stream
