@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Of iterations that only decode, every so many teach the latency model: neighbours say nearly the same.
+LEARN_EVERY = 4
 _ENDS = (sampling_pb2.FINISH_REASON_STOP, sampling_pb2.FINISH_REASON_LENGTH)
 
 
@@ -80,59 +82,51 @@ def _find_stay(engine: Engine, slot: int) -> Stay:
 
 
 def _take_tokens(state: RouterState, engine: Engine, message: engine_pb2.AttachResponse, now: float) -> None:
-    """Delivers the columns of a message, in runs of one request."""
+    """Delivers the columns of a message, token by token."""
     slots, token_ids, indexes = list(message.slots), list(message.token_ids), list(message.output_indexes)
     if not len(slots) == len(token_ids) == len(indexes):
         raise StreamBrokenError(f"columns of {len(slots)}, {len(token_ids)} and {len(indexes)} values")
     logprobs = {entry.column: entry for entry in message.logprobs} if message.logprobs else None
-    table, column, num_columns = engine.slots, 0, len(slots)
-    while column < num_columns:
-        slot, end = slots[column], column + 1
-        while end < num_columns and slots[end] == slot:
-            end += 1
-        stay = table[slot] if slot < len(table) else None
+    table, num_slots, num_stale = engine.slots, len(engine.slots), 0
+    for column, (slot, token_id, index) in enumerate(zip(slots, token_ids, indexes, strict=True)):
+        stay = table[slot] if slot < num_slots else None
         if stay is None:
             raise StreamBrokenError(f"slot {slot} is unknown")
         request = stay.request
-        if request is None:
-            start = end
-        else:
-            expected = len(request.output_token_ids)
-            start = column + expected - indexes[column]
-            if start < column:
-                raise StreamBrokenError(f"slot {slot}: token {indexes[column]} came where {expected} was due")
-        if start > column:
-            # Those of a former owner, and those that were delivered already.
-            state.metrics.count("stale_tokens", by=min(start, end) - column)
-        if start < end:
-            entries = None if logprobs is None else [logprobs[item] for item in range(start, end) if item in logprobs]
-            _deliver(state, stay, token_ids[start:end], entries, now)
-        column = end
+        if request is None or index < len(request.output_token_ids):
+            # Of a former owner, or delivered already.
+            num_stale += 1
+            continue
+        if index > len(request.output_token_ids):
+            due = len(request.output_token_ids)
+            raise StreamBrokenError(f"slot {slot}: token {index} came where {due} was due")
+        # A request that did not ask for logprobs has none, even beside one that did.
+        entry = None if logprobs is None else logprobs.get(column)
+        _deliver(state, stay, token_id, entry, now)
+    if num_stale:
+        state.metrics.count("stale_tokens", by=num_stale)
 
 
 def _deliver(
     state: RouterState,
     stay: Stay,
-    token_ids: list[int],
-    logprobs: list[engine_pb2.TokenLogprobs] | None,
+    token_id: int,
+    logprobs: engine_pb2.TokenLogprobs | None,
     now: float,
 ) -> None:
-    """Hands the next tokens of a request to its sink."""
+    """Hands the next token of a request to its sink."""
     request = stay.request
     assert request is not None
     output = request.output_token_ids
     first_index = len(output)
-    output.extend(token_ids)
+    output.append(token_id)
     if stay.has_token:
         request.itl_s.observe(now - request.last_token_s)
         request.last_token_s = now
     else:
         _note_first_of_stay(state, stay, request, now)
-    for _ in range(len(token_ids) - 1):
-        request.itl_s.observe(0.0)
     try:
-        # A request that did not ask for logprobs has none, even beside one that did.
-        stop_at = request.sink.on_tokens(token_ids, first_index, logprobs or None)
+        stop_at = request.sink.on_tokens((token_id,), first_index, None if logprobs is None else (logprobs,))
     except Exception:  # whatever an edge does wrong must not cost the other streams of the link
         logger.exception("request %s: its answer cannot be written", request.request_id)
         state.metrics.count("sink_faults")
@@ -223,10 +217,11 @@ def _take_load(state: RouterState, engine: Engine, load: engine_pb2.LoadReport, 
     # Iterations for other routers count too; they show in the age alone when their message was not for us.
     engine.progress_s = max(engine.progress_s, now - load.iteration_age_s)
     known = engine_id in state.table
-    if load.HasField("iteration") and load.iteration.number > engine.num_iterations:
-        engine.num_iterations = load.iteration.number
-        if known:
-            state.table.observe_iteration(engine_id, conversion.shape_from(load.iteration), load.iteration.duration_s)
+    iteration = load.iteration
+    if load.HasField("iteration") and iteration.number > engine.num_iterations:
+        engine.num_iterations = iteration.number
+        if known and (iteration.num_chunks or iteration.number % LEARN_EVERY == 0):
+            state.table.observe_iteration(engine_id, conversion.shape_from(iteration), iteration.duration_s)
     if load.is_draining and not engine.is_draining:
         plan.begin_drain(state, engine)
     if known:

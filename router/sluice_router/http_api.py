@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,9 @@ SERVER = "sluice"
 DEFAULT_COMPLETION_TOKENS = 16
 SWEEP_INTERVAL_S = 0.5
 ACCEPT_BACKLOG = 4096
+# uvloop takes one connection per listener and turn, and a turn under load takes milliseconds: with one listener a
+# thousand new clients would wait for seconds.
+NUM_ACCEPTORS = 16
 # How long handlers have to notice that they are cut.
 CUT_S = 0.5
 
@@ -95,7 +99,7 @@ class HttpApi:
         self._settings = settings or HttpSettings()
         self._server: EdgeServer | None = None
         self._runner: web.ServerRunner | None = None
-        self._site: web.TCPSite | None = None
+        self._sites: list[web.SockSite] = []
         self._num_active = 0
         self._is_idle = asyncio.Event()
         self._is_closing = False
@@ -145,8 +149,12 @@ class HttpApi:
         self._server = server
         self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_S)
         await self._runner.setup()
-        self._site = web.TCPSite(self._runner, host, port, backlog=ACCEPT_BACKLOG)
-        await self._site.start()
+        with _listen(host, port) as listener:
+            self._sites = [
+                web.SockSite(self._runner, listener.dup(), backlog=ACCEPT_BACKLOG) for _ in range(NUM_ACCEPTORS)
+            ]
+        for site in self._sites:
+            await site.start()
         self._sweeper = loop.create_task(self._sweep(), name="sweep slow readers")
         return int(self._runner.addresses[0][1])
 
@@ -161,11 +169,13 @@ class HttpApi:
             grace_s: How long answers under way may go on.
         """
         self.announce_close()
-        server, runner, site = self._server, self._runner, self._site
-        self._server = self._runner = self._site = None
-        if server is None or runner is None or site is None:
+        server, runner, sites = self._server, self._runner, self._sites
+        self._server = self._runner = None
+        self._sites = []
+        if server is None or runner is None:
             return
-        await site.stop()
+        for site in sites:
+            await site.stop()
         server.close_idle()
         if self._num_active:
             self._is_idle.clear()
@@ -373,6 +383,14 @@ class HttpApi:
 
     def _mark(self, prepared: PreparedRequest, request_id: RequestId, headers: dict[str, str]) -> dict[str, str]:
         return {**headers, REQUEST_ID_HEADER: prepared.request.client_request_id or request_id}
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=ACCEPT_BACKLOG)
+    # Several handles see one new client, and all but one of them find nothing to accept.
+    listener.settimeout(0)
+    return listener
 
 
 def _connection_of(request: web.BaseRequest) -> EdgeConnection:

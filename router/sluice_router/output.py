@@ -89,6 +89,7 @@ class Output:
         "_logprobs",
         "_parts",
         "_settings",
+        "_step",
         "_stops",
         "_taken_characters",
         "_token_ids",
@@ -101,6 +102,7 @@ class Output:
         self._settings = settings
         self._keeps_tokens = settings.keeps_tokens
         self._detokenizer = text.make_detokenizer(skip_special_tokens=settings.skip_special_tokens)
+        self._step = self._detokenizer.step
         self._stops = StopStrings(settings.stops, is_included=settings.is_stop_included) if settings.stops else None
         self._hidden = frozenset() if settings.is_stop_included else settings.hidden_token_ids
         self._parts: list[str] = []
@@ -128,12 +130,15 @@ class Output:
             None, or the number of output tokens when a stop string ended the output.
         """
         stops = self._stops
+        if stops is None and not self._keeps_tokens:
+            self._push_plain(token_ids)
+            return None
         for index, token_id in enumerate(token_ids):
             self.num_tokens += 1
             self.num_pending += 1
             if self._keeps_tokens:
                 self._keep_token(token_id, None if logprobs is None else logprobs[index])
-            text = "" if token_id in self._hidden else self._detokenizer.step(token_id)
+            text = "" if token_id in self._hidden else self._step(token_id)
             if stops is not None:
                 text = stops.push(text, is_armed=self.num_tokens > self._settings.min_tokens)
             if text:
@@ -141,6 +146,16 @@ class Output:
             if stops is not None and stops.matched is not None:
                 return self.num_tokens
         return None
+
+    def _push_plain(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens of an output that is text alone and has no stop strings: most of them, so nothing is asked twice."""
+        self.num_tokens += len(token_ids)
+        self.num_pending += len(token_ids)
+        for token_id in token_ids:
+            if token_id not in self._hidden:
+                text = self._step(token_id)
+                if text:
+                    self._append(text)
 
     def finish(self) -> None:
         """Releases what was held back; the output has ended."""
@@ -156,15 +171,21 @@ class Output:
 
     def take(self) -> Delta:
         """Hands out what has come since the last call."""
-        text = self._parts[0] if len(self._parts) == 1 else "".join(self._parts)
-        delta = Delta(text, self._token_ids, self._logprobs, self._first_index, self._taken_characters)
-        self._parts.clear()
+        first_index, text_offset = self._first_index, self._taken_characters
+        token_ids, logprobs = self._token_ids, self._logprobs
         if self._keeps_tokens:
             self._token_ids, self._logprobs = [], []
+        return Delta(self.take_text(), token_ids, logprobs, first_index, text_offset)
+
+    def take_text(self) -> str:
+        """Hands out the text that has come since the last call; for outputs that are text alone, which need no delta."""
+        parts = self._parts
+        text = parts[0] if len(parts) == 1 else "".join(parts)
+        parts.clear()
         self._first_index = self.num_tokens
         self._taken_characters += len(text)
         self.num_pending = self.num_bytes = 0
-        return delta
+        return text
 
     def _append(self, text: str) -> None:
         self._parts.append(text)

@@ -130,6 +130,7 @@ class StreamSink:
         self._answer = answer
         self._slow_readers = slow_readers
         self._interval_tokens = interval_tokens
+        self._is_plain = answer.is_plain
         self._cancel = cancel
         self._stream: ClientStream | None = None
         self._end: Finish | RouterError | None = None
@@ -232,9 +233,14 @@ class StreamSink:
         if self._end is not None:
             self._write_end(self._stream, self._end)
             return
-        delta = self._output.take()
-        if delta:
-            self._stream.write(self._answer.chunk(delta))
+        if self._is_plain:
+            text = self._output.take_text()
+            data = self._answer.plain_chunk(text) if text else b""
+        else:
+            delta = self._output.take()
+            data = self._answer.chunk(delta) if delta else b""
+        if data:
+            self._stream.write(data)
         if not self._stream.is_writable:
             self._pause(now)
 

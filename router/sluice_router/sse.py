@@ -34,6 +34,15 @@ class AnswerFormat(Protocol):
         """Formats the events before the first text."""
         ...
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether events carry text alone, so that ``plain_chunk`` formats them."""
+        ...
+
+    def plain_chunk(self, text: str) -> bytes:
+        """Formats one event of text alone."""
+        ...
+
     def chunk(self, delta: Delta) -> bytes:
         """Formats one event."""
         ...
@@ -75,12 +84,18 @@ class _Format:
     ) -> None:
         self._head = {"id": answer_id, "object": kind, "created": created_s, "model": model}
         self._settings = settings
-        self._keeps_tokens = settings.keeps_tokens
+        self.is_plain = not settings.keeps_tokens
         self._text = text
         self._includes_usage = includes_usage
         self._prompt_token_ids = prompt_token_ids
         self._event_start = "data: " + _dump(self._head)[:-1]
         self._event_end = ',"usage":null}\n\n' if includes_usage else "}\n\n"
+        # What an event of text alone has before and behind its text; each endpoint says it.
+        self._prefix = self._suffix = ""
+
+    def plain_chunk(self, text: str) -> bytes:
+        """Formats one event of text alone."""
+        return (self._prefix + encode_basestring(text) + self._suffix).encode()
 
     def _event(self, choice: str) -> bytes:
         return f'{self._event_start},"choices":[{choice}]{self._event_end}'.encode()
@@ -121,8 +136,8 @@ class CompletionFormat(_Format):
 
     def chunk(self, delta: Delta) -> bytes:
         """Formats one event."""
-        if not self._keeps_tokens:
-            return (self._prefix + encode_basestring(delta.text) + self._suffix).encode()
+        if self.is_plain:
+            return self.plain_chunk(delta.text)
         return self._event(self._choice(delta, '"finish_reason":null'))
 
     def end(self, delta: Delta, finish: Finish, stop: str | None) -> bytes:
@@ -159,8 +174,8 @@ class ChatFormat(_Format):
 
     def chunk(self, delta: Delta) -> bytes:
         """Formats one event."""
-        if not self._keeps_tokens:
-            return (self._prefix + encode_basestring(delta.text) + self._suffix).encode()
+        if self.is_plain:
+            return self.plain_chunk(delta.text)
         return self._event(self._choice(delta, '"finish_reason":null'))
 
     def end(self, delta: Delta, finish: Finish, stop: str | None) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import select
 import socket
 import zlib
 
@@ -459,3 +460,19 @@ async def test_close_cuts_what_outlasts_the_grace_time(start, plane):
         async with asyncio.timeout(5):
             await api.close(0.05)
         assert plane.cancelled == [("req-1", "client_gone")]
+
+
+async def test_burst_of_new_clients_is_accepted_in_few_turns(start):
+    """uvloop accepts one connection per listener and turn of the loop."""
+    _, port = await start()
+    with contextlib.ExitStack() as sockets:
+        clients = [sockets.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(160)]
+        for client in clients:
+            client.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        turns, unanswered = 0, clients
+        while unanswered:
+            await asyncio.sleep(0)
+            turns += 1
+            answered, _, _ = select.select(unanswered, [], [], 0)
+            unanswered = [client for client in unanswered if client not in answered]
+        assert turns < len(clients) / 2
