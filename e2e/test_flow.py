@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 Event = dict[str, Any]
-Known = list[tuple[Request, "Answer"]]
+Known = tuple[Request, "Answer"]
+Move = tuple[str, str, str]  # cause, source, target
 
 PORTS = "24000-24499"
 HTTP_PORT = 24500
@@ -45,23 +47,27 @@ MIN_TOKENS_BETWEEN_MOVES = 16
 DEADLINE_S = 120.0
 NO_TPOT_MS = 60_000  # an objective that nothing here can miss
 
-# Sizes in blocks of 32 tokens. The watermark is 125 of 250 blocks. A long stream has 33 to 61 and a filler 62: two of
-# these three never pass the watermark, all three always do. So it shows which one Algorithm 1 picks, however fast the
-# machine is.
-NUM_BLOCKS = 250
+# Sizes in blocks of 32 tokens. The watermark is 250 of 500 blocks. A long stream has 65 to 124 and a filler 122 to 124:
+# two of these three never pass the watermark, all three always do. So it shows which one Algorithm 1 picks, however fast
+# the machine is.
+NUM_BLOCKS = 500
 WATERMARK_PERCENT = 50
-STREAM_PROMPT_TOKENS, STREAM_OUTPUT_TOKENS = 1024, 900
-FILLER_PROMPT_TOKENS, FILLER_OUTPUT_TOKENS = 1960, 8
+STREAM_PROMPT_TOKENS, STREAM_OUTPUT_TOKENS = 2049, 1900
+FILLER_PROMPT_TOKENS, FILLER_OUTPUT_TOKENS = 3900, 64
+# Prompts that keep a P-heavy engine busy: an iteration each, and more of them than its prefix cache remembers.
+BUSY_PROMPT_TOKENS, NUM_BUSY_PROMPTS = 2000, 16
 
 # TPOT objective of the stream that shall flow back, as a multiple of a lone decode's TPOT on the D-heavy engine: far above
 # what it has there, far below what it has beside whole prompts on the P-heavy one.
 TPOT_SLO_FACTOR = 4
+# On a machine that stops for seconds a stream may end before it was seen where it should be: then others are watched.
 NUM_ATTEMPTS = 10
-NUM_PREFILLS = 3
+NUM_BUSY = 3
+MARGIN_TOKENS = 16
 
 # TPOT objectives of the requests under load, in milliseconds: on any machine some lie between what the two engines give.
 TPOT_LADDER_MS = tuple(round(4 * 1.4**step) for step in range(16))
-NUM_CONCURRENT = 24
+NUM_CONCURRENT = 32
 NUM_ROUNDS = 20
 
 
@@ -75,7 +81,7 @@ def flow_cluster(tmp_path_factory: pytest.TempPathFactory, example: dict[str, An
     spec["slo"] = {"ttftMilliseconds": 600_000, "tpotMilliseconds": NO_TPOT_MS}
     spec["parameters"].update(watermarkPercent=WATERMARK_PERCENT, minTokensBetweenMoves=MIN_TOKENS_BETWEEN_MOVES)
     # vLLM keeps one block for itself.
-    spec["engine"].update(maxModelLen=2048, extraArgs=[f"--num-gpu-blocks-override={NUM_BLOCKS + 1}"])
+    spec["engine"].update(maxModelLen=4096, extraArgs=[f"--num-gpu-blocks-override={NUM_BLOCKS + 1}"])
     spec["router"].update(replicas=1, service={"port": HTTP_PORT})
     with run_cluster(tmp_path_factory.mktemp("flow"), manifest, models=models, ports=PORTS) as cluster:
         status = cluster.wait_ready()
@@ -92,13 +98,30 @@ def flowing(flow_cluster: Cluster) -> Iterator[Cluster]:
     flow_cluster.wait_idle()
 
 
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Greedy requests with stock vLLM's answers.
+
+    Args:
+        first: A long stream.
+        second: Another one.
+        filler: Much KV for a short time.
+        busy: Prompts with one output token.
+    """
+
+    first: Known
+    second: Known
+    filler: Known
+    busy: list[Known]
+
+
 @pytest.fixture(scope="session")
-def long_known(models: Path) -> Known:
-    """Two long streams and a filler, with stock vLLM's answers."""
+def texts(models: Path) -> Texts:
     sizes = {
         "first": (STREAM_PROMPT_TOKENS, STREAM_OUTPUT_TOKENS),
         "second": (STREAM_PROMPT_TOKENS, STREAM_OUTPUT_TOKENS),
         "filler": (FILLER_PROMPT_TOKENS, FILLER_OUTPUT_TOKENS),
+        **{f"busy-{number}": (BUSY_PROMPT_TOKENS, 1) for number in range(NUM_BUSY_PROMPTS)},
     }
     requests = [
         Request(
@@ -109,7 +132,8 @@ def long_known(models: Path) -> Known:
         for number, (name, (prompt_tokens, output_tokens)) in enumerate(sizes.items())
     ]
     answers = workload.answers(models / "tiny", requests, models.parents[1] / "e2e")
-    return list(zip(requests, answers, strict=True))
+    first, second, filler, *busy = zip(requests, answers, strict=True)
+    return Texts(first, second, filler, busy)
 
 
 @dataclass(slots=True)
@@ -128,7 +152,7 @@ class TimedResult(Result):
         return (time.monotonic() - self.first_token_s) * 1e3 / max(1, len(self.token_ids) - 1)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Stream:
     """A request under way, or ended.
 
@@ -171,7 +195,7 @@ class Load:
     session: aiohttp.ClientSession
     tasks: asyncio.TaskGroup
 
-    def start(self, known: tuple[Request, Answer], name: str, *, tpot_slo_ms: int = 0, max_tokens: int = 0) -> Stream:
+    def start(self, known: Known, name: str, *, tpot_slo_ms: int = 0, max_tokens: int = 0) -> Stream:
         """Start a stream.
 
         Args:
@@ -198,34 +222,40 @@ class Load:
         async with self.session.get(f"/debug/requests/{stream.name}") as answer:
             return list((await answer.json())["events"]) if answer.status == 200 else []
 
-    async def wait_for_move(self, cause: str, *streams: Stream) -> None:
-        """Wait until one of these has moved for this cause."""
+    async def list_moves(self, stream: Stream) -> list[Move]:
+        """Cause, source and target of each of its moves."""
+        return list_moves(await self.explain(stream))
+
+    async def has_moved(self, cause: str, *streams: Stream) -> bool:
+        """Wait until one of these has moved for this cause; False: all have ended."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                stories = [await self.explain(stream) for stream in streams]
-                if any(cause == move[0] for story in stories for move in list_moves(story)):
-                    return
-                if all(stream.task.done() for stream in streams):
-                    raise NotReachedError(f"ended without a move by {cause}: {json.dumps(stories, indent=1)}")
+                # Looked at first: a stream that has ended has moved before.
+                has_ended = all(stream.task.done() for stream in streams)
+                moves = [move for stream in streams for move in await self.list_moves(stream)]
+                if any(move[0] == cause for move in moves):
+                    return True
+                if has_ended:
+                    return False
                 await asyncio.sleep(0.02)
 
     @contextlib.asynccontextmanager
-    async def prefills(self, known: tuple[Request, Answer], name: str) -> AsyncIterator[None]:
-        """Keep prompts with one output token under way."""
+    async def repeating(self, known: list[Known], name: str, *, lanes: int = 1) -> AsyncIterator[None]:
+        """Keep so many of these requests under way, in turn."""
         is_over = False
 
         async def repeat(lane: int) -> None:
-            count = 0
-            while not is_over:
-                count += 1
-                await self.start(known, f"{name}-{lane}-{count}", max_tokens=1).task
+            for number in itertools.count(lane, lanes):
+                if is_over:
+                    break
+                await self.start(known[number % len(known)], f"{name}-{number}").task
 
-        lanes = [self.tasks.create_task(repeat(lane)) for lane in range(NUM_PREFILLS)]
+        repeats = [self.tasks.create_task(repeat(lane)) for lane in range(lanes)]
         try:
             yield
         finally:
             is_over = True
-        await asyncio.gather(*lanes)
+        await asyncio.gather(*repeats)
 
     async def count_moves(self) -> Counter[str]:
         """Moves that were completed, by cause, since the router's start."""
@@ -259,7 +289,7 @@ async def until(what: str, is_reached: Callable[[], bool]) -> None:
         raise NotReachedError(what) from None
 
 
-def list_moves(events: list[Event]) -> list[tuple[str, str, str]]:
+def list_moves(events: list[Event]) -> list[Move]:
     """Cause, source and target of each move."""
     return [(event["cause"], event["source"], event["target"]) for event in events if event["event"] == "moved"]
 
@@ -285,119 +315,142 @@ def check_pace(name: str, events: list[Event]) -> None:
         before = event
 
 
-async def test_the_longest_output_leaves_a_d_heavy_engine_above_the_watermark(
-    flowing: Cluster, long_known: Known
-) -> None:
-    first_known, second_known, filler_known = long_known
+async def test_the_longest_output_leaves_a_d_heavy_engine_above_the_watermark(flowing: Cluster, texts: Texts) -> None:
     p_heavy, d_heavy = name_engines(flowing)
     async with loaded(flowing) as load:
         before = await load.count_moves()
-        first = load.start(first_known, "long")
-        await until("the first stream decodes", lambda: first.num_tokens >= 64)
-        second = load.start(second_known, "short")
-        await until("the second stream decodes", lambda: second.num_tokens >= 32)
-        filler = load.start(filler_known, "filler")
-        await load.wait_for_move("degrade", first, second)
-        await asyncio.gather(first.task, second.task, filler.task)
-        moves = {stream.name: list_moves(await load.explain(stream)) for stream in (first, second, filler)}
+        for attempt in range(NUM_ATTEMPTS):
+            first = load.start(texts.first, f"long-{attempt}")
+            await until("the first stream decodes", lambda: first.num_tokens >= 64)  # noqa: B023
+            second = load.start(texts.second, f"short-{attempt}")
+            await settle(load, first, second)
+            async with load.repeating([texts.filler], f"filler-{attempt}"):
+                is_seen = await load.has_moved("degrade", first, second)
+            await asyncio.gather(first.task, second.task)
+            if is_seen:
+                break
+        moves = {stream: await load.list_moves(stream) for stream in (first, second)}
         after = await load.count_moves()
     home = ("prefill_done", p_heavy, d_heavy)
-    assert moves == {"long": [home, ("degrade", d_heavy, p_heavy)], "short": [home], "filler": [home]}
-    assert after - before == {"prefill_done": 3, "degrade": 1}
+    assert moves[first][:2] == [home, ("degrade", d_heavy, p_heavy)]
+    assert moves[second] == [home]
+    assert (after - before)["degrade"] == 1
 
 
 async def test_a_decode_that_nears_its_objective_flows_back_and_counts_as_short_again(
-    flowing: Cluster, long_known: Known
+    flowing: Cluster, texts: Texts
 ) -> None:
     """Once back, it is not the longest output any more, although its answer is longer than the other one's."""
     p_heavy, d_heavy = name_engines(flowing)
     share = 0.7
     async with loaded(flowing) as load:
-        probe = load.start(long_known[0], "probe", max_tokens=100)
+        probe = load.start(texts.first, "probe", max_tokens=100)
         await probe.task
         slo_ms = math.ceil(TPOT_SLO_FACTOR * probe.result.tpot_ms)
         for attempt in range(NUM_ATTEMPTS):
-            first, second, filler = await flow_one_back(load, long_known, str(attempt), slo_ms, share)
-            reset_at = next(
-                event["output_tokens"]
-                for event in await load.explain(first)
-                if event["event"] == "handed_off" and event["cause"] == "backflow"
-            )
-            # Both gain a token per iteration from here on: what is longer stays longer.
-            num_tokens, other_tokens = first.num_tokens, second.num_tokens
-            print(f"flowed back with {reset_at} tokens, has {num_tokens}; the other one has {other_tokens}")
-            if num_tokens - reset_at + 8 < other_tokens < num_tokens - 8 and not second.task.done():
-                break
-            # The other stream began too early or too late to tell the two lengths apart.
-            share += 0.08 if other_tokens >= num_tokens - 8 else -0.08
-            await asyncio.gather(first.leave(), second.leave(), filler.leave())
+            first, second = await flow_one_back(load, texts, str(attempt), slo_ms, share)
+            lead = await compare_lengths(load, first, second)
+            if lead == 0:
+                async with load.repeating([texts.filler], f"filler-again-{attempt}"):
+                    is_seen = await has_degraded_again(load, first, second)
+                if is_seen:
+                    break
+            # The second stream began too early or too late to tell the two lengths apart.
+            share += 0.08 * lead
+            await asyncio.gather(first.leave(), second.leave())
         else:
             pytest.fail(f"no stream that flowed back met one to compare it with in {NUM_ATTEMPTS} attempts")
-        await until(
-            "both may move again",
-            lambda: (
-                first.num_tokens >= reset_at + 2 * MIN_TOKENS_BETWEEN_MOVES
-                and second.num_tokens >= 2 * MIN_TOKENS_BETWEEN_MOVES
-            ),
-        )
-        load.start(long_known[2], "filler-again")
-        await load.wait_for_move("degrade", second)
         await asyncio.gather(first.task, second.task)
         stories = {stream.name: await load.explain(stream) for stream in (first, second)}
     home, degraded = ("prefill_done", p_heavy, d_heavy), ("degrade", d_heavy, p_heavy)
     assert list_moves(stories[first.name]) == [home, degraded, ("backflow", p_heavy, d_heavy)]
-    assert list_moves(stories[second.name]) == [home, degraded]
+    assert list_moves(stories[second.name])[:2] == [home, degraded]
     for name, story in stories.items():
         check_pace(name, story)
 
 
-async def flow_one_back(
-    load: Load, long_known: Known, suffix: str, slo_ms: int, share: float
-) -> tuple[Stream, Stream, Stream]:
+async def settle(load: Load, *streams: Stream) -> None:
+    """Wait until each is where decodes belong, for so long that it may move again, or has ended."""
+    for stream in streams:
+        await load.has_moved("prefill_done", stream)
+        num_tokens = stream.num_tokens + 2 * MIN_TOKENS_BETWEEN_MOVES
+        await until("it decodes", lambda: stream.num_tokens >= num_tokens or stream.task.done())  # noqa: B023
+
+
+async def flow_one_back(load: Load, texts: Texts, suffix: str, slo_ms: int, share: float) -> tuple[Stream, Stream]:
     """Have a stream degrade and flow back, and another begin shortly before it is back.
 
     Args:
         load: Runs them.
-        long_known: First stream, second stream and filler.
+        texts: What they ask.
         suffix: Of their names.
         slo_ms: TPOT objective of the first.
         share: Share of it that the first one's TPOT must reach before the second begins.
 
     Returns:
-        The first stream, the second one, and the one that the D-heavy engine was filled with.
+        The first stream and the second one; what was wanted of them need not have happened.
     """
-    first_known, second_known, filler_known = long_known
-    first = load.start(first_known, f"first-{suffix}", tpot_slo_ms=slo_ms)
-    await until("the first stream decodes", lambda: first.num_tokens >= 32)
-    other = load.start(second_known, f"other-{suffix}")
-    await until("both decode", lambda: first.num_tokens >= 96 and other.num_tokens >= 16)
-    filler = load.start(filler_known, f"filler-{suffix}")
-    await load.wait_for_move("degrade", first, other)
-    await filler.task
+    first = load.start(texts.first, f"first-{suffix}", tpot_slo_ms=slo_ms)
+    await until("the first stream decodes", lambda: first.num_tokens >= 64)
+    other = load.start(texts.second, f"other-{suffix}")
+    await settle(load, first, other)
+    async with load.repeating([texts.filler], f"filler-{suffix}"):
+        await load.has_moved("degrade", first)
     await other.leave()
-    async with load.prefills(filler_known, f"prefill-{suffix}"):
+    async with load.repeating(texts.busy, f"busy-{suffix}", lanes=NUM_BUSY):
         await until("it slows down", lambda: first.result.tpot_so_far_ms > share * slo_ms or first.task.done())
-        second = load.start(second_known, f"second-{suffix}")
-        await load.wait_for_move("backflow", first)
-        await until("the second stream decodes", lambda: second.num_tokens > 0)
-    return first, second, filler
+        second = load.start(texts.second, f"second-{suffix}")
+        await load.has_moved("backflow", first)
+    await settle(load, second)
+    return first, second
 
 
-async def test_flow_under_load_is_exact_and_keeps_its_pace(flowing: Cluster, known: Known) -> None:
+async def compare_lengths(load: Load, first: Stream, second: Stream) -> int:
+    """Say whether two decodes tell the length since the backflow from the whole length.
+
+    Both gain a token per iteration of the D-heavy engine from here on: what is longer stays longer.
+
+    Returns:
+        0: they do; 1: the second one began too early; -1: too late, or nothing flowed back.
+    """
+    moves = [event for event in await load.explain(first) if event["event"] == "handed_off"]
+    reset_at = next((event["output_tokens"] for event in moves if event["cause"] == "backflow"), None)
+    num_tokens, other_tokens = first.num_tokens, second.num_tokens
+    print(f"{first.name} flowed back with {reset_at} tokens and has {num_tokens}; {second.name} has {other_tokens}")
+    if reset_at is None or first.task.done() or second.task.done() or len(moves) > 3:
+        return -1
+    if num_tokens - reset_at < 2 * MIN_TOKENS_BETWEEN_MOVES or other_tokens < num_tokens - reset_at + MARGIN_TOKENS:
+        return -1
+    return 0 if other_tokens < num_tokens - MARGIN_TOKENS else 1
+
+
+async def has_degraded_again(load: Load, first: Stream, second: Stream) -> bool:
+    """Wait until one of two decodes, the first of which did already, has degraded; False: none did before its end."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            has_ended = first.task.done() or second.task.done()
+            moves = await load.list_moves(first) + await load.list_moves(second)
+            if [move[0] for move in moves].count("degrade") > 1:
+                return True
+            if has_ended:
+                return False
+            await asyncio.sleep(0.02)
+
+
+async def test_flow_under_load_is_exact_and_keeps_its_pace(flowing: Cluster, known: list[Known], texts: Texts) -> None:
     """Hybrid sliders: both engines take prompts, decodes move in both directions at once."""
     flowing.edit(lambda spec: spec["chunkSizes"].update(decodeHeavy=64))
     flowing.wait("the edit is in force", lambda s: {e["chunk_size_tokens"] for e in s["engines"]} == {64, 2048})
-    long_answers = [pair for pair in known if pair[0].sampling["max_tokens"] >= 120]
-    prompt = next(pair for pair in known if pair[0].name.startswith("greedy-1000-"))
+    large = [pair for pair in known if pair[0].sampling["max_tokens"] >= 120 and len(pair[0].prompt_token_ids) >= 255]
     moved_before = count_moved_in(flowing.status())
     async with loaded(flowing) as load:
         before = await load.count_moves()
         seen: Counter[str] = Counter()
         for number in range(NUM_ROUNDS):
-            async with load.prefills(prompt, f"prefill-{number}"):
+            async with load.repeating(texts.busy, f"busy-{number}"):
                 streams = [
                     load.start(
-                        long_answers[(number * NUM_CONCURRENT + index) % len(long_answers)],
+                        large[(number * NUM_CONCURRENT + index) % len(large)],
                         f"round-{number}-{index}",
                         tpot_slo_ms=TPOT_LADDER_MS[index % len(TPOT_LADDER_MS)],
                     )

@@ -101,7 +101,7 @@ def take_configured(state: RouterState, engine: Engine, configured: engine_pb2.C
     engine.is_draining = part_of(plan, engine).is_draining or engine.load.is_draining
     if engine.status != control_pb2.ENGINE_STATE_REFUSED:
         if engine.engine_id not in state.table:
-            state.table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
+            _add_to_table(state, engine, role)
         state.table.configure(
             engine.engine_id,
             role=role,
@@ -109,6 +109,13 @@ def take_configured(state: RouterState, engine: Engine, configured: engine_pb2.C
             is_draining=engine.is_draining,
         )
     state.touch()
+
+
+def _add_to_table(state: RouterState, engine: Engine, role: Role) -> None:
+    """Lets placements and moves see an engine, with the load that it has reported already: an idle one is in no hurry."""
+    state.table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
+    if engine.load.kv_blocks_total:
+        state.table.report(engine.engine_id, conversion.load_from(engine.load, 0.0), engine.last_heard_s)
 
 
 def judge_model(state: RouterState, engine: Engine) -> None:
