@@ -111,6 +111,21 @@ def test_engine_gets_no_placements_before_it_acknowledged():
     assert not core.submitted
 
 
+def test_engine_is_seen_with_the_load_that_it_reported_before_its_acknowledgement():
+    harness = Harness(PD)
+    harness.attach("d1", acknowledges=False)
+    harness.deliver()
+    configured = engine_pb2.Configured(
+        cluster_uid="uid-1", generation=1, role=plan_pb2.ROLE_DECODE_HEAVY, chunk_size_tokens=256
+    )
+    # An idle engine may be silent from here on for as long as a heartbeat.
+    harness.router.on_step(harness.engines["d1"], engine_pb2.AttachResponse(configured=configured))
+    seen = harness.state.table[EngineId("d1")]
+    assert seen.load.kv_blocks_total == 1000
+    assert seen.view is not None
+    assert seen.view.blocked_reason == ""
+
+
 def test_unnamed_engine_serves_with_the_decode_heavy_setting():
     harness = Harness(PD)
     core = harness.attach("new")
