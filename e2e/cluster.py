@@ -191,10 +191,11 @@ class Client:
         move_at: tuple[int, ...] = (),
         route: tuple[str, ...] = (),
         result: Result | None = None,
+        tpot_slo_ms: int = 0,
     ) -> Result:
         """Stream one request; ask for a move to ``route[i]`` once ``move_at[i]`` tokens have come, until it begins.
 
-        ``result`` grows while tokens come, for callers that watch.
+        ``result`` grows while tokens come, for callers that watch. ``tpot_slo_ms`` 0 is the class's objective.
         """
         result = result or Result(name=request.name)
         call = self.api.Generate(
@@ -202,6 +203,7 @@ class Client:
                 token_ids=router_pb2.TokenIds(values=request.prompt_token_ids),
                 sampling=request.to_proto(),
                 request_id=request.name,
+                tpot_slo_milliseconds=tpot_slo_ms,
             )
         )
         moves = list(zip(move_at, route, strict=True))
@@ -225,6 +227,7 @@ class Result:
     text: str = ""
     finish_reason: int = 0
     num_hand_offs: int = 0
+    tpot_ms: float = 0.0
 
     def take(self, delta: router_pb2.GenerateResponse) -> None:
         """Append a delta; a lost, doubled or reordered token is an error at once."""
@@ -235,6 +238,7 @@ class Result:
         self.text += delta.text
         self.finish_reason = delta.finish_reason
         self.num_hand_offs = delta.usage.num_hand_offs
+        self.tpot_ms = delta.usage.tpot_ms
 
 
 def is_idle(status: dict[str, Any]) -> bool:

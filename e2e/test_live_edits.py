@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from cluster import Result
 from test_exactness import check
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ Edit = dict[str, Any]
 
 # Generous against a shared machine; the figure itself is printed.
 IN_FORCE_S = 15.0
+ANOTHER_PORT = 26900
 
 
 def merge(spec: dict[str, Any], edit: Edit) -> None:
@@ -72,6 +74,38 @@ async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[
     for result, (_, answer) in zip(results + later, asked + asked[:4], strict=True):
         check(result, answer)
     assert {e["pid"] for e in after["engines"]} == {e["pid"] for e in before["engines"]}
+
+
+async def test_the_router_moves_to_another_port_once_its_streams_have_ended(
+    cluster: Cluster, known: list[tuple[Request, Answer]]
+) -> None:
+    old_port, engines = cluster.manifest["spec"]["router"]["service"]["port"], cluster.processes("engine")
+    loop = asyncio.get_running_loop()
+    asked = known[160:176]
+    for port in (ANOTHER_PORT, old_port):
+
+        def is_moved(status: dict[str, Any]) -> bool:
+            ports = {router["name"]: router["url"].rpartition(":")[2] for router in status["routers"]}
+            return bool(status["is_ready"]) and ports.get("router-0") == str(port) and len(ports) == 2  # noqa: B023
+
+        results = [Result(name=request.name) for request, _ in asked]
+        async with cluster.client() as client:
+            streams = [
+                asyncio.create_task(client.generate(request, result=result))
+                for (request, _), result in zip(asked, results, strict=True)
+            ]
+            while not all(result.token_ids for result in results):  # noqa: ASYNC110  streams have no event for it
+                await asyncio.sleep(0.01)
+            cluster.edit(lambda spec: spec["router"]["service"].update(port=port))  # noqa: B023
+            await asyncio.wait_for(asyncio.gather(*streams), 120)
+        await loop.run_in_executor(None, cluster.wait, f"router-0 serves on port {port}", is_moved)
+        for result, (_, answer) in zip(results, asked, strict=True):
+            check(result, answer)
+        async with cluster.client() as client:
+            check(await client.generate(asked[0][0]), asked[0][1])
+    assert {name: record["pid"] for name, record in cluster.processes("engine").items()} == {
+        name: record["pid"] for name, record in engines.items()
+    }
 
 
 def test_an_invalid_edit_is_refused_and_named(cluster: Cluster) -> None:

@@ -92,9 +92,14 @@ def make_requests(count: int, *, seed: int = 5) -> list[Request]:
         sampling = {"max_tokens": 56 + 32 * (index % 5), "ignore_eos": True, **SAMPLING[kind]}
         if "seed" in sampling:
             sampling["seed"] += index
-        prompt = [rng.randrange(3, VOCABULARY) for _ in range(length)]
+        prompt = make_prompt(length, rng)
         requests.append(Request(name=f"{kind}-{length}-{index}", prompt_token_ids=prompt, sampling=sampling))
     return requests
+
+
+def make_prompt(num_tokens: int, rng: random.Random) -> list[int]:
+    """Make a prompt of ordinary tokens."""
+    return [rng.randrange(3, VOCABULARY) for _ in range(num_tokens)]
 
 
 def answers(model: Path, requests: list[Request], cache: Path) -> list[Answer]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -202,6 +203,40 @@ async def test_routers_are_added_and_removed_with_their_replicas(running: Runnin
     await running.until(lambda: len(running.cluster.view().routers) == 2 and running.is_ready())
     running.edit("router: {replicas: 2", "router: {replicas: 1")
     await running.until(lambda: [r.name for r in running.cluster.view().routers] == ["router-0"])
+
+
+async def test_the_port_of_the_router_moves_and_the_engines_stay(running: Running) -> None:
+    before, roles = running.pids(), running.engines()
+    running.edit("port: 25400", "port: 25410")
+    await running.until(lambda: running.cluster.view().url == "http://127.0.0.1:25410" and running.is_ready())
+    assert {name for name, pid in running.pids().items() if pid != before[name]} == {"router-0"}
+    assert running.engines() == roles
+    assert running.cluster.view().routers[0].generation > 0
+    (router,) = [record for record in running.directory.read_processes() if record.kind == "router"]
+    assert {name: router.ports[name] for name in ("http", "grpc", "control")} == {
+        "http": 25410,
+        "grpc": 25411,
+        "control": 25412,
+    }
+    assert "router-0 stops once its streams have ended, then starts anew on port 25410" in running.lines
+    # The old port is free again, for whoever wants it.
+    assert running.ports.take(25400, "a test", "none") == 25400
+
+
+async def test_a_port_in_use_is_said_and_the_router_stays_until_another_is_named(running: Running) -> None:
+    before = running.pids()
+    with socket.create_server(("127.0.0.1", 25420)):
+        running.edit("port: 25400", "port: 25420")
+        await running.until(lambda: any("router-0 stays at its port" in line for line in running.lines))
+        assert any("port 25420 (spec.router.service.port) is in use" in line for line in running.lines)
+        assert running.pids() == before
+        assert running.is_ready()
+        # The rest of the manifest is followed all the same.
+        running.edit("replicas: 3", "replicas: 4")
+        await running.until(lambda: sorted(running.engines().values()) == [D, D, D, P])
+        assert running.cluster.view().url == "http://127.0.0.1:25400"
+    running.edit("port: 25420", "port: 25430")
+    await running.until(lambda: running.cluster.view().url == "http://127.0.0.1:25430" and running.is_ready())
 
 
 async def test_a_restart_class_edit_rolls_one_engine_at_a_time(running: Running) -> None:

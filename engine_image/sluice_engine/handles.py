@@ -52,24 +52,9 @@ def read_handle(text: str, *, num_tokens: int, block_size: int, engine_id: str, 
     Raises:
         MalformedHandleError: It names what is wrong.
     """
-    try:
-        handle = msgspec.json.decode(text, type=_Handle)
-    except msgspec.DecodeError as error:
-        raise MalformedHandleError(f"KV handle: {error}") from error
-    if handle.remote_engine_id == engine_id:
-        raise MalformedHandleError(f"KV handle: engine {engine_id} would read from itself")
-    if (handle.tp_size, handle.dcp_size, handle.pp_size) != (tp_size, 1, 1):
-        raise MalformedHandleError(
-            f"KV handle: tensor, context and pipeline parallel sizes are {handle.tp_size}, {handle.dcp_size}, "
-            f"{handle.pp_size}; this engine has {tp_size}, 1, 1"
-        )
-    if len(handle.remote_block_ids) != 1:
-        raise MalformedHandleError(f"KV handle: {len(handle.remote_block_ids)} KV groups, exactly 1 is supported")
-    blocks = handle.remote_block_ids[0]
-    if len(blocks) != blocks_for_tokens(handle.num_tokens, block_size) or len(set(blocks)) != len(blocks):
-        raise MalformedHandleError(
-            f"KV handle: {len(blocks)} blocks ({len(set(blocks))} distinct) for {handle.num_tokens} tokens of {block_size} a block"
-        )
+    handle = _parse(text)
+    _check_peer(handle, engine_id=engine_id, tp_size=tp_size)
+    blocks = _check_blocks(handle, block_size)
     # The last token's KV never exists before its own iteration, whatever the handle says.
     num_wanted = min(handle.num_tokens, num_tokens - 1)
     if num_wanted < 1:
@@ -87,3 +72,34 @@ def read_handle(text: str, *, num_tokens: int, block_size: int, engine_id: str, 
         "remote_port": handle.remote_port,
         "tp_size": handle.tp_size,
     }
+
+
+def _parse(text: str) -> _Handle:
+    """Reads the JSON; types and bounds of each field by itself are checked here."""
+    try:
+        return msgspec.json.decode(text, type=_Handle)
+    except msgspec.DecodeError as error:
+        raise MalformedHandleError(f"KV handle: {error}") from error
+
+
+def _check_peer(handle: _Handle, *, engine_id: str, tp_size: int) -> None:
+    """Refuses a writer that is the reader itself, or that splits its KV in another way."""
+    if handle.remote_engine_id == engine_id:
+        raise MalformedHandleError(f"KV handle: engine {engine_id} would read from itself")
+    if (handle.tp_size, handle.dcp_size, handle.pp_size) != (tp_size, 1, 1):
+        raise MalformedHandleError(
+            f"KV handle: tensor, context and pipeline parallel sizes are {handle.tp_size}, {handle.dcp_size}, "
+            f"{handle.pp_size}; this engine has {tp_size}, 1, 1"
+        )
+
+
+def _check_blocks(handle: _Handle, block_size: int) -> list[int]:
+    """Returns the blocks: one KV group of distinct ones, exactly as many as the tokens fill."""
+    if len(handle.remote_block_ids) != 1:
+        raise MalformedHandleError(f"KV handle: {len(handle.remote_block_ids)} KV groups, exactly 1 is supported")
+    blocks = handle.remote_block_ids[0]
+    if len(blocks) != blocks_for_tokens(handle.num_tokens, block_size) or len(set(blocks)) != len(blocks):
+        raise MalformedHandleError(
+            f"KV handle: {len(blocks)} blocks ({len(set(blocks))} distinct) for {handle.num_tokens} tokens of {block_size} a block"
+        )
+    return blocks

@@ -48,6 +48,7 @@ def make_hello(settings: EngineSettings, config: VllmConfig, epoch: int) -> wire
         engine_id=settings.engine_id,
         epoch=epoch,
         fingerprint=make_fingerprint(settings, config),
+        model=name_model(settings, config),
         max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_model_len_tokens=config.model_config.max_model_len,
@@ -62,8 +63,7 @@ def make_fingerprint(settings: EngineSettings, config: VllmConfig) -> str:
     model = config.model_config
     layout = "emulated" if settings.emulation is not None else find_layout(config)
     parts = (
-        model.architecture,
-        hash_model(settings.model, settings.revision),
+        name_model(settings, config),
         str(model.dtype).removeprefix("torch."),
         f"kv-{config.cache_config.cache_dtype}",
         f"block{config.cache_config.block_size}",
@@ -72,6 +72,11 @@ def make_fingerprint(settings: EngineSettings, config: VllmConfig) -> str:
         f"vllm-{vllm.__version__}",
     )
     return "/".join(parts)
+
+
+def name_model(settings: EngineSettings, config: VllmConfig) -> str:
+    """Model and revision, however they are served: a stream never changes them."""
+    return f"{config.model_config.architecture}/{hash_model(settings.model, settings.revision)}"
 
 
 def find_layout(config: VllmConfig) -> str:

@@ -251,6 +251,10 @@ class Engine:
 
     def close(self) -> None:
         self.client.shutdown()
+        # vLLM leaves its context to the garbage collector, which would complain in the midst of another test. The
+        # context can go once its reader has closed its sockets.
+        self.client.output_queue_thread.join(DEADLINE_S)
+        self.client.ctx.destroy(linger=0)
 
 
 def wait(engines: Iterable[Engine], condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:

@@ -64,6 +64,7 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
         engine_id=engine_id,
         epoch=hello.epoch,
         address=address,
+        model=hello.model or hello.fingerprint,
         fingerprint=hello.fingerprint,
         spec=conversion.spec_from(hello),
         max_model_len_tokens=hello.max_model_len_tokens,
@@ -75,7 +76,7 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
     link.engine, link.last_fault = engine, ""
     for held in hello.held:
         state.message_to(engine).aborts.add(held_request_id=held.request_id)
-    plan.judge_fingerprint(state, engine)
+    plan.judge_model(state, engine)
     plan.configure(state, engine)
     state.touch()
     return engine

@@ -8,6 +8,9 @@
 The request runs on its source until the hand-off; without a grant it goes on there and is proposed again. Its owner changes
 in one place, ``take_handed_off``, with a new fencing number. The source keeps the KV until the target has the first token
 or the request has ended. A move never outlives its request.
+
+KV moves between equal fingerprints only. Where a draining engine is the last of its fingerprint (in the midst of a roll
+that changes dtype or block size), nobody can read its KV: its requests are recomputed elsewhere.
 """
 
 from __future__ import annotations
@@ -62,13 +65,17 @@ def propose_first_decode(state: RouterState, stay: Stay, now: float) -> None:
 
 
 def drain(state: RouterState, engine: Engine, now: float) -> None:
-    """Proposes again the decodes of a draining engine that found no target yet."""
+    """Proposes again the decodes of a draining engine that found no target yet; or has them recomputed elsewhere."""
+    is_last = _is_last_of_its_fingerprint(state, engine)
     for stay in list(engine.slots):
         if stay is None or stay.request is None or not stay.has_token or stay.request.move is not None:
             continue
         if now >= stay.not_before_s:
             stay.not_before_s = now + state.limits.drain_retry_s
-            propose(state, stay, MoveCause.DRAIN, now)
+            if is_last:
+                _recompute_elsewhere(state, stay, stay.request, now)
+            else:
+                propose(state, stay, MoveCause.DRAIN, now)
 
 
 def block(state: RouterState, stay: Stay, cause: MoveCause, reason: str, now: float) -> None:
@@ -231,13 +238,17 @@ def _pick_target(
     if _is_too_soon(state, request, cause):
         return None, "too_soon"
     if target_id is None:
-        busy = {engine.engine_id for engine in state.engines.values() if engine.moves_in >= cap}
+        unfit = {
+            engine.engine_id
+            for engine in state.engines.values()
+            if engine.moves_in >= cap or engine.fingerprint != source.fingerprint
+        }
         flow_request = FlowRequest(
             request_id=request.request_id,
             cause=cause,
             source=source.engine_id,
             num_blocks=blocks_for_tokens(request.num_tokens + 1, source.spec.block_size_tokens),
-            excluded=frozenset(busy | request.died_on),
+            excluded=frozenset(unfit | request.died_on),
         )
         target_id = state.flow.target(now, flow_request, state.table)
     target = None if target_id is None else state.engines.get(target_id)
@@ -246,6 +257,24 @@ def _pick_target(
     if target.fingerprint != source.fingerprint:
         return None, "fingerprint"
     return (target, "") if target.moves_in < cap else (None, "target_busy")
+
+
+def _is_last_of_its_fingerprint(state: RouterState, engine: Engine) -> bool:
+    """Whether engines take requests over, and none of them can read this one's KV."""
+    usable = [state.engines[item.engine_id] for item in state.table if not item.is_draining]
+    others = [other for other in usable if other is not engine]
+    return bool(others) and all(other.fingerprint != engine.fingerprint for other in others)
+
+
+def _recompute_elsewhere(state: RouterState, stay: Stay, request: LiveRequest, now: float) -> None:
+    """Takes a request off a draining engine; no engine has failed, so that this does not count against the request."""
+    engine = stay.engine
+    state.ring.record(now, request.request_id, "lost", engine.engine_id, "fingerprint", len(request.output_token_ids))
+    state.metrics.count("recoveries", "fingerprint")
+    ownership.abort_stay(state, stay)
+    request.stay = None
+    request.lost_since_s = now
+    ownership.enqueue(state, request, now)
 
 
 def _is_too_soon(state: RouterState, request: LiveRequest, cause: MoveCause) -> bool:

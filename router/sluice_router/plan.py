@@ -45,7 +45,7 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
     _set_policies(state, plan)
     state.plan = plan
     for engine in state.engines.values():
-        judge_fingerprint(state, engine)
+        judge_model(state, engine)
         configure(state, engine)
     state.touch()
 
@@ -101,7 +101,7 @@ def take_configured(state: RouterState, engine: Engine, configured: engine_pb2.C
     engine.is_draining = part_of(plan, engine).is_draining or engine.load.is_draining
     if engine.status != control_pb2.ENGINE_STATE_REFUSED:
         if engine.engine_id not in state.table:
-            state.table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
+            _add_to_table(state, engine, role)
         state.table.configure(
             engine.engine_id,
             role=role,
@@ -111,20 +111,28 @@ def take_configured(state: RouterState, engine: Engine, configured: engine_pb2.C
     state.touch()
 
 
-def judge_fingerprint(state: RouterState, engine: Engine) -> None:
-    """Accepts an engine, or refuses it because its fingerprint is not the cluster's.
+def _add_to_table(state: RouterState, engine: Engine, role: Role) -> None:
+    """Lets placements and moves see an engine, with the load that it has reported already: an idle one is in no hurry."""
+    state.table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
+    if engine.load.kv_blocks_total:
+        state.table.report(engine.engine_id, conversion.load_from(engine.load, 0.0), engine.last_heard_s)
+
+
+def judge_model(state: RouterState, engine: Engine) -> None:
+    """Accepts an engine, or refuses it because its model is not the cluster's.
 
     Without one in the plan the engines must agree among themselves: the first one says it, for as long as an engine or a
-    stream that has begun is left that counts on it.
+    stream that has begun is left that counts on it. A fingerprint may differ beyond the model (dtype, block size, vLLM's
+    version): in the midst of a roll both kinds serve, and exchange no KV.
     """
     plan = state.plan
     if plan is not None and plan.model_fingerprint:
-        state.fingerprint = plan.model_fingerprint
-    elif not state.fingerprint or not _is_fingerprint_needed(state, engine):
-        state.fingerprint = engine.fingerprint
+        state.model = plan.model_fingerprint
+    elif not state.model or not _is_model_needed(state, engine):
+        state.model = engine.model
     is_refused = engine.status == control_pb2.ENGINE_STATE_REFUSED
-    if engine.fingerprint != state.fingerprint:
-        engine.last_fault = f"fingerprint {engine.fingerprint!r} is not the cluster's {state.fingerprint!r}"
+    if state.model not in {engine.model, engine.fingerprint}:
+        engine.last_fault = f"model {engine.model!r} ({engine.fingerprint}) is not the cluster's {state.model!r}"
         engine.status = control_pb2.ENGINE_STATE_REFUSED
         state.table.remove(engine.engine_id)
     elif is_refused:
@@ -134,19 +142,19 @@ def judge_fingerprint(state: RouterState, engine: Engine) -> None:
 
 
 def reconsider_refused(state: RouterState) -> None:
-    """Accepts engines of another fingerprint once nobody counts on the old one any more."""
+    """Accepts engines of another model once nobody counts on the old one any more."""
     refused = [item for item in state.engines.values() if item.status == control_pb2.ENGINE_STATE_REFUSED]
     if len(refused) < len(state.engines):
         return
     for engine in refused:
-        judge_fingerprint(state, engine)
+        judge_model(state, engine)
         if engine.status != control_pb2.ENGINE_STATE_REFUSED:
             configure(state, engine)
             state.touch()
 
 
-def _is_fingerprint_needed(state: RouterState, engine: Engine) -> bool:
-    """Whether another engine serves, or a stream has begun, with the cluster's fingerprint."""
+def _is_model_needed(state: RouterState, engine: Engine) -> bool:
+    """Whether another engine serves, or a stream has begun, with the cluster's model."""
     others = any(
         other is not engine and other.status != control_pb2.ENGINE_STATE_REFUSED for other in state.engines.values()
     )

@@ -107,7 +107,8 @@ class Engine:
         engine_id: Pod uid, or the launcher's name.
         epoch: Different after every start of the engine.
         address: host:port.
-        fingerprint: Of its KV.
+        model: Model and revision, which a stream never changes.
+        fingerprint: Of its KV; KV moves between equal ones only.
         spec: What it is.
         max_model_len_tokens: Longest prompt + output.
         last_heard_s: When the last message came.
@@ -134,6 +135,7 @@ class Engine:
     engine_id: EngineId
     epoch: int
     address: str
+    model: str
     fingerprint: str
     spec: EngineSpec
     max_model_len_tokens: int
@@ -232,7 +234,7 @@ class RouterState:
         plan: Plan in force.
         placement: Placement policy of its strategy.
         flow: Flow policy of its strategy.
-        fingerprint: Fingerprint that the engines agree on; empty: none yet.
+        model: Model that the engines agree on; empty: none yet.
         dirty: Engines with a message under way, or with slots that became free.
         last_assign_s: When all waiting requests were last looked at.
         deadlines: Heap of (deadline, request).
@@ -253,7 +255,7 @@ class RouterState:
         self.plan: Plan | None = None
         self.placement: PlacementPolicy | None = None
         self.flow: FlowPolicy | None = None
-        self.fingerprint = ""
+        self.model = ""
         self.max_model_len_tokens = 0
         self.is_accepting = True
         self.dirty: dict[EngineId, Engine] = {}

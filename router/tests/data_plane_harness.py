@@ -105,6 +105,7 @@ class Harness:
         self.router = Router(self.state, self.clock)
         self.router.connect(self)
         self.cores: dict[str, FakeCore] = {}
+        self.num_attached = 0
         self.engines: dict[str, Engine] = {}
         self.down: dict[str, deque[engine_pb2.AttachRequest]] = {}
         self.up: dict[str, deque[engine_pb2.AttachResponse]] = {}
@@ -132,7 +133,8 @@ class Harness:
     def attach(self, name: str, **fields) -> FakeCore:
         core = self.cores[name] = FakeCore(name, **fields)
         self.down[name], self.up[name] = deque(), deque()
-        address = f"127.0.0.1:{len(self.cores)}"
+        self.num_attached += 1
+        address = f"127.0.0.1:{self.num_attached}"
         hello = core.hello()
         self.router.set_addresses(frozenset({*self.state.links, address}))
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 STOP = sampling_pb2.FINISH_REASON_STOP
 MAX_MODEL_LEN = 512
+ANSWER = "hello world, grüße 中文 🎉 the end"
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

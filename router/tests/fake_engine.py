@@ -50,6 +50,7 @@ class FakeCore:
     engine_id: str
     epoch: int = 1
     fingerprint: str = "fp"
+    model: str = ""
     kv_blocks_total: int = 1000
     max_num_seqs: int = 64
     refuse_grants: str = ""
@@ -77,6 +78,7 @@ class FakeCore:
             engine_id=self.engine_id,
             epoch=self.epoch,
             fingerprint=self.fingerprint,
+            model=self.model,
             max_batch_tokens=8192,
             max_num_seqs=self.max_num_seqs,
             max_model_len_tokens=4096,

@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 import pytest
-from edge_fakes import LENGTH, STOP, FakePlane, say, write_model
+from edge_fakes import ANSWER, LENGTH, STOP
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -15,24 +15,8 @@ from sluice_router.edge_metrics import EdgeMetrics
 from sluice_router.errors import EngineFaultError, SloInfeasibleError
 from sluice_router.grpc_api import GrpcApi
 from sluice_router.slow_readers import SlowReaderLimits, SlowReaders
-from sluice_router.text.tokenizer import ModelText
 
-ANSWER = "hello world, grüße 中文 🎉 the end"
 Sampling = sampling_pb2.SamplingParams
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
-    model = ModelText.load(directory)
-    yield model
-    model.close()
-
-
-@pytest.fixture
-async def plane(text):
-    return FakePlane(say(text, ANSWER))
 
 
 @pytest.fixture

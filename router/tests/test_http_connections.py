@@ -10,22 +10,12 @@ import socket
 import zlib
 
 import pytest
-from edge_fakes import FakePlane, connect, read_until, request_bytes, say, write_model
+from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 
 from sluice_router.http_api import HttpApi, HttpSettings
-from sluice_router.text.tokenizer import ModelText
 
 BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 100}
 STREAM = {**BODY, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
-    model = ModelText.load(directory)
-    yield model
-    model.close()
 
 
 @pytest.fixture

@@ -6,27 +6,10 @@ import asyncio
 
 import openai
 import pytest
-from edge_fakes import FakePlane, say, write_model
+from edge_fakes import ANSWER
 
 from sluice_router.errors import EngineFaultError, NoEngineError, SloInfeasibleError
 from sluice_router.http_api import HttpApi
-from sluice_router.text.tokenizer import ModelText
-
-ANSWER = "hello world, grüße 中文 🎉 the end"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
-    model = ModelText.load(directory)
-    yield model
-    model.close()
-
-
-@pytest.fixture
-async def plane(text):
-    return FakePlane(say(text, ANSWER))
 
 
 @pytest.fixture

@@ -6,24 +6,14 @@ import json
 
 import httpx
 import pytest
-from edge_fakes import FakePlane, say, write_model
+from edge_fakes import FakePlane, say
 
 from sluice_router.errors import NoEngineError, ShuttingDownError
 from sluice_router.http_api import HttpApi, HttpSettings
 from sluice_router.requests import ServedModel
-from sluice_router.text.tokenizer import ModelText
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
-    model = ModelText.load(directory)
-    yield model
-    model.close()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from sluice_router.state import MovePhase
 
 PD = {"p0": "P", "d0": "D"}
 PDD = {"p0": "P", "d0": "D", "d1": "D"}
+TWO = {"d0": "D", "d1": "D"}
 DEGRADE = engine_pb2.MOVE_CAUSE_DEGRADE
 BACKFLOW = engine_pb2.MOVE_CAUSE_BACKFLOW
 NO_PAUSE = plan_pb2.Parameters(
@@ -291,6 +292,74 @@ def test_draining_engine_is_emptied_and_gets_nothing_new():
     assert harness.engines["d0"].status == control_pb2.ENGINE_STATE_DRAINED
     check_end(harness, sink)
     assert harness.count("moves", "drain", "done") == 1
+
+
+def test_kv_moves_between_equal_fingerprints_only():
+    harness = Harness()
+    for name, fingerprint in (("p0", "new"), ("d0", "old"), ("d1", "new")):
+        harness.attach(name, model="m", fingerprint=fingerprint)
+    harness.router.apply_plan(make_plan(PDD))
+    harness.deliver()
+    for _ in range(6):
+        start_on(harness, "p0")
+    harness.run()
+    assert harness.count("moves", "prefill_done", "done") == 6
+    assert not harness.cores["d0"].submitted
+    harness.assert_idle()
+
+
+def roll(harness: Harness, name: str, generation: int, requests: list) -> int:
+    """Drains an engine under load, and replaces it by one with another fingerprint.
+
+    Returns:
+        Generation of the last plan.
+    """
+    harness.router.apply_plan(make_plan({**TWO, name: "D-drain"}, generation=generation + 1))
+    for _ in range(20):
+        harness.step_all()
+    states = {item.engine_id: item.state for item in harness.router.describe().engines}
+    assert states[name] == control_pb2.ENGINE_STATE_DRAINED
+    harness.kill(name)
+    harness.attach(name, epoch=2, model="m", fingerprint="new")
+    harness.router.apply_plan(make_plan(TWO, generation=generation + 2))
+    harness.deliver()
+    requests += [harness.admit(20, 60) for _ in range(4)]
+    for _ in range(3):
+        harness.step_all()
+    return generation + 2
+
+
+def test_a_roll_that_changes_the_fingerprint_completes_and_breaks_no_stream():
+    harness = Harness()
+    for name in TWO:
+        harness.attach(name, model="m", fingerprint="old")
+    harness.router.apply_plan(make_plan(TWO))
+    harness.deliver()
+    requests = [harness.admit(20, 120) for _ in range(6)]
+    for _ in range(3):
+        harness.step_all()
+    generation = roll(harness, "d0", 1, requests)
+    # Their KV could be read by the other engine of the old fingerprint.
+    assert harness.count("recoveries", "fingerprint") == 0
+    assert harness.count("moves", "drain", "done") > 0
+    roll(harness, "d1", generation, requests)
+    assert harness.count("recoveries", "fingerprint") > 0
+    harness.run(300)
+    for request_id, sink in requests:
+        assert sink.finish is not None, request_id
+        assert sink.finish.usage.num_recoveries == 0
+    assert {engine.fingerprint for engine in harness.engines.values()} == {"new"}
+    harness.assert_idle()
+
+
+def test_the_last_engine_of_its_fingerprint_keeps_its_requests_while_nobody_else_serves():
+    harness = Harness(TWO)
+    request_id, sink = start_on(harness, "d0")
+    harness.kill("d1")
+    harness.router.apply_plan(make_plan({"d0": "D-drain"}, generation=2))
+    harness.run()
+    assert sink.finish is not None, request_id
+    assert harness.count("recoveries", "fingerprint") == 0
 
 
 def test_engine_that_says_it_drains_is_emptied_too():

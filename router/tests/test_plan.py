@@ -111,6 +111,21 @@ def test_engine_gets_no_placements_before_it_acknowledged():
     assert not core.submitted
 
 
+def test_engine_is_seen_with_the_load_that_it_reported_before_its_acknowledgement():
+    harness = Harness(PD)
+    harness.attach("d1", acknowledges=False)
+    harness.deliver()
+    configured = engine_pb2.Configured(
+        cluster_uid="uid-1", generation=1, role=plan_pb2.ROLE_DECODE_HEAVY, chunk_size_tokens=256
+    )
+    # An idle engine may be silent from here on for as long as a heartbeat.
+    harness.router.on_step(harness.engines["d1"], engine_pb2.AttachResponse(configured=configured))
+    seen = harness.state.table[EngineId("d1")]
+    assert seen.load.kv_blocks_total == 1000
+    assert seen.view is not None
+    assert seen.view.blocked_reason == ""
+
+
 def test_unnamed_engine_serves_with_the_decode_heavy_setting():
     harness = Harness(PD)
     core = harness.attach("new")
@@ -153,7 +168,33 @@ def test_part_that_an_engine_refuses_is_told():
     assert "at least 16" in faults["d0"]
 
 
-def test_foreign_fingerprint_is_refused_and_the_rest_serves():
+def test_engines_of_one_model_serve_together_whatever_their_fingerprints():
+    harness = Harness()
+    for name, fingerprint in (("d0", "m1/block32"), ("d1", "m1/block64")):
+        harness.attach(name, model="m1", fingerprint=fingerprint)
+    harness.attach("d2", model="m2", fingerprint="m2/block32")
+    harness.router.apply_plan(make_plan({"d0": "D", "d1": "D", "d2": "D"}))
+    harness.deliver()
+    assert {engine.engine_id for engine in harness.state.table} == {"d0", "d1"}
+    sinks = [harness.admit(20, 3)[1] for _ in range(8)]
+    harness.run()
+    assert all(sink.finish is not None for sink in sinks)
+    assert harness.cores["d0"].submitted
+    assert harness.cores["d1"].submitted
+    harness.assert_idle()
+
+
+@pytest.mark.parametrize("named", ["m1", "m1/block64"], ids=["model", "fingerprint"])
+def test_plan_names_a_model_or_a_fingerprint(named):
+    harness = Harness()
+    harness.attach("d0", model="m1", fingerprint="m1/block64")
+    harness.attach("d1", model="m2", fingerprint="m2/block64")
+    harness.router.apply_plan(make_plan({"d0": "D", "d1": "D"}, model_fingerprint=named))
+    harness.deliver()
+    assert [engine.engine_id for engine in harness.state.table] == ["d0"]
+
+
+def test_foreign_model_is_refused_and_the_rest_serves():
     harness = Harness(PD)
     core = harness.attach("d1", fingerprint="other")
     harness.deliver()
@@ -166,7 +207,7 @@ def test_foreign_fingerprint_is_refused_and_the_rest_serves():
     assert not core.submitted
 
 
-def test_new_fingerprint_is_accepted_when_the_last_engine_of_the_old_one_has_gone():
+def test_new_model_is_accepted_when_the_last_engine_of_the_old_one_has_gone():
     harness = Harness(PD)
     harness.attach("n0", fingerprint="new")
     harness.attach("n1", fingerprint="new")
@@ -197,7 +238,7 @@ def test_new_fingerprint_is_accepted_when_the_last_engine_of_the_old_one_has_gon
     assert sink.finish is not None
 
 
-def test_fingerprint_of_the_plan_decides():
+def test_model_of_the_plan_decides():
     harness = Harness(PD)
     harness.attach("d1", fingerprint="new")
     harness.router.apply_plan(make_plan(PD, generation=2, model_fingerprint="new"))

@@ -39,7 +39,7 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     ENGINE_STATE_LOST: _EngineState.ValueType  # 5
     """The stream broke or went silent."""
     ENGINE_STATE_REFUSED: _EngineState.ValueType  # 6
-    """Another fingerprint than the cluster's."""
+    """Another model than the cluster's."""
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
     """How a router sees an engine's link."""
@@ -57,7 +57,7 @@ ENGINE_STATE_DRAINED: EngineState.ValueType  # 4
 ENGINE_STATE_LOST: EngineState.ValueType  # 5
 """The stream broke or went silent."""
 ENGINE_STATE_REFUSED: EngineState.ValueType  # 6
-"""Another fingerprint than the cluster's."""
+"""Another model than the cluster's."""
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
 @_typing.final

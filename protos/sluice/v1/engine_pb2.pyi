@@ -511,6 +511,7 @@ class EngineHello(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Pod uid, or the launcher's name."""
     epoch: _builtins.int
@@ -529,6 +530,10 @@ class EngineHello(_message.Message):
     """Bytes of KV cache per token."""
     version: _builtins.str
     """Software versions, for status pages."""
+    model: _builtins.str
+    """Model and revision: what a stream never changes. Engines of one model serve together; those with different
+    fingerprints exchange no KV, so that requests that go from one to the other are recomputed. Empty: the fingerprint.
+    """
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
         """Requests kept from an earlier stream of this router."""
@@ -546,10 +551,11 @@ class EngineHello(_message.Message):
         kv_bytes_per_token: _builtins.int = ...,
         held: _abc.Iterable[Global___HeldRequest] | None = ...,
         version: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -233,7 +233,7 @@ class Plan(_message.Message):
     served_model_name: _builtins.str
     """Name that clients use for the model."""
     model_fingerprint: _builtins.str
-    """Fingerprint that engines must report; empty: all engines must agree among themselves."""
+    """Model or fingerprint that engines must report; empty: all engines must agree on the model among themselves."""
     num_routers: _builtins.int
     """Routers that share the engines; per-process limits are divided by it."""
     @_builtins.property

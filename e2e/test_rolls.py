@@ -1,0 +1,83 @@
+"""A roll of the engines that changes what KV looks like completes, and no client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import run_cluster
+from test_exactness import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cluster import Client, Cluster
+    from workload import Answer, Request
+
+pytestmark = pytest.mark.engine
+
+NUM_STREAMS = 6
+PORTS = "23000-23499"
+HTTP_PORT = 23500
+ROLL_S = 240.0
+
+
+async def stream_until(
+    client: Client, known: list[tuple[Request, Answer]], is_over: Callable[[], bool]
+) -> Counter[str]:
+    """Keep streams under way until a condition holds, each compared with its answer; returns how they fared."""
+    fared: Counter[str] = Counter()
+
+    async def lane(number: int) -> None:
+        for index in itertools.count(number, NUM_STREAMS):
+            if is_over():
+                break
+            request, answer = known[index % len(known)]
+            result = await client.generate(request)
+            check(result, answer)
+            fared["streams"] += 1
+            fared["moved"] += result.num_hand_offs > 0
+
+    await asyncio.gather(*(lane(number) for number in range(NUM_STREAMS)))
+    return fared
+
+
+async def roll(cluster: Cluster, known: list[tuple[Request, Answer]], arguments: list[str]) -> Counter[str]:
+    """Edit the engines' arguments under load, until all run with them."""
+    before = {engine["engine_id"]: engine["pid"] for engine in cluster.status()["engines"]}
+    loop = asyncio.get_running_loop()
+
+    def is_rolled(status: dict[str, Any]) -> bool:
+        pids = {engine["engine_id"]: engine["pid"] for engine in status["engines"]}
+        return bool(status["is_ready"]) and all(pids.get(name) not in {pid, None} for name, pid in before.items())
+
+    async with cluster.client() as client:
+        cluster.edit(lambda spec: spec["engine"].update(extraArgs=arguments))
+        rolled = loop.run_in_executor(None, cluster.wait, "every engine has rolled", is_rolled, ROLL_S)
+        fared = await stream_until(client, known, rolled.done)
+        await rolled
+    return fared
+
+
+async def test_a_roll_to_another_block_size_breaks_no_stream(
+    tmp_path: Path, example: dict[str, Any], models: Path, known: list[tuple[Request, Answer]]
+) -> None:
+    """KV of 32 and 64 tokens a block cannot be exchanged: the last engine's requests are recomputed."""
+    manifest = json.loads(json.dumps(example))
+    manifest["metadata"]["name"] = "roll"
+    spec = manifest["spec"]
+    spec.update(replicas=2, prefillHeavy=1)
+    spec["router"].update(replicas=1, service={"port": HTTP_PORT})
+    with run_cluster(tmp_path / "roll", manifest, models=models, ports=PORTS) as cluster:
+        total = cluster.wait_ready()["engines"][0]["kv_blocks_total"]
+        fared = await roll(cluster, known, ["--block-size=64"])
+        print(f"under the roll: {dict(fared)}")
+        assert fared["streams"] >= NUM_STREAMS
+        status = cluster.wait_idle()
+        assert all(engine["kv_blocks_total"] < total for engine in status["engines"])
+        assert {engine["state"] for engine in status["engines"]} == {"ready"}
