@@ -35,6 +35,15 @@ TESTS = (
     "e2e",
     "docs/tests",
 )
+# What the compiled core decides, on the wheel as images install it.
+COMPILED = ROOT / "build" / "compiled"
+COMPILED_TESTS = (
+    "core/tests",
+    "router/tests/test_placing.py",
+    "router/tests/test_moves.py",
+    "router/tests/test_recovery.py",
+)
+IS_COMPILED = "import sys, sluice_core.engines as core; sys.exit(not core.__file__.endswith('.so') and core.__file__)"
 # Name, folder, command.
 CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("locks belong to pyproject.toml", ".", ("python", "requirements/lock.py", "check")),
@@ -43,6 +52,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("types", ".", ("mypy", *PACKAGES, "requirements", ".ci/checks.py")),
     ("import directions", ".", ("lint-imports",)),
     ("protos", "protos", ("buf", "lint")),
+    ("the wheel's core is compiled", "build/compiled", ("python", "-c", IS_COMPILED)),
 )
 
 
@@ -60,13 +70,15 @@ def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
     return done.returncode == 0
 
 
-def run_tests(arguments: list[str]) -> tuple[int, int]:
+def run_tests(arguments: list[str], *, on_wheel: bool = False) -> tuple[int, int]:
     """Runs tests in one process, with their progress; returns how many passed and how many failed."""
+    environment = {**os.environ, "PYTHONPATH": str(COMPILED)} if on_wheel else None
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         done = subprocess.run(
             [BIN / "python", "-m", "pytest", "-q", "--durations=10", f"--junitxml={report}", *arguments],
             cwd=ROOT,
+            env=environment,
             check=False,
         )
         suites = ET.parse(report).getroot().iter("testsuite") if report.is_file() else iter(())
@@ -86,6 +98,8 @@ def main() -> None:
     # A process for each part: the engines' tests fork, which a process that has used gRPC survives by luck only.
     runs = [sys.argv[1:]] if sys.argv[1:] else [[folder] for folder in TESTS]
     counts = [run_tests(arguments) for arguments in runs]
+    if not sys.argv[1:]:
+        counts.append(run_tests(list(COMPILED_TESTS), on_wheel=True))
     passed = sum(verdicts) + sum(passed for passed, _ in counts)
     failed = len(verdicts) - sum(verdicts) + sum(failed for _, failed in counts)
     print(f"{passed} passed, {failed} failed")

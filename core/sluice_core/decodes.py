@@ -17,14 +17,11 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import RequestId, Role
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 _ROUNDING_S = 1e-6  # the static key and the plain formula differ by rounding; candidates are checked by the latter
 

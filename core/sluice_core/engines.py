@@ -11,8 +11,9 @@ Invariants: every engine is in exactly one of the two; ``queued_prefill_tokens``
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from sluice_core.kv import blocks_for_tokens
 from sluice_core.latency import (
@@ -21,12 +22,7 @@ from sluice_core.latency import (
     LatencyModel,
     OnlineLatencyModel,
 )
-from sluice_core.records import EngineLoad, Role
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from sluice_core.records import EngineId, IterationShape, RequestId
+from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
 
 PROVEN_OBSERVATIONS = 100  # router.md section 3: with fewer fitted iterations an estimate justifies no rejection
 RECOVERY_SHARE = 0.5  # of an engine's prefill time, while other prefills wait there

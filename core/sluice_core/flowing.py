@@ -10,17 +10,13 @@ degraded; proposals stand and are not repeated until their back-off has passed; 
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sluice_core.decodes import Decode, DecodeSet
+from sluice_core.engines import EngineState, EngineTable
 from sluice_core.records import EngineId, FlowParameters, MoveCause, MoveProposal, RequestId, Role
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterable
-
-    from sluice_core.engines import EngineState, EngineTable
 
 __all__ = ["DecodeSet", "FlowPolicy", "FlowRequest"]
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from operator import mul as _multiply
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from sluice_core.records import IterationShape
+from sluice_core.records import IterationShape
 
 TRANSFER_LATENCY_S = 0.002  # simulation.md section 1: per transfer, whatever its size
 DEFAULT_TRANSFER_BYTES_PER_S = 10e9  # until an engine has measured a pull: a 100 Gb/s link, less overhead

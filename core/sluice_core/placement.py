@@ -17,10 +17,11 @@ Decisions are kept in a bounded ring as tuples and formatted on demand (``explai
 from __future__ import annotations
 
 import math
+import random
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from sluice_core.engines import RECOVERY_BURST_S, EngineTable, EngineView, Entry
 from sluice_core.latency import compute_attention_work
@@ -36,10 +37,6 @@ from sluice_core.records import (
     Reject,
     RequestId,
 )
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterable, Sequence
 
 CachedTokens = Callable[[PrefillRequest, EngineId], int]
 """Prompt tokens expected in an engine's prefix cache; the seam for prefix-aware routing."""

@@ -8,14 +8,11 @@ its client cancelled counts nowhere.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from sluice_core.records import Slo
+from sluice_core.records import Slo
 
 ATTAINMENT_WINDOW_S = 300.0  # architecture.md 4.5: met / finished over five minutes
 _BUCKET_S = 5.0  # resolution of the window: memory is bounded whatever the request rate

@@ -6,17 +6,13 @@ setting cannot say so.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sluice_core.batching import BatchPolicy, ChunkedPrefillPolicy
 from sluice_core.flowing import FlowPolicy
 from sluice_core.placement import LengthAwarePlacement, PlacementPolicy
-
-if TYPE_CHECKING:
-    import random
-
-    from sluice_core.records import FlowParameters
+from sluice_core.records import FlowParameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
