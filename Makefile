@@ -60,9 +60,9 @@ $(STAMPS)/uv: requirements/uv.txt | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/$(ENGINE): $(STAMPS)/uv requirements/router.txt requirements/cli.txt requirements/$(ENGINE).txt
+$(STAMPS)/$(ENGINE): $(STAMPS)/uv requirements/router.txt requirements/operator.txt requirements/cli.txt requirements/$(ENGINE).txt
 	@echo "installing vLLM and the rest: about 3 GB to fetch once, 1 to 10 minutes"
-	@$(INSTALL) --no-deps -r requirements/router.txt -r requirements/cli.txt -r requirements/$(ENGINE).txt
+	@$(INSTALL) --no-deps -r requirements/router.txt -r requirements/operator.txt -r requirements/cli.txt -r requirements/$(ENGINE).txt
 	@$(INSTALL) --no-deps --editable .
 	@touch $@
 
