@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2
 from sluice_cli import steps
 from sluice_cli.children import Launch
-from sluice_cli.link import RouterLink
+from sluice_operator.link import RouterLink
 from sluice_cli.planner import Planner
 from sluice_cli.ports import PortError
 from sluice_cli.program import Program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from sluice_cli.link import ask_status
+from sluice_operator.link import ask_status
 from sluice_cli.view import ClusterView, make_view
 
 if TYPE_CHECKING:

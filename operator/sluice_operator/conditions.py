@@ -1,14 +1,15 @@
-"""The conditions of a ServingCluster's status, and the reasons that each may give.
+"""The conditions of a ServingCluster: their types, and every reason that they may have.
 
-``crds/servingclusters.yaml`` tells users the same; a test holds the two equal.
+The texts of ``crds/servingclusters.yaml`` list the same reasons; a test holds the two equal.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
-class ConditionType(StrEnum):
+class Subject(StrEnum):
     """What a condition is about."""
 
     READY = "Ready"
@@ -23,14 +24,14 @@ class ConditionType(StrEnum):
 
 
 class Reason(StrEnum):
-    """One word for why a condition has its status; the message names the object to look at."""
+    """Why a condition is what it is."""
 
     SERVING = "Serving"
+    STARTING = "Starting"
     SPEC_INVALID = "SpecInvalid"
     ENGINES_NOT_READY = "EnginesNotReady"
     ROUTER_NOT_READY = "RouterNotReady"
     SETTLED = "Settled"
-    STARTING = "Starting"
     SCALING = "Scaling"
     ROLLING_OUT = "RollingOut"
     DRAINING = "Draining"
@@ -64,16 +65,15 @@ class Reason(StrEnum):
     OFF = "Off"
 
 
-# The reasons of each condition, those of the good state first.
-REASONS: dict[ConditionType, tuple[Reason, ...]] = {
-    ConditionType.READY: (
+REASONS: dict[Subject, tuple[Reason, ...]] = {
+    Subject.READY: (
         Reason.SERVING,
         Reason.STARTING,
         Reason.SPEC_INVALID,
         Reason.ENGINES_NOT_READY,
         Reason.ROUTER_NOT_READY,
     ),
-    ConditionType.PROGRESSING: (
+    Subject.PROGRESSING: (
         Reason.SETTLED,
         Reason.STARTING,
         Reason.SCALING,
@@ -82,7 +82,7 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.APPLYING_PLAN,
         Reason.ROLLOUT_STOPPED,
     ),
-    ConditionType.DEGRADED: (
+    Subject.DEGRADED: (
         Reason.AS_EXPECTED,
         Reason.IMAGE_PULL_BACK_OFF,
         Reason.CRASH_LOOP,
@@ -95,16 +95,42 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.PLAN_REFUSED,
         Reason.ENGINE_FAULT,
     ),
-    ConditionType.SPEC_VALID: (Reason.VALID, Reason.REFUSED, Reason.POD_TEMPLATE_REFUSED, Reason.NOT_AVAILABLE),
-    ConditionType.ENGINES_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
-    ConditionType.ROUTER_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
-    ConditionType.NETWORK_READY: (
+    Subject.SPEC_VALID: (Reason.VALID, Reason.REFUSED, Reason.POD_TEMPLATE_REFUSED, Reason.NOT_AVAILABLE),
+    Subject.ENGINES_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
+    Subject.ROUTER_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
+    Subject.NETWORK_READY: (
         Reason.TCP,
         Reason.RDMA,
         Reason.RDMA_FALLBACK,
         Reason.PREFLIGHT_FAILED,
         Reason.NO_REPORT,
     ),
-    ConditionType.SLO_MET: (Reason.MET, Reason.MISSED, Reason.NO_TRAFFIC, Reason.NO_REPORT),
-    ConditionType.AUTOTUNED: (Reason.OFF, Reason.NOT_AVAILABLE),
+    Subject.SLO_MET: (Reason.MET, Reason.MISSED, Reason.NO_TRAFFIC, Reason.NO_REPORT),
+    Subject.AUTOTUNED: (Reason.OFF, Reason.NOT_AVAILABLE),
 }
+MAX_MESSAGE_CHARACTERS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """One statement.
+
+    Args:
+        subject: What it is about.
+        is_true: Whether it is so; None: unknown.
+        reason: Why, in one word.
+        message: The object to look at, what is wrong with it, what to do.
+    """
+
+    subject: Subject
+    is_true: bool | None
+    reason: Reason
+    message: str
+
+    def __post_init__(self) -> None:
+        assert self.reason in REASONS[self.subject], f"{self.reason} is no reason of {self.subject}"
+
+    @property
+    def status(self) -> str:
+        """Kubernetes' word for it."""
+        return "Unknown" if self.is_true is None else str(self.is_true)
