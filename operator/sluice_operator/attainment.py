@@ -57,33 +57,36 @@ class AttainmentWindow:
     Mutable; only ``take`` and ``sum_up`` change it. Times are seconds on the operator's monotonic clock.
     """
 
-    _totals: dict[tuple[str, str], Counts] = field(default_factory=dict)
+    _totals: dict[str, dict[str, Counts]] = field(default_factory=dict)
     _steps: deque[tuple[float, dict[str, Counts]]] = field(default_factory=deque)
 
     def take(self, now: float, status: control_pb2.GetStatusResponse) -> None:
         """Adds what a router finished since its last status.
 
-        The first status of a router is a beginning: when its requests finished is not known.
+        The first status of a router is a beginning: when the requests in it finished is not known.
         """
-        for item in status.classes:
-            total = Counts(
+        totals = {
+            item.name: Counts(
                 num_finished=item.num_finished,
                 num_met_ttft=item.num_met_ttft,
                 num_met_tpot=item.num_met_tpot,
                 num_met_both=item.num_met_both,
             )
-            last = self._totals.get((status.router_id, item.name))
-            self._totals[status.router_id, item.name] = total
-            if last is not None and total != last:
-                self._add(now, item.name, total - last)
-        if not any(router == status.router_id for router, _ in self._totals):
-            # No request yet: all that come are new.
-            self._totals[status.router_id, ""] = Counts()
+            for item in status.classes
+        }
+        before = self._totals.get(status.router_id)
+        self._totals[status.router_id] = totals
+        if before is None:
+            return
+        for name, total in totals.items():
+            last = before.get(name, Counts())
+            if total != last:
+                self._add(now, name, total - last)
 
     def keep_routers(self, router_ids: Iterable[str]) -> None:
         """Forgets the totals of routers that are gone; what they finished stays until its time is over."""
         kept = set(router_ids)
-        self._totals = {key: total for key, total in self._totals.items() if key[0] in kept}
+        self._totals = {router_id: totals for router_id, totals in self._totals.items() if router_id in kept}
 
     def sum_up(self, now: float) -> dict[str, Counts]:
         """Sums the last five minutes by class; classes without requests are left out."""
