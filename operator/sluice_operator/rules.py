@@ -14,7 +14,8 @@ from sluice_operator.sliders import resolve_sliders
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sluice_operator.spec import Part, ServingClusterSpec, TlsSpec, TokenBounds
+    from sluice_operator.fields import Part
+    from sluice_operator.spec import ServingClusterSpec, TlsSpec, TokenBounds
 
 SMALLEST_CHUNK_TOKENS = 16
 ROUTER_GRPC_PORT = 8001
@@ -73,9 +74,9 @@ class Broken:
     message: str
 
 
-def find_broken(spec: ServingClusterSpec) -> list[Broken]:
-    """Checks all rules."""
-    return [broken for rule in RULES for broken in rule(spec)]
+def find_broken(spec: ServingClusterSpec) -> list[tuple[str, Broken]]:
+    """Checks all rules; returns what is broken, each with the name of its rule."""
+    return [(rule.__name__.lstrip("_"), broken) for rule in RULES for broken in rule(spec)]
 
 
 def _chunks_fit_the_batch(spec: ServingClusterSpec) -> Iterator[Broken]:

@@ -24,7 +24,6 @@ from sluice_operator.fields import (
     Quantity,
     RelativePath,
     ResourceName,
-    ShortText,
     StrictBool,
     StringMap,
     Text,
@@ -453,11 +452,11 @@ class ServingClusterSpec(Part):
     def _keep_rules(self) -> Self:
         broken = [
             InitErrorDetails(
-                type=PydanticCustomError("rule", "{message}", {"message": found.message}),
+                type=PydanticCustomError(rule, "{message}", {"message": found.message}),
                 loc=found.path,
                 input=found.value,
             )
-            for found in rules.find_broken(self)
+            for rule, found in rules.find_broken(self)
         ]
         if broken:
             raise ValidationError.from_exception_data(type(self).__name__, broken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ Schema = dict[str, Any]
 CRD_ONLY = ("x-kubernetes-validations", "x-kubernetes-list-type", "x-kubernetes-list-map-keys")
 
 
+@cache
 def read_crd() -> Schema:
     """The CustomResourceDefinition."""
     crd: Schema = yaml.safe_load(CRD.read_text())
