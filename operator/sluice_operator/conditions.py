@@ -1,15 +1,14 @@
-"""The conditions of a ServingCluster: their types, and every reason that they may have.
+"""The conditions of a ServingCluster's status, and the reasons that each may give.
 
-The texts of ``crds/servingclusters.yaml`` list the same reasons; a test holds the two equal.
+``crds/servingclusters.yaml`` tells users the same; a test holds the two equal.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Subject(StrEnum):
+class ConditionType(StrEnum):
     """What a condition is about."""
 
     READY = "Ready"
@@ -24,14 +23,14 @@ class Subject(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a condition is what it is."""
+    """One word for why a condition has its status; the message names the object to look at."""
 
     SERVING = "Serving"
-    STARTING = "Starting"
     SPEC_INVALID = "SpecInvalid"
     ENGINES_NOT_READY = "EnginesNotReady"
     ROUTER_NOT_READY = "RouterNotReady"
     SETTLED = "Settled"
+    STARTING = "Starting"
     SCALING = "Scaling"
     ROLLING_OUT = "RollingOut"
     DRAINING = "Draining"
@@ -65,15 +64,16 @@ class Reason(StrEnum):
     OFF = "Off"
 
 
-REASONS: dict[Subject, tuple[Reason, ...]] = {
-    Subject.READY: (
+# The reasons of each condition, those of the good state first.
+REASONS: dict[ConditionType, tuple[Reason, ...]] = {
+    ConditionType.READY: (
         Reason.SERVING,
         Reason.STARTING,
         Reason.SPEC_INVALID,
         Reason.ENGINES_NOT_READY,
         Reason.ROUTER_NOT_READY,
     ),
-    Subject.PROGRESSING: (
+    ConditionType.PROGRESSING: (
         Reason.SETTLED,
         Reason.STARTING,
         Reason.SCALING,
@@ -82,7 +82,7 @@ REASONS: dict[Subject, tuple[Reason, ...]] = {
         Reason.APPLYING_PLAN,
         Reason.ROLLOUT_STOPPED,
     ),
-    Subject.DEGRADED: (
+    ConditionType.DEGRADED: (
         Reason.AS_EXPECTED,
         Reason.IMAGE_PULL_BACK_OFF,
         Reason.CRASH_LOOP,
@@ -95,42 +95,16 @@ REASONS: dict[Subject, tuple[Reason, ...]] = {
         Reason.PLAN_REFUSED,
         Reason.ENGINE_FAULT,
     ),
-    Subject.SPEC_VALID: (Reason.VALID, Reason.REFUSED, Reason.POD_TEMPLATE_REFUSED, Reason.NOT_AVAILABLE),
-    Subject.ENGINES_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
-    Subject.ROUTER_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
-    Subject.NETWORK_READY: (
+    ConditionType.SPEC_VALID: (Reason.VALID, Reason.REFUSED, Reason.POD_TEMPLATE_REFUSED, Reason.NOT_AVAILABLE),
+    ConditionType.ENGINES_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
+    ConditionType.ROUTER_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
+    ConditionType.NETWORK_READY: (
         Reason.TCP,
         Reason.RDMA,
         Reason.RDMA_FALLBACK,
         Reason.PREFLIGHT_FAILED,
         Reason.NO_REPORT,
     ),
-    Subject.SLO_MET: (Reason.MET, Reason.MISSED, Reason.NO_TRAFFIC, Reason.NO_REPORT),
-    Subject.AUTOTUNED: (Reason.OFF, Reason.NOT_AVAILABLE),
+    ConditionType.SLO_MET: (Reason.MET, Reason.MISSED, Reason.NO_TRAFFIC, Reason.NO_REPORT),
+    ConditionType.AUTOTUNED: (Reason.OFF, Reason.NOT_AVAILABLE),
 }
-MAX_MESSAGE_CHARACTERS = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
-    """One statement.
-
-    Args:
-        subject: What it is about.
-        is_true: Whether it is so; None: unknown.
-        reason: Why, in one word.
-        message: The object to look at, what is wrong with it, what to do.
-    """
-
-    subject: Subject
-    is_true: bool | None
-    reason: Reason
-    message: str
-
-    def __post_init__(self) -> None:
-        assert self.reason in REASONS[self.subject], f"{self.reason} is no reason of {self.subject}"
-
-    @property
-    def status(self) -> str:
-        """Kubernetes' word for it."""
-        return "Unknown" if self.is_true is None else str(self.is_true)

@@ -87,7 +87,7 @@ class Elector:
 
     async def lead(self) -> None:
         """Waits until this replica leads."""
-        while not await self._attempt_calmly():
+        while not await self._attempt_calmly():  # noqa: ASYNC110 - the other replica's lease is no event of ours
             await asyncio.sleep(RENEW_S)
         logger.info("%s leads", self._identity)
 

@@ -58,7 +58,7 @@ class Findings:
     engines: tuple[Pod, ...] = ()
     routers: tuple[Pod, ...] = ()
     deployments: Mapping[str, Object] = field(default_factory=dict)
-    scale: Scale = Scale(replicas=0)
+    scale: Scale = field(default_factory=lambda: Scale(replicas=0))
     plan: plan_pb2.Plan | None = None
     reports: Mapping[EngineId, EngineReport] = field(default_factory=dict)
     statuses: Mapping[str, control_pb2.GetStatusResponse] = field(default_factory=dict)

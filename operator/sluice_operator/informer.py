@@ -6,7 +6,6 @@ event counts but its key, so that a gap in a watch loses time until the next eve
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from sluice_operator.kubernetes_port import CLUSTERS
 from sluice_operator.names import CLUSTER_LABEL, MANAGED_BY_LABEL, MANAGER, ClusterKey
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Mapping, Sequence
 
 logger = logging.getLogger(__name__)

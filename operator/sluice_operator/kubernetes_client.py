@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.config import incluster_config, kube_config
 from kubernetes.aio.config.config_exception import ConfigException
@@ -18,6 +17,8 @@ from sluice_operator.names import MANAGER, format_selector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from kubernetes.aio.client.api_client import ApiClient
 
 APPLY_TYPE = "application/apply-patch+yaml"
 MERGE_TYPE = "application/merge-patch+json"
@@ -34,7 +35,7 @@ async def load_configuration() -> Configuration:
     """
     configuration = Configuration()
     try:
-        loader = incluster_config.InClusterConfigLoader(  # type: ignore[no-untyped-call] - the client's own gap
+        loader = incluster_config.InClusterConfigLoader(  # type: ignore[no-untyped-call]
             token_filename=incluster_config.SERVICE_TOKEN_FILENAME,
             cert_filename=incluster_config.SERVICE_CERT_FILENAME,
         )

@@ -72,7 +72,9 @@ KINDS = {
 
 
 class KubernetesError(Exception):
-    """A request that failed. Below it:
+    """A request that failed.
+
+    Below it:
 
     - ``NotFoundError`` (404)
     - ``ConflictError`` (409): somebody was faster, or the object is another one by now

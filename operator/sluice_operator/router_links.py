@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -12,6 +11,7 @@ from sluice_operator.names import CONTROL_PORT
 from sluice_operator.reports import is_worth_a_look
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Mapping
 
     from sluice.v1 import control_pb2, plan_pb2

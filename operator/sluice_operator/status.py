@@ -7,25 +7,32 @@ from typing import TYPE_CHECKING, Any
 from sluice_core.records import Role
 from sluice_operator import names
 from sluice_operator.attainment import Counts, format_share
-from sluice_operator.conditions import MAX_MESSAGE_CHARACTERS, Condition, Reason, Subject
-from sluice_operator.fields import percent
-from sluice_operator.findings import ROLLOUT_TROUBLES
-from sluice_operator.pods import Trouble
+from sluice_operator.conditions import ConditionType, Reason
+from sluice_operator.judging import MAX_MESSAGE_CHARACTERS, Condition, decide_conditions
 from sluice_operator.render import STRATEGIES
-from sluice_operator.reports import find_refused_engines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sluice.v1 import plan_pb2
     from sluice_operator.findings import Findings
     from sluice_operator.kubernetes_port import Object
-    from sluice_operator.pods import Pod
 
 STRATEGY_NAMES = {value: name for name, value in STRATEGIES.items()}
 # Changes of these alone are measurements, written every 15 s at most.
 MEASURED_FIELD = "attainment"
-MEASURED_SUBJECT = Subject.SLO_MET
+MEASURED_SUBJECT = ConditionType.SLO_MET
+
+
+# What a cluster begins with, and rests in.
+CALM_REASONS = frozenset(
+    {
+        Reason.AS_EXPECTED,
+        Reason.VALID,
+        Reason.OFF,
+        Reason.NO_REPORT,
+        Reason.STARTING,
+        Reason.NONE_READY,
+        Reason.SETTLED,
+    }
+)
 
 
 def render_status(found: Findings, now_text: str) -> Object:
@@ -80,29 +87,21 @@ def make_patch(old: Any, new: Object) -> Object:
 
 
 def list_transitions(old: Object, new: Object) -> list[Object]:
-    """Conditions that changed in status or reason; of new ones only those that say something is wrong."""
+    """Conditions that changed in status or reason; measurements and what is calm from the start are no news."""
     before = {item["type"]: (item["status"], item["reason"]) for item in old.get("conditions", [])}
     return [
         item
         for item in new["conditions"]
         if item["type"] != MEASURED_SUBJECT
-        and before.get(item["type"], _CALM) != (item["status"], item["reason"])
-        # A measurement and what is calm from the start are no news.
-        and not (item["type"] not in before and item["reason"] in _CALM_REASONS)
+        and before.get(item["type"]) != (item["status"], item["reason"])
+        and (item["type"] in before or item["reason"] not in CALM_REASONS)
     ]
-
-
-_CALM = ("", "")
-_CALM_REASONS = frozenset(
-    {Reason.AS_EXPECTED, Reason.VALID, Reason.OFF, Reason.NO_REPORT, Reason.STARTING, Reason.NONE_READY}
-)
 
 
 def is_warning(condition: Object) -> bool:
     """Whether a condition says that something is wrong."""
-    bad = "True" if condition["type"] == Subject.DEGRADED else "False"
-    is_rest = condition["reason"] in {*_CALM_REASONS, Reason.SETTLED}
-    return bool(condition["status"] == bad) and not is_rest
+    bad = "True" if condition["type"] == ConditionType.DEGRADED else "False"
+    return bool(condition["status"] == bad) and condition["reason"] not in CALM_REASONS
 
 
 def _write(condition: Condition, old: Object, generation: int, now_text: str) -> Object:
@@ -116,187 +115,6 @@ def _write(condition: Condition, old: Object, generation: int, now_text: str) ->
         "reason": str(condition.reason),
         "message": condition.message[:MAX_MESSAGE_CHARACTERS],
     }
-
-
-def decide_conditions(found: Findings) -> list[Condition]:
-    """Decides every condition."""
-    return [
-        _decide_ready(found),
-        _decide_progressing(found),
-        _decide_degraded(found),
-        _decide_spec_valid(found),
-        _decide_pods_ready(Subject.ENGINES_READY, found.engines, _wanted(found, names.ENGINE), "engines"),
-        _decide_pods_ready(Subject.ROUTER_READY, found.routers, _wanted(found, names.ROUTER), "routers"),
-        _decide_network(found),
-        _decide_slo(found),
-        _decide_autotuned(found),
-    ]
-
-
-def _wanted(found: Findings, component: str) -> int:
-    if found.cluster is None:
-        pods = found.engines if component == names.ENGINE else found.routers
-        return sum(pod.is_present for pod in pods)
-    spec = found.cluster.spec
-    return spec.replicas if component == names.ENGINE else spec.router.replicas
-
-
-def _decide_ready(found: Findings) -> Condition:
-    def say(*, is_true: bool, reason: Reason, message: str) -> Condition:
-        return Condition(subject=Subject.READY, is_true=is_true, reason=reason, message=message)
-
-    if found.num_engines_ready and found.num_routers_ready:
-        return say(is_true=True, reason=Reason.SERVING, message="requests are served")
-    if found.refusal and not found.engines:
-        return say(is_true=False, reason=Reason.SPEC_INVALID, message=found.refusal.message)
-    old = (found.body.get("status") or {}).get("conditions", [])
-    was_ready = next((item for item in old if item["type"] == Subject.READY), None)
-    if was_ready is None or was_ready["reason"] in (Reason.STARTING, Reason.SPEC_INVALID):
-        return say(is_true=False, reason=Reason.STARTING, message="the first engine and router are on their way")
-    if not found.num_engines_ready:
-        return say(is_true=False, reason=Reason.ENGINES_NOT_READY, message="no engine is ready; see EnginesReady")
-    return say(is_true=False, reason=Reason.ROUTER_NOT_READY, message="no router is ready; see RouterReady")
-
-
-def _decide_progressing(found: Findings) -> Condition:
-    is_true, reason, message = _describe_progress(found)
-    return Condition(subject=Subject.PROGRESSING, is_true=is_true, reason=reason, message=message)
-
-
-def _describe_progress(found: Findings) -> tuple[bool, Reason, str]:
-    if found.cluster is None:
-        return False, Reason.SETTLED, "nothing changes until the spec can be carried out; see SpecValid"
-    rolling = [component for component in (names.ENGINE, names.ROUTER) if found.is_rolling(component)]
-    stoppers = [trouble for trouble in found.pod_troubles if trouble.reason in ROLLOUT_TROUBLES]
-    if rolling and stoppers:
-        advice = "the other pods serve on; edit the spec back, or repair it"
-        return False, Reason.ROLLOUT_STOPPED, f"{stoppers[0].message}; {advice}"
-    if found.scale.waiting:
-        return True, Reason.DRAINING, f"{len(found.scale.waiting)} engines hand their work over before they go"
-    if not found.num_engines_ready or not found.num_routers_ready:
-        return True, Reason.STARTING, "waits for the first engine and router"
-    if rolling:
-        return True, Reason.ROLLING_OUT, f"{' and '.join(rolling)} pods are replaced one at a time"
-    wanted = {names.ENGINE: found.num_engines_ready, names.ROUTER: found.num_routers_ready}
-    missing = [
-        f"{_wanted(found, name)} {name}s wanted, {count} ready"
-        for name, count in wanted.items()
-        if count != _wanted(found, name)
-    ]
-    if missing:
-        return True, Reason.SCALING, "; ".join(missing)
-    late, slow = _count_late(found, found.plan) if found.plan else (0, 0)
-    if late or slow:
-        return True, Reason.APPLYING_PLAN, f"waits for {late} routers and {slow} engines to take the plan"
-    return False, Reason.SETTLED, "everything is as the spec asks for"
-
-
-def _count_late(found: Findings, plan: plan_pb2.Plan) -> tuple[int, int]:
-    """Routers and engines that have not taken the plan yet."""
-    named = {engine.engine_id for engine in plan.engines}
-    routers = sum(status.generation < plan.generation for status in found.statuses.values())
-    engines = sum(
-        report.acknowledged_generation < plan.generation
-        for engine_id, report in found.reports.items()
-        if engine_id in named
-    )
-    return routers, engines
-
-
-def _decide_degraded(found: Findings) -> Condition:
-    trouble = next(iter(_list_troubles(found)), None)
-    if trouble is None:
-        return Condition(
-            subject=Subject.DEGRADED, is_true=False, reason=Reason.AS_EXPECTED, message="nothing needs a look"
-        )
-    # A failed preflight has a condition of its own; here it is one fault of an engine's among others.
-    reason = Reason.ENGINE_FAULT if trouble.reason is Reason.PREFLIGHT_FAILED else trouble.reason
-    return Condition(subject=Subject.DEGRADED, is_true=True, reason=reason, message=trouble.message)
-
-
-def _list_troubles(found: Findings) -> list[Trouble]:
-    refused = [
-        Trouble(reason=Reason.PLAN_REFUSED, message=f"router {name} refused the plan: {error}")
-        for name, error in sorted(found.refusals.items())
-    ]
-    strangers = [
-        Trouble(reason=Reason.ENGINE_FAULT, message=line) for line in find_refused_engines(dict(found.statuses))
-    ]
-    return [*found.troubles, *found.find_deployment_troubles(), *found.pod_troubles, *refused, *strangers]
-
-
-def _decide_spec_valid(found: Findings) -> Condition:
-    if found.refusal is None:
-        return Condition(
-            subject=Subject.SPEC_VALID, is_true=True, reason=Reason.VALID, message="the spec can be carried out"
-        )
-    return Condition(
-        subject=Subject.SPEC_VALID, is_true=False, reason=found.refusal.reason, message=found.refusal.message
-    )
-
-
-def _decide_pods_ready(subject: Subject, pods: Sequence[Pod], wanted: int, what: str) -> Condition:
-    num_ready = sum(pod.is_ready and pod.is_present for pod in pods)
-    if num_ready == 0:
-        reason = Reason.NONE_READY
-    elif num_ready < wanted:
-        reason = Reason.SOME_NOT_READY
-    else:
-        return Condition(subject=subject, is_true=True, reason=Reason.ALL_READY, message=f"all {what} are ready")
-    waiting = sorted(pod.name for pod in pods if not pod.is_ready and pod.is_present)
-    look = f"; look at pod {waiting[0]}" if waiting else ""
-    return Condition(
-        subject=subject, is_true=False, reason=reason, message=f"{num_ready} of {wanted} {what} are ready{look}"
-    )
-
-
-def _decide_network(found: Findings) -> Condition:
-    def say(reason: Reason, message: str, *, is_true: bool | None) -> Condition:
-        return Condition(subject=Subject.NETWORK_READY, is_true=is_true, reason=reason, message=message)
-
-    failed = next((item for item in found.pod_troubles if item.reason is Reason.PREFLIGHT_FAILED), None)
-    if failed:
-        return say(Reason.PREFLIGHT_FAILED, failed.message, is_true=False)
-    if found.cluster is None or not found.reports:
-        return say(Reason.NO_REPORT, "no engine has reported how its KV goes", is_true=None)
-    if found.cluster.spec.network.mode == "TCP":
-        return say(Reason.TCP, "KV goes over TCP, as the spec asks for", is_true=True)
-    transports = {engine: report.transport for engine, report in found.reports.items() if report.transport}
-    if not transports:
-        return say(Reason.NO_REPORT, "no KV has moved yet", is_true=None)
-    fallen = sorted(str(engine) for engine, transport in transports.items() if is_tcp(transport))
-    if fallen:
-        message = f"KV of engine {fallen[0]} and {len(fallen) - 1} more goes over TCP; look at its pod's devices"
-        return say(Reason.RDMA_FALLBACK, message, is_true=False)
-    return say(Reason.RDMA, "KV goes over RDMA, as the spec asks for", is_true=True)
-
-
-def is_tcp(transport: str) -> bool:
-    """Whether a transport that an engine reported is TCP."""
-    return "tcp" in transport.lower()
-
-
-def _decide_slo(found: Findings) -> Condition:
-    def say(reason: Reason, message: str, *, is_true: bool | None) -> Condition:
-        return Condition(subject=Subject.SLO_MET, is_true=is_true, reason=reason, message=message)
-
-    total = _sum(found)
-    if found.cluster is None or not found.statuses:
-        return say(Reason.NO_REPORT, "no router answers", is_true=None)
-    wanted = found.cluster.spec.slo.attainment
-    if total.num_finished == 0:
-        return say(Reason.NO_TRAFFIC, "no request finished in the last five minutes", is_true=None)
-    if total.num_met_both * 100 >= percent(wanted) * total.num_finished:
-        return say(Reason.MET, f"at least {wanted} of the requests meet their objectives", is_true=True)
-    return say(Reason.MISSED, f"fewer than {wanted} of the requests meet their objectives", is_true=False)
-
-
-def _decide_autotuned(found: Findings) -> Condition:
-    mode = found.cluster.spec.autotune.mode if found.cluster else "Off"
-    if mode == "Off":
-        return Condition(subject=Subject.AUTOTUNED, is_true=False, reason=Reason.OFF, message="autotune is off")
-    message = f"autotune mode {mode} is not available yet; the sliders stay as the spec says. Use Off"
-    return Condition(subject=Subject.AUTOTUNED, is_true=False, reason=Reason.NOT_AVAILABLE, message=message)
 
 
 def _render_effective(found: Findings, old: Object) -> Object:
@@ -325,12 +143,8 @@ def _render_effective(found: Findings, old: Object) -> Object:
     return effective
 
 
-def _sum(found: Findings) -> Counts:
-    return sum(found.attainment.values(), Counts())
-
-
 def _render_attainment(found: Findings) -> Object:
-    total = _sum(found)
+    total = sum(found.attainment.values(), Counts())
     if total.num_finished == 0:
         return {}
     known = {item.name for item in found.cluster.spec.slo.classes} if found.cluster else set()
