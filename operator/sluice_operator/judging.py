@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from sluice_operator import names
 from sluice_operator.attainment import Counts
 from sluice_operator.conditions import REASONS, ConditionType, Reason
-from sluice_operator.fields import percent
 from sluice_operator.findings import ROLLOUT_TROUBLES
 from sluice_operator.pods import Trouble
 from sluice_operator.reports import find_refused_engines
@@ -191,9 +190,9 @@ def _decide_network(found: Findings) -> Condition:
     failed = next((item for item in found.pod_troubles if item.reason is Reason.PREFLIGHT_FAILED), None)
     if failed:
         return say(Reason.PREFLIGHT_FAILED, failed.message, is_true=False)
-    if found.cluster is None or not found.reports:
+    if not found.reports:
         return say(Reason.NO_REPORT, "no engine has reported how its KV goes", is_true=None)
-    if found.cluster.spec.network.mode == "TCP":
+    if (found.body["spec"].get("network") or {}).get("mode", "TCP") == "TCP":
         return say(Reason.TCP, "KV goes over TCP, as the spec asks for", is_true=True)
     transports = {engine: report.transport for engine, report in found.reports.items() if report.transport}
     if not transports:
@@ -215,18 +214,19 @@ def _decide_slo(found: Findings) -> Condition:
         return Condition(subject=ConditionType.SLO_MET, is_true=is_true, reason=reason, message=message)
 
     total = sum(found.attainment.values(), Counts())
-    if found.cluster is None or not found.statuses:
+    if found.plan is None or not found.statuses:
         return say(Reason.NO_REPORT, "no router answers", is_true=None)
-    wanted = found.cluster.spec.slo.attainment
+    wanted = found.plan.attainment_percent
     if total.num_finished == 0:
         return say(Reason.NO_TRAFFIC, "no request finished in the last five minutes", is_true=None)
-    if total.num_met_both * 100 >= percent(wanted) * total.num_finished:
-        return say(Reason.MET, f"at least {wanted} of the requests meet their objectives", is_true=True)
-    return say(Reason.MISSED, f"fewer than {wanted} of the requests meet their objectives", is_true=False)
+    if total.num_met_both * 100 >= wanted * total.num_finished:
+        return say(Reason.MET, f"at least {wanted}% of the requests meet their objectives", is_true=True)
+    return say(Reason.MISSED, f"fewer than {wanted}% of the requests meet their objectives", is_true=False)
 
 
 def _decide_autotuned(found: Findings) -> Condition:
-    mode = found.cluster.spec.autotune.mode if found.cluster else "Off"
+    # Read as it is written: a spec that asks for more than Off is refused as a whole (rules.py).
+    mode = (found.body["spec"].get("autotune") or {}).get("mode", "Off")
     if mode == "Off":
         return Condition(subject=ConditionType.AUTOTUNED, is_true=False, reason=Reason.OFF, message="autotune is off")
     message = f"autotune mode {mode} is not available yet; the sliders stay as the spec says. Use Off"
