@@ -4,6 +4,7 @@
 # make down    stops what `make up` or `make demo` left running
 # make lock    resolves the dependencies anew after an edit of pyproject.toml
 # make format  formats the code
+# make e2e-k8s runs the tests on a real Kubernetes, which it builds and starts (Go, root; minutes the first time)
 # make bench   runs the benchmarks
 # make clean   removes all of the above; models and volumes stay
 #
@@ -27,9 +28,9 @@ ENGINE := $(if $(shell nvidia-smi -L 2>/dev/null),engine,engine-cpu)
 # Bytecode is compiled at the installation: where PYTHONDONTWRITEBYTECODE is set, importing vLLM would cost 25 s each time.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
 
-.PHONY: help up demo test down lock format bench clean install model
+.PHONY: help up demo test e2e-k8s down lock format bench clean install model
 help:
-	@sed -n 's/^# //p' Makefile | head -8
+	@sed -n 's/^# //p' Makefile | head -9
 
 up: install model
 	@exec $(BIN)/sluice up $(MANIFEST) $(ARGS)
@@ -39,6 +40,9 @@ demo: install model
 
 test: $(STAMPS)/dev model
 	@exec $(BIN)/python .ci/checks.py $(ARGS)
+
+e2e-k8s: $(STAMPS)/dev model
+	@PYTHONPATH=e2e/kube exec $(BIN)/python -m testbed test $(ARGS)
 
 down:
 	@if [ -x $(BIN)/sluice ]; then $(BIN)/sluice down --all; else echo "nothing runs"; fi

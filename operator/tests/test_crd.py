@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 from crd_schema import CRD, read_crd, read_schema, schema_of_the_model, without_rules
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
-from verdicts import Case, judge, make_manifest, read_table
+from verdicts import Case, judge, make_manifest, merge, read_table
 
 from sluice_operator import rules
 from sluice_operator.conditions import REASONS, ConditionType
@@ -82,6 +85,16 @@ def test_the_model_gives_the_verdict_of_the_table(case: Case) -> None:
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
 def test_the_crd_gives_the_verdict_of_the_table(case: Case) -> None:
     assert {refusal.field for refusal in judge(case.manifest)} == case.refused
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from(TABLE), min_size=2, max_size=4))
+def test_both_give_one_verdict_on_cases_put_together(cases: list[Case]) -> None:
+    manifest = functools.reduce(merge, [case.manifest for case in cases])
+    by_model, by_crd = refused_by_the_model(manifest), {refusal.field for refusal in judge(manifest)}
+    assert bool(by_model) == bool(by_crd)
+    # With several things wrong, each may stop at another point, but not before it has named one of them.
+    assert bool(by_model & by_crd) == bool(by_model)
 
 
 @pytest.mark.parametrize("argument", rules.OWNED_ARGUMENTS)

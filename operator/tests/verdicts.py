@@ -64,18 +64,19 @@ def read_table() -> list[Case]:
 
 def make_manifest(spec: dict[str, Any], metadata: dict[str, Any], nulls: tuple[str, ...] = ()) -> dict[str, Any]:
     """The least manifest with parts of its spec set, removed (null), or without a value (``nulls``)."""
-    manifest = _merge(LEAST, {"spec": spec, "metadata": metadata})
+    manifest = merge(LEAST, {"spec": spec, "metadata": metadata})
     manifest["spec"] |= dict.fromkeys(nulls)
     return manifest
 
 
-def _merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Merges ``new`` into a copy of ``old``: parts field by field, everything else as a whole; null removes."""
     merged = copy.deepcopy(old)
     for name, value in new.items():
         if value is None:
             merged.pop(name, None)
         else:
-            merged[name] = _merge(merged.get(name, {}), value) if isinstance(value, dict) else value
+            merged[name] = merge(merged.get(name) or {}, value) if isinstance(value, dict) else value
     return merged
 
 

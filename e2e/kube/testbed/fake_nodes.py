@@ -64,5 +64,6 @@ def make_node(name: str) -> dict[str, Any]:
 
 def is_ready(client: Client, node: str) -> bool:
     """Whether a node is Ready."""
-    conditions = client.request("GET", f"/api/v1/nodes/{node}").content.get("status", {}).get("conditions", ())
+    answer = client.request("GET", f"/api/v1/nodes/{node}")
+    conditions = answer.content["status"].get("conditions", ()) if answer.is_ok else ()
     return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

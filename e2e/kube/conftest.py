@@ -1,0 +1,76 @@
+"""One real cluster for all tests here; each test has namespaces of its own."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from testbed.bed import Testbed, run_testbed
+from testbed.images import make_python_image
+from testbed.settings import ROOT, make_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from testbed.client import Client
+    from testbed.node import Node
+
+# The table of verdicts, which the Python model and the CRD are held to without a cluster.
+sys.path.append(str(ROOT / "operator" / "tests"))
+
+CRD = ROOT / "crds" / "servingclusters.yaml"
+PYTHON_IMAGE = "docker.io/local/python:1"
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def testbed(request: pytest.FixtureRequest) -> Iterator[Testbed]:
+    """The cluster: control plane, two fake nodes, and this machine as a node if a test asks for one (which needs root)."""
+    needs_node = any("node" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function))
+    with run_testbed(make_settings(has_real_node=needs_node)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def node(testbed: Testbed) -> Node:
+    """This machine as a node, with an image of its Python."""
+    testbed.node.load_image(make_python_image(PYTHON_IMAGE))
+    return testbed.node
+
+
+@pytest.fixture(scope="session")
+def client(testbed: Testbed) -> Client:
+    """Its administrator."""
+    return testbed.client
+
+
+@pytest.fixture(scope="session")
+def crd(client: Client) -> Path:
+    """The CRD, installed."""
+    client.kubectl("apply", "--server-side", "-f", str(CRD))
+    client.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/servingclusters.sluice.dev")
+    return CRD
+
+
+@pytest.fixture
+def make_namespace(client: Client) -> Callable[[str], str]:
+    """Makes namespaces that enforce a Pod Security level."""
+
+    def make(level: str = "restricted") -> str:
+        name = f"test-{next(NUMBERS)}"
+        labels = {"pod-security.kubernetes.io/enforce": level}
+        client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+        # Pods of a namespace are refused until it has its service account.
+        client.kubectl("wait", "--for=create", "--timeout=30s", "-n", name, "serviceaccount/default")
+        return name
+
+    return make
+
+
+@pytest.fixture
+def namespace(make_namespace: Callable[[str], str]) -> str:
+    """A namespace under Pod Security ``restricted``."""
+    return make_namespace("restricted")
