@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.kubernetes_port import LEASES, ConflictError, KubernetesError, LeaseLostError, Object
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from sluice_operator.kubernetes_port import Kubernetes
 
@@ -34,6 +34,7 @@ class Elector:
         identity: Name of this replica, unique among them.
         now: Monotonic seconds.
         now_text: The time, as Kubernetes writes it, with microseconds.
+        sleep: Waits so many seconds.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Elector:
         identity: str,
         now: Callable[[], float],
         now_text: Callable[[], str],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._kubernetes = kubernetes
         self._namespace = namespace
@@ -52,6 +54,7 @@ class Elector:
         self._identity = identity
         self._now = now
         self._now_text = now_text
+        self._sleep = sleep
         self._renewed_s = float("-inf")
         # The record of another holder, and when we first saw it as it is.
         self._seen: object = None
@@ -87,8 +90,8 @@ class Elector:
 
     async def lead(self) -> None:
         """Waits until this replica leads."""
-        while not await self._attempt_calmly():  # noqa: ASYNC110 - the other replica's lease is no event of ours
-            await asyncio.sleep(RENEW_S)
+        while not await self._attempt_calmly():
+            await self._sleep(RENEW_S)
         logger.info("%s leads", self._identity)
 
     async def keep(self) -> None:
@@ -98,7 +101,7 @@ class Elector:
             LeaseLostError: It could not be renewed in time, or another replica has it.
         """
         while True:
-            await asyncio.sleep(RENEW_S)
+            await self._sleep(RENEW_S)
             await self._attempt_calmly()
             if not self.is_leading:
                 raise LeaseLostError(f"{self._identity} no longer leads: the lease was not renewed in time")

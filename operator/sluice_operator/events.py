@@ -27,7 +27,7 @@ def render_event(body: Object, condition: Object, identity: str, now_text: str) 
     return {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
-        "metadata": {"generateName": f"{metadata['name']}.", "namespace": metadata["namespace"]},
+        "metadata": {"generateName": f"{metadata['name']}-", "namespace": metadata["namespace"]},
         "eventTime": now_text.replace("Z", ".000000Z"),
         "type": "Warning" if is_warning(condition) else "Normal",
         "reason": condition["reason"],

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 # The API server sends a bookmark every minute.
 INACTIVITY_S = 70.0
 RECONNECT_S = 0.1
+# kopf keeps a task for each object that had an event, for so long.
+IDLE_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,6 +87,9 @@ def make_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.scanning.disabled = True
+    # Nothing is lost with an event that is not passed on any more: the next process looks at everything.
+    settings.queueing.idle_timeout = IDLE_S
+    settings.queueing.exit_timeout = 0.1
     settings.watching.inactivity_timeout = INACTIVITY_S
     settings.watching.reconnect_backoff = RECONNECT_S
     for kind in WATCHED:

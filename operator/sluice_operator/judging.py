@@ -127,7 +127,8 @@ def _describe_progress(found: Findings) -> tuple[bool, Reason, str]:  # noqa: PL
 def _count_late(found: Findings, plan: plan_pb2.Plan) -> tuple[int, int]:
     """Routers and engines that have not taken the plan yet."""
     named = {engine.engine_id for engine in plan.engines}
-    routers = sum(status.generation < plan.generation for status in found.statuses.values())
+    in_force = sum(status.generation >= plan.generation for status in found.statuses.values())
+    routers = max(0, found.num_routers_ready - in_force)
     engines = sum(
         report.acknowledged_generation < plan.generation
         for engine_id, report in found.reports.items()

@@ -148,6 +148,8 @@ class Operator:
             logger.exception("a look failed")
         else:
             self._queue.finish(key)
+            if not self._reconciler.knows(key):
+                self._known.discard(key)
             if after_s is not None:
                 self._queue.add(key, after_s)
         self._metrics.looks.labels(outcome).inc()

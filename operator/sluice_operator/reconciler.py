@@ -141,6 +141,10 @@ class Reconciler:
         if key in self._memories:
             self._memories[key].window.take(self._now(), status)
 
+    def knows(self, key: ClusterKey) -> bool:
+        """Whether a cluster existed at the last look."""
+        return key in self._memories
+
     async def reconcile(self, key: ClusterKey) -> float | None:
         """Takes one look at a cluster, and does what follows from it.
 
