@@ -10,7 +10,6 @@ from sluice_operator.desired import adopt, find_owner, guard, is_in_force, key_o
 from sluice_operator.kubernetes_port import (
     BUDGETS,
     CLUSTERS,
-    SERVICE_MONITORS,
     ConflictError,
     ForbiddenError,
     InvalidError,
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Kinds of which a cluster does not always have one.
-OPTIONAL_KINDS = frozenset({BUDGETS.name, SERVICE_MONITORS.name})
+OPTIONAL_KINDS = frozenset({BUDGETS.name})
 
 
 class Children:

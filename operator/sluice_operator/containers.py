@@ -32,7 +32,11 @@ TMP_VOLUME: Object = {"name": "tmp", "emptyDir": {}}
 
 def render_resources(resources: Resources) -> Object:
     """Renders a container's resource requirements, without empty parts."""
-    rendered = resources.model_dump(mode="json", by_alias=True, exclude_none=True)
+    rendered: Object = {
+        "limits": {name: str(amount) for name, amount in resources.limits.items()},
+        "requests": {name: str(amount) for name, amount in resources.requests.items()},
+        "claims": [claim.model_dump(mode="json", by_alias=True, exclude_none=True) for claim in resources.claims],
+    }
     return {name: value for name, value in rendered.items() if value}
 
 

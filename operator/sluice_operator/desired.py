@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sluice_operator import names, surroundings
 from sluice_operator.engine_pods import render_engines
 from sluice_operator.kubernetes_port import annotations_of, name_of, uid_of
+from sluice_operator.quantities import read_quantity
 from sluice_operator.restart import keep_template
 from sluice_operator.router_pods import render_routers
 
@@ -108,20 +109,29 @@ def is_in_force(wanted: Any, live: Any) -> bool:
     Lists of things with names are compared by name, other lists as a whole.
     """
     if isinstance(wanted, dict):
-        return isinstance(live, dict) and all(is_in_force(value, live.get(name)) for name, value in wanted.items())
+        return (live is None and not wanted) or (
+            isinstance(live, dict) and all(is_in_force(value, live.get(name)) for name, value in wanted.items())
+        )
     if isinstance(wanted, list):
         if not isinstance(live, list):
             return not wanted and live is None
         if wanted and all(isinstance(item, dict) and "name" in item for item in wanted):
-            found = {item.get("name"): item for item in live}
+            found = {item.get("name"): item for item in live if isinstance(item, dict)}
             return all(is_in_force(item, found.get(item["name"])) for item in wanted)
         return len(wanted) == len(live) and all(is_in_force(*pair) for pair in zip(wanted, live, strict=True))
-    # The server leaves out what is empty or false.
-    return (
-        bool(wanted == live)
-        or (live is None and wanted in ("", 0, False) and wanted is not None)
-        or (wanted == {} and live is None)
-    )
+    return _is_same(wanted, live)
+
+
+def _is_same(wanted: object, live: object) -> bool:
+    """Whether two values say the same: the server leaves out what is empty or false, and writes quantities its way."""
+    if wanted == live or (live is None and not wanted):
+        return True
+    if not isinstance(wanted, int | str) or not isinstance(live, int | str):
+        return False
+    try:
+        return read_quantity(wanted) == read_quantity(live)
+    except ValueError:
+        return False
 
 
 def guard(child: Object, live: Object | None) -> Object:

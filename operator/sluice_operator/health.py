@@ -31,6 +31,10 @@ class Health:
         refresh: Sets gauges before a scrape, and returns the age of the queue's head in seconds.
         is_ready: Whether this replica does its part.
         now: Monotonic seconds.
+
+    Attributes:
+        port: Port listened on, once ``started`` is set.
+        started: Set once the pages are served.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Health:
         self._ticked_s = now()
         self._lag_s = 0.0
         self.port = 0
+        self.started = asyncio.Event()
 
     async def run(self, host: str, port: int) -> None:
         """Serves until cancelled."""
@@ -56,6 +61,7 @@ class Health:
         try:
             await web.TCPSite(runner, host, port).start()
             self.port = int(runner.addresses[0][1])
+            self.started.set()
             await self._tick()
         finally:
             await runner.cleanup()

@@ -145,7 +145,7 @@ class KubernetesClient:
             async with asyncio.timeout(self._timeout_s):
                 status, headers, text = await self._send(METHODS[verb], path, query, body, content_type)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise BusyError(f"{verb} {path}: {error or 'no answer'}") from error
+            raise BusyError(f"{verb} {path}: {str(error) or 'no answer'}") from error
         finally:
             self._on_call(verb, kind.plural, status, self._now() - started_s)
         if status >= 400:

@@ -22,13 +22,16 @@ class ObjectFilter(logging.Filter):
         return True
 
 
+def make_formatter() -> logging.Formatter:
+    """Makes the formatter."""
+    names = {"asctime": "time", "levelname": "level", "name": "logger"}
+    return JsonFormatter("%(asctime)s %(levelname)s %(name)s %(object)s %(message)s", rename_fields=names)
+
+
 def set_up_logs(level: str) -> None:
     """Sends all logs to the standard error, as JSON."""
     handler = logging.StreamHandler(sys.stderr)
-    names = {"asctime": "time", "levelname": "level", "name": "logger"}
-    handler.setFormatter(
-        JsonFormatter("%(asctime)s %(levelname)s %(name)s %(object)s %(message)s", rename_fields=names)
-    )
+    handler.setFormatter(make_formatter())
     handler.addFilter(ObjectFilter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     # kopf tells of every event that it passes on.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
+
+NUMBER = r"[0-9]+([.][0-9]*)?([eE][+-]?[0-9]{1,2})?"
 
 FACTORS = {
     "n": Fraction(1, 10**9),
@@ -23,7 +26,7 @@ def read_quantity(quantity: int | str) -> Fraction:
     text = str(quantity)
     digits = text.rstrip("numkKMGTPEi")
     suffix = text[len(digits) :]
-    if suffix not in FACTORS:
+    if suffix not in FACTORS or not re.fullmatch(NUMBER, digits):
         raise ValueError(f"{quantity!r} is not a quantity such as 2, 500m or 16Gi")
     # Fraction reads 1e3 as well.
     return Fraction(digits) * FACTORS[suffix]

@@ -57,6 +57,7 @@ class RouterLinks:
         group: Runs their tasks.
         wake: Called with a cluster whose routers say something to act on.
         measure: Called with every status, for attainment.
+        port: Control port of the routers.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class RouterLinks:
         *,
         wake: Callable[[ClusterKey], None],
         measure: Callable[[ClusterKey, control_pb2.GetStatusResponse], None],
+        port: int = CONTROL_PORT,
     ) -> None:
         self._group = group
         self._wake = wake
         self._measure = measure
+        self._port = port
         self._clusters: dict[ClusterKey, _Cluster] = {}
 
     def follow(self, key: ClusterKey, addresses: Mapping[str, str]) -> None:
@@ -122,7 +125,7 @@ class RouterLinks:
             logger.warning(line, extra={"object": str(key)})
             self._wake(key)
 
-        link = RouterLink(name, f"{address}:{CONTROL_PORT}", report=report, on_status=on_status)
+        link = RouterLink(name, f"{address}:{self._port}", report=report, on_status=on_status)
         plan = self._clusters[key].plan
         if plan is not None:
             link.offer(plan)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fake_kubernetes import FakeKubernetes
+
     from sluice_operator.names import ClusterKey
 
 

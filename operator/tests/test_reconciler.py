@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from fake_kubernetes import make_cluster
 from world import COST, KEY, World
@@ -142,7 +144,7 @@ async def test_a_role_is_labelled_only_after_it_is_acknowledged() -> None:
 async def test_engines_are_drained_before_they_go() -> None:
     world = World()
     await world.settle()
-    world.routers.loads = {uid: 10 for uid in world.engine_uids}
+    world.routers.loads = dict.fromkeys(world.engine_uids, 10)
     idle = {next(uid for uid, role in world.roles.items() if role == name) for name in ("p-heavy", "d-heavy")}
     world.routers.loads.update(dict.fromkeys(idle, 0))
     world.routers.stuck = set(world.engine_uids)
@@ -171,7 +173,8 @@ async def test_an_engine_that_never_drains_goes_when_its_time_is_over() -> None:
     for _ in range(3):
         after_s = await world.look()
     assert world.deployment()["spec"]["replicas"] == 4
-    assert after_s is not None and 0 < after_s <= 35
+    assert after_s is not None
+    assert 0 < after_s <= 35
     world.now += after_s
     await world.settle()
     assert len(world.engines) == 3
@@ -391,7 +394,7 @@ async def test_an_invalid_spec_changes_nothing_and_says_why() -> None:
     ids=["auth", "tls"],
 )
 async def test_protection_that_does_not_exist_yet_is_refused_not_left_out(edit) -> None:
-    world = World(**{"router": {"replicas": 2, **edit["router"]}})
+    world = World(router={"replicas": 2, **edit["router"]})
     await world.settle()
     assert world.conditions["SpecValid"] == ("False", "NotAvailable")
     assert world.conditions["Ready"] == ("False", "SpecInvalid")
@@ -446,7 +449,8 @@ async def test_a_cluster_whose_only_prefill_engine_fails_makes_another() -> None
     for _ in range(3):
         await world.look()
     serving = {part.engine_id for part in world.plan.engines if part.role == 1}
-    assert serving and failed not in serving
+    assert serving
+    assert failed not in serving
 
 
 async def test_measurements_are_written_every_fifteen_seconds_and_transitions_at_once() -> None:
@@ -471,7 +475,7 @@ async def test_measurements_are_written_every_fifteen_seconds_and_transitions_at
             world.reconciler.measure(KEY, status)
         await world.look()
     assert len(written) <= 5
-    assert all(later - earlier >= 15 for earlier, later in zip(written[1:], written[2:], strict=False))
+    assert all(later - earlier >= 15 for earlier, later in itertools.pairwise(written[1:]))
     assert world.status["attainment"]["both"] == "80%"
     assert world.conditions["SLOMet"] == ("False", "Missed")
 

@@ -108,7 +108,7 @@ class ScheduleMachine(RuleBasedStateMachine):
             self.at_work.add(key)
 
     @rule(key=st.integers(0, 4), is_failure=st.booleans())
-    def end(self, key: int, is_failure: bool) -> None:
+    def end(self, *, key: int, is_failure: bool) -> None:
         if key not in self.at_work:
             return
         self.at_work.discard(key)
