@@ -93,7 +93,7 @@ def test_what_is_not_restricted_is_refused(client: Client, namespace: str) -> No
 
 
 def test_pods_find_each_other_by_name(client: Client, namespace: str) -> None:
-    probe = {"httpGet": {"path": "/tmp", "port": 8080}, "periodSeconds": 1}
+    probe = {"httpGet": {"path": "/", "port": 8080}, "periodSeconds": 1}
     server = pod("server", SERVE, container={"readinessProbe": probe, "workingDir": "/tmp"})
     ports = [{"port": 80, "targetPort": 8080}]
     services = [
@@ -109,7 +109,7 @@ def test_pods_find_each_other_by_name(client: Client, namespace: str) -> None:
     client.kubectl("wait", "--for=condition=Ready", "--timeout=60s", "-n", namespace, "pod/server")
     program = """
 import socket, urllib.request
-print(urllib.request.urlopen("http://server/tmp", timeout=10).status)
+print(urllib.request.urlopen("http://server/", timeout=10).status)
 print(socket.gethostbyname("pods"))
 """
     address = client.kubectl("get", "pod", "-n", namespace, "server", "-o", "jsonpath={.status.podIP}")

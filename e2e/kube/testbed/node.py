@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 BRIDGE = "sluice0"
 MASQUERADE_TABLE = "sluice-masquerade"
 NAMESPACES = Path("/var/run/netns")
+RUNTIME_FOLDER = "/run/sluice-kube-{port}"
 FOREIGN = "foreign-namespaces"
 PROGRAMS = ("containerd", "kubelet", "kube-proxy", "coredns")
 
@@ -105,7 +106,9 @@ def run_ctr(settings: Settings, *arguments: str) -> subprocess.CompletedProcess[
 def write_configurations(settings: Settings) -> None:
     """Writes the configurations of containerd, the pod network, kubelet and DNS."""
     node = settings.node
-    (node / "containerd.toml").write_text(CONTAINERD.format(node=node, port=settings.ports.api))
+    (node / "containerd.toml").write_text(
+        CONTAINERD.format(node=node, state=RUNTIME_FOLDER.format(port=settings.ports.api))
+    )
     (node / "cni" / "10-pods.conflist").write_text(json.dumps(make_pod_network(settings), indent=1))
     (node / "kubelet.json").write_text(json.dumps(make_kubelet_configuration(settings), indent=1))
     (node / "Corefile").write_text(
@@ -117,7 +120,7 @@ def write_configurations(settings: Settings) -> None:
 CONTAINERD = """\
 version = 2
 root = "{node}/containerd"
-state = "/run/sluice-kube-{port}"
+state = "{state}"
 [grpc]
   address = "{node}/containerd.sock"
 [plugins."io.containerd.grpc.v1.cri"]
