@@ -86,6 +86,9 @@ def _clean_node(settings: Settings) -> None:
     _run("ip", "link", "del", node.BRIDGE)
     for family, table in (("ip", "kube-proxy"), ("ip6", "kube-proxy"), ("ip", node.MASQUERADE_TABLE)):
         _run("nft", "delete", "table", family, table)
+    before = settings.node / node.FORWARDING.name
+    if before.is_file():
+        node.FORWARDING.write_text(before.read_text())
     for link in LOG_LINKS.glob("*.log"):
         if str(link.readlink()).startswith(f"{settings.node}/"):
             link.unlink()

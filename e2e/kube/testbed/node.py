@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BRIDGE = "sluice0"
 MASQUERADE_TABLE = "sluice-masquerade"
+FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
 NAMESPACES = Path("/var/run/netns")
 RUNTIME_FOLDER = "/run/sluice-kube-{port}"
 FOREIGN = "foreign-namespaces"
@@ -239,7 +240,8 @@ table ip {MASQUERADE_TABLE} {{
 	}}
 }}
 """
-    Path("/proc/sys/net/ipv4/ip_forward").write_text("1\n")
+    (settings.node / FORWARDING.name).write_text(FORWARDING.read_text())  # put back in the end
+    FORWARDING.write_text("1\n")
     done = subprocess.run(["nft", "-f", "-"], input=rules, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise TestbedError(f"nft: {done.stderr.strip()}")
