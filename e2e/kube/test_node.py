@@ -93,7 +93,7 @@ def test_what_is_not_restricted_is_refused(client: Client, namespace: str) -> No
 
 
 def test_pods_find_each_other_by_name(client: Client, namespace: str) -> None:
-    probe = {"httpGet": {"path": "/tmp", "port": 8080}, "periodSeconds": 1}
+    probe = {"httpGet": {"path": "/", "port": 8080}, "periodSeconds": 1}
     server = pod("server", SERVE, container={"readinessProbe": probe, "workingDir": "/tmp"})
     ports = [{"port": 80, "targetPort": 8080}]
     services = [
@@ -109,7 +109,7 @@ def test_pods_find_each_other_by_name(client: Client, namespace: str) -> None:
     client.kubectl("wait", "--for=condition=Ready", "--timeout=60s", "-n", namespace, "pod/server")
     program = """
 import socket, urllib.request
-print(urllib.request.urlopen("http://server/tmp", timeout=10).status)
+print(urllib.request.urlopen("http://server/", timeout=10).status)
 print(socket.gethostbyname("pods"))
 """
     address = client.kubectl("get", "pod", "-n", namespace, "server", "-o", "jsonpath={.status.podIP}")
@@ -175,17 +175,27 @@ def test_files_of_this_machine_come_by_a_volume_that_restricted_pods_may_claim(
 def test_a_pod_is_asked_to_end_before_it_is_killed(client: Client, namespace: str) -> None:
     program = """
 import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked"))
+def end(*_):
+    print("asked")
+    time.sleep(3)
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
 print("ready")
 time.sleep(600)
 """
-    create(client, namespace, pod("polite", program, terminationGracePeriodSeconds=30))
+    create(client, namespace, pod("polite", program, terminationGracePeriodSeconds=60))
     wait_phase(client, namespace, "polite", "Running")
-    while "ready" not in client.kubectl("logs", "-n", namespace, "polite"):
+    wait_logged(client, namespace, "polite", "ready")
+    client.kubectl("delete", "pod", "-n", namespace, "polite", "--wait=false")
+    wait_logged(client, namespace, "polite", "asked")
+    client.kubectl("wait", "--for=delete", "--timeout=30s", "-n", namespace, "pod/polite")
+
+
+def wait_logged(client: Client, namespace: str, name: str, word: str) -> None:
+    deadline = time.monotonic() + 30
+    while word not in client.kubectl("logs", "-n", namespace, name).split():
+        assert time.monotonic() < deadline, f"{name} has not said {word}"
         time.sleep(0.1)
-    client.kubectl("exec", "-n", namespace, "polite", "--", "python", "-c", "import os; os.kill(1, 15)")
-    client.kubectl("wait", "--for=jsonpath={.status.phase}=Failed", "--timeout=20s", "-n", namespace, "pod/polite")
-    assert client.kubectl("logs", "-n", namespace, "polite").split() == ["ready", "asked"]
 
 
 def test_an_image_that_is_not_there_is_named(client: Client, namespace: str) -> None:

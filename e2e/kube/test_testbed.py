@@ -111,7 +111,7 @@ def test_a_pid_that_others_have_by_now_is_left_alone(small: Settings) -> None:
 
 
 def test_a_node_is_refused_without_root() -> None:
-    code = "import os; os.setuid(65534); from testbed.packages import install_packages; install_packages()"
+    code = "import os; from testbed.packages import install_packages; os.setuid(65534); install_packages()"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},

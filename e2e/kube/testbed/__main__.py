@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 
 from testbed.bed import run_testbed
-from testbed.cleaning import clean
+from testbed.cleaning import clean, find_leftovers
 from testbed.errors import TestbedError
 from testbed.packages import install_packages
 from testbed.settings import Ports, Settings, make_settings
@@ -76,6 +76,10 @@ def test(arguments: tuple[str, ...]) -> None:
     passed = counts["tests"] - counts["skipped"] - failed
     # A run that ends before it reports (an import error, a signal), or that skips, has not shown what it should.
     failed = max(failed + counts["skipped"], int(done.returncode != 0 or not passed))
+    leftovers = find_leftovers(make_settings())
+    for leftover in leftovers:
+        print(f"left behind: {leftover}")
+    failed += bool(leftovers)
     print(f"e2e-k8s: {passed} passed, {failed} failed")
     sys.exit(1 if failed else 0)
 

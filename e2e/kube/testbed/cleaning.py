@@ -38,8 +38,24 @@ def clean(settings: Settings) -> None:
     for name in ("kwok", *reversed(control_plane.PROGRAMS)):
         stop_recorded(settings, name, signal.SIGKILL)
     for path in settings.folder.glob("*"):
-        if path != settings.logs:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if path.is_dir() and path != settings.logs:
+            shutil.rmtree(path, ignore_errors=True)  # another cleaner may be at it
+        elif path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def find_leftovers(settings: Settings) -> list[str]:
+    """What of a cluster is on this machine though it should be gone, each with its kind."""
+    state = _runtime_folder(settings)
+    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    found = [f"process {command}" for command in commands if str(settings.folder) in command or str(state) in command]
+    found += [f"mount {point}" for point in _mounts_below(settings.node, state)]
+    found += [
+        f"folder {path}" for path in (*settings.folder.glob("*"), state) if path.exists() and path != settings.logs
+    ]
+    found += [f"link {node.BRIDGE}" for path in [Path("/sys/class/net") / node.BRIDGE] if path.exists()]
+    tables = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=False).stdout.splitlines()
+    return found + [table for table in tables if table.split()[-1] in ("kube-proxy", node.MASQUERADE_TABLE)]
 
 
 def start_reaper(settings: Settings, locks: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -61,14 +77,18 @@ def _clean_node(settings: Settings) -> None:
         _remove_containers(settings)
     stop_recorded(settings, "containerd", signal.SIGTERM)
     _kill_shims(settings)
-    state = Path(f"/run/sluice-kube-{settings.ports.api}")
-    _unmount(settings.node, state)
+    state = _runtime_folder(settings)
+    for point in sorted(_mounts_below(settings.node, state), reverse=True):
+        _run("umount", "-l", point)
     shutil.rmtree(state, ignore_errors=True)
     for namespace in node.list_pod_namespaces() - node.read_foreign_namespaces(settings):
         _run("ip", "netns", "del", namespace)
     _run("ip", "link", "del", node.BRIDGE)
     for family, table in (("ip", "kube-proxy"), ("ip6", "kube-proxy"), ("ip", node.MASQUERADE_TABLE)):
         _run("nft", "delete", "table", family, table)
+    before = settings.node / node.FORWARDING.name
+    if before.is_file():
+        node.FORWARDING.write_text(before.read_text())
     for link in LOG_LINKS.glob("*.log"):
         if str(link.readlink()).startswith(f"{settings.node}/"):
             link.unlink()
@@ -98,11 +118,13 @@ def _kill_shims(settings: Settings) -> None:
                 process.kill()
 
 
-def _unmount(*folders: Path) -> None:
+def _mounts_below(*folders: Path) -> list[str]:
     points = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
-    ours = [point for point in points if any(point.startswith(f"{folder}/") for folder in folders)]
-    for point in sorted(ours, reverse=True):
-        _run("umount", "-l", point)
+    return [point for point in points if any(point.startswith(f"{folder}/") for folder in folders)]
+
+
+def _runtime_folder(settings: Settings) -> Path:
+    return Path(node.RUNTIME_FOLDER.format(port=settings.ports.api))
 
 
 def _remove_cgroups() -> None:

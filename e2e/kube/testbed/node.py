@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 BRIDGE = "sluice0"
 MASQUERADE_TABLE = "sluice-masquerade"
+FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
 NAMESPACES = Path("/var/run/netns")
+RUNTIME_FOLDER = "/run/sluice-kube-{port}"
 FOREIGN = "foreign-namespaces"
 PROGRAMS = ("containerd", "kubelet", "kube-proxy", "coredns")
 
@@ -105,7 +107,9 @@ def run_ctr(settings: Settings, *arguments: str) -> subprocess.CompletedProcess[
 def write_configurations(settings: Settings) -> None:
     """Writes the configurations of containerd, the pod network, kubelet and DNS."""
     node = settings.node
-    (node / "containerd.toml").write_text(CONTAINERD.format(node=node, port=settings.ports.api))
+    (node / "containerd.toml").write_text(
+        CONTAINERD.format(node=node, state=RUNTIME_FOLDER.format(port=settings.ports.api))
+    )
     (node / "cni" / "10-pods.conflist").write_text(json.dumps(make_pod_network(settings), indent=1))
     (node / "kubelet.json").write_text(json.dumps(make_kubelet_configuration(settings), indent=1))
     (node / "Corefile").write_text(
@@ -117,7 +121,7 @@ def write_configurations(settings: Settings) -> None:
 CONTAINERD = """\
 version = 2
 root = "{node}/containerd"
-state = "/run/sluice-kube-{port}"
+state = "{state}"
 [grpc]
   address = "{node}/containerd.sock"
 [plugins."io.containerd.grpc.v1.cri"]
@@ -236,7 +240,8 @@ table ip {MASQUERADE_TABLE} {{
 	}}
 }}
 """
-    Path("/proc/sys/net/ipv4/ip_forward").write_text("1\n")
+    (settings.node / FORWARDING.name).write_text(FORWARDING.read_text())  # put back in the end
+    FORWARDING.write_text("1\n")
     done = subprocess.run(["nft", "-f", "-"], input=rules, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise TestbedError(f"nft: {done.stderr.strip()}")
