@@ -30,6 +30,7 @@ from sluice_operator.kubernetes_port import (
     SERVICE_MONITORS,
     SERVICES,
     BusyError,
+    ForbiddenError,
     KubernetesError,
     uid_of,
 )
@@ -40,7 +41,7 @@ from sluice_operator.pods import read_pod
 from sluice_operator.reports import merge_reports
 from sluice_operator.scaling import Scale, decide_scale
 from sluice_operator.sliders import resolve_sliders
-from sluice_operator.status import list_transitions, make_patch, render_status, without_measurements
+from sluice_operator.status import degrade, list_transitions, make_patch, render_status, without_measurements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -163,7 +164,12 @@ class Reconciler:
         memory = self._memories.setdefault(key, Memory())
         if memory.uid != uid_of(body):
             memory = self._memories[key] = Memory(uid=uid_of(body))
-        observed = await self._observe(key, body)
+        try:
+            observed = await self._observe(key, body)
+        except ForbiddenError as error:
+            # The right may come back; until then people should read why nothing happens.
+            await self._write_status(key, body, degrade(body, str(error), self._now_text()))
+            raise
         addresses = {pod.name: pod.address for pod in observed.routers if pod.address and not pod.has_ended}
         self._routers.follow(key, addresses)
         found = await self._act(key, observed, memory)
@@ -293,18 +299,23 @@ class Reconciler:
         """Writes the status if it changed; returns whether measurements wait for their turn."""
         old = found.body.get("status") or {}
         new = render_status(found, self._now_text())
-        patch = make_patch(old, new)
-        if not patch:
-            return False
-        is_measurement = without_measurements(new) == without_measurements(old)
+        is_measurement = new != old and without_measurements(new) == without_measurements(old)
         if is_measurement and self._now() - memory.measured_s < MEASURE_INTERVAL_S:
             return True
-        guarded = {"metadata": {"uid": uid_of(found.body)}, "status": patch}
-        await self._kubernetes.patch_status(CLUSTERS, key.namespace, key.name, guarded)
-        memory.measured_s = self._now()
-        for condition in list_transitions(old, new):
-            await self._tell(found.body, condition)
+        if await self._write_status(key, found.body, new):
+            memory.measured_s = self._now()
         return False
+
+    async def _write_status(self, key: ClusterKey, body: Object, new: Object) -> bool:
+        """Writes a status and tells of its transitions; returns whether anything had changed."""
+        old = body.get("status") or {}
+        patch = make_patch(old, new)
+        if patch:
+            guarded = {"metadata": {"uid": uid_of(body)}, "status": patch}
+            await self._kubernetes.patch_status(CLUSTERS, key.namespace, key.name, guarded)
+            for condition in list_transitions(old, new):
+                await self._tell(body, condition)
+        return bool(patch)
 
     async def _tell(self, body: Object, condition: Object) -> None:
         """Makes an event of a transition; one that is lost is no reason to do anything again."""

@@ -66,6 +66,17 @@ def render_status(found: Findings, now_text: str) -> Object:
     return status
 
 
+def degrade(body: Object, message: str, now_text: str) -> Object:
+    """The status of a cluster that may not even be looked at: as it was, but for what is wrong."""
+    old = body.get("status") or {}
+    condition = Condition(
+        subject=ConditionType.DEGRADED, is_true=True, reason=Reason.FORBIDDEN, message=message[:MAX_MESSAGE_CHARACTERS]
+    )
+    others = [item for item in old.get("conditions", []) if item["type"] != ConditionType.DEGRADED]
+    written = _write(condition, old, body["metadata"].get("generation", 0), now_text)
+    return {**old, "conditions": [*others, written]}
+
+
 def without_measurements(status: Object) -> Object:
     """A status without what changes all the time."""
     conditions = [item for item in status.get("conditions", []) if item["type"] != MEASURED_SUBJECT]

@@ -429,6 +429,27 @@ async def test_what_may_not_be_done_is_said_and_the_rest_is_done() -> None:
     assert await world.look() == 30.0
 
 
+@pytest.mark.parametrize("plural", ["pods", "deployments", "services"])
+async def test_a_right_to_look_that_is_missing_is_said(plural) -> None:
+    world = World()
+    await world.settle()
+
+    def forbid(verb: str, kind: str) -> None:
+        if (verb, kind) == ("list", plural):
+            raise ForbiddenError(f"{plural} is forbidden")
+
+    world.kubernetes.before = forbid
+    for _ in range(3):
+        assert await world.look() == 0.5
+    assert world.conditions["Degraded"] == ("True", "Forbidden")
+    assert plural in world.message("Degraded")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert world.kubernetes.events[-1]["reason"] == "Forbidden"
+    world.kubernetes.before = lambda *_: None
+    await world.settle()
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+
+
 async def test_a_pod_template_that_reaches_the_host_is_refused() -> None:
     world = World()
     await world.settle()
