@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -11,13 +12,15 @@ from sluice_operator.names import CONTROL_PORT
 from sluice_operator.reports import is_worth_a_look
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Mapping
 
     from sluice.v1 import control_pb2, plan_pb2
     from sluice_operator.names import ClusterKey
 
 logger = logging.getLogger(__name__)
+
+# A link that fails is not expected to work at once.
+RESTART_S = 5.0
 
 
 class Routers(Protocol):
@@ -129,5 +132,15 @@ class RouterLinks:
         plan = self._clusters[key].plan
         if plan is not None:
             link.offer(plan)
-        task = self._group.create_task(link.run(), name=f"router {key} {name}")
+        task = self._group.create_task(_keep(link), name=f"router {key} {name}")
         return _Slot(address=address, link=link, task=task)
+
+
+async def _keep(link: RouterLink) -> None:
+    """Runs a link for ever: one that fails in a way that it does not know must not end the others."""
+    while True:
+        try:
+            await link.run()
+        except Exception:  # outermost frame of a link
+            logger.exception("the link to %s failed", link.name)
+        await asyncio.sleep(RESTART_S)
