@@ -61,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 # Measurements are written to the status at most this often (operator.md).
 MEASURE_INTERVAL_S = 15.0
+# So long may routers take to answer a process that is new.
+ACQUAINTANCE_S = 5.0
 # A right that was missing or a name that was taken is not watched.
 TROUBLE_INTERVAL_S = 30.0
 # An engine's own drain ends by then; the routers' reports of it may be late.
@@ -75,6 +77,7 @@ class Memory:
     Times are seconds on the operator's monotonic clock: a step of the wall clock moves nothing.
     """
 
+    first_look_s: float
     uid: str = ""
     drain_started_s: dict[EngineId, float] = field(default_factory=dict)
     measured_s: float = float("-inf")
@@ -161,9 +164,9 @@ class Reconciler:
             self._routers.follow(key, {})
             self._memories.pop(key, None)
             return None
-        memory = self._memories.setdefault(key, Memory())
-        if memory.uid != uid_of(body):
-            memory = self._memories[key] = Memory(uid=uid_of(body))
+        memory = self._memories.get(key)
+        if memory is None or memory.uid != uid_of(body):
+            memory = self._memories[key] = Memory(first_look_s=self._now(), uid=uid_of(body))
         try:
             observed = await self._observe(key, body)
         except ForbiddenError as error:
@@ -173,6 +176,10 @@ class Reconciler:
         addresses = {pod.name: pod.address for pod in observed.routers if pod.address and not pod.has_ended}
         self._routers.follow(key, addresses)
         found = await self._act(key, observed, memory)
+        rest_s = memory.first_look_s + ACQUAINTANCE_S - self._now()
+        if rest_s > 0 and len(found.statuses) < found.num_routers_ready:
+            # A new leader knows nothing of the routers yet; to say so would take back what its predecessor said.
+            return rest_s
         return self._next_look_s(found, memory, await self._report(key, found, memory))
 
     # Observe.

@@ -415,6 +415,25 @@ async def test_autotune_is_not_available_and_never_writes_the_spec(mode) -> None
     assert "recommended" not in world.status
 
 
+async def test_a_new_process_says_nothing_of_routers_before_they_had_time_to_answer() -> None:
+    world = World()
+    await world.settle()
+    before = world.snapshot()
+    world.start_operator()
+    world.routers.is_silent = True
+    after_s = await world.look()
+    assert after_s is not None
+    assert world.snapshot() == before
+    world.now += after_s
+    await world.look()
+    assert world.conditions["Progressing"] == ("True", "ApplyingPlan")
+    # What was in force stays known.
+    assert world.status["effective"]["prefillHeavy"] == 2
+    world.routers.is_silent = False
+    await world.settle()
+    assert world.conditions["Progressing"] == ("False", "Settled")
+
+
 async def test_what_may_not_be_done_is_said_and_the_rest_is_done() -> None:
     world = World()
 
