@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("crd", "open_node")
 
 SYSTEM = "sluice-system"
+RBAC = "rbac.authorization.k8s.io"
 FIRST_PORT = 17460
 PATIENCE_S = 60.0
 CHILDREN = "deployments,services,configmaps,serviceaccounts,poddisruptionbudgets,networkpolicies"
@@ -50,8 +51,9 @@ def wait_for(look: Callable[[], Any], what: str) -> Any:
 class Operator:
     """One replica."""
 
-    def __init__(self, kubeconfig: Path, identity: str, port: int, log: Path) -> None:
-        self.identity, self.port, self.log = identity, port, log
+    def __init__(self, kubeconfig: Path, port: int, log: Path, **options: str) -> None:
+        self.port, self.log = port, log
+        self.options = {"namespace": SYSTEM, "host": "127.0.0.1", "port": str(port), **options}
         with log.open("a") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "sluice_operator", *self._arguments()],
@@ -61,8 +63,7 @@ class Operator:
             )
 
     def _arguments(self) -> list[str]:
-        options = {"namespace": SYSTEM, "identity": self.identity, "host": "127.0.0.1", "port": str(self.port)}
-        return [part for name, value in options.items() for part in (f"--{name}", value)]
+        return [part for name, value in self.options.items() for part in (f"--{name.replace('_', '-')}", value)]
 
     def read(self, path: str) -> str:
         try:
@@ -121,56 +122,47 @@ def make_rules(rules: dict[Any, tuple[str, ...]]) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def kubeconfig(client: Client, testbed: Testbed) -> Path:
-    """Access as the operator's own service account, with exactly the rights of ``access.py``."""
-    rbac, subject = "rbac.authorization.k8s.io", {"kind": "ServiceAccount", "name": "operator", "namespace": SYSTEM}
+def bind(kind: str, name: str, namespace: str, rules: dict[Any, tuple[str, ...]]) -> list[dict[str, Any]]:
+    """A Role or ClusterRole of the operator's service account, and its binding."""
+    metadata = {"name": name, **({"namespace": namespace} if kind == "Role" else {})}
+    return [
+        {"apiVersion": f"{RBAC}/v1", "kind": kind, "metadata": metadata, "rules": make_rules(rules)},
+        {
+            "apiVersion": f"{RBAC}/v1",
+            "kind": f"{kind}Binding",
+            "metadata": metadata,
+            "roleRef": {"apiGroup": RBAC, "kind": kind, "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": SYSTEM}],
+        },
+    ]
+
+
+def make_access(client: Client, testbed: Testbed, name: str, namespace: str = "") -> Path:
+    """Makes a service account with exactly the rights of ``access.py``, everywhere or in one namespace; its kubeconfig."""
     client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}})
     client.apply(
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "operator", "namespace": SYSTEM}},
-        {
-            "apiVersion": f"{rbac}/v1",
-            "kind": "ClusterRole",
-            "metadata": {"name": "sluice-operator"},
-            "rules": make_rules(RULES),
-        },
-        {
-            "apiVersion": f"{rbac}/v1",
-            "kind": "ClusterRoleBinding",
-            "metadata": {"name": "sluice-operator"},
-            "roleRef": {"apiGroup": rbac, "kind": "ClusterRole", "name": "sluice-operator"},
-            "subjects": [subject],
-        },
-        {
-            "apiVersion": f"{rbac}/v1",
-            "kind": "Role",
-            "metadata": {"name": "sluice-operator", "namespace": SYSTEM},
-            "rules": make_rules(LEASE_RULES),
-        },
-        {
-            "apiVersion": f"{rbac}/v1",
-            "kind": "RoleBinding",
-            "metadata": {"name": "sluice-operator", "namespace": SYSTEM},
-            "roleRef": {"apiGroup": rbac, "kind": "Role", "name": "sluice-operator"},
-            "subjects": [subject],
-        },
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": SYSTEM}},
+        *bind("Role", name, SYSTEM, LEASE_RULES),
+        *bind("Role" if namespace else "ClusterRole", name, namespace, RULES),
     )
     content = yaml.safe_load(client.kubeconfig.read_text())
-    token = client.kubectl("create", "token", "-n", SYSTEM, "operator", "--duration=2h").strip()
+    token = client.kubectl("create", "token", "-n", SYSTEM, name, "--duration=2h").strip()
     for user in content["users"]:
         user["user"] = {"token": token}
-    path = testbed.settings.folder / "operator.kubeconfig"
+    path = testbed.settings.folder / f"{name}.kubeconfig"
     path.write_text(yaml.safe_dump(content))
     return path
 
 
 @pytest.fixture(scope="module")
-def start_operator(kubeconfig: Path, testbed: Testbed) -> Iterator[Callable[[str], Operator]]:
+def start_operator(client: Client, testbed: Testbed) -> Iterator[Callable[..., Operator]]:
     started: list[Operator] = []
+    everywhere = make_access(client, testbed, "operator")
 
-    def start(identity: str) -> Operator:
+    def start(identity: str, kubeconfig: Path = everywhere, **options: str) -> Operator:
         port = FIRST_PORT + len(started)
-        started.append(Operator(kubeconfig, identity, port, testbed.settings.logs / f"operator-{identity}.log"))
+        log = testbed.settings.logs / f"operator-{identity}.log"
+        started.append(Operator(kubeconfig, port, log, identity=identity, **options))
         return started[-1]
 
     yield start
@@ -179,7 +171,7 @@ def start_operator(kubeconfig: Path, testbed: Testbed) -> Iterator[Callable[[str
 
 
 @pytest.fixture(scope="module")
-def operator(start_operator: Callable[[str], Operator], routers: StandInRouters) -> Operator:
+def operator(start_operator: Callable[..., Operator], routers: StandInRouters) -> Operator:
     """The replica that leads at first."""
     started = start_operator("first")
     wait_for(lambda: started.leads, "a leader")
@@ -361,7 +353,7 @@ def test_a_cluster_made_anew_under_its_old_name_is_another_one(cluster: Cluster,
 
 
 def test_the_next_replica_leads_when_the_first_one_is_told_to_stop_or_killed(
-    cluster: Cluster, operator: Operator, start_operator: Callable[[str], Operator]
+    cluster: Cluster, operator: Operator, start_operator: Callable[..., Operator]
 ) -> None:
     second = start_operator("second")
     wait_for(lambda: second.read("/readyz") == "ok\n", "the second replica")
@@ -381,3 +373,35 @@ def test_the_next_replica_leads_when_the_first_one_is_told_to_stop_or_killed(
     wait_for(lambda: cluster.roles == ["d-heavy"] + ["p-heavy"] * 3, "the roles")
     assert not any(status == "403" for _, _, status in third.calls())
     assert "Traceback" not in third.log.read_text()
+
+
+def test_an_operator_for_one_namespace_needs_no_rights_elsewhere(
+    cluster: Cluster, client: Client, testbed: Testbed, namespace: str, start_operator: Callable[..., Operator]
+) -> None:
+    kubeconfig = make_access(client, testbed, "narrow", namespace)
+    narrow = start_operator("narrow", kubeconfig, watch_namespaces=namespace, lease_name="narrow")
+    wait_for(lambda: narrow.leads, "the operator for one namespace")
+    versions = cluster.versions()
+    wait_for(lambda: ("get", "servingclusters", "200") in narrow.calls(), "a look")
+    cluster.edit(prefillHeavy=3)
+    cluster.wait("Progressing", "Settled")
+    assert cluster.versions() != versions
+    assert "sluice_operator_clusters 1.0" in narrow.read("/metrics")
+    assert not any(status == "403" for _, _, status in narrow.calls())
+    assert narrow.end(signal.SIGTERM) == 0
+    assert '"ERROR"' not in narrow.log.read_text()
+
+
+@pytest.mark.parametrize("program", ["kube-apiserver", "etcd"])
+def test_a_control_plane_that_is_killed_and_comes_back_is_no_matter(
+    program: str, cluster: Cluster, testbed: Testbed
+) -> None:
+    before = set(cluster.engines)
+    testbed.control_plane.stop_program(program)
+    time.sleep(2)
+    testbed.control_plane.start_program(program)
+    wait_for(cluster.client.is_ready, "the API server")
+    cluster.edit(prefillHeavy=3)
+    wait_for(lambda: cluster.roles == ["d-heavy"] + ["p-heavy"] * 3, "the roles")
+    cluster.wait("Progressing", "Settled")
+    assert set(cluster.engines) == before
