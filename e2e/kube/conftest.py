@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from testbed.bed import Testbed, run_testbed
@@ -74,3 +74,32 @@ def make_namespace(client: Client) -> Callable[[str], str]:
 def namespace(make_namespace: Callable[[str], str]) -> str:
     """A namespace under Pod Security ``restricted``."""
     return make_namespace("restricted")
+
+
+def make_volume(namespace: str, claim: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A folder of this machine as a volume, bound to a claim that restricted pods may use: read-only, whatever happens.
+
+    Mount the claim with ``readOnly: true``: else kubelet changes owner and mode of the files on the machine.
+    """
+    size = {"storage": "1Gi"}
+    common = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
+    real = {"matchExpressions": [{"key": "type", "operator": "In", "values": ["real"]}]}
+    name = f"{namespace}-{claim}"
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {
+            **common,
+            "capacity": size,
+            "claimRef": {"name": claim, "namespace": namespace},
+            "local": {"path": str(folder)},
+            "nodeAffinity": {"required": {"nodeSelectorTerms": [real]}},
+        },
+    }
+    return volume, {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": claim},
+        "spec": {**common, "volumeName": name, "resources": {"requests": size}},
+    }

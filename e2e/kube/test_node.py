@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import PYTHON_IMAGE
+from conftest import PYTHON_IMAGE, make_volume
 from testbed.errors import TestbedError
 from testbed.fake_nodes import TAINT
 from testbed.settings import NODE_NAME
@@ -135,34 +135,7 @@ def test_files_of_this_machine_come_by_a_volume_that_restricted_pods_may_claim(
 ) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "weights").write_text("here")
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": namespace},
-        "spec": {
-            "capacity": {"storage": "1Gi"},
-            "accessModes": ["ReadOnlyMany"],
-            "storageClassName": "",
-            "claimRef": {"name": "models", "namespace": namespace},
-            "local": {"path": str(tmp_path)},
-            "nodeAffinity": {
-                "required": {
-                    "nodeSelectorTerms": [{"matchExpressions": [{"key": "type", "operator": "In", "values": ["real"]}]}]
-                }
-            },
-        },
-    }
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "models"},
-        "spec": {
-            "accessModes": ["ReadOnlyMany"],
-            "storageClassName": "",
-            "volumeName": namespace,
-            "resources": {"requests": {"storage": "1Gi"}},
-        },
-    }
+    volume, claim = make_volume(namespace, "models", tmp_path)
     client.apply(volume)
     create(client, namespace, claim)
     # Read-only in the pod: with a writable claim kubelet would change owner and mode of the files on the machine.

@@ -125,7 +125,7 @@ def test_a_node_is_refused_without_root() -> None:
 
 
 def test_an_image_is_the_same_whenever_it_is_made(tmp_path: Path) -> None:
-    image = make_python_image()
+    image = make_python_image("docker.io/local/python:1")
     write_image(image, tmp_path / "one.tar")
     write_image(image, tmp_path / "two.tar")
     assert (tmp_path / "one.tar").read_bytes() == (tmp_path / "two.tar").read_bytes()

@@ -11,6 +11,7 @@ import io
 import json
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,8 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from testbed.errors import MissingError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 USER = 65532
 ELF = b"\x7fELF"
@@ -62,21 +65,52 @@ def make_pause_image(path: Path) -> Image:
     return Image(name="docker.io/local/pause:1", command=("/pause",), files={"/pause": path / "pause"})
 
 
-def make_python_image(name: str = "docker.io/local/python:1", command: tuple[str, ...] = ("python",)) -> Image:
+def make_python_image(
+    name: str, *, command: tuple[str, ...] = ("python",), programs: Sequence[str] = (), libraries: Sequence[str] = ()
+) -> Image:
     """An image with the Python that runs this, at the path it has here, without any package.
 
     A virtual environment of this machine that is mounted at its own path then works as it does here.
+
+    Args:
+        name: Name with tag.
+        command: Entry point.
+        programs: Further programs of this machine.
+        libraries: Shared libraries that are loaded by name, such as ``libnuma.so.1``, so that nothing else shows them.
+
+    Raises:
+        MissingError: This machine has no such program or library.
     """
     python = Path(sys.executable).resolve()
-    library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix, "base": sys.base_prefix}))
-    shell = Path("/bin/sh").resolve()
+    standard = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix, "base": sys.base_prefix}))
+    files = [python, standard, *map(_find_program, programs), *map(_find_library, libraries)]
     return Image(
         name=name,
         command=command,
-        files={str(python): python, str(library): library, "/bin/sh": shell},
+        files={str(path): path.resolve() for path in files} | {"/bin/sh": Path("/bin/sh").resolve()},
         links={"/usr/local/bin/python": str(python)},
         environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"},
     )
+
+
+def make_engine_image(name: str) -> Image:
+    """What engines and routers need beside the virtual environment, which a volume brings."""
+    return make_python_image(name, programs=("lscpu",), libraries=("libnuma.so.1", "libstdc++.so.6", "libgcc_s.so.1"))
+
+
+def _find_program(name: str) -> Path:
+    found = shutil.which(name)
+    if found is None:
+        raise MissingError(f"there is no program {name}; install it")
+    return Path(found)
+
+
+def _find_library(name: str) -> Path:
+    known = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
+    match = re.search(rf"^\s*{re.escape(name)} .* => (/\S+)$", known, re.MULTILINE)
+    if match is None:
+        raise MissingError(f"there is no library {name}; install it")
+    return Path(match[1])
 
 
 def write_image(image: Image, path: Path) -> None:
