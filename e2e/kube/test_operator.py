@@ -87,6 +87,9 @@ class Operator:
                     found[verb, resource, status] = float(line.split()[-1])
         return found
 
+    def writes(self) -> dict[tuple[str, str, str], float]:
+        return {call: count for call, count in self.calls().items() if call[0] not in ("get", "list")}
+
     def end(self, number: int) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
@@ -321,10 +324,10 @@ def test_a_foreign_service_with_our_name_is_left_alone(
 
 
 def test_an_idle_cluster_causes_no_writes(cluster: Cluster, operator: Operator) -> None:
-    versions, calls = cluster.versions(), operator.calls()
+    versions, writes = cluster.versions(), operator.writes()
     time.sleep(10)
     assert cluster.versions() == versions
-    assert operator.calls() == calls
+    assert operator.writes() == writes
 
 
 def test_a_resync_writes_nothing(cluster: Cluster, operator: Operator) -> None:
