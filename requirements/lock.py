@@ -86,7 +86,9 @@ def write(project: dict[str, Any]) -> None:
         for name in everything_on_cpu:
             _compile(HERE / f"{name}.txt", [*_extra_options([name]), "--constraint", str(together)])
         _compile(HERE / f"{TOOLS}.txt", [*_tool_options(), "--constraint", str(together)])
-    shared = [part for name in ("router", "operator", "cli", TOOLS) for part in ("--constraint", str(HERE / f"{name}.txt"))]
+    shared = [
+        part for name in ("router", "operator", "cli", TOOLS) for part in ("--constraint", str(HERE / f"{name}.txt"))
+    ]
     _compile(HERE / "engine.txt", [*_extra_options(["engine"]), *shared])
     _compile(HERE / "uv.txt", ["-"], UV)
     for name in (*EXTRAS, TOOLS):

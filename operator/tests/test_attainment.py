@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.v1 import control_pb2
@@ -52,6 +52,7 @@ def test_requests_leave_after_five_minutes() -> None:
     assert window.sum_up(201.0 + WINDOW_S) == {}
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**6), st.data())
 def test_a_share_never_reads_better_than_it_is(finished, data) -> None:
     met = data.draw(st.integers(0, finished))

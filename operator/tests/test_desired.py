@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_kubernetes import make_cluster
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes.aio.client import models
 
@@ -136,6 +136,7 @@ LIVE_EDITS: list[dict[str, Any]] = [
 ]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(LIVE_EDITS), max_size=4))
 def test_live_fields_are_in_no_pod_template(edits) -> None:
     spec: dict[str, Any] = {}
@@ -338,6 +339,7 @@ def test_what_is_wanted_is_in_force_when_the_server_says_the_same(wanted, live, 
     assert is_in_force(wanted, live) is verdict
 
 
+@settings(deadline=None)
 @given(st.recursive(st.integers() | st.text() | st.booleans(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_everything_is_in_force_where_it_is(value) -> None:
     assert is_in_force(value, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fake_kubernetes import make_cluster
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_core.records import EngineId, Role
@@ -63,6 +63,7 @@ def worlds(draw: st.DrawFn) -> Any:
     return pods, roles, reports
 
 
+@settings(deadline=None)
 @given(worlds(), st.integers(1, 8), st.integers(1, 8), st.integers(0, 8))
 def test_replicas_fall_only_when_everybody_who_goes_may_go(world, wanted, live, num_prefill_heavy) -> None:
     pods, roles, reports = world
@@ -89,6 +90,7 @@ def test_replicas_fall_only_when_everybody_who_goes_may_go(world, wanted, live, 
         assert not scale.leaving
 
 
+@settings(deadline=None)
 @given(worlds(), st.integers(1, 7), st.integers(0, 7))
 def test_victims_stay_the_same_while_they_drain(world, wanted, num_prefill_heavy) -> None:
     pods, roles, reports = world
@@ -107,6 +109,7 @@ def test_victims_stay_the_same_while_they_drain(world, wanted, num_prefill_heavy
     assert decide_scale(wanted, 8, marked, reports=busier, **arguments).leaving == first.leaving
 
 
+@settings(deadline=None)
 @given(worlds(), st.integers(1, 8), st.sampled_from(["0%", "25%", "50%", "100%"]), st.sets(st.integers(0, 7)))
 def test_a_plan_names_everybody_who_serves_and_is_made_once(world, replicas, prefill_heavy, leaving_numbers) -> None:
     pods, _, reports = world

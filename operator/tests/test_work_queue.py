@@ -63,6 +63,7 @@ def test_the_age_is_that_of_the_key_due_longest() -> None:
     assert schedule.age_s(1.0) == 0.0
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 2**32))
 def test_the_pause_grows_and_stays_in_its_bounds(num_failures: int, seed: int) -> None:
     schedule: Schedule[str] = Schedule(random.Random(seed))
