@@ -33,7 +33,7 @@ CONTROL_PORT = 8002
 ENGINE_PORT = 8010
 METRICS_PORT = 9090
 
-# Label values allow no dash-free capitals elsewhere in Kubernetes; these read like kubectl's own.
+# Values of the role label, in the lower case that labels have everywhere.
 ROLE_VALUES = {Role.PREFILL_HEAVY: "p-heavy", Role.DECODE_HEAVY: "d-heavy"}
 
 

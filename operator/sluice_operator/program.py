@@ -29,6 +29,7 @@ from sluice_operator.router_links import RouterLinks
 from sluice_operator.work_queue import WorkQueue
 
 if TYPE_CHECKING:
+    from sluice.v1 import control_pb2
     from sluice_operator.names import ClusterKey
     from sluice_operator.settings import Settings
 
@@ -101,11 +102,14 @@ class Operator:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._elector.keep(), name="renew the lease")
             fenced = FencedKubernetes(self._kubernetes, lambda: self._elector.is_leading)
-            # Its router links start later, but in this group: kopf only ends tasks that it does not know.
-            links = self._links = RouterLinks(group, wake=self._queue.add, measure=self._measure)
-            self._reconciler = Reconciler(fenced, links, self._settings, now=time.monotonic, now_text=format_now)
+
+            def measure(key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
+                reconciler.measure(key, status)
+
+            links = self._links = RouterLinks(group, wake=self._queue.add, measure=measure)
+            reconciler = Reconciler(fenced, links, self._settings, now=time.monotonic, now_text=format_now)
             for number in range(self._settings.workers):
-                group.create_task(self._work(), name=f"worker {number}")
+                group.create_task(self._work(reconciler), name=f"worker {number}")
             group.create_task(self._resync(), name="resync")
             await self._informer.run(self._settings.namespaces, self._is_watching)
             # kopf takes the signals for itself while it runs, and returns when one comes.
@@ -122,20 +126,20 @@ class Operator:
                 logger.warning("the API server does not answer yet: %s", error)
                 await asyncio.sleep(1.0)
 
-    async def _work(self) -> None:
+    async def _work(self, reconciler: Reconciler) -> None:
         while True:
             key = await self._queue.get()
             token = current_object.set(str(key))
             try:
-                await self._look(key)
+                await self._look(reconciler, key)
             finally:
                 current_object.reset(token)
 
-    async def _look(self, key: ClusterKey) -> None:
+    async def _look(self, reconciler: Reconciler, key: ClusterKey) -> None:
         started_s = time.monotonic()
         outcome = "ok"
         try:
-            after_s = await self._reconciler.reconcile(key)
+            after_s = await reconciler.reconcile(key)
         except LeaseLostError:
             raise
         except KubernetesError as error:
@@ -148,7 +152,7 @@ class Operator:
             logger.exception("a look failed")
         else:
             self._queue.finish(key)
-            if not self._reconciler.knows(key):
+            if not reconciler.knows(key):
                 self._known.discard(key)
             if after_s is not None:
                 self._queue.add(key, after_s)
@@ -166,9 +170,6 @@ class Operator:
     def _add(self, key: ClusterKey) -> None:
         self._known.add(key)
         self._queue.add(key)
-
-    def _measure(self, key: ClusterKey, status: object) -> None:
-        self._reconciler.measure(key, status)  # type: ignore[arg-type]
 
     def _is_ready(self) -> bool:
         """A leader is ready once it watches, another replica at once."""
