@@ -24,6 +24,7 @@ sys.path.append(str(ROOT / "operator" / "tests"))
 CRD = ROOT / "crds" / "servingclusters.yaml"
 PYTHON_IMAGE = "docker.io/local/python:1"
 NUMBERS = itertools.count()
+FAILED = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
@@ -55,9 +56,19 @@ def crd(client: Client) -> Path:
     return CRD
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Notes whether a test failed, for those who then say more about it."""
+    report = yield
+    item.stash.setdefault(FAILED, False)
+    item.stash[FAILED] |= report.failed
+    return report
+
+
 @pytest.fixture
-def make_namespace(client: Client) -> Callable[[str], str]:
-    """Makes namespaces that enforce a Pod Security level."""
+def make_namespace(client: Client, request: pytest.FixtureRequest) -> Iterator[Callable[[str], str]]:
+    """Makes namespaces that enforce a Pod Security level; after a failure, shows what was in them."""
+    made: list[str] = []
 
     def make(level: str = "restricted") -> str:
         name = f"test-{next(NUMBERS)}"
@@ -65,9 +76,15 @@ def make_namespace(client: Client) -> Callable[[str], str]:
         client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
         # Pods of a namespace are refused until it has its service account.
         client.kubectl("wait", "--for=create", "--timeout=30s", "-n", name, "serviceaccount/default")
+        made.append(name)
         return name
 
-    return make
+    yield make
+    for name in made if request.node.stash.get(FAILED, False) else ():
+        print(client.kubectl("get", "pods", "-o", "wide", "-n", name))
+        print(client.kubectl("events", "-n", name))
+        for pod in client.kubectl("get", "pods", "-o", "name", "-n", name).split():
+            print(f"--- {pod}\n{client.kubectl('logs', '--tail=40', '--ignore-errors', '-n', name, pod)}")
 
 
 @pytest.fixture

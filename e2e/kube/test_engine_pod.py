@@ -105,7 +105,7 @@ def test_a_router_streams_from_an_engine_in_pods(client: Client, namespace: str,
         serving_pod("engine", render_engine_command(spec, engine), {"tcpSocket": {"port": 8010}}, "2Gi"),
         serving_pod("router", render_router_command(router), {"tcpSocket": {"port": 8000}}, "1Gi"),
     )
-    client.kubectl("wait", "--for=condition=Ready", "--timeout=300s", "-n", namespace, "pod/engine", "pod/router")
+    client.kubectl("wait", "--for=condition=Ready", "--timeout=120s", "-n", namespace, "pod/engine", "pod/router")
     request = {"model": "tiny", "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
     program = f"""
 import json, time, urllib.request

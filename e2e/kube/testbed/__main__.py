@@ -14,6 +14,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,6 +24,9 @@ from testbed.errors import TestbedError
 from testbed.packages import install_packages
 from testbed.settings import Ports, Settings, make_settings
 from testbed.toolchain import build
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TESTS = Path(__file__).parents[1]
 
@@ -62,26 +66,34 @@ def up(*, node: bool, fake_nodes: int, port: int | None) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def test(arguments: tuple[str, ...]) -> None:
     """Runs the tests; the last line counts what passed and what failed."""
-    install_packages()
-    build()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--junitxml={report}"]
-        done = subprocess.run([*command, *(arguments or (str(TESTS),))], check=False)
-        suites = list(ET.parse(report).getroot().iter("testsuite")) if report.is_file() else []
-    counts = {
-        name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
-    }
-    failed = counts["failures"] + counts["errors"]
-    passed = counts["tests"] - counts["skipped"] - failed
-    # A run that ends before it reports (an import error, a signal), or that skips, has not shown what it should.
-    failed = max(failed + counts["skipped"], int(done.returncode != 0 or not passed))
+    try:
+        install_packages()
+        build()
+        passed, failed = _run_tests(arguments or (str(TESTS),))
+    except TestbedError as error:
+        print(f"testbed: {error}")
+        passed, failed = 0, 1
     leftovers = find_leftovers(make_settings())
     for leftover in leftovers:
         print(f"left behind: {leftover}")
     failed += bool(leftovers)
     print(f"e2e-k8s: {passed} passed, {failed} failed")
     sys.exit(1 if failed else 0)
+
+
+def _run_tests(arguments: Sequence[str]) -> tuple[int, int]:
+    """Runs tests; returns how many passed and how many failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--junitxml={report}"]
+        done = subprocess.run([*command, *arguments], check=False)
+        suites = list(ET.parse(report).getroot().iter("testsuite")) if report.is_file() else []
+    kinds = ("tests", "failures", "errors", "skipped")
+    counts = {kind: sum(int(suite.get(kind, 0)) for suite in suites) for kind in kinds}
+    failed = counts["failures"] + counts["errors"]
+    passed = counts["tests"] - counts["skipped"] - failed
+    # A run that ends before it reports (an import error, a signal), or that skips, has not shown what it should.
+    return passed, max(failed + counts["skipped"], int(done.returncode != 0 or not passed))
 
 
 @main.command()

@@ -36,6 +36,11 @@ ACCOUNTS = {
 }
 # Parts of Python that no program of ours runs.
 UNUSED = ("__pycache__", "test", "tests", "idlelib", "ensurepip", "turtledemo", "site-packages")
+# What binary wheels expect of every system (PEP 600, and what vLLM adds), beside what Python itself loads.
+WHEELS_NEED = (
+    *("libpthread.so.0", "libdl.so.2", "libutil.so.1", "librt.so.1", "libm.so.6", "libz.so.1"),
+    *("libgcc_s.so.1", "libstdc++.so.6", "libnuma.so.1"),
+)
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -83,7 +88,9 @@ def make_python_image(
     """
     python = Path(sys.executable).resolve()
     standard = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix, "base": sys.base_prefix}))
-    files = [python, standard, *map(_find_program, programs), *map(_find_library, libraries)]
+    # A virtual environment may name it by another name in the same folder.
+    others = [python.with_name(name) for name in ("python", "python3") if python.with_name(name).exists()]
+    files = [python, *others, standard, *map(_find_program, programs), *map(_find_library, libraries)]
     return Image(
         name=name,
         command=command,
@@ -95,7 +102,7 @@ def make_python_image(
 
 def make_engine_image(name: str) -> Image:
     """What engines and routers need beside the virtual environment, which a volume brings."""
-    return make_python_image(name, programs=("lscpu",), libraries=("libnuma.so.1", "libstdc++.so.6", "libgcc_s.so.1"))
+    return make_python_image(name, programs=("lscpu",), libraries=WHEELS_NEED)
 
 
 def _find_program(name: str) -> Path:
