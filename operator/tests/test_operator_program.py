@@ -8,6 +8,8 @@ import logging
 
 import aiohttp
 import pytest
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
 
 from sluice_operator.access import WATCHED
 from sluice_operator.health import MAX_QUEUE_AGE_S, Health
@@ -16,7 +18,8 @@ from sluice_operator.kubernetes_port import CLUSTERS
 from sluice_operator.logs import ObjectFilter, current_object, make_formatter
 from sluice_operator.metrics import Metrics
 from sluice_operator.names import ClusterKey
-from sluice_operator.settings import parse_settings
+from sluice_operator.program import Operator
+from sluice_operator.settings import Settings, parse_settings
 
 
 def test_settings_come_from_the_command_line_and_then_from_the_environment() -> None:
@@ -105,3 +108,18 @@ def test_logs_are_json_and_name_the_object() -> None:
         "message": "hello you",
     }
     assert "time" in line
+
+
+async def test_every_known_cluster_is_looked_at_from_time_to_time_whatever_the_watches_say() -> None:
+    async with ApiClient(Configuration()) as api:
+        operator = Operator(Settings(resync_s=0.02), api)
+        keys = {ClusterKey("n", name) for name in "abc"}
+        for key in keys:
+            operator._informer.take({"kind": "ServingCluster", "metadata": {"name": key.name, "namespace": "n"}})
+        # The events themselves; after them the watch is silent.
+        for _ in keys:
+            operator._queue.finish(await operator._queue.get())
+        resync = asyncio.create_task(operator._resync())
+        async with asyncio.timeout(10):
+            assert {await operator._queue.get() for _ in keys} == keys
+        resync.cancel()
