@@ -4,6 +4,7 @@
 # make down    stops what `make up` or `make demo` left running
 # make lock    resolves the dependencies anew after an edit of pyproject.toml
 # make format  formats the code
+# make e2e-k8s runs the tests on a real Kubernetes, which it builds and starts (Go, root; minutes the first time)
 # make bench   runs the benchmarks
 # make clean   removes all of the above; models and volumes stay
 #
@@ -30,9 +31,9 @@ SOURCES := $(shell find core protos router engine_image operator cli -path '*/sl
 # Bytecode is compiled at the installation: where PYTHONDONTWRITEBYTECODE is set, importing vLLM would cost 25 s each time.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
 
-.PHONY: help up demo test down lock format bench clean install model
+.PHONY: help up demo test e2e-k8s down lock format bench clean install model
 help:
-	@sed -n 's/^# //p' Makefile | head -8
+	@sed -n 's/^# //p' Makefile | head -9
 
 up: install model
 	@exec $(BIN)/sluice up $(MANIFEST) $(ARGS)
@@ -42,6 +43,9 @@ demo: install model
 
 test: $(STAMPS)/dev $(COMPILED) model
 	@exec $(BIN)/python .ci/checks.py $(ARGS)
+
+e2e-k8s: $(STAMPS)/dev model
+	@PYTHONPATH=e2e/kube exec $(BIN)/python -m testbed test $(ARGS)
 
 down:
 	@if [ -x $(BIN)/sluice ]; then $(BIN)/sluice down --all; else echo "nothing runs"; fi
@@ -63,9 +67,9 @@ $(STAMPS)/uv: requirements/uv.txt | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/$(ENGINE): $(STAMPS)/uv requirements/router.txt requirements/cli.txt requirements/$(ENGINE).txt
+$(STAMPS)/$(ENGINE): $(STAMPS)/uv requirements/router.txt requirements/operator.txt requirements/cli.txt requirements/$(ENGINE).txt
 	@echo "installing vLLM and the rest: about 3 GB to fetch once, 1 to 10 minutes"
-	@$(INSTALL) --no-deps -r requirements/router.txt -r requirements/cli.txt -r requirements/$(ENGINE).txt
+	@$(INSTALL) --no-deps -r requirements/router.txt -r requirements/operator.txt -r requirements/cli.txt -r requirements/$(ENGINE).txt
 	@$(INSTALL) --no-deps --editable .
 	@touch $@
 

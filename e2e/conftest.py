@@ -15,6 +15,8 @@ from sluice_cli import tiny_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+# Needs root and minutes of Go: `make e2e-k8s` runs it.
+collect_ignore = ["kube"]
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
 NUM_REQUESTS = 220

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 PROJECT = HERE.parent / "pyproject.toml"
 # One lock per extra of pyproject.toml and one for its group of development tools. `make up` installs several of them
 # together, so what they share has the same version in all.
-EXTRAS = ("router", "cli", "engine-cpu", "engine")
+EXTRAS = ("router", "operator", "cli", "engine-cpu", "engine")
 TOOLS = "dev"
 # The installer itself; pip installs it, it installs the rest.
 UV = "uv==0.13.8"
@@ -86,7 +86,9 @@ def write(project: dict[str, Any]) -> None:
         for name in everything_on_cpu:
             _compile(HERE / f"{name}.txt", [*_extra_options([name]), "--constraint", str(together)])
         _compile(HERE / f"{TOOLS}.txt", [*_tool_options(), "--constraint", str(together)])
-    shared = [part for name in ("router", "cli", TOOLS) for part in ("--constraint", str(HERE / f"{name}.txt"))]
+    shared = [
+        part for name in ("router", "operator", "cli", TOOLS) for part in ("--constraint", str(HERE / f"{name}.txt"))
+    ]
     _compile(HERE / "engine.txt", [*_extra_options(["engine"]), *shared])
     _compile(HERE / "uv.txt", ["-"], UV)
     for name in (*EXTRAS, TOOLS):

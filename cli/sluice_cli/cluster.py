@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2
 from sluice_cli import steps
 from sluice_cli.children import Launch
-from sluice_cli.link import RouterLink
 from sluice_cli.planner import Planner
 from sluice_cli.ports import PortError
 from sluice_cli.program import Program
@@ -26,6 +25,7 @@ from sluice_cli.sites import HOST, Sites, list_ports
 from sluice_cli.view import ClusterView, make_view, pick_engine
 from sluice_core.records import EngineId
 from sluice_operator import render
+from sluice_operator.link import RouterLink
 from sluice_operator.sliders import resolve_sliders
 
 if TYPE_CHECKING:

@@ -48,12 +48,17 @@ def check_local(manifest: ServingCluster, home: Path, volumes: Mapping[str, Path
         claim = spec.model.source.persistent_volume_claim.claim_name
         hint = f"put the model there or pass --volume {claim}=DIR (`make model` makes the tiny one)"
         problems.append(Problem(field="spec.model.source", message=f"{directory} is not a directory; {hint}"))
-    if spec.autotune.mode != "Off":
-        problems.append(
-            Problem(field="spec.autotune.mode", message=f'{spec.autotune.mode!r} needs the operator; use "Off"')
-        )
-    if spec.network.mode != "TCP":
-        problems.append(Problem(field="spec.network.mode", message=f"{spec.network.mode!r} needs pods; use TCP"))
+    modes = (
+        ("network.mode", spec.network.mode, "TCP"),
+        ("network.tls.mode", spec.network.tls.mode, "Disabled"),
+        ("router.auth.mode", spec.router.auth.mode, "None"),
+        ("router.tls.mode", spec.router.tls.mode, "Disabled"),
+    )
+    problems += [
+        Problem(field=f"spec.{field}", message=f"{mode!r} needs pods; use {local}")
+        for field, mode, local in modes
+        if mode != local
+    ]
     return problems + [
         Problem(field=f"spec.engine.env[{index}].valueFrom", message="needs pods; use value")
         for index, variable in enumerate(spec.engine.env)

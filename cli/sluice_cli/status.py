@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from sluice_cli.link import ask_status
 from sluice_cli.view import ClusterView, make_view
+from sluice_operator.link import ask_status
 
 if TYPE_CHECKING:
     from sluice_cli.records import ClusterDirectory

@@ -1,11 +1,10 @@
 """Rules that tie fields of the manifest together. Each is a function from the spec to what breaks it.
 
-The CRD states the same rules in CEL; a test holds the two equal.
+``crds/servingclusters.yaml`` states the same rules in CEL; tests hold the two equal.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,11 @@ from sluice_operator.sliders import resolve_sliders
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sluice_operator.spec import ServingClusterSpec, TokenBounds
+    from sluice_operator.fields import Part
+    from sluice_operator.spec import ServingClusterSpec, TlsSpec, TokenBounds
 
 SMALLEST_CHUNK_TOKENS = 16
+ROUTER_GRPC_PORT = 8001
 ENGINE_PORTS = {8010: "the engine's gRPC server", 9090: "metrics"}
 # Arguments of vLLM that Sluice sets, by their long name; the value says what to use instead.
 OWNED_ARGUMENTS = {
@@ -73,9 +74,9 @@ class Broken:
     message: str
 
 
-def find_broken(spec: ServingClusterSpec) -> list[Broken]:
-    """Checks all rules."""
-    return [broken for rule in RULES for broken in rule(spec)]
+def find_broken(spec: ServingClusterSpec) -> list[tuple[str, Broken]]:
+    """Checks all rules; returns what is broken, each with the name of its rule."""
+    return [(rule.__name__.lstrip("_"), broken) for rule in RULES for broken in rule(spec)]
 
 
 def _chunks_fit_the_batch(spec: ServingClusterSpec) -> Iterator[Broken]:
@@ -115,24 +116,34 @@ def _decode_only_needs_two(spec: ServingClusterSpec) -> Iterator[Broken]:
         )
 
 
-def _class_names_differ(spec: ServingClusterSpec) -> Iterator[Broken]:
-    counts = Counter(slo_class.name for slo_class in spec.slo.classes)
-    for index, slo_class in enumerate(spec.slo.classes):
-        if counts[slo_class.name] > 1:
-            yield Broken(
-                path=("slo", "classes", index, "name"),
-                value=slo_class.name,
-                message="is the name of another class too; rename one",
-            )
+def _names_differ(spec: ServingClusterSpec) -> Iterator[Broken]:
+    lists: dict[tuple[str, ...], list[str]] = {
+        ("slo", "classes"): [slo_class.name for slo_class in spec.slo.classes],
+        ("engine", "env"): [variable.name for variable in spec.engine.env],
+        ("engine", "resources", "claims"): [claim.name for claim in spec.engine.resources.claims],
+        ("router", "resources", "claims"): [claim.name for claim in spec.router.resources.claims],
+    }
+    for path, names in lists.items():
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield Broken(path=(*path, index), value=name, message="is named twice; rename or remove one")
 
 
 def _one_source(spec: ServingClusterSpec) -> Iterator[Broken]:
-    given = sorted(spec.model.source.model_dump(exclude_none=True))
+    yield from _exactly_one(spec.model.source, ("model", "source"))
+    for index, variable in enumerate(spec.engine.env):
+        if variable.value_from:
+            yield from _exactly_one(variable.value_from, ("engine", "env", index, "valueFrom"))
+
+
+def _exactly_one(part: Part, path: tuple[str | int, ...]) -> Iterator[Broken]:
+    given = sorted(part.model_dump(exclude_none=True))
     if len(given) != 1:
+        *others, last = (field.alias for field in type(part).model_fields.values())
         yield Broken(
-            path=("model", "source"),
+            path=path,
             value=", ".join(given) or "{}",
-            message="must hold exactly one of huggingFace, persistentVolumeClaim and image",
+            message=f"must hold exactly one of {', '.join(map(str, others))} and {last}",
         )
 
 
@@ -150,15 +161,22 @@ def _arguments_are_free(spec: ServingClusterSpec) -> Iterator[Broken]:
 
 def _environment_is_free(spec: ServingClusterSpec) -> Iterator[Broken]:
     for index, variable in enumerate(spec.engine.env):
-        path = ("engine", "env", index, "name")
+        path = ("engine", "env", index)
         if variable.name in OWNED_ENVIRONMENT or variable.name.startswith("SLUICE_"):
-            yield Broken(path=path, value=variable.name, message="is set by Sluice; remove it (see spec.network)")
+            message = "is set by Sluice; remove it (see spec.network)"
+            yield Broken(path=(*path, "name"), value=variable.name, message=message)
         if (variable.value is None) == (variable.value_from is None):
             yield Broken(path=path, value=variable.name, message="needs either value or valueFrom")
 
 
 def _ports_differ(spec: ServingClusterSpec) -> Iterator[Broken]:
-    network = spec.network
+    network, service = spec.network, spec.router.service
+    if service.port == ROUTER_GRPC_PORT:
+        yield Broken(
+            path=("router", "service", "port"),
+            value=service.port,
+            message="is the Service's port of the gRPC API; choose another",
+        )
     if network.kv_port in ENGINE_PORTS:
         yield Broken(
             path=("network", "kvPort"),
@@ -205,6 +223,28 @@ def _rdma_is_whole(spec: ServingClusterSpec) -> Iterator[Broken]:
         )
 
 
+def _modes_have_what_they_need(spec: ServingClusterSpec) -> Iterator[Broken]:
+    auth = spec.router.auth
+    yield from _needs_mode(("router", "auth"), auth.mode, "APIKey", "apiKey", auth.api_key)
+    places: dict[tuple[str, str], TlsSpec] = {("router", "tls"): spec.router.tls, ("network", "tls"): spec.network.tls}
+    for path, tls in places.items():
+        yield from _needs_mode(path, tls.mode, "SecretRef", "secretName", tls.secret_name)
+        yield from _needs_mode(path, tls.mode, "CertManager", "issuerRef", tls.issuer_ref)
+
+
+def _needs_mode(path: tuple[str, ...], mode: str, needed: str, name: str, value: object) -> Iterator[Broken]:
+    """A field that one mode requires and the others refuse."""
+    if (mode == needed) != (value is not None):
+        wanted = f"is required by mode {needed}; add it" if value is None else f"needs mode {needed}; remove it"
+        yield Broken(path=(*path, name), value=None if value is None else "{...}", message=wanted)
+
+
+def _tuning_is_available(spec: ServingClusterSpec) -> Iterator[Broken]:
+    if spec.autotune.mode != "Off":
+        message = 'is not available yet; use "Off"'
+        yield Broken(path=("autotune", "mode"), value=spec.autotune.mode, message=message)
+
+
 def _bounds_are_ordered(spec: ServingClusterSpec) -> Iterator[Broken]:
     bounds, limit = spec.autotune.bounds, spec.engine.max_batch_tokens
     path = ("autotune", "bounds")
@@ -241,11 +281,13 @@ RULES: tuple[Callable[[ServingClusterSpec], Iterator[Broken]], ...] = (
     _chunks_fit_the_batch,
     _count_fits_the_replicas,
     _decode_only_needs_two,
-    _class_names_differ,
+    _names_differ,
     _one_source,
     _arguments_are_free,
     _environment_is_free,
     _ports_differ,
     _rdma_is_whole,
+    _modes_have_what_they_need,
     _bounds_are_ordered,
+    _tuning_is_available,
 )

@@ -16,17 +16,22 @@ from sluice_operator.fields import (
     CountOrPercentage,
     Effect,
     Label,
+    ObjectName,
     Part,
     Percentage,
     Port,
     PortRange,
     Quantity,
+    RelativePath,
     ResourceName,
     StrictBool,
+    StringMap,
     Text,
 )
 
 KIND = "ServingCluster"
+# Largest chunk size of all, in tokens.
+MOST_BATCH_TOKENS = 1_048_576
 
 StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated"]
 EarlyRejectionName = Literal["Off", "Random", "Reject"]
@@ -35,10 +40,11 @@ EarlyRejectionName = Literal["Off", "Random", "Reject"]
 class ChunkSizes(Part):
     """Most tokens that one iteration processes, decodes included, by role (sliders S_P and S_D)."""
 
-    prefill_heavy: Annotated[int, Field(strict=True, ge=16)] = 1024
-    """Chunk size of P-heavy engines, in tokens; 16 to engine.maxBatchTokens."""
-    decode_heavy: Annotated[int, Field(strict=True, ge=0)] = 256
-    """Chunk size of D-heavy engines, in tokens; 0 (no prefills there) or 16 to engine.maxBatchTokens."""
+    prefill_heavy: Annotated[int, Field(strict=True, ge=16, le=MOST_BATCH_TOKENS)] = 1024
+    """Chunk size of P-heavy engines (slider S_P), in tokens; 16 to engine.maxBatchTokens."""
+    decode_heavy: Annotated[int, Field(strict=True, ge=0, le=MOST_BATCH_TOKENS)] = 256
+    """Chunk size of D-heavy engines (slider S_D), in tokens; 16 to engine.maxBatchTokens, or 0: no prefills there.
+    Equal to prefillHeavy it makes roles void."""
 
 
 class SloClassSpec(Part):
@@ -51,7 +57,7 @@ class SloClassSpec(Part):
     tpot_milliseconds: Annotated[int, Field(strict=True, ge=1, le=60_000)]
     """Objective for the time per output token, in milliseconds."""
     priority: Annotated[int, Field(strict=True, ge=-1000, le=1000)] = 0
-    """Higher goes first."""
+    """Requests of a higher priority go first."""
 
 
 class SloSpec(Part):
@@ -80,28 +86,30 @@ class ParametersSpec(Part):
     """Output tokens between two moves of one request, unless its objective is at stake."""
 
 
-class SecretKeyRef(Part):
-    """A key of a Secret in the cluster's namespace."""
+class KeyRef(Part):
+    """A key of a Secret or a ConfigMap in the cluster's namespace."""
 
-    name: ResourceName
-    """Name of the Secret."""
-    key: Text
+    name: ObjectName
+    """Name of the object."""
+    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)]
     """Key in it."""
 
 
 class HuggingFaceSource(Part):
     """The model is fetched from the Hugging Face Hub by model.name."""
 
-    token_secret_ref: SecretKeyRef | None = None
-    """Token for gated models."""
+    token_secret_ref: KeyRef | None = None
+    """Key of the Secret that holds the token for gated models."""
+    cache_claim_name: ObjectName | None = None
+    """PersistentVolumeClaim that keeps what was fetched; each pod fetches for itself when absent."""
 
 
 class PersistentVolumeClaimSource(Part):
     """The model lies on a volume; `sluice up` looks in .sluice/volumes/<claimName>/<path>."""
 
-    claim_name: Label
+    claim_name: ObjectName
     """Name of the claim."""
-    path: Annotated[str, Field(max_length=1024, pattern=r"^[^/]")] = "."
+    path: RelativePath = "."
     """Directory of the model, relative to the volume."""
 
 
@@ -110,7 +118,7 @@ class ImageSource(Part):
 
     reference: Text
     """Image reference."""
-    path: Annotated[str, Field(max_length=1024, pattern=r"^[^/]")] = "."
+    path: RelativePath = "."
     """Directory of the model, relative to the image's root."""
 
 
@@ -135,7 +143,25 @@ class ModelSpec(Part):
     served_name: Text | None = None
     """Name that clients use; model.name when absent."""
     source: ModelSource
-    """Where it comes from."""
+    """Where it comes from: exactly one of the fields below."""
+
+
+class FieldRef(Part):
+    """A field of the pod."""
+
+    field_path: Text
+    """Path of the field, such as status.podIP."""
+
+
+class EnvVarSource(Part):
+    """Where the value of a variable comes from: exactly one."""
+
+    secret_key_ref: KeyRef | None = None
+    """Key of a Secret."""
+    config_map_key_ref: KeyRef | None = None
+    """Key of a ConfigMap."""
+    field_ref: FieldRef | None = None
+    """Field of the pod."""
 
 
 class EnvVar(Part):
@@ -143,21 +169,45 @@ class EnvVar(Part):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
     """Its name; names that Sluice sets itself are refused."""
-    value: str | None = None
+    value: Annotated[str, Field(max_length=4096)] | None = None
     """Its value."""
-    value_from: dict[str, Any] | None = None
-    """Kubernetes' valueFrom; not available to `sluice up`."""
+    value_from: EnvVarSource | None = None
+    """Where its value comes from, instead of value; needs pods."""
+
+
+class ResourceClaim(Part):
+    """A claim of the pod that a container uses."""
+
+    name: Label
+    """Name of the claim in the pod."""
+    request: Label | None = None
+    """One request of the claim; all of them when absent."""
 
 
 class Resources(Part):
     """Kubernetes' resource requirements; `sluice up` does not enforce them."""
 
-    limits: dict[ResourceName, Quantity] = Field(default_factory=dict)
-    """Most of each resource."""
-    requests: dict[ResourceName, Quantity] = Field(default_factory=dict)
-    """Resources reserved."""
-    claims: tuple[dict[str, Any], ...] = ()
-    """Kubernetes' resource claims."""
+    limits: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
+    """Most of each resource, such as nvidia.com/gpu: 1."""
+    requests: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
+    """Resources reserved; the limits when absent."""
+    claims: Annotated[tuple[ResourceClaim, ...], Field(max_length=16)] = ()
+    """Resource claims of the pod that the container uses."""
+
+
+class Toleration(Part):
+    """Taints that a pod puts up with."""
+
+    key: ResourceName | None = None
+    """Key of the taint; any when absent."""
+    operator: Literal["Equal", "Exists"] = "Equal"
+    """How value is compared."""
+    value: Annotated[str, Field(max_length=63)] | None = None
+    """Value of the taint."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint; any when absent."""
+    toleration_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] | None = None
+    """Longest stay under a taint with effect NoExecute; for ever when absent."""
 
 
 class Emulation(Part):
@@ -176,12 +226,12 @@ class EngineSpec(Part):
     """Container image; the operator's own when absent."""
     tensor_parallel_size: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
     """GPUs that share one engine."""
-    max_batch_tokens: Annotated[int, Field(strict=True, ge=16, le=1_048_576)] = 8192
+    max_batch_tokens: Annotated[int, Field(strict=True, ge=16, le=MOST_BATCH_TOKENS)] = 8192
     """Largest chunk size that may be set without a restart, in tokens."""
     max_model_len: Annotated[int, Field(strict=True, ge=16, le=16_777_216)] | None = None
     """Longest prompt + output, in tokens; the model's own limit when absent."""
     extra_args: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
-    """Further arguments of vLLM."""
+    """Further arguments of vLLM; those that Sluice sets itself are refused."""
     env: Annotated[tuple[EnvVar, ...], Field(max_length=64)] = ()
     """Further environment variables."""
     resources: Resources = Resources()
@@ -192,14 +242,15 @@ class EngineSpec(Part):
     """Longest time an engine may take to hand its work over before it stops."""
     shared_memory: Quantity | None = None
     """Size of /dev/shm."""
-    node_selector: dict[str, str] = Field(default_factory=dict)
-    """Kubernetes' nodeSelector."""
-    tolerations: tuple[dict[str, Any], ...] = ()
-    """Kubernetes' tolerations."""
+    node_selector: StringMap = Field(default_factory=dict)
+    """Labels of the nodes that engines may run on."""
+    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] = ()
+    """Taints that engine pods put up with."""
     affinity: dict[str, Any] = Field(default_factory=dict)
-    """Kubernetes' affinity."""
+    """Kubernetes' affinity of engine pods."""
     pod_template: dict[str, Any] = Field(default_factory=dict)
-    """Merged over the rendered pod template; checked by the API server."""
+    """Merged over the rendered pod template by server-side apply, for what has no field here. The API server checks the
+    result; it cannot reach the host or other namespaces."""
     emulation: Emulation | None = None
     """Emulates a GPU instead of computing."""
 
@@ -211,37 +262,60 @@ class RdmaSpec(Part):
     """Kind of fabric."""
     resource_name: ResourceName | None = None
     """Extended resource of the network device."""
-    resource_claim_template_name: Label | None = None
+    resource_claim_template_name: ObjectName | None = None
     """ResourceClaimTemplate of the network device, instead of resourceName."""
     resource_count: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
     """Devices (or slots of a shared plugin) per engine."""
     networks: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
-    """Multus networks."""
+    """Networks of Multus that engine pods join, as name or namespace/name."""
     net_devices: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
-    """UCX_NET_DEVICES."""
+    """Network devices that UCX may use (UCX_NET_DEVICES), such as mlx5_0:1; any when absent."""
     gid_index: Annotated[int, Field(strict=True, ge=0, le=255)] | None = None
-    """GID index; RoCE only."""
+    """Index of the GID (UCX_IB_GID_INDEX); for RoCE only."""
     transports: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
-    """UCX_TLS; on GPUs it must contain cuda_copy or cuda_ipc."""
+    """Transports that UCX may use (UCX_TLS); any when absent. On GPUs they must contain cuda_copy or cuda_ipc."""
     memlock: Literal["Node", "IPCLock"] = "Node"
-    """Who raises the limit of locked memory: the node, or the IPC_LOCK capability."""
+    """Who lifts the limit of locked memory: the node (LimitMEMLOCK=infinity), or the capability IPC_LOCK, which helps
+    containers that run as root only."""
     require_rdma: Annotated[StrictBool, Field(alias="requireRDMA")] = False
     """Refuse to serve over TCP when RDMA cannot be used."""
-    pod_annotations: dict[str, str] = Field(default_factory=dict)
+    pod_annotations: StringMap = Field(default_factory=dict)
     """Annotations of engine pods, for network plugins."""
+
+
+class IssuerRef(Part):
+    """An issuer of cert-manager."""
+
+    name: ObjectName
+    """Name of the issuer."""
+    kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
+    """An Issuer of the cluster's namespace, or a ClusterIssuer."""
+
+
+class TlsSpec(Part):
+    """Encryption, and where certificates come from."""
+
+    mode: Literal["Disabled", "SecretRef", "CertManager"] = "Disabled"
+    """Disabled, a Secret of yours (SecretRef), or certificates of cert-manager's (CertManager)."""
+    secret_name: ObjectName | None = None
+    """Secret with tls.crt, tls.key and ca.crt; required by mode SecretRef, refused otherwise."""
+    issuer_ref: IssuerRef | None = None
+    """Issuer of the certificates; required by mode CertManager, refused otherwise."""
 
 
 class NetworkSpec(Part):
     """How KV moves between engines."""
 
     mode: Literal["TCP", "RDMA"] = "TCP"
-    """Transport of KV."""
+    """How KV goes from engine to engine."""
     kv_port: Annotated[int, Field(strict=True, ge=1024, le=65_535)] = 5600
     """Port of NIXL's side channel."""
     tcp_port_range: PortRange | None = None
     """Ports of UCX over TCP; any when absent."""
     rdma: RdmaSpec | None = None
     """Required by mode RDMA, refused otherwise."""
+    tls: Annotated[TlsSpec, Effect.RESTARTS_ALL] = TlsSpec()
+    """Mutual TLS between routers and engines. KV itself is not encrypted."""
 
 
 class ServiceSpec(Part):
@@ -251,22 +325,24 @@ class ServiceSpec(Part):
     """Kind of Service."""
     port: Port = 8000
     """Port of the OpenAI API; also the local port of `sluice up`."""
-    annotations: dict[str, str] = Field(default_factory=dict)
+    annotations: StringMap = Field(default_factory=dict)
     """Annotations of the Service."""
+
+
+class ApiKeyAuth(Part):
+    """Keys that clients send as bearer tokens."""
+
+    secret_name: ObjectName
+    """Secret whose entries are the keys, each under its owner's name; changes of it are in force without a restart."""
 
 
 class AuthSpec(Part):
     """Who may use the API."""
 
-    mode: Literal["None"] = "None"
-    """How clients prove who they are."""
-
-
-class TlsSpec(Part):
-    """Encryption of the API."""
-
-    mode: Literal["Disabled"] = "Disabled"
-    """Where certificates come from."""
+    mode: Literal["None", "APIKey"] = "None"
+    """None lets everybody in who reaches the port; APIKey asks for a key."""
+    api_key: ApiKeyAuth | None = None
+    """Required by mode APIKey, refused otherwise."""
 
 
 class RouterSpec(Part):
@@ -298,9 +374,9 @@ class CountBounds(Part):
 class TokenBounds(Part):
     """Least and most, in tokens."""
 
-    min: Annotated[int, Field(strict=True, ge=0)]
+    min: Annotated[int, Field(strict=True, ge=0, le=MOST_BATCH_TOKENS)]
     """Least value."""
-    max: Annotated[int, Field(strict=True, ge=16)]
+    max: Annotated[int, Field(strict=True, ge=16, le=MOST_BATCH_TOKENS)]
     """Most value."""
 
 
@@ -337,7 +413,7 @@ class AutotuneSpec(Part):
     """The search for better sliders."""
 
     mode: Literal["Off", "Recommend", "Apply"] = "Off"
-    """Off, write recommendations to the status, or apply them. Quote "Off" in YAML."""
+    """Off, write recommendations to the status, or apply them; only Off is available yet. Quote "Off" in YAML."""
     bounds: AutotuneBounds = AutotuneBounds()
     """How far it may go."""
     cooldown_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 300
@@ -348,38 +424,39 @@ class ServingClusterSpec(Part):
     """What the user wants."""
 
     replicas: Annotated[int, Effect.LIVE, Field(strict=True, ge=1, le=1024)] = 2
-    """Engines in all."""
+    """Engines in all. In force without a restart; streams of engines that leave go on elsewhere."""
     prefill_heavy: Annotated[CountOrPercentage, Effect.LIVE] = "50%"
-    """P-heavy engines, as a count or a share of replicas (rounded half up). Use a share when autoscaling."""
+    """P-heavy engines (slider R_PD), as a count or a share of replicas, rounded half up. In force without a restart.
+    Use a share when replicas are scaled automatically: a count above replicas is refused, on scaling too."""
     chunk_sizes: Annotated[ChunkSizes, Effect.LIVE] = ChunkSizes()
-    """Chunk sizes by role."""
+    """Most tokens that one iteration processes, decodes included, by role. In force without a restart."""
     slo: Annotated[SloSpec, Effect.LIVE]
-    """Latency objectives."""
+    """Latency objectives. In force without a restart, for requests that arrive from then on."""
     strategy: Annotated[StrategyName, Effect.LIVE] = "TaiChi"
-    """TaiChi uses the sliders as given. Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
+    """How the sliders are used; in force without a restart. TaiChi uses them as given. Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
     Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills."""
     parameters: Annotated[ParametersSpec, Effect.LIVE] = ParametersSpec()
-    """Parameters of the strategies."""
+    """Parameters of the strategies. In force without a restart."""
     model: Annotated[ModelSpec, Effect.RESTARTS_ALL]
-    """The model."""
+    """The model, mounted read-only at /model in engines and routers. A change restarts all of them."""
     engine: Annotated[EngineSpec, Effect.RESTARTS_ENGINES] = EngineSpec()
-    """The engines."""
+    """The engines. A change restarts them one at a time; streams go on."""
     network: Annotated[NetworkSpec, Effect.RESTARTS_ENGINES] = NetworkSpec()
-    """How KV moves between engines."""
+    """How KV moves between engines. A change restarts engines one at a time; streams go on."""
     router: Annotated[RouterSpec, Effect.RESTARTS_ROUTERS] = RouterSpec()
-    """The routers."""
+    """The routers. A change restarts them one at a time, except of replicas."""
     autotune: Annotated[AutotuneSpec, Effect.LIVE] = AutotuneSpec()
-    """The search for better sliders."""
+    """The search for better sliders; its findings go to the status, never to the spec."""
 
     @model_validator(mode="after")
     def _keep_rules(self) -> Self:
         broken = [
             InitErrorDetails(
-                type=PydanticCustomError("rule", "{message}", {"message": found.message}),
+                type=PydanticCustomError(rule, "{message}", {"message": found.message}),
                 loc=found.path,
                 input=found.value,
             )
-            for found in rules.find_broken(self)
+            for rule, found in rules.find_broken(self)
         ]
         if broken:
             raise ValidationError.from_exception_data(type(self).__name__, broken)
@@ -391,8 +468,8 @@ class Metadata(Part):
 
     model_config = ConfigDict(extra="ignore")
 
-    name: Annotated[Label, Field(max_length=45)]
-    """Name of the cluster; short enough for the names derived from it."""
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=45)]
+    """Name of the cluster; short enough for the names of Services derived from it."""
     namespace: Label = "default"
     """Its namespace; `sluice up` has none."""
     uid: str = ""

@@ -128,7 +128,7 @@ REFUSED = [
         "spec.engine.extraArgs[1]: '--max_num_batched_tokens=9' is set by Sluice; remove it and use spec.engine.maxBatch",
     ),
     ("spec.engine.env", [{"name": "UCX_TLS", "value": "tcp"}], "spec.engine.env[0].name: 'UCX_TLS' is set by Sluice"),
-    ("spec.engine.env", [{"name": "A"}], "spec.engine.env[0].name: 'A' needs either value or valueFrom"),
+    ("spec.engine.env", [{"name": "A"}], "spec.engine.env[0]: 'A' needs either value or valueFrom"),
     ("spec.network.kvPort", 8010, "spec.network.kvPort: 8010 is the port of the engine's gRPC server"),
     ("spec.network.tcpPortRange", "7099-7000", "spec.network.tcpPortRange: '7099-7000' must be two ports"),
     ("spec.network.tcpPortRange", "5500-5700", "spec.network.tcpPortRange: '5500-5700' contains 5600"),
@@ -138,7 +138,18 @@ REFUSED = [
         {"fabric": "EFA", "resourceName": "a/b"},
         "spec.network.rdma: '{...}' needs network.mode RDMA",
     ),
-    ("spec.router.auth.mode", "APIKey", "spec.router.auth.mode: 'APIKey' is not one of 'None'"),
+    ("spec.router.auth.mode", "JWT", "spec.router.auth.mode: 'JWT' is not one of 'None' or 'APIKey'"),
+    ("spec.router.auth.mode", "APIKey", "spec.router.auth.apiKey: None is required by mode APIKey; add it"),
+    ("spec.router.tls.secretName", "a", "spec.router.tls.secretName: '{...}' needs mode SecretRef; remove it"),
+    ("spec.network.tls.mode", "CertManager", "spec.network.tls.issuerRef: None is required by mode CertManager"),
+    ("spec.router.service.port", 8001, "spec.router.service.port: 8001 is the Service's port of the gRPC API"),
+    ("spec.autotune.mode", "Apply", "spec.autotune.mode: 'Apply' is not available yet; use \"Off\""),
+    ("spec.engine.sharedMemory", "much", "spec.engine.sharedMemory: 'much' must be a Kubernetes quantity"),
+    (
+        "spec.model.source",
+        {"persistentVolumeClaim": {"claimName": "a", "path": "b/../.."}},
+        "path: 'b/../..' must stay inside its volume",
+    ),
     ("metadata.name", "x" * 46, "metadata.name: 'xxx"),
     ("apiVersion", "sluice.dev/v2", "apiVersion: 'sluice.dev/v2' is not one of 'sluice.dev/v1alpha1'"),
     (
@@ -200,7 +211,7 @@ def test_rdma_rules() -> None:
 def test_class_names_differ() -> None:
     slo_class = {"name": "a", "ttftMilliseconds": 1, "tpotMilliseconds": 1}
     content = edit("spec.slo.classes", [slo_class, slo_class])
-    assert "spec.slo.classes[0].name: 'a' is the name of another class too; rename one" in problems(content)
+    assert "spec.slo.classes[1]: 'a' is named twice; rename or remove one" in problems(content)
     assert (
         "longer than the greatest allowed length, 16"
         in problems(edit("spec.slo.classes", [slo_class | {"name": f"c{i}"} for i in range(17)]))[0]
@@ -233,9 +244,10 @@ EFFECTS = [
     ("spec.slo.ttftMilliseconds", 600, Effect.LIVE),
     ("spec.strategy", "Aggregated", Effect.LIVE),
     ("spec.parameters.watermarkPercent", 90, Effect.LIVE),
-    ("spec.autotune.mode", "Recommend", Effect.LIVE),
+    ("spec.autotune.cooldownSeconds", 60, Effect.LIVE),
     ("spec.router.replicas", 3, Effect.LIVE),
     ("spec.router.image", "x", Effect.RESTARTS_ROUTERS),
+    ("spec.router.service.type", "NodePort", Effect.RESTARTS_ROUTERS),
     ("spec.engine.maxBatchTokens", 4096, Effect.RESTARTS_ENGINES),
     ("spec.network.kvPort", 5700, Effect.RESTARTS_ENGINES),
     ("spec.model.name", "other", Effect.RESTARTS_ALL),

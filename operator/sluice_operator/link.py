@@ -1,4 +1,4 @@
-"""The launcher's link to one router: pushes the newest plan, follows its status.
+"""The control plane's link to one router: pushes the newest plan, follows its status.
 
 The link is level-triggered: whenever a router answers with an older generation than the newest plan's, it is pushed
 again. A router that restarts, or that was away, therefore catches up by itself.
@@ -49,12 +49,19 @@ class RouterLink:
         self._on_status = on_status
         self._plan: plan_pb2.Plan | None = None
         self._refused_generation = 0
+        self._refusal = ""
         self._push = asyncio.Event()
 
     @property
     def generation(self) -> int:
         """Generation in force there; 0 if unknown."""
         return self.status.generation if self.status else 0
+
+    @property
+    def refusal(self) -> str:
+        """Why the router refused the newest plan; empty when it did not."""
+        is_refused = self._plan is not None and self._plan.generation == self._refused_generation
+        return self._refusal if is_refused else ""
 
     def offer(self, plan: plan_pb2.Plan) -> None:
         """Sets the newest plan; it is pushed at once, and again until it is in force."""
@@ -83,7 +90,7 @@ class RouterLink:
             except grpc.aio.AioRpcError:
                 continue  # it is not up yet, or gone: the next status that names an older generation pushes again
             if not answer.is_applied and answer.generation < plan.generation:
-                self._refused_generation = plan.generation
+                self._refused_generation, self._refusal = plan.generation, answer.error
                 self._report(f"{self.name} refused plan {plan.generation}: {answer.error}")
 
     async def _follow_status(self, stub: control_pb2_grpc.ControlAsyncStub) -> None:

@@ -1,0 +1,122 @@
+"""One real cluster for all tests here; each test has namespaces of its own."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from testbed.bed import Testbed, run_testbed
+from testbed.images import make_python_image
+from testbed.settings import ROOT, make_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from testbed.client import Client
+    from testbed.node import Node
+
+# The table of verdicts, which the Python model and the CRD are held to without a cluster.
+sys.path.append(str(ROOT / "operator" / "tests"))
+
+CRD = ROOT / "crds" / "servingclusters.yaml"
+PYTHON_IMAGE = "docker.io/local/python:1"
+NUMBERS = itertools.count()
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture(scope="session")
+def testbed(request: pytest.FixtureRequest) -> Iterator[Testbed]:
+    """The cluster: control plane, two fake nodes, and this machine as a node if a test asks for one (which needs root)."""
+    needs_node = any("node" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function))
+    with run_testbed(make_settings(has_real_node=needs_node)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def node(testbed: Testbed) -> Node:
+    """This machine as a node, with an image of its Python."""
+    testbed.node.load_image(make_python_image(PYTHON_IMAGE))
+    return testbed.node
+
+
+@pytest.fixture(scope="session")
+def client(testbed: Testbed) -> Client:
+    """Its administrator."""
+    return testbed.client
+
+
+@pytest.fixture(scope="session")
+def crd(client: Client) -> Path:
+    """The CRD, installed."""
+    client.kubectl("apply", "--server-side", "-f", str(CRD))
+    client.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/servingclusters.sluice.dev")
+    return CRD
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Notes whether a test failed, for those who then say more about it."""
+    report = yield
+    item.stash.setdefault(FAILED, False)
+    item.stash[FAILED] |= report.failed
+    return report
+
+
+@pytest.fixture
+def make_namespace(client: Client, request: pytest.FixtureRequest) -> Iterator[Callable[[str], str]]:
+    """Makes namespaces that enforce a Pod Security level; after a failure, shows what was in them."""
+    made: list[str] = []
+
+    def make(level: str = "restricted") -> str:
+        name = f"test-{next(NUMBERS)}"
+        labels = {"pod-security.kubernetes.io/enforce": level}
+        client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+        # Pods of a namespace are refused until it has its service account.
+        client.kubectl("wait", "--for=create", "--timeout=30s", "-n", name, "serviceaccount/default")
+        made.append(name)
+        return name
+
+    yield make
+    for name in made if request.node.stash.get(FAILED, False) else ():
+        print(client.kubectl("get", "pods", "-o", "wide", "-n", name))
+        print(client.kubectl("events", "-n", name))
+        for pod in client.kubectl("get", "pods", "-o", "name", "-n", name).split():
+            print(f"--- {pod}\n{client.kubectl('logs', '--tail=40', '--ignore-errors', '-n', name, pod)}")
+
+
+@pytest.fixture
+def namespace(make_namespace: Callable[[str], str]) -> str:
+    """A namespace under Pod Security ``restricted``."""
+    return make_namespace("restricted")
+
+
+def make_volume(namespace: str, claim: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A folder of this machine as a volume, bound to a claim that restricted pods may use: read-only, whatever happens.
+
+    Mount the claim with ``readOnly: true``: else kubelet changes owner and mode of the files on the machine.
+    """
+    size = {"storage": "1Gi"}
+    common = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
+    real = {"matchExpressions": [{"key": "type", "operator": "In", "values": ["real"]}]}
+    name = f"{namespace}-{claim}"
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {
+            **common,
+            "capacity": size,
+            "claimRef": {"name": claim, "namespace": namespace},
+            "local": {"path": str(folder)},
+            "nodeAffinity": {"required": {"nodeSelectorTerms": [real]}},
+        },
+    }
+    return volume, {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": claim},
+        "spec": {**common, "volumeName": name, "resources": {"requests": size}},
+    }

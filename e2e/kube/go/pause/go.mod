@@ -1,0 +1,3 @@
+module sluice.dev/e2e/pause
+
+go 1.26.0

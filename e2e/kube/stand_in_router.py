@@ -1,0 +1,120 @@
+"""Plays the routers' control ports for pods that kwok only pretends to run.
+
+The addresses of such pods are made this machine's own, so that the operator's connections to any of them end here.
+What it answers is what a router would: the plan in force, and every engine that is Ready as one that acknowledged it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from concurrent import futures
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
+from sluice_operator.names import CONTROL_PORT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from testbed.client import Client
+
+POD_ADDRESSES = "10.201.0.0/16"
+POLL_S = 0.1
+
+
+class StandInRouters(control_pb2_grpc.ControlServicer):
+    """The routers of one cluster at a time, as one.
+
+    Args:
+        client: Reads which engine pods are Ready.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.plan = plan_pb2.Plan()
+        self.stuck: set[str] = set()
+        self.refused: list[str] = []
+
+    def ApplyPlan(self, request: Any, context: Any) -> control_pb2.ApplyPlanResponse:  # noqa: N802
+        del context
+        old, plan = self.plan, request.plan
+        if old.cluster_uid == plan.cluster_uid:
+            if plan.generation == old.generation and plan != old:
+                self.refused.append(f"two plans with number {plan.generation}")
+            if plan.generation < old.generation:
+                return control_pb2.ApplyPlanResponse(generation=old.generation, error="older")
+        self.plan = plan
+        return control_pb2.ApplyPlanResponse(generation=plan.generation, is_applied=True)
+
+    def GetStatus(self, request: Any, context: Any) -> control_pb2.GetStatusResponse:  # noqa: N802
+        del context
+        deadline = time.monotonic() + min(request.timeout_s, 2.0)
+        while True:
+            status = self._describe()
+            if status.version != request.after_version or time.monotonic() >= deadline:
+                return status
+            time.sleep(POLL_S)
+
+    def _describe(self) -> control_pb2.GetStatusResponse:
+        plan = self.plan
+        parts = {part.engine_id: part for part in plan.engines}
+        engines = []
+        for uid in self._list_ready() if plan.generation else ():
+            part = parts.get(uid, plan_pb2.EnginePlan(chunk_size_tokens=plan.unnamed_chunk_size_tokens))
+            state = control_pb2.ENGINE_STATE_READY
+            if part.is_draining:
+                name = "DRAINING" if uid in self.stuck else "DRAINED"
+                state = control_pb2.EngineState.Value(f"ENGINE_STATE_{name}")
+            engines.append(
+                control_pb2.EngineStatus(
+                    engine_id=uid,
+                    state=state,
+                    role=part.role,
+                    chunk_size_tokens=part.chunk_size_tokens,
+                    acknowledged_generation=plan.generation,
+                    transport="tcp",
+                )
+            )
+        status = control_pb2.GetStatusResponse(
+            router_id="stand-in",
+            cluster_uid=plan.cluster_uid,
+            generation=plan.generation,
+            acknowledged_generation=plan.generation,
+            engines=engines,
+            is_ready=bool(engines),
+        )
+        status.version = hash(status.SerializeToString(deterministic=True)) & (2**63 - 1) or 1
+        return status
+
+    def _list_ready(self) -> list[str]:
+        query = "labelSelector=app.kubernetes.io/component%3Dengine"
+        try:
+            pods = self._client.request("GET", f"/api/v1/pods?{query}").content["items"]
+        except OSError:
+            return []  # the API server ends before we do
+        return sorted(
+            pod["metadata"]["uid"]
+            for pod in pods
+            if any(item["type"] == "Ready" and item["status"] == "True" for item in pod["status"].get("conditions", ()))
+        )
+
+
+@contextmanager
+def run_stand_in_routers(client: Client) -> Iterator[StandInRouters]:
+    """Serves as long as the block lasts. Needs root, for the addresses."""
+    routers = StandInRouters(client)
+    server = grpc.server(futures.ThreadPoolExecutor(32))
+    control_pb2_grpc.add_ControlServicer_to_server(routers, server)
+    server.add_insecure_port(f"0.0.0.0:{CONTROL_PORT}")
+    route = ["local", POD_ADDRESSES, "dev", "lo"]
+    subprocess.run(["ip", "route", "replace", *route], check=True)
+    server.start()
+    try:
+        yield routers
+    finally:
+        server.stop(0).wait()
+        subprocess.run(["ip", "route", "del", *route], check=True)

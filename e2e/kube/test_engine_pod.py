@@ -1,0 +1,125 @@
+"""The product's engine and router run in restricted pods: an image of this machine's Python, the checkout from a volume."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from conftest import make_volume
+from test_node import RESTRICTED, create
+from testbed.images import make_engine_image
+from testbed.settings import ROOT
+
+from sluice_cli.tiny_model import make_tiny_model
+from sluice_core.records import EngineId
+from sluice_operator.manifest import parse_manifest
+from sluice_operator.render import EngineSite, RouterSite, render_engine_command, render_router_command
+
+if TYPE_CHECKING:
+    from testbed.client import Client
+    from testbed.node import Node
+
+IMAGE = "docker.io/local/sluice:1"
+MODEL = ROOT / ".sluice" / "volumes" / "models" / "tiny"
+# The root file system is read-only; what is written while it starts goes to an emptyDir.
+ENVIRONMENT = {"HOME": "/tmp", "VLLM_CACHE_ROOT": "/tmp/vllm", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def image(node: Node) -> str:
+    """The image, and the model on this machine."""
+    make_tiny_model(MODEL)
+    node.load_image(make_engine_image(IMAGE))
+    return IMAGE
+
+
+def serving_pod(name: str, command: list[str], probe: dict[str, Any], memory: str) -> dict[str, Any]:
+    python, *arguments = command
+    assert python == "python"
+    container = {
+        "name": "main",
+        "image": IMAGE,
+        "imagePullPolicy": "Never",
+        "command": [sys.executable],
+        "args": arguments,
+        "env": [{"name": variable, "value": value} for variable, value in ENVIRONMENT.items()],
+        "securityContext": RESTRICTED,
+        "resources": {"limits": {"memory": memory}},
+        "startupProbe": {**probe, "periodSeconds": 1, "failureThreshold": 180},
+        "volumeMounts": [
+            {"name": "checkout", "mountPath": str(ROOT), "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": {"app": name}},
+        "spec": {
+            "nodeSelector": {"type": "real"},
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "restartPolicy": "Never",
+            "containers": [container],
+            "volumes": [
+                {"name": "checkout", "persistentVolumeClaim": {"claimName": "checkout", "readOnly": True}},
+                {"name": "tmp", "emptyDir": {}},
+            ],
+        },
+    }
+
+
+@pytest.mark.timeout(420)
+def test_a_router_streams_from_an_engine_in_pods(client: Client, namespace: str, image: str) -> None:
+    assert image
+    spec = parse_manifest((ROOT / "examples" / "tiny-cpu.yaml").read_text()).spec
+    engine = EngineSite(
+        engine_id=EngineId("engine-0"),
+        host="0.0.0.0",
+        port=8010,
+        metrics_port=9090,
+        kv_host="0.0.0.0",
+        kv_port=5600,
+        model_directory=str(MODEL),
+    )
+    router = RouterSite(
+        host="0.0.0.0",
+        http_port=8000,
+        grpc_port=8001,
+        control_port=8002,
+        metrics_port=9090,
+        model_directory=str(MODEL),
+        engines=f"dns:engines.{namespace}.svc.cluster.local:8010",
+    )
+    volume, claim = make_volume(namespace, "checkout", ROOT)
+    client.apply(volume)
+    ports = [{"name": "grpc", "port": 8010}]
+    headless = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": "engine"}, "ports": ports}
+    create(
+        client,
+        namespace,
+        claim,
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "engines"}, "spec": headless},
+        serving_pod("engine", render_engine_command(spec, engine), {"tcpSocket": {"port": 8010}}, "2Gi"),
+        serving_pod("router", render_router_command(router), {"tcpSocket": {"port": 8000}}, "1Gi"),
+    )
+    client.kubectl("wait", "--for=condition=Ready", "--timeout=120s", "-n", namespace, "pod/engine", "pod/router")
+    request = {"model": "tiny", "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+    program = f"""
+import json, time, urllib.request
+body = json.dumps({request!r}).encode()
+for attempt in range(60):
+    try:
+        asked = urllib.request.Request("http://127.0.0.1:8000/v1/chat/completions", body, {{"Content-Type": "application/json"}})
+        print(urllib.request.urlopen(asked, timeout=30).read().decode())
+        break
+    except OSError as error:  # no engine yet
+        failure = error
+        time.sleep(1)
+else:
+    raise failure
+"""
+    answer = json.loads(client.kubectl("exec", "-n", namespace, "router", "--", sys.executable, "-c", program))
+    assert answer["usage"]["completion_tokens"] == 16

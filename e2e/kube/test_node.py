@@ -1,0 +1,211 @@
+"""This machine is a node like any other: pods, probes, Services, DNS, storage, evictions, Pod Security."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from conftest import PYTHON_IMAGE, make_volume
+from testbed.errors import TestbedError
+from testbed.fake_nodes import TAINT
+from testbed.settings import NODE_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from testbed.bed import Testbed
+    from testbed.client import Client
+
+pytestmark = pytest.mark.usefixtures("node")
+
+# What Pod Security `restricted` asks of a container.
+RESTRICTED = {
+    "runAsNonRoot": True,
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+SERVE = "import http.server; http.server.test(http.server.SimpleHTTPRequestHandler, port=8080)"
+
+
+def pod(name: str, program: str, **spec: Any) -> dict[str, Any]:
+    """A pod that runs a Python program on the real node; fields of the container may be among ``spec``."""
+    container = {
+        "name": "main",
+        "image": PYTHON_IMAGE,
+        "imagePullPolicy": "Never",
+        "args": ["-c", program],
+        "securityContext": RESTRICTED,
+        **spec.pop("container", {}),
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": {"app": name}},
+        "spec": {
+            "nodeSelector": {"type": "real"},
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": False,
+            "terminationGracePeriodSeconds": 5,
+            "containers": [container],
+            **spec,
+        },
+    }
+
+
+def create(client: Client, namespace: str, *objects: dict[str, Any]) -> None:
+    for content in objects:
+        content["metadata"]["namespace"] = namespace
+    client.apply(*objects)
+
+
+def wait_phase(client: Client, namespace: str, name: str, phase: str) -> None:
+    client.kubectl("wait", f"--for=jsonpath={{.status.phase}}={phase}", "--timeout=60s", "-n", namespace, f"pod/{name}")
+
+
+def output(client: Client, namespace: str, name: str, program: str, **spec: Any) -> str:
+    """What a program prints in a pod of its own."""
+    create(client, namespace, pod(name, program, **spec))
+    wait_phase(client, namespace, name, "Succeeded")
+    return client.kubectl("logs", "-n", namespace, name).strip()
+
+
+def test_a_restricted_pod_runs_without_root(client: Client, namespace: str) -> None:
+    program = """
+import os, pathlib
+try:
+    pathlib.Path("/file").write_text("")
+except OSError as error:
+    print(os.getuid(), type(error).__name__)
+"""
+    assert output(client, namespace, "user", program) == "65532 OSError"
+
+
+def test_what_is_not_restricted_is_refused(client: Client, namespace: str) -> None:
+    host = [{"name": "host", "hostPath": {"path": "/"}}]
+    with pytest.raises(TestbedError, match=r"violates PodSecurity.*restricted volume types"):
+        create(client, namespace, pod("host", "", volumes=host))
+    with pytest.raises(TestbedError, match=r"violates PodSecurity.*unrestricted capabilities"):
+        create(client, namespace, pod("free", "", container={"securityContext": {}}))
+
+
+def test_pods_find_each_other_by_name(client: Client, namespace: str) -> None:
+    probe = {"httpGet": {"path": "/", "port": 8080}, "periodSeconds": 1}
+    server = pod("server", SERVE, container={"readinessProbe": probe, "workingDir": "/tmp"})
+    ports = [{"port": 80, "targetPort": 8080}]
+    services = [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": name},
+            "spec": {"selector": {"app": "server"}, "ports": ports, **more},
+        }
+        for name, more in (("server", {}), ("pods", {"clusterIP": "None"}))
+    ]
+    create(client, namespace, server, *services)
+    client.kubectl("wait", "--for=condition=Ready", "--timeout=60s", "-n", namespace, "pod/server")
+    program = """
+import socket, urllib.request
+print(urllib.request.urlopen("http://server/", timeout=10).status)
+print(socket.gethostbyname("pods"))
+"""
+    address = client.kubectl("get", "pod", "-n", namespace, "server", "-o", "jsonpath={.status.podIP}")
+    assert output(client, namespace, "caller", program).split() == ["200", address]
+
+
+def test_a_pod_asks_the_api_server_with_its_token(client: Client, namespace: str) -> None:
+    program = """
+import pathlib, ssl, urllib.request, urllib.error
+folder = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount")
+tls = ssl.create_default_context(cafile=folder / "ca.crt")
+request = urllib.request.Request("https://kubernetes.default/api/v1/nodes", headers={"Authorization": "Bearer " + (folder / "token").read_text()})
+try:
+    urllib.request.urlopen(request, context=tls)
+except urllib.error.HTTPError as error:
+    print(error.code, "system:serviceaccount" in error.read().decode())
+"""
+    assert output(client, namespace, "token", program, automountServiceAccountToken=True) == "403 True"
+
+
+def test_files_of_this_machine_come_by_a_volume_that_restricted_pods_may_claim(
+    client: Client, namespace: str, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "weights").write_text("here")
+    volume, claim = make_volume(namespace, "models", tmp_path)
+    client.apply(volume)
+    create(client, namespace, claim)
+    # Read-only in the pod: with a writable claim kubelet would change owner and mode of the files on the machine.
+    volumes = [{"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}]
+    mounts = [{"name": "models", "mountPath": "/model", "readOnly": True}]
+    program = "import pathlib; print(pathlib.Path('/model/weights').read_text())"
+    assert output(client, namespace, "reader", program, volumes=volumes, container={"volumeMounts": mounts}) == "here"
+
+
+def test_a_pod_is_asked_to_end_before_it_is_killed(client: Client, namespace: str) -> None:
+    program = """
+import signal, sys, time
+def end(*_):
+    print("asked")
+    time.sleep(3)
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+print("ready")
+time.sleep(600)
+"""
+    create(client, namespace, pod("polite", program, terminationGracePeriodSeconds=60))
+    wait_phase(client, namespace, "polite", "Running")
+    wait_logged(client, namespace, "polite", "ready")
+    client.kubectl("delete", "pod", "-n", namespace, "polite", "--wait=false")
+    wait_logged(client, namespace, "polite", "asked")
+    client.kubectl("wait", "--for=delete", "--timeout=30s", "-n", namespace, "pod/polite")
+
+
+def wait_logged(client: Client, namespace: str, name: str, word: str) -> None:
+    deadline = time.monotonic() + 30
+    while word not in client.kubectl("logs", "-n", namespace, name).split():
+        assert time.monotonic() < deadline, f"{name} has not said {word}"
+        time.sleep(0.1)
+
+
+def test_an_image_that_is_not_there_is_named(client: Client, namespace: str) -> None:
+    create(
+        client,
+        namespace,
+        pod("absent", "", container={"image": "docker.io/local/absent:1", "imagePullPolicy": "Never"}),
+    )
+    reason = "jsonpath={.status.containerStatuses[0].state.waiting.reason}"
+    client.kubectl("wait", f"--for={reason}=ErrImageNeverPull", "--timeout=60s", "-n", namespace, "pod/absent")
+
+
+def test_a_pod_that_takes_too_much_memory_is_killed(client: Client, namespace: str) -> None:
+    limits = {"resources": {"limits": {"memory": "64Mi"}}}
+    create(client, namespace, pod("greedy", "print(len(bytearray(512 << 20)))", container=limits))
+    wait_phase(client, namespace, "greedy", "Failed")
+    status = client.request("GET", f"/api/v1/namespaces/{namespace}/pods/greedy").content["status"]
+    assert status["containerStatuses"][0]["state"]["terminated"]["reason"] == "OOMKilled"
+
+
+def test_fake_nodes_run_pods_in_name(client: Client, make_namespace: Callable[[str], str]) -> None:
+    namespace = make_namespace("restricted")
+    tolerations = [{"key": TAINT, "operator": "Exists"}]
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": "8"}}}
+    for name in ("first", "second", "third"):
+        create(client, namespace, pod(name, "", nodeSelector={"type": "kwok"}, tolerations=tolerations, container=gpu))
+    client.kubectl("wait", "--for=condition=Ready", "--timeout=30s", "-n", namespace, "pod/first", "pod/second")
+    # Two nodes with eight GPUs each: the third waits.
+    client.kubectl("wait", "--for=condition=PodScheduled=False", "--timeout=30s", "-n", namespace, "pod/third")
+
+
+def test_programs_can_be_stopped_and_started(client: Client, testbed: Testbed, namespace: str) -> None:
+    testbed.control_plane.stop_program("kube-apiserver")
+    assert not client.is_ready()
+    testbed.control_plane.start_program("kube-apiserver")
+    testbed.processes.stop("kubelet")
+    testbed.node.start_program("kubelet")
+    testbed.node.wait_ready()
+    assert output(client, namespace, "after", "print('alive')") == "alive"
+    assert NODE_NAME in client.kubectl("get", "nodes", "-o", "name")

@@ -1,0 +1,410 @@
+"""The operator as a process, with the rights of ``access.py`` and no others, on a real API server.
+
+Nodes are kwok's: pods become Ready in name, and a stand-in answers for their routers. Engines and streams are real in
+``test_pods``; here it is about objects, plans, rights, leaders, and what the operator writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from stand_in_router import StandInRouters, run_stand_in_routers
+from testbed.fake_nodes import is_ready, make_node
+from testbed.settings import ROOT
+
+from sluice_operator.access import LEASE_RULES, RULES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from testbed.bed import Testbed
+    from testbed.client import Client
+
+pytestmark = pytest.mark.usefixtures("crd", "open_node")
+
+SYSTEM = "sluice-system"
+RBAC = "rbac.authorization.k8s.io"
+FIRST_PORT = 17460
+PATIENCE_S = 60.0
+CHILDREN = "deployments,services,configmaps,serviceaccounts,poddisruptionbudgets,networkpolicies"
+
+
+def wait_for(look: Callable[[], Any], what: str) -> Any:
+    """Polls until something is the case, and returns it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"{what} did not come in {PATIENCE_S:.0f} s"
+        time.sleep(0.1)
+    return found
+
+
+class Operator:
+    """One replica."""
+
+    def __init__(self, kubeconfig: Path, port: int, log: Path, **options: str) -> None:
+        self.port, self.log = port, log
+        self.options = {"namespace": SYSTEM, "host": "127.0.0.1", "port": str(port), **options}
+        with log.open("a") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sluice_operator", *self._arguments()],
+                env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+                stdout=file,
+                stderr=file,
+            )
+
+    def _arguments(self) -> list[str]:
+        return [part for name, value in self.options.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+    def read(self, path: str) -> str:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+    @property
+    def leads(self) -> bool:
+        return "sluice_operator_is_leader 1.0" in self.read("/metrics") and self.read("/readyz") == "ok\n"
+
+    def calls(self) -> dict[tuple[str, str, str], float]:
+        """Requests by verb, resource and status; those for the lease and discovery left out."""
+        found = {}
+        for line in self.read("/metrics").splitlines():
+            if line.startswith("sluice_operator_api_calls_total{"):
+                labels = dict(part.split("=") for part in line[line.index("{") + 1 : line.index("}")].split(","))
+                verb, resource, status = (labels[name].strip('"') for name in ("verb", "resource", "status"))
+                if resource != "leases" and verb != "discover":
+                    found[verb, resource, status] = float(line.split()[-1])
+        return found
+
+    def writes(self) -> dict[tuple[str, str, str], float]:
+        return {call: count for call, count in self.calls().items() if call[0] not in ("get", "list")}
+
+    def end(self, number: int) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def open_node(client: Client) -> Iterator[None]:
+    """A node that anything may run on, in name."""
+    node = make_node("open")
+    del node["spec"]["taints"]
+    client.apply(node)
+    wait_for(lambda: is_ready(client, "open"), "the open node")
+    yield
+    client.kubectl("delete", "node", "open")
+
+
+@pytest.fixture(scope="module")
+def routers(client: Client) -> Iterator[StandInRouters]:
+    with run_stand_in_routers(client) as running:
+        yield running
+    assert running.refused == []
+
+
+def make_rules(rules: dict[Any, tuple[str, ...]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "apiGroups": [kind.group],
+            "resources": [f"{kind.plural}/{part}" if part else kind.plural],
+            "verbs": list(verbs),
+        }
+        for (kind, part), verbs in rules.items()
+    ]
+
+
+def bind(kind: str, name: str, namespace: str, rules: dict[Any, tuple[str, ...]]) -> list[dict[str, Any]]:
+    """A Role or ClusterRole of the operator's service account, and its binding."""
+    metadata = {"name": name, **({"namespace": namespace} if kind == "Role" else {})}
+    return [
+        {"apiVersion": f"{RBAC}/v1", "kind": kind, "metadata": metadata, "rules": make_rules(rules)},
+        {
+            "apiVersion": f"{RBAC}/v1",
+            "kind": f"{kind}Binding",
+            "metadata": metadata,
+            "roleRef": {"apiGroup": RBAC, "kind": kind, "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": SYSTEM}],
+        },
+    ]
+
+
+def make_access(client: Client, testbed: Testbed, name: str, namespace: str = "") -> Path:
+    """Makes a service account with exactly the rights of ``access.py``, everywhere or in one namespace; its kubeconfig."""
+    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}})
+    client.apply(
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": SYSTEM}},
+        *bind("Role", name, SYSTEM, LEASE_RULES),
+        *bind("Role" if namespace else "ClusterRole", name, namespace, RULES),
+    )
+    content = yaml.safe_load(client.kubeconfig.read_text())
+    token = client.kubectl("create", "token", "-n", SYSTEM, name, "--duration=2h").strip()
+    for user in content["users"]:
+        user["user"] = {"token": token}
+    path = testbed.settings.folder / f"{name}.kubeconfig"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def start_operator(client: Client, testbed: Testbed) -> Iterator[Callable[..., Operator]]:
+    started: list[Operator] = []
+    everywhere = make_access(client, testbed, "operator")
+
+    def start(identity: str, kubeconfig: Path = everywhere, **options: str) -> Operator:
+        port = FIRST_PORT + len(started)
+        log = testbed.settings.logs / f"operator-{identity}.log"
+        started.append(Operator(kubeconfig, port, log, identity=identity, **options))
+        return started[-1]
+
+    yield start
+    for operator in started:
+        operator.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def operator(start_operator: Callable[..., Operator], routers: StandInRouters) -> Operator:
+    """The replica that leads at first."""
+    started = start_operator("first")
+    wait_for(lambda: started.leads, "a leader")
+    return started
+
+
+class Cluster:
+    """A ServingCluster in a namespace of its own."""
+
+    def __init__(self, client: Client, namespace: str) -> None:
+        self.client, self.namespace = client, namespace
+        manifest = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
+        manifest["metadata"]["namespace"] = namespace
+        # Nothing runs, so nothing is mounted: a claim would keep pods from being scheduled.
+        manifest["spec"]["model"]["source"] = {"huggingFace": {}}
+        manifest["spec"]["router"]["replicas"] = 2
+        client.apply(manifest)
+
+    def kubectl(self, *arguments: str) -> str:
+        return self.client.kubectl("-n", self.namespace, *arguments)
+
+    def read(self, what: str) -> Any:
+        return json.loads(self.kubectl("get", what, "-o", "json"))
+
+    def edit(self, **spec: Any) -> None:
+        self.kubectl("patch", "slc", "tiny", "--type=merge", "-p", json.dumps({"spec": spec}))
+
+    def wait(self, condition: str, reason: str) -> None:
+        def look() -> bool:
+            status = self.read("slc/tiny").get("status", {})
+            generation = self.read("slc/tiny")["metadata"]["generation"]
+            found = {item["type"]: item for item in status.get("conditions", [])}
+            return condition in found and (
+                found[condition]["reason"] == reason and found[condition]["observedGeneration"] == generation
+            )
+
+        try:
+            wait_for(look, f"{condition} {reason}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.read('slc/tiny').get('status')}") from error
+
+    @property
+    def engines(self) -> dict[str, dict[str, Any]]:
+        pods = json.loads(self.kubectl("get", "pods", "-l", "app.kubernetes.io/component=engine", "-o", "json"))
+        return {pod["metadata"]["uid"]: pod for pod in pods["items"]}
+
+    @property
+    def roles(self) -> list[str]:
+        return sorted(pod["metadata"]["labels"].get("sluice.dev/role", "") for pod in self.engines.values())
+
+    def versions(self) -> dict[str, str]:
+        items = self.read(f"{CHILDREN},slc,pods")["items"]
+        return {f"{item['kind']}/{item['metadata']['name']}": item["metadata"]["resourceVersion"] for item in items}
+
+
+@pytest.fixture
+def cluster(client: Client, operator: Operator, namespace: str, routers: StandInRouters) -> Iterator[Cluster]:
+    """A cluster that has settled, in a namespace under Pod Security ``restricted``."""
+    made = Cluster(client, namespace)
+    made.wait("Progressing", "Settled")
+    yield made
+    made.kubectl("delete", "slc", "tiny", "--ignore-not-found")
+    routers.stuck.clear()
+
+
+def test_a_cluster_is_made_and_says_so(cluster: Cluster, client: Client) -> None:
+    cluster.kubectl("wait", "--for=condition=Ready", "--timeout=10s", "slc/tiny")
+    assert cluster.roles == ["d-heavy", "d-heavy", "p-heavy", "p-heavy"]
+    names = {f"{item['kind']}/{item['metadata']['name']}" for item in cluster.read(CHILDREN)["items"]}
+    assert {"Deployment/tiny-engine", "Deployment/tiny-router", "Service/tiny-router", "Service/tiny-engines"} <= names
+    assert {"ConfigMap/tiny-plan", "NetworkPolicy/tiny-engine", "PodDisruptionBudget/tiny-engine"} <= names
+    columns = cluster.kubectl("get", "slc", "tiny", "-o", "wide").splitlines()[1].split()
+    assert columns[:5] == ["tiny", "True", "4", "2", "2"]
+    assert "Serving" in cluster.kubectl("events", "--for", "servingcluster/tiny")
+
+
+def test_live_edits_reach_the_routers_and_replace_no_pod(cluster: Cluster, routers: StandInRouters) -> None:
+    before = set(cluster.engines)
+    cluster.edit(prefillHeavy=1, chunkSizes={"prefillHeavy": 1024, "decodeHeavy": 0})
+    wait_for(lambda: cluster.roles == ["d-heavy"] * 3 + ["p-heavy"], "the roles")
+    cluster.wait("Progressing", "Settled")
+    assert {(part.role, part.chunk_size_tokens) for part in routers.plan.engines} == {(1, 1024), (2, 0)}
+    effective = cluster.read("slc/tiny")["status"]["effective"]
+    assert effective["chunkSizes"] == {"prefillHeavy": 1024, "decodeHeavy": 0}
+    assert set(cluster.engines) == before
+
+
+def test_engines_leave_only_when_they_are_drained(cluster: Cluster, routers: StandInRouters) -> None:
+    before = set(cluster.engines)
+    routers.stuck = set(before)
+    cluster.kubectl("scale", "slc/tiny", "--replicas=2")
+    cluster.wait("Progressing", "Draining")
+    draining = {part.engine_id for part in routers.plan.engines if part.is_draining}
+    assert len(draining) == 2
+    assert set(cluster.engines) == before
+    routers.stuck = set()
+    wait_for(lambda: len(cluster.engines) == 2, "the end of two engines")
+    assert set(cluster.engines) == before - draining
+    cluster.wait("Progressing", "Settled")
+    assert cluster.roles == ["d-heavy", "p-heavy"]
+
+
+def test_a_rollout_that_cannot_go_on_stops_and_goes_back(cluster: Cluster) -> None:
+    before = set(cluster.engines)
+    cluster.edit(engine={"nodeSelector": {"no": "such-node"}})
+    cluster.wait("Progressing", "RolloutStopped")
+    cluster.wait("Degraded", "Unschedulable")
+    kept = before & set(cluster.engines)
+    assert len(kept) == 3
+    cluster.kubectl("wait", "--for=condition=Ready", "--timeout=5s", "slc/tiny")
+    cluster.edit(engine={"nodeSelector": None})
+    cluster.wait("Progressing", "Settled")
+    assert kept < set(cluster.engines)
+
+
+def test_what_restarts_replaces_all_engines_and_no_router(cluster: Cluster) -> None:
+    before = set(cluster.engines)
+    template = cluster.read("deployment/tiny-router")["spec"]["template"]
+    cluster.edit(engine={"maxBatchTokens": 4096})
+    wait_for(lambda: not before & set(cluster.engines), "new engines")
+    cluster.wait("Progressing", "Settled")
+    assert cluster.read("deployment/tiny-router")["spec"]["template"] == template
+
+
+def test_children_edited_or_deleted_by_hand_are_set_right(cluster: Cluster) -> None:
+    cluster.kubectl(
+        "patch", "service", "tiny-engines", "--type=merge", "-p", '{"spec":{"publishNotReadyAddresses":false}}'
+    )
+    wait_for(lambda: cluster.read("service/tiny-engines")["spec"]["publishNotReadyAddresses"], "the field")
+    cluster.kubectl("delete", "networkpolicy/tiny-engine", "pdb/tiny-engine")
+    wait_for(lambda: "NetworkPolicy/tiny-engine" in cluster.versions(), "the policy")
+    cluster.kubectl("delete", "configmap", "tiny-plan")
+    wait_for(lambda: "ConfigMap/tiny-plan" in cluster.versions(), "the plan")
+    cluster.wait("Progressing", "Settled")
+
+
+def test_a_foreign_service_with_our_name_is_left_alone(
+    client: Client, namespace: str, operator: Operator, routers: StandInRouters
+) -> None:
+    client.kubectl("-n", namespace, "create", "service", "clusterip", "tiny-router", "--tcp=1:1")
+    cluster = Cluster(client, namespace)
+    cluster.wait("Degraded", "NameConflict")
+    assert "ownerReferences" not in cluster.read("service/tiny-router")["metadata"]
+    cluster.kubectl("delete", "service", "tiny-router")
+    cluster.wait("Degraded", "AsExpected")
+    cluster.kubectl("delete", "slc", "tiny")
+
+
+def test_an_idle_cluster_causes_no_writes(cluster: Cluster, operator: Operator) -> None:
+    versions, writes = cluster.versions(), operator.writes()
+    time.sleep(10)
+    assert cluster.versions() == versions
+    assert operator.writes() == writes
+
+
+def test_a_resync_writes_nothing(cluster: Cluster, operator: Operator) -> None:
+    versions = cluster.versions()
+    looks = operator.calls()["get", "servingclusters", "200"]
+    # An event without a change of anything that is ours.
+    cluster.kubectl("label", "slc", "tiny", "touched=yes")
+    wait_for(lambda: operator.calls()["get", "servingclusters", "200"] > looks, "a look")
+    time.sleep(1)
+    after = cluster.versions()
+    assert {name for name in after if after[name] != versions[name]} == {"ServingCluster/tiny"}
+
+
+def test_a_deleted_cluster_takes_everything_with_it(cluster: Cluster) -> None:
+    cluster.kubectl("delete", "slc", "tiny")
+    ours = {"tiny-engine", "tiny-router", "tiny-engines", "tiny-router-control", "tiny-plan"}
+    wait_for(lambda: not {name.split("/")[1] for name in cluster.versions()} & ours, "the end of the children")
+
+
+def test_a_cluster_made_anew_under_its_old_name_is_another_one(cluster: Cluster, client: Client) -> None:
+    before = set(cluster.engines)
+    cluster.kubectl("delete", "slc", "tiny", "--wait=false")
+    anew = Cluster(client, cluster.namespace)
+    wait_for(lambda: not before & set(anew.engines), "the end of the old engines")
+    anew.wait("Progressing", "Settled")
+
+
+def test_the_next_replica_leads_when_the_first_one_is_told_to_stop_or_killed(
+    cluster: Cluster, operator: Operator, start_operator: Callable[..., Operator]
+) -> None:
+    second = start_operator("second")
+    wait_for(lambda: second.read("/readyz") == "ok\n", "the second replica")
+    assert not second.leads
+    versions = cluster.versions()
+    assert not any(status == "403" for _, _, status in operator.calls())
+    assert operator.end(signal.SIGTERM) == 0
+    wait_for(lambda: second.leads, "the second one as leader")
+    # It finds everything as it should be.
+    wait_for(lambda: ("get", "servingclusters", "200") in second.calls(), "a look")
+    time.sleep(1)
+    assert cluster.versions() == versions
+    third = start_operator("third")
+    second.end(signal.SIGKILL)
+    cluster.edit(prefillHeavy=3)
+    wait_for(lambda: third.leads, "the third one as leader")
+    wait_for(lambda: cluster.roles == ["d-heavy"] + ["p-heavy"] * 3, "the roles")
+    assert not any(status == "403" for _, _, status in third.calls())
+    assert "Traceback" not in third.log.read_text()
+
+
+def test_an_operator_for_one_namespace_needs_no_rights_elsewhere(
+    cluster: Cluster, client: Client, testbed: Testbed, namespace: str, start_operator: Callable[..., Operator]
+) -> None:
+    kubeconfig = make_access(client, testbed, "narrow", namespace)
+    narrow = start_operator("narrow", kubeconfig, watch_namespaces=namespace, lease_name="narrow")
+    wait_for(lambda: narrow.leads, "the operator for one namespace")
+    versions = cluster.versions()
+    wait_for(lambda: ("get", "servingclusters", "200") in narrow.calls(), "a look")
+    cluster.edit(prefillHeavy=3)
+    cluster.wait("Progressing", "Settled")
+    assert cluster.versions() != versions
+    assert "sluice_operator_clusters 1.0" in narrow.read("/metrics")
+    assert not any(status == "403" for _, _, status in narrow.calls())
+    assert narrow.end(signal.SIGTERM) == 0
+    assert '"ERROR"' not in narrow.log.read_text()
+
+
+@pytest.mark.parametrize("program", ["kube-apiserver", "etcd"])
+def test_a_control_plane_that_is_killed_and_comes_back_is_no_matter(
+    program: str, cluster: Cluster, testbed: Testbed
+) -> None:
+    before = set(cluster.engines)
+    testbed.control_plane.stop_program(program)
+    time.sleep(2)
+    testbed.control_plane.start_program(program)
+    wait_for(cluster.client.is_ready, "the API server")
+    cluster.edit(prefillHeavy=3)
+    wait_for(lambda: cluster.roles == ["d-heavy"] + ["p-heavy"] * 3, "the roles")
+    cluster.wait("Progressing", "Settled")
+    assert set(cluster.engines) == before

@@ -1,0 +1,146 @@
+"""The test cluster leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from testbed.certificates import CLIENTS
+from testbed.cleaning import clean
+from testbed.errors import MissingError, TestbedError
+from testbed.images import Image, make_python_image, write_image
+from testbed.packages import install_packages
+from testbed.settings import make_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from testbed.settings import Settings
+
+PORT = 16500
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Settings]:
+    """Settings of a second cluster, without a node."""
+    settings = make_settings(folder=tmp_path / "kube", first_port=PORT, has_real_node=False)
+    yield settings
+    clean(settings)
+
+
+@pytest.fixture
+def program(small: Settings, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A program that runs a cluster until it is stopped."""
+    code = """
+import signal, sys
+from pathlib import Path
+from testbed.bed import run_testbed
+from testbed.settings import make_settings
+with run_testbed(make_settings(folder=Path(sys.argv[1]), first_port=int(sys.argv[2]), has_real_node=False)) as testbed:
+    print("up", flush=True)
+    signal.pause()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(small.folder), str(PORT)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
+        start_new_session=True,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "up\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def programs_of(settings: Settings) -> list[str]:
+    """Command lines that name the cluster's folder; the reaper's is among them while it works."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status", "pid"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if (
+            str(settings.folder) in command
+            and process.info["status"] != psutil.STATUS_ZOMBIE
+            and "-c" not in command.split()
+        ):
+            found.append(command)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_nothing_is_left_when_its_program_ends(
+    small: Settings, program: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    assert len(programs_of(small)) >= 5
+    program.send_signal(number)
+    program.wait(60)
+    deadline = time.monotonic() + 60
+    while programs_of(small) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert programs_of(small) == []
+    assert [path.name for path in small.folder.iterdir()] == ["logs"]
+
+
+def test_a_second_cluster_in_one_folder_is_refused(small: Settings, program: subprocess.Popen[str]) -> None:
+    from testbed.bed import run_testbed  # noqa: PLC0415 - after the first one runs
+
+    assert program.poll() is None
+    with pytest.raises(TestbedError, match="another test cluster holds"), run_testbed(small):
+        pass
+    assert len(programs_of(small)) >= 5
+
+
+def test_a_pid_that_others_have_by_now_is_left_alone(small: Settings) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    small.pids.mkdir(parents=True)
+    (small.pids / "etcd").write_text(f'{{"pid": {other.pid}, "created": 1.0}}')
+    clean(small)
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+def test_a_node_is_refused_without_root() -> None:
+    code = "import os; from testbed.packages import install_packages; os.setuid(65534); install_packages()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert MissingError.__name__ in done.stderr
+    assert "needs root" in done.stderr
+    install_packages()  # as root, and everything is there: nothing to do
+
+
+def test_an_image_is_the_same_whenever_it_is_made(tmp_path: Path) -> None:
+    image = make_python_image("docker.io/local/python:1")
+    write_image(image, tmp_path / "one.tar")
+    write_image(image, tmp_path / "two.tar")
+    assert (tmp_path / "one.tar").read_bytes() == (tmp_path / "two.tar").read_bytes()
+
+
+def test_a_program_brings_its_libraries(tmp_path: Path) -> None:
+    write_image(Image(name="a:1", command=("/bin/ls",), files={"/bin/ls": Path("/bin/ls")}), tmp_path / "image.tar")
+    subprocess.run(["tar", "-xf", "image.tar"], cwd=tmp_path, check=True)
+    names = subprocess.run(["tar", "-tf", "layer.tar"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert {"bin/ls", "etc/passwd", "tmp/"} <= set(names.split())
+    assert any(name.endswith("/libc.so.6") for name in names.split())
+
+
+def test_private_keys_are_private(testbed: object) -> None:
+    settings = testbed.settings  # type: ignore[attr-defined]
+    private = [*settings.pki.glob("*.key"), *(settings.kubeconfig(name) for name in CLIENTS)]
+    assert len(private) > 10
+    assert {path.stat().st_mode & 0o077 for path in private} == {0}

@@ -1,0 +1,120 @@
+"""Runs test clusters and the tests on them.
+
+python -m testbed build                    # what is cached afterwards
+python -m testbed up [--no-node] [...]     # a cluster to look at; Ctrl-C takes it away
+python -m testbed test [PYTEST_ARGUMENT...]
+python -m testbed down                     # takes away what a killed run left, if its reaper was killed too
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from testbed.bed import run_testbed
+from testbed.cleaning import clean, find_leftovers
+from testbed.errors import TestbedError
+from testbed.packages import install_packages
+from testbed.settings import Ports, Settings, make_settings
+from testbed.toolchain import build
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TESTS = Path(__file__).parents[1]
+
+
+@click.group()
+def main() -> None:
+    """Runs test clusters and the tests on them."""
+
+
+@main.command("build")
+def build_command() -> None:
+    """Builds Kubernetes and its tools, if that is not done yet."""
+    print(build())
+
+
+@main.command()
+@click.option("--node/--no-node", default=True, help="Make this machine a node (root).")
+@click.option("--fake-nodes", default=2, show_default=True, help="Nodes that kwok plays.")
+@click.option("--port", type=int, help="First port of eleven.")
+def up(*, node: bool, fake_nodes: int, port: int | None) -> None:
+    """Starts a cluster and keeps it until Ctrl-C."""
+    settings = make_settings(first_port=port, num_fake_nodes=fake_nodes, has_real_node=node)
+    # Being asked to end is an end like any other: through the blocks that clean up.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with run_testbed(settings) as testbed:
+            print(testbed.client.kubectl("get", "nodes"))
+            print(
+                f"export KUBECONFIG={testbed.client.kubeconfig} PATH={testbed.path}:$PATH\nCtrl-C stops it", flush=True
+            )
+            signal.pause()
+    except KeyboardInterrupt:
+        print("stopped")
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def test(arguments: tuple[str, ...]) -> None:
+    """Runs the tests; the last line counts what passed and what failed."""
+    try:
+        install_packages()
+        build()
+        passed, failed = _run_tests(arguments or (str(TESTS),))
+    except TestbedError as error:
+        print(f"testbed: {error}")
+        passed, failed = 0, 1
+    leftovers = find_leftovers(make_settings())
+    for leftover in leftovers:
+        print(f"left behind: {leftover}")
+    failed += bool(leftovers)
+    print(f"e2e-k8s: {passed} passed, {failed} failed")
+    sys.exit(1 if failed else 0)
+
+
+def _run_tests(arguments: Sequence[str]) -> tuple[int, int]:
+    """Runs tests; returns how many passed and how many failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--junitxml={report}"]
+        done = subprocess.run([*command, *arguments], check=False)
+        suites = list(ET.parse(report).getroot().iter("testsuite")) if report.is_file() else []
+    kinds = ("tests", "failures", "errors", "skipped")
+    counts = {kind: sum(int(suite.get(kind, 0)) for suite in suites) for kind in kinds}
+    failed = counts["failures"] + counts["errors"]
+    passed = counts["tests"] - counts["skipped"] - failed
+    # A run that ends before it reports (an import error, a signal), or that skips, has not shown what it should.
+    return passed, max(failed + counts["skipped"], int(done.returncode != 0 or not passed))
+
+
+@main.command()
+def down() -> None:
+    """Takes away what a killed run left."""
+    clean(make_settings())
+
+
+@main.command(hidden=True)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("port", type=int)
+def reap(folder: Path, port: int) -> None:
+    """Waits for the end of standard input, then cleans up."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # its parent's end is what ends it
+    sys.stdin.buffer.read()
+    clean(Settings(folder=folder, address="", ports=Ports.starting_at(port)))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TestbedError as error:
+        sys.exit(f"testbed: {error}")

@@ -1,0 +1,98 @@
+"""The test cluster as a whole: start, use, and be sure that it is gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from testbed.certificates import make_certificates
+from testbed.cleaning import clean, start_reaper
+from testbed.client import Client
+from testbed.control_plane import ControlPlane
+from testbed.errors import TestbedError
+from testbed.fake_nodes import start_fake_nodes
+from testbed.node import Node
+from testbed.packages import install_packages
+from testbed.processes import Processes
+from testbed.toolchain import build
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from testbed.settings import Settings
+
+# Bridges, packet filters and cgroups have one name each on a machine.
+NODE_LOCK = Path("/run/lock/sluice-kube-node")
+
+
+class Testbed:
+    """A running cluster.
+
+    Args:
+        settings: The cluster.
+        path: Folder of the binaries.
+    """
+
+    __test__ = False  # not a test, whatever its name
+
+    def __init__(self, settings: Settings, path: Path) -> None:
+        self.settings = settings
+        self.path = path
+        self.processes = Processes(settings, path)
+        self.client = Client(settings, path)
+        self.control_plane = ControlPlane(settings, self.processes, self.client)
+        self.node = Node(settings, self.processes, self.client, path)
+
+    def start(self) -> None:
+        """Starts everything and waits until it is ready."""
+        self.control_plane.start()
+        if self.settings.num_fake_nodes:
+            start_fake_nodes(self.settings, self.processes, self.client, self.path)
+        if self.settings.has_real_node:
+            self.node.start()
+
+
+@contextlib.contextmanager
+def run_testbed(settings: Settings) -> Iterator[Testbed]:
+    """Runs a cluster as long as the block lasts.
+
+    Raises:
+        MissingError: The machine lacks something.
+        TestbedError: Another one runs, or this one does not come up.
+    """
+    if settings.has_real_node:
+        install_packages()
+    path = build()
+    settings.logs.mkdir(parents=True, exist_ok=True)
+    with _locked(settings) as locks:
+        clean(settings)
+        for log in settings.logs.glob("*.log"):
+            log.unlink()
+        settings.pids.mkdir()
+        reaper = start_reaper(settings, locks)
+        testbed: Testbed | None = None
+        try:
+            make_certificates(settings)
+            testbed = Testbed(settings, path)
+            testbed.start()
+            yield testbed
+        finally:
+            reaper.communicate()  # closes its input, which is what it waits for
+            if testbed:
+                testbed.processes.forget()
+
+
+@contextlib.contextmanager
+def _locked(settings: Settings) -> Iterator[list[int]]:
+    """Holds a lock on the folder, and on the machine when it becomes a node; yields their descriptors."""
+    paths = [settings.logs / "lock", *([NODE_LOCK] if settings.has_real_node else [])]
+    with contextlib.ExitStack() as stack:
+        locks = [stack.enter_context(path.open("w")) for path in paths]
+        for path, lock in zip(paths, locks, strict=True):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise TestbedError(f"another test cluster holds {path}; stop it, or wait until it is gone") from error
+        yield [lock.fileno() for lock in locks]

@@ -1,0 +1,109 @@
+"""Talks to a test cluster: kubectl as a user would, and plain HTTPS where the answer's details matter."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from testbed.errors import TestbedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from testbed.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the API server answered.
+
+    Args:
+        status: HTTP status.
+        content: The object, or the Status that says what is wrong.
+    """
+
+    status: int
+    content: dict[str, Any]
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the request was carried out."""
+        return self.status < 300
+
+
+class Client:
+    """One user of the cluster.
+
+    Args:
+        settings: The cluster.
+        path: Folder of kubectl.
+        user: Whose certificate and kubeconfig are used.
+    """
+
+    def __init__(self, settings: Settings, path: Path, user: str = "admin") -> None:
+        self.kubeconfig = settings.kubeconfig(user)
+        self._url = settings.api_url
+        self._path = path
+        self._tls = ssl.create_default_context(cafile=str(settings.pki / "ca.crt"))
+        self._tls.load_cert_chain(settings.pki / f"{user}.crt", settings.pki / f"{user}.key")
+
+    def request(self, method: str, path: str, content: Any = None, media: str = "application/json") -> Answer:
+        """Sends one request.
+
+        Args:
+            method: HTTP method.
+            path: Path and query.
+            content: Sent as JSON.
+            media: Type of ``content``, such as ``application/apply-patch+yaml``.
+        """
+        body = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(f"{self._url}{path}", body, {"Content-Type": media}, method=method)
+        try:
+            with urllib.request.urlopen(request, context=self._tls, timeout=30) as answer:
+                return Answer(answer.status, _read_json(answer.read()))
+        except urllib.error.HTTPError as error:
+            with error:
+                return Answer(error.code, _read_json(error.read()))
+
+    def is_ready(self) -> bool:
+        """Whether the API server says that it is ready."""
+        try:
+            return self.request("GET", "/readyz").is_ok
+        except OSError:
+            return False
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        """Runs kubectl and returns what it prints.
+
+        Raises:
+            TestbedError: It failed; the message is what it said.
+        """
+        done = subprocess.run(
+            [self._path / "kubectl", *arguments],
+            input=stdin,
+            env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise TestbedError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        """Applies objects."""
+        self.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
+
+
+def _read_json(body: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(body)
+    except json.JSONDecodeError:
+        return {"message": body.decode(errors="replace")}
+    return content if isinstance(content, dict) else {"content": content}

@@ -1,0 +1,233 @@
+"""Container images from files of this machine, without a registry or a daemon.
+
+An image has one layer: the files that are named, and for each program among them the shared libraries it needs. Name
+images ``docker.io/local/<name>:<tag>`` and use the pull policy Never or IfNotPresent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from testbed.errors import MissingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+USER = 65532
+ELF = b"\x7fELF"
+LIBRARY = re.compile(r"^\s*(?:\S+ => )?(/\S+) \(", re.MULTILINE)
+FOLDERS = {"tmp": 0o1777, "etc": 0o755, "proc": 0o755, "sys": 0o755, "dev": 0o755, "run": 0o755}
+ACCOUNTS = {
+    "etc/passwd": f"root:x:0:0:root:/:/sbin/nologin\nnonroot:x:{USER}:{USER}:nonroot:/tmp:/sbin/nologin\n",
+    "etc/group": f"root:x:0:\nnonroot:x:{USER}:\n",
+    "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+}
+# Parts of Python that no program of ours runs.
+UNUSED = ("__pycache__", "test", "tests", "idlelib", "ensurepip", "turtledemo", "site-packages")
+# What binary wheels expect of every system (PEP 600, and what vLLM adds), beside what Python itself loads.
+WHEELS_NEED = (
+    *("libpthread.so.0", "libdl.so.2", "libutil.so.1", "librt.so.1", "libm.so.6", "libz.so.1"),
+    *("libgcc_s.so.1", "libstdc++.so.6", "libnuma.so.1"),
+)
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """What an image holds and runs.
+
+    Args:
+        name: Name with tag.
+        command: Entry point and arguments.
+        files: Path in the image to path on this machine; folders with all that is below them.
+        links: Symbolic links: path in the image to target.
+        environment: Variables.
+        user: User and group id, as a number: Kubernetes checks ``runAsNonRoot`` by it.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    files: Mapping[str, Path]
+    links: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    user: int = USER
+
+
+def make_pause_image(path: Path) -> Image:
+    """The image that holds a pod's namespaces open; ``path`` is the folder of the binaries."""
+    return Image(name="docker.io/local/pause:1", command=("/pause",), files={"/pause": path / "pause"})
+
+
+def make_python_image(
+    name: str, *, command: tuple[str, ...] = ("python",), programs: Sequence[str] = (), libraries: Sequence[str] = ()
+) -> Image:
+    """An image with the Python that runs this, at the path it has here, without any package.
+
+    A virtual environment of this machine that is mounted at its own path then works as it does here.
+
+    Args:
+        name: Name with tag.
+        command: Entry point.
+        programs: Further programs of this machine.
+        libraries: Shared libraries that are loaded by name, such as ``libnuma.so.1``, so that nothing else shows them.
+
+    Raises:
+        MissingError: This machine has no such program or library.
+    """
+    python = Path(sys.executable).resolve()
+    standard = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix, "base": sys.base_prefix}))
+    # A virtual environment may name it by another name in the same folder.
+    others = [python.with_name(name) for name in ("python", "python3") if python.with_name(name).exists()]
+    files = [python, *others, standard, *map(_find_program, programs), *map(_find_library, libraries)]
+    return Image(
+        name=name,
+        command=command,
+        files={str(path): path.resolve() for path in files} | {"/bin/sh": Path("/bin/sh").resolve()},
+        links={"/usr/local/bin/python": str(python)},
+        environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def make_engine_image(name: str) -> Image:
+    """What engines and routers need beside the virtual environment, which a volume brings."""
+    return make_python_image(name, programs=("lscpu",), libraries=WHEELS_NEED)
+
+
+def _find_program(name: str) -> Path:
+    found = shutil.which(name)
+    if found is None:
+        raise MissingError(f"there is no program {name}; install it")
+    return Path(found)
+
+
+def _find_library(name: str) -> Path:
+    known = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
+    match = re.search(rf"^\s*{re.escape(name)} .* => (/\S+)$", known, re.MULTILINE)
+    if match is None:
+        raise MissingError(f"there is no library {name}; install it")
+    return Path(match[1])
+
+
+def write_image(image: Image, path: Path) -> None:
+    """Writes an image as an archive that ``ctr images import`` and ``docker load`` read.
+
+    Args:
+        image: The image.
+        path: The archive.
+    """
+    layer = _make_layer(image)
+    config = {
+        "architecture": ARCHITECTURES[platform.machine()],
+        "os": "linux",
+        "config": {
+            "Entrypoint": list(image.command),
+            "Env": [
+                "PATH=/usr/local/bin:/usr/bin:/bin",
+                *(f"{name}={value}" for name, value in image.environment.items()),
+            ],
+            "User": f"{image.user}:{image.user}",
+            "WorkingDir": "/",
+        },
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
+    }
+    manifest = [{"Config": "config.json", "RepoTags": [image.name], "Layers": ["layer.tar"]}]
+    with tarfile.open(path, "w") as archive:
+        for name, content in (("config.json", json.dumps(config)), ("manifest.json", json.dumps(manifest))):
+            _add_bytes(archive, name, content.encode())
+        _add_bytes(archive, "layer.tar", layer)
+
+
+def _make_layer(image: Image) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as layer:
+        folders = _Folders(layer)
+        for name, mode in FOLDERS.items():
+            folders.add(name, mode)
+        for name, text in ACCOUNTS.items():
+            _add_bytes(layer, name, text.encode())
+        for link, target in image.links.items():
+            folders.add_parents(link)
+            entry = tarfile.TarInfo(link.lstrip("/"))
+            entry.type, entry.linkname = tarfile.SYMTYPE, target
+            layer.addfile(entry)
+        for inside, outside in sorted(_with_libraries(image.files).items()):
+            folders.add_parents(inside)
+            # Owned by root and with their times: bytecode is stale when its source's time has changed.
+            layer.add(outside, inside.lstrip("/"), recursive=False, filter=_owned_by_root)
+    return content.getvalue()
+
+
+class _Folders:
+    """Adds each folder of a layer once, before what is in it."""
+
+    def __init__(self, layer: tarfile.TarFile) -> None:
+        self._layer = layer
+        self._added: set[str] = set()
+
+    def add(self, name: str, mode: int = 0o755) -> None:
+        if name in self._added:
+            return
+        self._added.add(name)
+        entry = tarfile.TarInfo(name)
+        entry.type, entry.mode = tarfile.DIRTYPE, mode
+        self._layer.addfile(entry)
+
+    def add_parents(self, path: str) -> None:
+        for folder in reversed(Path(path.lstrip("/")).parents[:-1]):
+            self.add(str(folder))
+
+
+def _with_libraries(files: Mapping[str, Path]) -> dict[str, Path]:
+    """All files below the named ones, and the libraries that the programs among them load."""
+    found: dict[str, Path] = {}
+    for inside, outside in files.items():
+        for path in _walk(outside):
+            found[f"{inside}{str(path)[len(str(outside)) :]}"] = path
+    for path in list(found.values()):
+        for library in _libraries(path):
+            found.setdefault(str(library), library.resolve())
+    return found
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    if not path.is_dir() or path.is_symlink():
+        yield path
+        return
+    for child in sorted(path.iterdir()):
+        if child.name not in UNUSED and child.suffix != ".a":
+            yield from _walk(child)
+
+
+def _libraries(path: Path) -> list[Path]:
+    if path.is_symlink() or not path.is_file():
+        return []
+    with path.open("rb") as file:
+        if file.read(len(ELF)) != ELF:
+            return []
+    done = subprocess.run(["ldd", path], capture_output=True, text=True, check=False)  # fails for static programs
+    return [Path(match) for match in LIBRARY.findall(done.stdout)]
+
+
+def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = "root"
+    entry.mode |= 0o444
+    return entry
+
+
+def _add_bytes(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode = len(content), 0o644
+    archive.addfile(entry, io.BytesIO(content))

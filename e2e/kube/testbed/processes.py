@@ -1,0 +1,136 @@
+"""The programs of a test cluster: each has a log, a pid file, and dies with whoever started it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+
+from sluice_cli import leash
+from testbed.errors import NotReachedError, TestbedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from testbed.settings import Settings
+
+POLL_S = 0.1
+
+
+class Processes:
+    """Starts and stops programs.
+
+    Args:
+        settings: The cluster; pid files and logs are written to its folders.
+        path: Folder whose programs go before those of the machine.
+    """
+
+    def __init__(self, settings: Settings, path: Path) -> None:
+        self._settings = settings
+        self._environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}:/usr/sbin:/sbin"}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Starts a program.
+
+        Args:
+            name: Names its log and its pid file.
+            command: Program and arguments.
+            environment: Further variables.
+
+        Raises:
+            TestbedError: It runs already.
+        """
+        if name in self._children and self._children[name].poll() is None:
+            raise TestbedError(f"{name} runs already")
+        with (self._settings.logs / f"{name}.log").open("ab") as log:
+            child = subprocess.Popen(
+                # The leash becomes the program, so the pid is the program's.
+                [sys.executable, leash.__file__, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**self._environment, **(environment or {})},
+                start_new_session=True,  # Ctrl-C is for the tests; they then stop the cluster in order
+            )
+        self._children[name] = child
+        record = {"pid": child.pid, "created": psutil.Process(child.pid).create_time()}
+        (self._settings.pids / name).write_text(json.dumps(record))
+
+    def pid(self, name: str) -> int:
+        """Process id of a program."""
+        return self._children[name].pid
+
+    def stop(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
+        """Stops a program and waits for its end."""
+        stop_recorded(self._settings, name, number)
+        self._children.pop(name).wait()
+
+    def forget(self) -> None:
+        """Takes note that all programs were stopped by others."""
+        for child in self._children.values():
+            child.wait()
+        self._children.clear()
+
+    def wait_for(self, what: str, is_reached: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Polls until a condition holds.
+
+        Raises:
+            NotReachedError: It did not hold in time, or a program has ended meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not is_reached():
+            ended = [name for name, child in self._children.items() if child.poll() is not None]
+            if ended:
+                raise NotReachedError(f"{what}: {ended[0]} has ended:\n{self.tail(ended[0])}")
+            if time.monotonic() >= deadline:
+                raise NotReachedError(f"{what}: not in {timeout_s:g} s; logs are in {self._settings.logs}")
+            time.sleep(POLL_S)
+
+    def tail(self, name: str, num_lines: int = 20) -> str:
+        """End of a program's log."""
+        lines = (self._settings.logs / f"{name}.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+
+def stop_recorded(settings: Settings, name: str, number: signal.Signals, timeout_s: float = 15.0) -> None:
+    """Stops a program by its pid file, whoever started it; one that does not heed the signal is killed.
+
+    Args:
+        settings: The cluster.
+        name: The program.
+        number: Signal to begin with.
+        timeout_s: Longest time it may take to end.
+    """
+    path = settings.pids / name
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, psutil.NoSuchProcess):
+        record = json.loads(path.read_text())
+        process = psutil.Process(record["pid"])
+        # A number that another process has by now is not ours to signal.
+        if process.create_time() == record["created"]:
+            process.send_signal(number)
+            if not _has_ended(process, timeout_s):
+                process.kill()
+                _has_ended(process, timeout_s)
+    path.unlink(missing_ok=True)
+
+
+def _has_ended(process: psutil.Process, timeout_s: float) -> bool:
+    """Waits for the end of a process; one that its parent has yet to reap has ended."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False

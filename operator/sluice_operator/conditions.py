@@ -1,0 +1,110 @@
+"""The conditions of a ServingCluster's status, and the reasons that each may give.
+
+``crds/servingclusters.yaml`` tells users the same; a test holds the two equal.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ConditionType(StrEnum):
+    """What a condition is about."""
+
+    READY = "Ready"
+    PROGRESSING = "Progressing"
+    DEGRADED = "Degraded"
+    SPEC_VALID = "SpecValid"
+    ENGINES_READY = "EnginesReady"
+    ROUTER_READY = "RouterReady"
+    NETWORK_READY = "NetworkReady"
+    SLO_MET = "SLOMet"
+    AUTOTUNED = "Autotuned"
+
+
+class Reason(StrEnum):
+    """One word for why a condition has its status; the message names the object to look at."""
+
+    SERVING = "Serving"
+    SPEC_INVALID = "SpecInvalid"
+    ENGINES_NOT_READY = "EnginesNotReady"
+    ROUTER_NOT_READY = "RouterNotReady"
+    SETTLED = "Settled"
+    STARTING = "Starting"
+    SCALING = "Scaling"
+    ROLLING_OUT = "RollingOut"
+    DRAINING = "Draining"
+    APPLYING_PLAN = "ApplyingPlan"
+    ROLLOUT_STOPPED = "RolloutStopped"
+    AS_EXPECTED = "AsExpected"
+    IMAGE_PULL_BACK_OFF = "ImagePullBackOff"
+    CRASH_LOOP = "CrashLoop"
+    UNSCHEDULABLE = "Unschedulable"
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    NAME_CONFLICT = "NameConflict"
+    FORBIDDEN = "Forbidden"
+    MOUNT_FAILED = "MountFailed"
+    POD_TEMPLATE_REFUSED = "PodTemplateRefused"
+    PLAN_REFUSED = "PlanRefused"
+    ENGINE_FAULT = "EngineFault"
+    VALID = "Valid"
+    REFUSED = "Refused"
+    NOT_AVAILABLE = "NotAvailable"
+    ALL_READY = "AllReady"
+    SOME_NOT_READY = "SomeNotReady"
+    NONE_READY = "NoneReady"
+    TCP = "TCP"
+    RDMA = "RDMA"
+    RDMA_FALLBACK = "RDMAFallback"
+    PREFLIGHT_FAILED = "PreflightFailed"
+    NO_REPORT = "NoReport"
+    MET = "Met"
+    MISSED = "Missed"
+    NO_TRAFFIC = "NoTraffic"
+    OFF = "Off"
+
+
+# The reasons of each condition, those of the good state first.
+REASONS: dict[ConditionType, tuple[Reason, ...]] = {
+    ConditionType.READY: (
+        Reason.SERVING,
+        Reason.STARTING,
+        Reason.SPEC_INVALID,
+        Reason.ENGINES_NOT_READY,
+        Reason.ROUTER_NOT_READY,
+    ),
+    ConditionType.PROGRESSING: (
+        Reason.SETTLED,
+        Reason.STARTING,
+        Reason.SCALING,
+        Reason.ROLLING_OUT,
+        Reason.DRAINING,
+        Reason.APPLYING_PLAN,
+        Reason.ROLLOUT_STOPPED,
+    ),
+    ConditionType.DEGRADED: (
+        Reason.AS_EXPECTED,
+        Reason.IMAGE_PULL_BACK_OFF,
+        Reason.CRASH_LOOP,
+        Reason.UNSCHEDULABLE,
+        Reason.QUOTA_EXCEEDED,
+        Reason.NAME_CONFLICT,
+        Reason.FORBIDDEN,
+        Reason.MOUNT_FAILED,
+        Reason.POD_TEMPLATE_REFUSED,
+        Reason.PLAN_REFUSED,
+        Reason.ENGINE_FAULT,
+    ),
+    ConditionType.SPEC_VALID: (Reason.VALID, Reason.REFUSED, Reason.POD_TEMPLATE_REFUSED, Reason.NOT_AVAILABLE),
+    ConditionType.ENGINES_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
+    ConditionType.ROUTER_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
+    ConditionType.NETWORK_READY: (
+        Reason.TCP,
+        Reason.RDMA,
+        Reason.RDMA_FALLBACK,
+        Reason.PREFLIGHT_FAILED,
+        Reason.NO_REPORT,
+    ),
+    ConditionType.SLO_MET: (Reason.MET, Reason.MISSED, Reason.NO_TRAFFIC, Reason.NO_REPORT),
+    ConditionType.AUTOTUNED: (Reason.OFF, Reason.NOT_AVAILABLE),
+}

@@ -1,0 +1,65 @@
+"""Stores plans: compare-and-swap in one ConfigMap, so that no two plans of a cluster ever have one number.
+
+The first plan is created, which fails when somebody was faster; every later one replaces exactly the version that its
+number was counted from. Whatever is pushed to routers was stored before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_operator import names
+from sluice_operator.kubernetes_port import CONFIG_MAPS, ConflictError, uid_of
+from sluice_operator.planning import write_plan
+
+if TYPE_CHECKING:
+    from sluice.v1 import plan_pb2
+    from sluice_operator.children import Children
+    from sluice_operator.kubernetes_port import Object
+
+
+async def store_plan(children: Children, live: Object | None, plan: plan_pb2.Plan) -> bool:
+    """Stores a plan.
+
+    Args:
+        children: The cluster's children.
+        live: The ConfigMap that the plan's number was counted from; None: there was none.
+        plan: The plan.
+
+    Returns:
+        Whether it is stored; the reason is among the children's troubles otherwise.
+
+    Raises:
+        ConflictError: Somebody else stored one; look again.
+        KubernetesError: To be tried again.
+    """
+    content = _render(children, plan)
+    name, namespace = content["metadata"]["name"], content["metadata"]["namespace"]
+    what = f"ConfigMap {name}"
+    if live is None:
+        found = await children.find(content)
+        if not children.may_write(content, found):
+            return False
+        if found is not None:
+            # Ours, but it has lost its labels: given back, it is seen with its number at the next look.
+            labels = {"metadata": {"uid": uid_of(found), "labels": content["metadata"]["labels"]}}
+            await children.kubernetes.patch(CONFIG_MAPS, namespace, name, labels)
+            raise ConflictError(f"{what} had lost its labels")
+        return await children.attempt(children.kubernetes.create(content), what)
+    version = {"uid": uid_of(live), "resourceVersion": live["metadata"]["resourceVersion"]}
+    patch = {"metadata": {**content["metadata"], **version}, "data": content["data"]}
+    return await children.attempt(children.kubernetes.patch(CONFIG_MAPS, namespace, name, patch), what)
+
+
+def _render(children: Children, plan: plan_pb2.Plan) -> Object:
+    cluster = children.cluster_name
+    content = children.adopt(
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": names.name_plan(cluster), "labels": names.label_child(cluster, names.ROUTER)},
+            "data": {names.PLAN_FILE: write_plan(plan)},
+        }
+    )
+    content["metadata"]["annotations"] = {names.GENERATION_ANNOTATION: str(plan.generation)}
+    return content

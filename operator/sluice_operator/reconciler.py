@@ -1,0 +1,355 @@
+"""Reconciles one ServingCluster: observe, decide, act, write the status.
+
+Every look starts from what the API server and the routers say now; nothing that matters lives in this process only.
+A look may therefore end anywhere, and the next one finishes what it began. What is kept between looks is timing: when
+an engine began to drain, when measurements were written last, and what routers counted in the last five minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sluice_operator import names
+from sluice_operator.attainment import AttainmentWindow
+from sluice_operator.checking import check_cluster
+from sluice_operator.children import Children
+from sluice_operator.desired import Facts, find_owner, key_of, render_children
+from sluice_operator.events import render_event
+from sluice_operator.findings import Findings
+from sluice_operator.kubernetes_port import (
+    BUDGETS,
+    CLUSTERS,
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    NETWORK_POLICIES,
+    PODS,
+    SERVICE_ACCOUNTS,
+    SERVICE_MONITORS,
+    SERVICES,
+    BusyError,
+    ForbiddenError,
+    KubernetesError,
+    uid_of,
+)
+from sluice_operator.marking import mark_pods
+from sluice_operator.plan_store import store_plan
+from sluice_operator.planning import StoredPlan, make_plan, read_plan
+from sluice_operator.pods import read_pod
+from sluice_operator.reports import merge_reports
+from sluice_operator.scaling import Scale, decide_scale
+from sluice_operator.sliders import resolve_sliders
+from sluice_operator.status import degrade, list_transitions, make_patch, render_status, without_measurements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from sluice.v1 import control_pb2
+    from sluice_core.records import EngineId
+    from sluice_operator.desired import ChildKey
+    from sluice_operator.kubernetes_port import Kind, Kubernetes, Object
+    from sluice_operator.names import ClusterKey
+    from sluice_operator.pods import Pod, Trouble
+    from sluice_operator.reports import EngineReport
+    from sluice_operator.router_links import Routers
+    from sluice_operator.settings import Settings
+    from sluice_operator.spec import ServingCluster
+
+logger = logging.getLogger(__name__)
+
+# Measurements are written to the status at most this often (operator.md).
+MEASURE_INTERVAL_S = 15.0
+# So long may routers take to answer a process that is new.
+ACQUAINTANCE_S = 5.0
+# A right that was missing or a name that was taken is not watched.
+TROUBLE_INTERVAL_S = 30.0
+# An engine's own drain ends by then; the routers' reports of it may be late.
+DRAIN_MARGIN_S = 5.0
+CHILD_KINDS = (SERVICE_ACCOUNTS, NETWORK_POLICIES, SERVICES, CONFIG_MAPS, DEPLOYMENTS, BUDGETS)
+
+
+@dataclass(slots=True)
+class Memory:
+    """What is kept of a cluster between two looks; only ``Reconciler`` changes it.
+
+    Times are seconds on the operator's monotonic clock: a step of the wall clock moves nothing.
+    """
+
+    first_look_s: float
+    uid: str = ""
+    drain_started_s: dict[EngineId, float] = field(default_factory=dict)
+    measured_s: float = float("-inf")
+    window: AttainmentWindow = field(default_factory=AttainmentWindow)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What the API server says at one moment.
+
+    Args:
+        body: The ServingCluster.
+        live: Its children by kind and name, and others that carry its labels.
+        engines: Engine pods.
+        routers: Router pods.
+        has_monitors: Whether the cluster knows ServiceMonitors.
+    """
+
+    body: Object
+    live: Mapping[ChildKey, Object]
+    engines: tuple[Pod, ...]
+    routers: tuple[Pod, ...]
+    has_monitors: bool
+
+    def own(self, kind: Kind, name: str) -> Object | None:
+        """A child, if it exists and is ours."""
+        child = self.live.get((kind.name, name))
+        owner = find_owner(child) if child else None
+        return child if owner and owner["uid"] == uid_of(self.body) else None
+
+    def deployment(self, component: str) -> Object | None:
+        """The Deployment of engines or routers."""
+        return self.own(DEPLOYMENTS, names.name_workload(self.body["metadata"]["name"], component))
+
+
+class Reconciler:
+    """Reconciles clusters, one look at a time each.
+
+    Args:
+        kubernetes: The API server; writes are fenced by the lease.
+        routers: Links to the routers.
+        settings: Default images, and where the operator runs.
+        now: Monotonic seconds.
+        now_text: The time, as Kubernetes writes it.
+    """
+
+    def __init__(
+        self,
+        kubernetes: Kubernetes,
+        routers: Routers,
+        settings: Settings,
+        *,
+        now: Callable[[], float],
+        now_text: Callable[[], str],
+    ) -> None:
+        self._kubernetes = kubernetes
+        self._routers = routers
+        self._settings = settings
+        self._now = now
+        self._now_text = now_text
+        self._memories: dict[ClusterKey, Memory] = {}
+
+    def measure(self, key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
+        """Takes a router's counters."""
+        if key in self._memories:
+            self._memories[key].window.take(self._now(), status)
+
+    def knows(self, key: ClusterKey) -> bool:
+        """Whether a cluster existed at the last look."""
+        return key in self._memories
+
+    async def reconcile(self, key: ClusterKey) -> float | None:
+        """Takes one look at a cluster, and does what follows from it.
+
+        Returns:
+            Seconds after which to look again, whatever happens until then; None: when something happens.
+
+        Raises:
+            KubernetesError: To be tried again.
+        """
+        body = await self._kubernetes.get(CLUSTERS, key.namespace, key.name)
+        if body is None or "deletionTimestamp" in body["metadata"]:
+            # What it owns goes with it, by its owner references.
+            self._routers.follow(key, {})
+            self._memories.pop(key, None)
+            return None
+        memory = self._memories.get(key)
+        if memory is None or memory.uid != uid_of(body):
+            memory = self._memories[key] = Memory(first_look_s=self._now(), uid=uid_of(body))
+        try:
+            observed = await self._observe(key, body)
+        except ForbiddenError as error:
+            # The right may come back; until then people should read why nothing happens.
+            await self._write_status(key, body, degrade(body, str(error), self._now_text()))
+            raise
+        addresses = {pod.name: pod.address for pod in observed.routers if pod.address and not pod.has_ended}
+        self._routers.follow(key, addresses)
+        found = await self._act(key, observed, memory)
+        rest_s = memory.first_look_s + ACQUAINTANCE_S - self._now()
+        if rest_s > 0 and len(found.statuses) < found.num_routers_ready:
+            # A new leader knows nothing of the routers yet; to say so would take back what its predecessor said.
+            return rest_s
+        return self._next_look_s(found, memory, await self._report(key, found, memory))
+
+    # Observe.
+
+    async def _observe(self, key: ClusterKey, body: Object) -> Observed:
+        labels = {names.CLUSTER_LABEL: key.name}
+        has_monitors = await self._kubernetes.is_served(SERVICE_MONITORS)
+        kinds = [*CHILD_KINDS, *([SERVICE_MONITORS] if has_monitors else [])]
+        try:
+            async with asyncio.TaskGroup() as group:
+                reads = [group.create_task(self._kubernetes.list(kind, key.namespace, labels)) for kind in kinds]
+                pods = group.create_task(self._kubernetes.list(PODS, key.namespace, labels))
+        except* KubernetesError as errors:
+            raise _first_of(errors) from errors
+        by_component: dict[str, list[Pod]] = {names.ENGINE: [], names.ROUTER: []}
+        for content in pods.result():
+            component = content["metadata"]["labels"].get(names.COMPONENT_LABEL)
+            if component in by_component:
+                by_component[component].append(read_pod(content))
+        return Observed(
+            body=body,
+            live={key_of(child): child for read in reads for child in read.result()},
+            engines=tuple(sorted(by_component[names.ENGINE], key=lambda pod: pod.name)),
+            routers=tuple(sorted(by_component[names.ROUTER], key=lambda pod: pod.name)),
+            has_monitors=has_monitors,
+        )
+
+    # Decide and act.
+
+    async def _act(self, key: ClusterKey, observed: Observed, memory: Memory) -> Findings:
+        cluster, refusal = check_cluster(observed.body, self._settings)
+        statuses = self._routers.statuses(key)
+        memory.window.keep_routers(status.router_id for status in statuses.values())
+        reports = merge_reports(statuses.values())
+        plan_map = observed.own(CONFIG_MAPS, names.name_plan(key.name))
+        stored = read_plan(plan_map, uid_of(observed.body))
+        troubles: list[Trouble] = []
+        scale = Scale(replicas=0)
+        if cluster is not None:
+            scale = self._scale(cluster, observed, stored, reports, memory)
+            plan = make_plan(
+                cluster,
+                stored,
+                observed.engines,
+                leaving=scale.leaving,
+                reports=reports,
+                statuses=statuses.values(),
+            )
+            children = Children(self._kubernetes, cluster, observed.live)
+            # The plan first: a slider is in force before any child is looked at.
+            if plan == stored.plan or await store_plan(children, plan_map, plan):
+                stored = StoredPlan(plan=plan, generation=plan.generation)
+            await self._converge(cluster, observed, scale, children, reports)
+            troubles = children.troubles
+        if stored.plan is not None:
+            self._routers.offer(key, stored.plan)
+        return Findings(
+            body=observed.body,
+            cluster=cluster,
+            refusal=refusal,
+            troubles=tuple(troubles),
+            engines=observed.engines,
+            routers=observed.routers,
+            deployments={
+                component: deployment
+                for component in (names.ENGINE, names.ROUTER)
+                if (deployment := observed.deployment(component))
+            },
+            scale=scale,
+            plan=stored.plan,
+            reports=reports,
+            statuses=statuses,
+            refusals=self._routers.refusals(key),
+            attainment=memory.window.sum_up(self._now()),
+        )
+
+    def _scale(
+        self,
+        cluster: ServingCluster,
+        observed: Observed,
+        stored: StoredPlan,
+        reports: Mapping[EngineId, EngineReport],
+        memory: Memory,
+    ) -> Scale:
+        deployment = observed.deployment(names.ENGINE)
+        limit_s = cluster.spec.engine.drain_timeout_seconds + DRAIN_MARGIN_S
+        started = memory.drain_started_s
+        scale = decide_scale(
+            cluster.spec.replicas,
+            deployment["spec"]["replicas"] if deployment else None,
+            observed.engines,
+            roles=stored.roles,
+            num_prefill_heavy=resolve_sliders(cluster.spec).num_prefill_heavy,
+            reports=reports,
+            overdue={engine_id for engine_id, since_s in started.items() if self._now() - since_s >= limit_s},
+        )
+        memory.drain_started_s = {engine_id: started.get(engine_id, self._now()) for engine_id in scale.leaving}
+        return scale
+
+    async def _converge(
+        self,
+        cluster: ServingCluster,
+        observed: Observed,
+        scale: Scale,
+        children: Children,
+        reports: Mapping[EngineId, EngineReport],
+    ) -> None:
+        facts = Facts(engine_replicas=scale.replicas, has_monitors=observed.has_monitors, live=observed.live)
+        namespace = cluster.metadata.namespace
+        # Marks before replicas: Kubernetes chooses victims at the very moment in which replicas are lowered.
+        for patch in mark_pods(observed.engines, scale, reports):
+            await children.attempt(
+                self._kubernetes.patch(PODS, namespace, patch["metadata"]["name"], patch),
+                f"pod {patch['metadata']['name']}",
+            )
+        wanted = render_children(cluster, facts, self._settings)
+        for child in wanted:
+            await children.ensure(child)
+        await children.remove_obsolete({key_of(child) for child in wanted})
+
+    # Report.
+
+    async def _report(self, key: ClusterKey, found: Findings, memory: Memory) -> bool:
+        """Writes the status if it changed; returns whether measurements wait for their turn."""
+        old = found.body.get("status") or {}
+        new = render_status(found, self._now_text())
+        is_measurement = new != old and without_measurements(new) == without_measurements(old)
+        if is_measurement and self._now() - memory.measured_s < MEASURE_INTERVAL_S:
+            return True
+        if await self._write_status(key, found.body, new):
+            memory.measured_s = self._now()
+        return False
+
+    async def _write_status(self, key: ClusterKey, body: Object, new: Object) -> bool:
+        """Writes a status and tells of its transitions; returns whether anything had changed."""
+        old = body.get("status") or {}
+        patch = make_patch(old, new)
+        if patch:
+            guarded = {"metadata": {"uid": uid_of(body)}, "status": patch}
+            await self._kubernetes.patch_status(CLUSTERS, key.namespace, key.name, guarded)
+            for condition in list_transitions(old, new):
+                await self._tell(body, condition)
+        return bool(patch)
+
+    async def _tell(self, body: Object, condition: Object) -> None:
+        """Makes an event of a transition; one that is lost is no reason to do anything again."""
+        try:
+            await self._kubernetes.create(render_event(body, condition, self._settings.identity, self._now_text()))
+        except KubernetesError as error:
+            logger.warning("an event was not recorded: %s", error)
+
+    def _next_look_s(self, found: Findings, memory: Memory, has_measurements: bool) -> float | None:  # noqa: FBT001
+        waits = [TROUBLE_INTERVAL_S] if found.troubles else []
+        if has_measurements or found.attainment:
+            waits.append(max(0.0, memory.measured_s + MEASURE_INTERVAL_S - self._now()))
+        if found.cluster and found.scale.waiting:
+            limit_s = found.cluster.spec.engine.drain_timeout_seconds + DRAIN_MARGIN_S
+            oldest_s = min(memory.drain_started_s[engine_id] for engine_id in found.scale.waiting)
+            waits.append(max(0.0, oldest_s + limit_s - self._now()))
+        return min(waits, default=None)
+
+
+def _first_of(errors: BaseExceptionGroup[KubernetesError]) -> KubernetesError:
+    """One error of several that came at once: what makes us wait counts most."""
+    leaves = list(_leaves(errors))
+    return next((error for error in leaves if isinstance(error, BusyError)), leaves[0])
+
+
+def _leaves(errors: BaseExceptionGroup[KubernetesError]) -> list[KubernetesError]:
+    found: list[KubernetesError] = []
+    for error in errors.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

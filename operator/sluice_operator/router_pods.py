@@ -1,0 +1,105 @@
+"""The Deployment of the routers. They never talk to the API server: engines are found by DNS, the plan is pushed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_operator import containers, names
+from sluice_operator.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
+from sluice_operator.render import RouterSite, render_router_command
+from sluice_operator.restart import RESTARTS_ROUTERS, hash_restarting
+
+if TYPE_CHECKING:
+    from sluice_operator.kubernetes_port import Object
+    from sluice_operator.spec import ServingCluster
+
+PLAN_DIRECTORY = "/etc/sluice/plan"
+PLAN_VOLUME = "plan"
+# The router's own default for --grace-s: how long streams may take to finish at shutdown.
+GRACE_S = 30
+# Reading a tokenizer from a slow volume.
+STARTUP_S = 120
+
+
+def render_routers(cluster: ServingCluster, default_image: str) -> Object:
+    """Renders the routers' Deployment.
+
+    Args:
+        cluster: The manifest.
+        default_image: Image of manifests that name none.
+    """
+    name, spec = cluster.metadata.name, cluster.spec
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": names.name_workload(name, names.ROUTER), "labels": names.label_child(name, names.ROUTER)},
+        "spec": {
+            "replicas": spec.router.replicas,
+            "selector": {"matchLabels": names.select_component(name, names.ROUTER)},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "revisionHistoryLimit": 3,
+            "template": _render_template(cluster, spec.router.image or default_image),
+        },
+    }
+
+
+def _render_template(cluster: ServingCluster, image: str) -> Object:
+    name, spec = cluster.metadata.name, cluster.spec
+    labels = names.select_component(name, names.ROUTER)
+    lifecycle, grace_s = containers.render_end(GRACE_S)
+    model = mount_model(spec.model, files=ROUTER_FILES)
+    plan = {"name": PLAN_VOLUME, "configMap": {"name": names.name_plan(name), "optional": True}}
+    template: Object = {
+        "metadata": {
+            "labels": names.label_child(name, names.ROUTER),
+            "annotations": {names.RESTART_HASH_ANNOTATION: hash_restarting(spec, RESTARTS_ROUTERS, image)},
+        },
+        "spec": {
+            **containers.render_pod_defaults(names.name_workload(name, names.ROUTER)),
+            "terminationGracePeriodSeconds": grace_s,
+            "topologySpreadConstraints": containers.spread(labels),
+            "containers": [_render_container(cluster, image, lifecycle, model.mount)],
+            "volumes": [model.volume, containers.TMP_VOLUME, plan],
+        },
+    }
+    if model.init_containers:
+        template["spec"]["initContainers"] = [
+            containers.render_init_container(container, image) for container in model.init_containers
+        ]
+    return template
+
+
+def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, model_mount: Object) -> Object:
+    site = RouterSite(
+        host="0.0.0.0",
+        http_port=names.HTTP_PORT,
+        grpc_port=names.GRPC_PORT,
+        control_port=names.CONTROL_PORT,
+        metrics_port=names.METRICS_PORT,
+        model_directory=MODEL_DIRECTORY,
+        engines=f"dns:{names.name_engine_service(cluster.metadata.name)}:{names.ENGINE_PORT}",
+        plan_file=f"{PLAN_DIRECTORY}/{names.PLAN_FILE}",
+    )
+    ports = {
+        "http": names.HTTP_PORT,
+        "grpc": names.GRPC_PORT,
+        "control": names.CONTROL_PORT,
+        "metrics": names.METRICS_PORT,
+    }
+    return {
+        "name": names.ROUTER,
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": render_router_command(site),
+        "env": containers.render_variables({"HOME": containers.TMP_MOUNT["mountPath"]}),
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
+        "resources": containers.render_resources(cluster.spec.router.resources),
+        "securityContext": containers.CONTAINER_SECURITY,
+        "lifecycle": lifecycle,
+        **containers.render_probes("/livez", STARTUP_S),
+        "volumeMounts": [
+            model_mount,
+            containers.TMP_MOUNT,
+            {"name": PLAN_VOLUME, "mountPath": PLAN_DIRECTORY, "readOnly": True},
+        ],
+    }

@@ -1,0 +1,101 @@
+"""Routers in memory: they take plans by the real rules (the highest generation wins) and report on the engine pods."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice.v1 import control_pb2, plan_pb2
+from sluice_operator.kubernetes_port import PODS
+from sluice_operator.names import COMPONENT_LABEL, ENGINE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fake_kubernetes import FakeKubernetes
+
+    from sluice_operator.names import ClusterKey
+
+
+class FakeRouters:
+    """See ``Routers``.
+
+    Args:
+        kubernetes: Where the engine pods are.
+    """
+
+    def __init__(self, kubernetes: FakeKubernetes) -> None:
+        self.kubernetes = kubernetes
+        self.addresses: dict[ClusterKey, dict[str, str]] = {}
+        # Plan in force of each router, by its pod's address: it outlives the operator's process.
+        self.plans: dict[str, plan_pb2.Plan] = {}
+        # Every plan that a router was offered, in order.
+        self.offered: list[plan_pb2.Plan] = []
+        self.loads: dict[str, int] = {}
+        self.counters: list[control_pb2.ClassCounters] = []
+        self.transport = "tcp"
+        # Engines that never finish draining, and routers that do not answer.
+        self.stuck: set[str] = set()
+        self.is_silent = False
+
+    def restart(self) -> FakeRouters:
+        """The same routers, as a new process of the operator finds them."""
+        fresh = FakeRouters(self.kubernetes)
+        fresh.plans, fresh.loads, fresh.stuck, fresh.offered = self.plans, self.loads, self.stuck, self.offered
+        fresh.counters = self.counters
+        return fresh
+
+    def follow(self, key: ClusterKey, addresses: Mapping[str, str]) -> None:
+        self.addresses[key] = dict(addresses)
+
+    def offer(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
+        self.offered.append(plan)
+        for address in self.addresses.get(key, {}).values():
+            old = self.plans.get(address)
+            if old is None or (old.cluster_uid == plan.cluster_uid and plan.generation >= old.generation):
+                assert old is None or old.generation != plan.generation or old == plan, "two plans with one number"
+                self.plans[address] = plan
+
+    def statuses(self, key: ClusterKey) -> dict[str, control_pb2.GetStatusResponse]:
+        if self.is_silent:
+            return {}
+        return {name: self._describe(key, name, address) for name, address in self.addresses.get(key, {}).items()}
+
+    def refusals(self, key: ClusterKey) -> dict[str, str]:
+        del key
+        return {}
+
+    def _describe(self, key: ClusterKey, name: str, address: str) -> control_pb2.GetStatusResponse:
+        plan = self.plans.get(address, plan_pb2.Plan())
+        parts = {part.engine_id: part for part in plan.engines}
+        engines = []
+        for pod in self.kubernetes.select(PODS, key.namespace, {COMPONENT_LABEL: ENGINE}):
+            is_ready = any(item["status"] == "True" for item in pod["status"]["conditions"])
+            if not is_ready or not plan.generation:
+                continue
+            uid = pod["metadata"]["uid"]
+            part = parts.get(uid, plan_pb2.EnginePlan(chunk_size_tokens=plan.unnamed_chunk_size_tokens))
+            state = control_pb2.ENGINE_STATE_READY
+            if part.is_draining:
+                is_stuck = uid in self.stuck
+                state = control_pb2.ENGINE_STATE_DRAINING if is_stuck else control_pb2.ENGINE_STATE_DRAINED
+            engines.append(
+                control_pb2.EngineStatus(
+                    engine_id=uid,
+                    address=pod["status"]["podIP"],
+                    state=state,
+                    role=part.role,
+                    chunk_size_tokens=part.chunk_size_tokens,
+                    acknowledged_generation=plan.generation,
+                    running_decodes=self.loads.get(uid, 0),
+                    transport=self.transport,
+                )
+            )
+        return control_pb2.GetStatusResponse(
+            router_id=name,
+            cluster_uid=plan.cluster_uid,
+            generation=plan.generation,
+            acknowledged_generation=plan.generation,
+            engines=engines,
+            classes=self.counters,
+            is_ready=bool(engines),
+        )

@@ -1,0 +1,199 @@
+"""The CRD and the Python model say the same, field by field, rule by rule, in both directions."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from crd_schema import CRD, read_crd, read_schema, schema_of_the_model, without_rules
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from verdicts import Case, judge, make_manifest, merge, read_table
+
+from sluice_operator import rules
+from sluice_operator.conditions import REASONS, ConditionType
+from sluice_operator.manifest import ManifestError, check_manifest
+from sluice_operator.spec import ServingCluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from crd_schema import Schema
+
+TABLE = read_table()
+
+
+def walk(schema: Schema, path: str) -> Iterator[tuple[str, Schema]]:
+    """Every node of a schema with its path."""
+    yield path, schema
+    for name, inner in schema.get("properties", {}).items():
+        yield from walk(inner, f"{path}.{name}")
+    for name in ("items", "additionalProperties"):
+        if name in schema:
+            yield from walk(schema[name], f"{path}[]")
+
+
+NODES = dict(walk(read_schema(), ""))
+# Beside a node, what is said of nodes below it.
+INNER = ("properties", "items", "additionalProperties")
+RULES = [(path, rule) for path, node in NODES.items() for rule in node.get("x-kubernetes-validations", ())]
+
+
+@pytest.fixture(scope="module")
+def broken_rules() -> set[tuple[str, str]]:
+    """Field and text of each rule of the CRD that a case breaks."""
+    refusals = [refusal for case in TABLE for refusal in judge(case.manifest)]
+    return {(re.sub(r"\[\d+\]", "[]", refusal.field), refusal.cause) for refusal in refusals}
+
+
+def own(node: Schema) -> Schema:
+    """What a node says of itself."""
+    return {name: value for name, value in node.items() if name not in INNER}
+
+
+def refused_by_the_model(manifest: dict[str, Any]) -> frozenset[str]:
+    try:
+        check_manifest(manifest)
+    except ManifestError as error:
+        return frozenset(problem.field for problem in error.problems)
+    return frozenset()
+
+
+def test_every_field_has_the_same_type_default_bounds_and_description_in_both() -> None:
+    in_crd = dict(walk(without_rules(read_schema()["properties"]["spec"]), "spec"))
+    in_model = dict(walk(schema_of_the_model()["properties"]["spec"], "spec"))
+    assert sorted(in_crd) == sorted(in_model)
+    for path, node in in_crd.items():
+        assert own(node) == own(in_model[path]), path
+
+
+def test_the_name_has_the_same_form_in_both() -> None:
+    name = schema_of_the_model()["properties"]["metadata"]["properties"]["name"]
+    del name["description"]
+    assert read_schema()["properties"]["metadata"]["properties"] == {"name": name}
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+def test_the_model_gives_the_verdict_of_the_table(case: Case) -> None:
+    assert refused_by_the_model(case.manifest) == case.refused
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+def test_the_crd_gives_the_verdict_of_the_table(case: Case) -> None:
+    assert {refusal.field for refusal in judge(case.manifest)} == case.refused
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from(TABLE), min_size=2, max_size=4))
+def test_both_give_one_verdict_on_cases_put_together(cases: list[Case]) -> None:
+    manifest = functools.reduce(merge, [case.manifest for case in cases])
+    by_model, by_crd = refused_by_the_model(manifest), {refusal.field for refusal in judge(manifest)}
+    assert bool(by_model) == bool(by_crd)
+    # With several things wrong, each may stop at another point, but not before it has named one of them.
+    assert bool(by_model & by_crd) == bool(by_model)
+
+
+@pytest.mark.parametrize("argument", rules.OWNED_ARGUMENTS)
+@pytest.mark.parametrize("form", ["--{}", "-{}=1", "--no-{}", "--{}.x=1"])
+def test_arguments_that_sluice_sets_are_refused_by_both(argument: str, form: str) -> None:
+    for name in {argument, argument.replace("-", "_")}:
+        manifest = make_manifest({"engine": {"extraArgs": [form.format(name)]}}, {})
+        assert refused_by_the_model(manifest) == {"spec.engine.extraArgs[0]"}
+        assert {refusal.field for refusal in judge(manifest)} == {"spec.engine.extraArgs[0]"}
+
+
+@pytest.mark.parametrize("name", sorted(rules.OWNED_ENVIRONMENT))
+def test_variables_that_sluice_sets_are_refused_by_both(name: str) -> None:
+    manifest = make_manifest({"engine": {"env": [{"name": name, "value": "1"}]}}, {})
+    assert refused_by_the_model(manifest) == {"spec.engine.env[0].name"}
+    assert {refusal.field for refusal in judge(manifest)} == {"spec.engine.env[0].name"}
+
+
+def test_the_crd_names_no_argument_or_variable_that_the_model_lets_through() -> None:
+    (argument_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("extraArgs[]"))
+    words = re.search(r"\(no\[-_\]\)\?\((.*?)\)\(", argument_rule)
+    assert words
+    assert {word.replace("[-_]", "-") for word in words[1].split("|")} == set(rules.OWNED_ARGUMENTS)
+    (name_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("env[]") and "startsWith" in rule["rule"])
+    assert set(re.findall(r"'([A-Z_]+)'", name_rule)) - {"SLUICE_"} == rules.OWNED_ENVIRONMENT
+
+
+@pytest.mark.parametrize(("path", "rule"), RULES, ids=[f"{path}: {rule['message']}" for path, rule in RULES])
+def test_each_rule_of_the_crd_is_broken_by_a_case(
+    path: str, rule: dict[str, str], broken_rules: set[tuple[str, str]]
+) -> None:
+    assert (path.lstrip(".") + rule.get("fieldPath", ""), rule["rule"]) in broken_rules
+
+
+def test_each_rule_of_the_model_is_broken_by_a_case() -> None:
+    broken = set()
+    for case in TABLE:
+        try:
+            ServingCluster.model_validate(case.manifest)
+        except ValidationError as error:
+            broken |= {details["type"] for details in error.errors()}
+    assert {rule.__name__.lstrip("_") for rule in rules.RULES} <= broken
+
+
+@pytest.mark.parametrize(("path", "rule"), RULES, ids=[f"{path}: {rule['message']}" for path, rule in RULES])
+def test_each_message_says_what_to_do(path: str, rule: dict[str, str]) -> None:
+    assert re.search(r"; |must |needs ", rule["message"]), path
+
+
+def test_strings_lists_and_maps_are_capped() -> None:
+    def is_capped(node: Schema) -> bool:
+        if node.get("type") == "array":
+            return "maxItems" in node
+        if node.get("type") == "string" or node.get("x-kubernetes-int-or-string"):
+            return "maxLength" in node or "enum" in node or node.get("format") == "date-time"
+        return "maxProperties" in node if "additionalProperties" in node else True
+
+    assert [path for path, node in NODES.items() if not is_capped(node) and path not in (".apiVersion", ".kind")] == []
+
+
+def test_every_field_of_the_crd_is_described() -> None:
+    bare = [path for path, node in NODES.items() if not node.get("description") and not path.endswith("[]")]
+    assert bare == [".metadata", ".metadata.name"]
+
+
+def test_the_crd_is_small() -> None:
+    assert len(yaml.safe_dump(read_crd())) < 100_000
+    assert CRD.stat().st_size < 100_000
+
+
+def test_no_number_is_a_float() -> None:
+    assert [path for path, node in NODES.items() if node.get("type") == "number"] == []
+
+
+def test_the_kind_is_the_models() -> None:
+    names = read_crd()["spec"]["names"]
+    (version,) = read_crd()["spec"]["versions"]
+    model = ServingCluster.model_json_schema(by_alias=True)["properties"]
+    assert (names["kind"], names["shortNames"], names["categories"]) == (model["kind"]["const"], ["slc"], ["sluice"])
+    assert model["apiVersion"]["const"] == f"{read_crd()['spec']['group']}/{version['name']}"
+
+
+def test_columns_and_subresources_read_fields_that_exist() -> None:
+    (version,) = read_crd()["spec"]["versions"]
+    paths = [column["jsonPath"] for column in version["additionalPrinterColumns"]]
+    paths += version["subresources"]["scale"].values()
+    fields = {re.sub(r"\[\?.*?\]", "[]", path) for path in paths} - {".metadata.creationTimestamp"}
+    assert fields <= set(NODES)
+    wide = [column["name"] for column in version["additionalPrinterColumns"] if column.get("priority")]
+    usual = [column["name"] for column in version["additionalPrinterColumns"] if not column.get("priority")]
+    assert usual == ["Ready", "Engines", "P", "D", "TTFT", "TPOT", "Attainment", "Age"]
+    assert wide == ["S_P", "S_D", "Strategy", "Model", "Reason"]
+
+
+def test_the_crd_tells_users_every_condition_and_reason() -> None:
+    fields = NODES[".status.conditions[]"]["properties"]
+    told = dict(re.findall(r"(\w+): ([\w, ]+)\.", fields["reason"]["description"]))
+    assert {name: tuple(reasons.split(", ")) for name, reasons in told.items()} == {
+        str(condition): tuple(map(str, reasons)) for condition, reasons in REASONS.items()
+    }
+    words = set(re.findall(r"\w+", fields["type"]["description"]))
+    assert {str(condition) for condition in ConditionType} <= words

@@ -1,0 +1,345 @@
+"""The children: pure functions of the manifest, and what Kubernetes' own types say of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from fake_kubernetes import make_cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kubernetes.aio.client import models
+
+from sluice_operator import names
+from sluice_operator.desired import Facts, is_in_force, key_of, render_children
+from sluice_operator.manifest import check_manifest
+from sluice_operator.names import RESTART_HASH_ANNOTATION
+from sluice_operator.restart import keep_template
+from sluice_operator.settings import Settings
+
+SETTINGS = Settings(namespace="sluice-system", identity="a")
+TYPES = {
+    "Deployment": models.V1Deployment,
+    "Service": models.V1Service,
+    "ServiceAccount": models.V1ServiceAccount,
+    "PodDisruptionBudget": models.V1PodDisruptionBudget,
+    "NetworkPolicy": models.V1NetworkPolicy,
+}
+RDMA = {
+    "mode": "RDMA",
+    "rdma": {
+        "fabric": "RoCE",
+        "resourceName": "rdma/hca",
+        "resourceCount": 2,
+        "networks": ["roce-a", "other/roce-b"],
+        "gidIndex": 3,
+        "memlock": "IPCLock",
+        "requireRDMA": True,
+        "podAnnotations": {"x/y": "z"},
+    },
+}
+
+
+def check(**spec: Any) -> Any:
+    content = make_cluster(**spec)
+    content["metadata"]["uid"] = "u"
+    return check_manifest(content)
+
+
+def render(live: Any = None, *, has_monitors: bool = False, replicas: int = 4, **spec: Any) -> dict[Any, Any]:
+    facts = Facts(engine_replicas=replicas, has_monitors=has_monitors, live=live or {})
+    return {key_of(child): child for child in render_children(check(**spec), facts, SETTINGS)}
+
+
+def engine_template(**spec: Any) -> Any:
+    return render(**spec)["Deployment", "tiny-engine"]["spec"]["template"]
+
+
+def router_template(**spec: Any) -> Any:
+    return render(**spec)["Deployment", "tiny-router"]["spec"]["template"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"network": RDMA},
+        {"network": {"mode": "TCP", "tcpPortRange": "7000-7099"}},
+        {"model": {"name": "a/b", "source": {"huggingFace": {"tokenSecretRef": {"name": "t", "key": "k"}}}}},
+        {"model": {"name": "m", "source": {"image": {"reference": "models/x:1", "path": "a/b"}}}},
+        {"engine": {"sharedMemory": "2Gi", "resources": {"limits": {"memory": "8Gi", "cpu": 2, "nvidia.com/gpu": 1}}}},
+        {"engine": {"tolerations": [{"key": "a", "operator": "Exists"}], "nodeSelector": {"a": "b"}}},
+    ],
+    ids=["tcp", "rdma", "ports", "hugging-face", "image", "resources", "placement"],
+)
+def test_the_clients_own_types_know_every_field(spec) -> None:
+    for (kind, _), child in render(**spec).items():
+        # Round trip: a field that the type does not know, or of another type, would be lost or refused.
+        parsed = TYPES[kind].model_validate(child).model_dump(mode="json", by_alias=True, exclude_none=True)
+        assert is_in_force(child, parsed), kind
+
+
+def test_engines_run_the_very_command_of_sluice_up_with_what_the_kubelet_fills_in() -> None:
+    container = engine_template()["spec"]["containers"][0]
+    assert " ".join(container["command"]) == (
+        "python -m sluice_engine --engine-id $(SLUICE_ENGINE_ID) --host 0.0.0.0 --port 8010 --metrics-port 9090"
+        " --kv-host $(SLUICE_KV_HOST) --kv-port 5600 --model /model --max-batch-tokens 2048 --tensor-parallel-size 1"
+        " --drain-timeout-s 30 --start-timeout-s 1800"
+    )
+    variables = {item["name"]: item.get("valueFrom", item.get("value")) for item in container["env"]}
+    assert variables["SLUICE_ENGINE_ID"] == {"fieldRef": {"fieldPath": "metadata.uid"}}
+    assert variables["SLUICE_KV_HOST"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+
+
+def test_routers_run_the_very_command_of_sluice_up() -> None:
+    container = router_template()["spec"]["containers"][0]
+    assert " ".join(container["command"]) == (
+        "python -m sluice_router --host 0.0.0.0 --http-port 8000 --grpc-port 8001 --control-port 8002"
+        " --metrics-port 9090 --model /model --engines dns:tiny-engines:8010 --plan /etc/sluice/plan/plan.json"
+    )
+
+
+@pytest.mark.parametrize("template", [engine_template, router_template], ids=["engine", "router"])
+def test_pods_are_restricted_and_have_no_token(template) -> None:
+    spec = template()["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False
+    assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert spec["containers"][0]["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
+    assert "hostPath" not in json.dumps(spec)
+
+
+def test_an_engine_has_time_to_start_and_to_drain() -> None:
+    template = engine_template(engine={"startupTimeoutSeconds": 301, "drainTimeoutSeconds": 77})
+    container = template["spec"]["containers"][0]
+    probe = container["startupProbe"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] >= 301
+    pre_stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    # The API server refuses a sleep that fills the grace period.
+    assert template["spec"]["terminationGracePeriodSeconds"] == pre_stop + 77 + 15
+
+
+LIVE_EDITS: list[dict[str, Any]] = [
+    {"replicas": 9},
+    {"prefillHeavy": 3},
+    {"chunkSizes": {"prefillHeavy": 1024, "decodeHeavy": 0}},
+    {"slo": {"ttftMilliseconds": 1, "tpotMilliseconds": 1, "attainment": "50%"}},
+    {"strategy": "Aggregated"},
+    {"parameters": {"watermarkPercent": 60}},
+    {"router": {"replicas": 7}},
+]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(LIVE_EDITS), max_size=4))
+def test_live_fields_are_in_no_pod_template(edits) -> None:
+    spec: dict[str, Any] = {}
+    for edit in edits:
+        spec |= edit
+    assert engine_template(**spec) == engine_template()
+    assert router_template(**spec) == router_template()
+
+
+@pytest.mark.parametrize(
+    ("edit", "is_engine", "is_router"),
+    [
+        ({"engine": {"image": "other:1"}}, True, False),
+        ({"engine": {"extraArgs": ["--seed", "3"]}}, True, False),
+        ({"engine": {"env": [{"name": "A", "value": "1"}]}}, True, False),
+        ({"network": {"kvPort": 5700}}, True, False),
+        ({"router": {"image": "other:1", "replicas": 2}}, False, True),
+        ({"router": {"resources": {"limits": {"cpu": 1}}, "replicas": 2}}, False, True),
+        ({"model": {"name": "m", "source": {"persistentVolumeClaim": {"claimName": "other"}}}}, True, True),
+    ],
+    ids=lambda value: next(iter(next(iter(value.values())))) if isinstance(value, dict) else None,
+)
+def test_restarting_fields_change_the_hash_of_those_that_they_restart(edit, is_engine, is_router) -> None:
+    base = make_cluster()["spec"]["engine"]
+    if "engine" in edit:
+        edit = {"engine": {**base, **edit["engine"]}}
+
+    def digest(template: Any) -> str:
+        text: str = template["metadata"]["annotations"][RESTART_HASH_ANNOTATION]
+        return text
+
+    assert (digest(engine_template(**edit)) != digest(engine_template())) == is_engine
+    assert (digest(router_template(**edit)) != digest(router_template())) == is_router
+
+
+def test_an_operator_that_renders_differently_keeps_the_template_until_something_restarts() -> None:
+    live = render()["Deployment", "tiny-engine"]
+    changed = copy.deepcopy(live)
+    changed["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["periodSeconds"] = 99
+    assert keep_template(changed, live)["spec"]["template"] == live["spec"]["template"]
+    changed["spec"]["template"]["metadata"]["annotations"][RESTART_HASH_ANNOTATION] = "other"
+    assert keep_template(changed, live)["spec"]["template"] == changed["spec"]["template"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"metadata": 1, "spec": {}}'])
+def test_a_kept_template_that_somebody_has_been_at_is_rendered_anew(text) -> None:
+    live = render()["Deployment", "tiny-engine"]
+    damaged = copy.deepcopy(live)
+    damaged["metadata"]["annotations"][names.TEMPLATE_ANNOTATION] = text
+    assert keep_template(live, damaged)["spec"]["template"] == live["spec"]["template"]
+
+
+def test_shared_memory_is_part_of_the_memory_asked_for() -> None:
+    template = engine_template(
+        engine={"sharedMemory": "512Mi", "resources": {"limits": {"memory": "1Gi"}, "requests": {"memory": "1000M"}}}
+    )
+    resources = template["spec"]["containers"][0]["resources"]
+    assert resources == {"limits": {"memory": "1536Mi"}, "requests": {"memory": "1536870912"}}
+    volume = next(item for item in template["spec"]["volumes"] if item["name"] == "shared-memory")
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "512Mi"}
+
+
+def test_threads_follow_the_cpu_limit_unless_the_user_says_otherwise() -> None:
+    def find(**engine: Any) -> Any:
+        variables = engine_template(engine=engine)["spec"]["containers"][0]["env"]
+        return [item for item in variables if item["name"] == "OMP_NUM_THREADS"]
+
+    limits = {"resources": {"limits": {"cpu": "1500m"}}}
+    assert find() == []
+    assert find(**limits)[0]["valueFrom"]["resourceFieldRef"]["resource"] == "limits.cpu"
+    assert find(**limits, env=[{"name": "OMP_NUM_THREADS", "value": "1"}]) == [
+        {"name": "OMP_NUM_THREADS", "value": "1"}
+    ]
+
+
+def test_a_volume_is_mounted_read_only_in_engines_and_routers() -> None:
+    for template in (engine_template(), router_template()):
+        volume = next(item for item in template["spec"]["volumes"] if item["name"] == "model")
+        assert volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+        mount = next(item for item in template["spec"]["containers"][0]["volumeMounts"] if item["name"] == "model")
+        assert mount == {"name": "model", "mountPath": "/model", "readOnly": True, "subPath": "tiny"}
+
+
+def test_a_model_of_the_hub_is_fetched_first_and_routers_fetch_no_weights() -> None:
+    source = {"huggingFace": {"tokenSecretRef": {"name": "hub", "key": "token"}, "cacheClaimName": "cache"}}
+    model = {"name": "org/model", "revision": "r1", "source": source}
+    engine = engine_template(model=model)["spec"]["initContainers"][0]
+    router = router_template(model=model)["spec"]["initContainers"][0]
+    assert " ".join(engine["command"]) == (
+        "python -m huggingface_hub.cli.hf download org/model --local-dir /model --revision r1"
+    )
+    assert "*.safetensors" not in router["command"]
+    assert "*.json" in router["command"]
+    token = next(item for item in engine["env"] if item["name"] == "HF_TOKEN")
+    assert token["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    # Only what fetches sees the token, and may write.
+    main = engine_template(model=model)["spec"]["containers"][0]
+    assert "HF_TOKEN" not in json.dumps(main)
+    mounts = {item["name"]: item for item in main["volumeMounts"]}
+    assert mounts["model"] == {
+        "name": "model",
+        "mountPath": "/model",
+        "readOnly": True,
+        "subPath": "org--model--r1",
+    }
+
+
+def test_rdma_gives_devices_networks_and_a_check() -> None:
+    template = engine_template(network=RDMA)
+    container, preflight = template["spec"]["containers"][0], template["spec"]["initContainers"][0]
+    for item in (container, preflight):
+        assert item["resources"]["limits"]["rdma/hca"] == item["resources"]["requests"]["rdma/hca"] == "2"
+        assert item["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert preflight["command"] == ["python", "-m", "sluice_engine.preflight", "--fabric", "RoCE", "--require"]
+    annotations = template["metadata"]["annotations"]
+    assert annotations["k8s.v1.cni.cncf.io/networks"] == "roce-a,other/roce-b"
+    assert annotations["x/y"] == "z"
+
+
+def test_rdma_by_claim() -> None:
+    rdma = {"fabric": "InfiniBand", "resourceClaimTemplateName": "ib"}
+    spec = engine_template(network={"mode": "RDMA", "rdma": rdma})["spec"]
+    assert spec["resourceClaims"] == [{"name": "rdma", "resourceClaimTemplateName": "ib"}]
+    assert spec["containers"][0]["resources"]["claims"] == [{"name": "rdma"}]
+
+
+def test_engines_let_in_their_routers_and_one_another_only() -> None:
+    policy = render(network={"mode": "TCP", "tcpPortRange": "7000-7099"})["NetworkPolicy", "tiny-engine"]["spec"]
+    routers, engines, metrics = policy["ingress"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert routers["from"][0]["podSelector"]["matchLabels"][names.COMPONENT_LABEL] == "router"
+    assert [item["port"] for item in routers["ports"]] == [8010]
+    assert engines["from"][0]["podSelector"]["matchLabels"][names.COMPONENT_LABEL] == "engine"
+    assert [(item["port"], item.get("endPort")) for item in engines["ports"]] == [(5600, None), (7000, 7099)]
+    assert [item["port"] for item in metrics["ports"]] == [9090]
+    for rule in (routers, engines):
+        assert all("namespaceSelector" not in source for source in rule["from"])
+
+
+def test_control_ports_are_open_to_the_operator_only() -> None:
+    policy = render()["NetworkPolicy", "tiny-router"]["spec"]
+    rule = next(item for item in policy["ingress"] if item["ports"][0]["port"] == 8002)
+    assert rule["from"] == [
+        {
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "sluice-system"}},
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": "sluice-operator"}},
+        }
+    ]
+
+
+def test_monitors_find_a_port_that_services_have() -> None:
+    children = render(has_monitors=True)
+    for component in ("engine", "router"):
+        monitor = children["ServiceMonitor", f"tiny-{component}"]["spec"]
+        wanted = monitor["selector"]["matchLabels"].items()
+        ports = [
+            port["name"]
+            for (kind, _), child in children.items()
+            if kind == "Service" and wanted <= child["metadata"]["labels"].items()
+            for port in child["spec"]["ports"]
+        ]
+        assert ports.count(monitor["endpoints"][0]["port"]) == 1
+
+
+@pytest.mark.parametrize("name", ["a" * 45, "tiny"])
+def test_every_name_is_one_that_kubernetes_takes(name) -> None:
+    content = make_cluster(name)
+    content["metadata"]["uid"] = "u"
+    facts = Facts(engine_replicas=1, has_monitors=True, live={})
+    for child in render_children(check_manifest(content), facts, SETTINGS):
+        assert len(child["metadata"]["name"]) <= 63
+        assert all(len(value) <= 63 for value in child["metadata"]["labels"].values())
+
+
+# What is in force already.
+
+
+@pytest.mark.parametrize(
+    ("wanted", "live", "verdict"),
+    [
+        ({"a": 1}, {"a": 1, "b": 2}, True),
+        ({"a": 1}, {"a": 2}, False),
+        ({"a": {"b": 1}}, {"a": None}, False),
+        ([1, 2], [1, 2, 3], False),
+        ([{"name": "x", "v": 1}], [{"name": "y"}, {"name": "x", "v": 1, "w": 2}], True),
+        ([{"name": "x", "v": 1}], [{"name": "y"}], False),
+        ({"a": False}, {}, True),
+        ({"a": ""}, {}, True),
+        ({"a": {}}, {}, True),
+        ({"a": []}, {}, True),
+        ({"a": True}, {}, False),
+        ({"cpu": "1000m"}, {"cpu": "1"}, True),
+        ({"cpu": 1}, {"cpu": "1"}, True),
+        ({"memory": "1024Mi"}, {"memory": "1Gi"}, True),
+        ({"memory": "1024Mi"}, {"memory": "1G"}, False),
+    ],
+    ids=str,
+)
+def test_what_is_wanted_is_in_force_when_the_server_says_the_same(wanted, live, verdict) -> None:
+    assert is_in_force(wanted, live) is verdict
+
+
+@settings(deadline=None)
+@given(st.recursive(st.integers() | st.text() | st.booleans(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
+def test_everything_is_in_force_where_it_is(value) -> None:
+    assert is_in_force(value, value)

@@ -1,0 +1,169 @@
+"""The election: one leader at a time, by our own clock, whatever the clocks of others say."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_kubernetes import FakeKubernetes
+
+from sluice_operator.election import LEASE_S, RENEW_DEADLINE_S, Elector
+from sluice_operator.kubernetes_port import LEASES, BusyError, LeaseLostError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_elector(kubernetes: FakeKubernetes, identity: str, clock: Clock) -> Elector:
+    return Elector(
+        kubernetes, namespace="default", name="lease", identity=identity, now=clock, now_text=lambda: f"t{clock.now}"
+    )
+
+
+async def test_the_first_one_leads_and_the_second_waits() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    a, b = (make_elector(kubernetes, name, clock) for name in "ab")
+    assert await a.attempt()
+    assert not await b.attempt()
+    assert (a.is_leading, b.is_leading) == (True, False)
+
+
+async def test_a_lease_runs_out_by_the_watchers_own_clock() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    a, b = (make_elector(kubernetes, name, clock) for name in "ab")
+    await a.attempt()
+    clock.now += 500.0
+    # It may have been renewed a moment ago: nobody knows yet.
+    assert not await b.attempt()
+    clock.now += LEASE_S - 0.1
+    assert not await b.attempt()
+    clock.now += 0.1
+    assert await b.attempt()
+    assert kubernetes.find(LEASES, "lease")["spec"]["leaseTransitions"] == 1
+
+
+async def test_the_fence_closes_before_anybody_else_may_lead() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    a, b = (make_elector(kubernetes, name, clock) for name in "ab")
+    await a.attempt()
+    await b.attempt()
+    while not await b.attempt():
+        clock.now += 0.5
+    assert not a.is_leading
+    # A write that was sent in the last moment has its time-out to end.
+    assert clock.now - 100.0 - RENEW_DEADLINE_S >= 5.0
+
+
+async def test_the_lease_counts_from_before_the_request() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    elector = make_elector(kubernetes, "a", clock)
+
+    def be_slow(_verb: str, _plural: str) -> None:
+        clock.now += 4.0
+
+    kubernetes.after = be_slow
+    await elector.attempt()
+    clock.now = 100.0 + RENEW_DEADLINE_S - 0.1
+    assert elector.is_leading
+    clock.now += 0.1
+    assert not elector.is_leading
+
+
+async def test_a_released_lease_is_taken_at_once() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    a, b = (make_elector(kubernetes, name, clock) for name in "ab")
+    await a.attempt()
+    await b.attempt()
+    await a.release()
+    assert not a.is_leading
+    assert await b.attempt()
+
+
+async def test_a_lease_that_another_one_has_is_not_released() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    a, b = (make_elector(kubernetes, name, clock) for name in "ab")
+    await a.attempt()
+    kubernetes.edit(LEASES, "lease", {"spec": {"holderIdentity": "b"}})
+    await a.release()
+    assert kubernetes.find(LEASES, "lease")["spec"]["holderIdentity"] == "b"
+    assert not b.is_leading
+
+
+async def test_two_that_are_equally_fast_do_not_both_lead() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    a, b = (make_elector(kubernetes, name, clock) for name in "ab")
+    # The second one takes the lease between the first one's read and its write.
+    is_inside = False
+
+    def strike(verb: str, _plural: str) -> None:
+        nonlocal is_inside
+        if verb == "create" and not is_inside:
+            is_inside = True
+            attempt = b.attempt()
+            with pytest.raises(StopIteration):
+                attempt.send(None)
+
+    kubernetes.before = strike
+    assert not await a.attempt()
+    assert (a.is_leading, b.is_leading) == (False, True)
+
+
+async def test_one_that_finds_another_leading_stops_leading() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    elector = make_elector(kubernetes, "a", clock)
+    await elector.attempt()
+    kubernetes.edit(LEASES, "lease", {"spec": {"holderIdentity": "b", "renewTime": "x"}})
+    assert not await elector.attempt()
+    assert not elector.is_leading
+
+
+async def test_keeping_ends_when_the_lease_cannot_be_renewed() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+
+    async def sleep(duration_s: float) -> None:
+        clock.now += duration_s
+
+    def fail(_verb: str, _plural: str) -> None:
+        raise BusyError("no answer")
+
+    elector = Elector(
+        kubernetes, namespace="default", name="lease", identity="a", now=clock, now_text=lambda: "t", sleep=sleep
+    )
+    await elector.attempt()
+    kubernetes.before = fail
+    with pytest.raises(LeaseLostError):
+        await elector.keep()
+    assert RENEW_DEADLINE_S <= clock.now - 100.0 <= RENEW_DEADLINE_S + 2.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_there_are_never_two_leaders(seed: int) -> None:
+    kubernetes, clock, rng = FakeKubernetes(), Clock(), random.Random(seed)
+    electors = [make_elector(kubernetes, name, clock) for name in "abc"]
+    num_leading = 0
+
+    def fail(_verb: str, _plural: str) -> None:
+        clock.now += rng.choice([0.0, 0.0, 0.2, 3.0])
+        if rng.random() < 0.3:
+            raise BusyError("no answer")
+
+    kubernetes.before = kubernetes.after = fail
+    for _ in range(600):
+        elector = rng.choice(electors)
+        try:
+            if rng.random() < 0.02:
+                await elector.release()
+            else:
+                await elector.attempt()
+        except BusyError:
+            pass
+        clock.now += rng.choice([0.1, 1.0, 2.0, 6.0])
+        leading = sum(other.is_leading for other in electors)
+        assert leading <= 1
+        num_leading += leading
+    assert num_leading > 50

@@ -1,0 +1,177 @@
+"""The client against a server: what it sends, and what it makes of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
+
+from sluice_operator.kubernetes_client import KubernetesClient
+from sluice_operator.kubernetes_port import (
+    CLUSTERS,
+    DEPLOYMENTS,
+    PODS,
+    SERVICE_MONITORS,
+    BusyError,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class Server:
+    """Notes requests, and answers what it is told to."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str, dict[str, str], str, Any]] = []
+        self.status, self.body, self.headers = 200, {}, {}
+        self.delay_s = 0.0
+        self.address = ""
+
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        text = await request.text()
+        content_type = request.headers.get("Content-Type", "")
+        query = dict(request.query)
+        self.requests.append((request.method, request.path, query, content_type, json.loads(text) if text else None))
+        await asyncio.sleep(self.delay_s)
+        return web.json_response(self.body, status=self.status, headers=self.headers)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    made = Server()
+    runner = web.ServerRunner(web.Server(made.answer), handle_signals=False)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield made
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def calls() -> list[tuple[str, str, int]]:
+    return []
+
+
+@pytest.fixture
+async def client(server: Server, calls: list[tuple[str, str, int]]) -> AsyncIterator[KubernetesClient]:
+    configuration = Configuration()
+    configuration.host = server.address
+    async with ApiClient(configuration) as api:
+        yield KubernetesClient(
+            api, timeout_s=0.5, on_call=lambda verb, plural, status, _: calls.append((verb, plural, status))
+        )
+
+
+CONTENT = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "d", "namespace": "n"}, "spec": {"x": 1}}
+OWNER = {"fieldManager": "sluice-operator"}
+
+
+async def test_each_verb_is_the_request_that_it_should_be(server, client) -> None:
+    server.body = {"items": []}
+    await client.get(DEPLOYMENTS, "n", "d")
+    await client.list(PODS, "n", {"b": "2", "a": "1"})
+    await client.apply(CONTENT)
+    await client.create(CONTENT)
+    await client.patch(PODS, "n", "p", {"metadata": {}})
+    await client.patch_status(CLUSTERS, "n", "c", {"status": {}})
+    await client.delete(DEPLOYMENTS, "n", "d", "u")
+    deployments, merge = "/apis/apps/v1/namespaces/n/deployments", "application/merge-patch+json"
+    precondition = {"preconditions": {"uid": "u"}, "propagationPolicy": "Background"}
+    assert [request[:2] + request[2:3] for request in server.requests] == [
+        ("GET", f"{deployments}/d", {}),
+        ("GET", "/api/v1/namespaces/n/pods", {"labelSelector": "a=1,b=2"}),
+        ("PATCH", f"{deployments}/d", {**OWNER, "force": "true"}),
+        ("POST", deployments, OWNER),
+        ("PATCH", "/api/v1/namespaces/n/pods/p", OWNER),
+        ("PATCH", "/apis/sluice.dev/v1alpha1/namespaces/n/servingclusters/c/status", OWNER),
+        ("DELETE", f"{deployments}/d", {}),
+    ]
+    assert [request[3] for request in server.requests[2:6]] == [
+        "application/apply-patch+yaml",
+        "application/json",
+        merge,
+        merge,
+    ]
+    assert [request[4] for request in server.requests[2:]] == [
+        CONTENT,
+        CONTENT,
+        {"metadata": {}},
+        {"status": {}},
+        precondition,
+    ]
+
+
+async def test_items_of_a_list_say_what_they_are(server, client) -> None:
+    server.body = {"items": [{"metadata": {"name": "p"}}]}
+    assert await client.list(PODS, "n", {}) == [{"metadata": {"name": "p"}, "apiVersion": "v1", "kind": "Pod"}]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, InvalidError),
+        (401, ForbiddenError),
+        (403, ForbiddenError),
+        (409, ConflictError),
+        (422, InvalidError),
+        (429, BusyError),
+        (500, BusyError),
+        (503, BusyError),
+    ],
+)
+async def test_each_status_is_its_error_with_the_servers_words(server, client, calls, status, error) -> None:
+    server.status, server.body, server.headers = status, {"message": "spec.x: too large"}, {"Retry-After": "7"}
+    with pytest.raises(error, match=r"spec\.x: too large") as caught:
+        await client.apply(CONTENT)
+    assert type(caught.value) is error
+    assert caught.value.retry_after_s == 7.0
+    assert calls == [("apply", "deployments", status)]
+
+
+async def test_what_is_not_there_is_none_and_its_deletion_no_error(server, client) -> None:
+    server.status = 404
+    assert await client.get(DEPLOYMENTS, "n", "d") is None
+    await client.delete(DEPLOYMENTS, "n", "d", "u")
+    with pytest.raises(NotFoundError):
+        await client.patch(PODS, "n", "p", {})
+
+
+async def test_a_server_that_does_not_answer_is_busy(server, client, calls) -> None:
+    server.delay_s = 1.0
+    with pytest.raises(BusyError, match="no answer"):
+        await client.get(DEPLOYMENTS, "n", "d")
+    assert calls == [("get", "deployments", 0)]
+
+
+async def test_a_server_that_is_gone_is_busy() -> None:
+    configuration = Configuration()
+    configuration.host = "http://127.0.0.1:1"
+    async with ApiClient(configuration) as api:
+        client = KubernetesClient(api, timeout_s=0.5, on_call=lambda *_: None)
+        with pytest.raises(BusyError):
+            await client.get(DEPLOYMENTS, "n", "d")
+
+
+async def test_what_is_served_is_asked_once_in_a_while(server) -> None:
+    now = 0.0
+    configuration = Configuration()
+    configuration.host = server.address
+    async with ApiClient(configuration) as api:
+        client = KubernetesClient(api, timeout_s=0.5, on_call=lambda *_: None, now=lambda: now)
+        server.status = 404
+        assert not await client.is_served(SERVICE_MONITORS)
+        server.status, server.body = 200, {"resources": [{"name": "servicemonitors"}]}
+        assert not await client.is_served(SERVICE_MONITORS)
+        now = 301.0
+        assert await client.is_served(SERVICE_MONITORS)
+    assert len(server.requests) == 2

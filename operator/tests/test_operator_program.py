@@ -1,0 +1,125 @@
+"""What stands around the reconciler: settings, keys from events, probes, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import aiohttp
+import pytest
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
+
+from sluice_operator.access import WATCHED
+from sluice_operator.health import MAX_QUEUE_AGE_S, Health
+from sluice_operator.informer import Informer, find_key, make_settings
+from sluice_operator.kubernetes_port import CLUSTERS
+from sluice_operator.logs import ObjectFilter, current_object, make_formatter
+from sluice_operator.metrics import Metrics
+from sluice_operator.names import ClusterKey
+from sluice_operator.program import Operator
+from sluice_operator.settings import Settings, parse_settings
+
+
+def test_settings_come_from_the_command_line_and_then_from_the_environment() -> None:
+    environment = {"SLUICE_OPERATOR_WATCH_NAMESPACES": "a, b", "SLUICE_OPERATOR_IDENTITY": "pod-1"}
+    settings = parse_settings(["--workers", "3", "--identity", "pod-2"], environment)
+    assert (settings.workers, settings.identity, settings.namespaces) == (3, "pod-2", ("a", "b"))
+    assert parse_settings([], {}).namespaces == ()
+
+
+@pytest.mark.parametrize("arguments", [["--workers", "0"], ["--request-timeout-s", "6"]], ids=["workers", "timeout"])
+def test_settings_out_of_bounds_are_refused(arguments) -> None:
+    # A longer request could outlive the lease.
+    with pytest.raises(ValueError):
+        parse_settings(arguments, {})
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ({"kind": "ServingCluster", "metadata": {"name": "c", "namespace": "n"}}, ClusterKey("n", "c")),
+        (
+            {"kind": "Pod", "metadata": {"name": "p", "namespace": "n", "labels": {"sluice.dev/cluster": "c"}}},
+            ClusterKey("n", "c"),
+        ),
+        ({"kind": "Pod", "metadata": {"name": "p", "namespace": "n"}}, None),
+    ],
+    ids=["cluster", "child", "stranger"],
+)
+def test_every_event_of_a_cluster_or_its_children_wakes_it(body, key) -> None:
+    keys: list[ClusterKey] = []
+    informer = Informer(add=keys.append, now=lambda: 5.0)
+    informer.take(body)
+    assert keys == ([key] if key else [])
+    assert find_key(body) == key
+    assert informer.last_event_s == 5.0
+
+
+def test_only_objects_of_ours_are_watched_and_nothing_is_written() -> None:
+    settings = make_settings()
+    assert not settings.posting.enabled
+    assert settings.scanning.disabled
+    assert len(settings.watching.label_selectors) == len(WATCHED) - 1
+    assert set(settings.watching.label_selectors.values()) == {"app.kubernetes.io/managed-by=sluice-operator"}
+    assert CLUSTERS in WATCHED
+
+
+async def test_probes_and_metrics_are_served() -> None:
+    metrics, age_s, is_ready = Metrics(), 0.0, False
+    health = Health(metrics, refresh=lambda: age_s, is_ready=lambda: is_ready, now=lambda: 0.0)
+    task = asyncio.create_task(health.run("127.0.0.1", 0))
+    async with aiohttp.ClientSession() as session:
+        async with asyncio.timeout(10):
+            await health.started.wait()
+
+        async def get(path: str) -> tuple[int, str]:
+            async with session.get(f"http://127.0.0.1:{health.port}{path}") as answer:
+                return answer.status, await answer.text()
+
+        assert (await get("/livez"))[0] == 200
+        assert (await get("/readyz"))[0] == 503
+        is_ready = True
+        assert (await get("/readyz"))[0] == 200
+        metrics.take_call("apply", "deployments", 200, 0.004)
+        text = (await get("/metrics"))[1]
+        assert 'sluice_operator_api_calls_total{resource="deployments",status="200",verb="apply"} 1.0' in text
+        assert (await get("/else"))[0] == 404
+        age_s = MAX_QUEUE_AGE_S + 1
+        status, text = await get("/livez")
+        assert status == 500
+        assert "due for" in text
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_logs_are_json_and_name_the_object() -> None:
+    record = logging.LogRecord("l", logging.INFO, "f", 1, "hello %s", ("you",), None)
+    token = current_object.set("n/c")
+    assert ObjectFilter().filter(record)
+    current_object.reset(token)
+    line = json.loads(make_formatter().format(record))
+    assert {name: line[name] for name in ("level", "logger", "object", "message")} == {
+        "level": "INFO",
+        "logger": "l",
+        "object": "n/c",
+        "message": "hello you",
+    }
+    assert "time" in line
+
+
+async def test_every_known_cluster_is_looked_at_from_time_to_time_whatever_the_watches_say() -> None:
+    async with ApiClient(Configuration()) as api:
+        operator = Operator(Settings(resync_s=0.02), api)
+        keys = {ClusterKey("n", name) for name in "abc"}
+        for key in keys:
+            operator._informer.take({"kind": "ServingCluster", "metadata": {"name": key.name, "namespace": "n"}})
+        # The events themselves; after them the watch is silent.
+        for _ in keys:
+            operator._queue.finish(await operator._queue.get())
+        resync = asyncio.create_task(operator._resync())
+        async with asyncio.timeout(10):
+            assert {await operator._queue.get() for _ in keys} == keys
+        resync.cancel()

@@ -1,0 +1,130 @@
+"""The escape hatch: what it may say, and what it may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice_operator.pod_template import find_refused, merge
+
+RENDERED = {
+    "metadata": {"labels": {"a": "b"}},
+    "spec": {
+        "containers": [
+            {"name": "engine", "image": "i", "env": [{"name": "A", "value": "1"}], "command": ["python"]},
+        ],
+        "volumes": [{"name": "model", "persistentVolumeClaim": {"claimName": "m"}}],
+        "tolerations": [{"key": "x"}],
+    },
+}
+
+
+def test_maps_and_keyed_lists_are_merged_and_other_lists_replaced() -> None:
+    over = {
+        "metadata": {"annotations": {"n": "v"}},
+        "spec": {
+            "priorityClassName": "high",
+            "containers": [
+                {"name": "engine", "env": [{"name": "A", "value": "2"}, {"name": "B", "value": "3"}]},
+                {"name": "side", "image": "s"},
+            ],
+            "volumes": [{"name": "more", "emptyDir": {}}],
+            "tolerations": [{"key": "y"}],
+        },
+    }
+    assert merge(RENDERED, over) == {
+        "metadata": {"labels": {"a": "b"}, "annotations": {"n": "v"}},
+        "spec": {
+            "containers": [
+                {
+                    "name": "engine",
+                    "image": "i",
+                    "env": [{"name": "A", "value": "2"}, {"name": "B", "value": "3"}],
+                    "command": ["python"],
+                },
+                {"name": "side", "image": "s"},
+            ],
+            "volumes": [
+                {"name": "model", "persistentVolumeClaim": {"claimName": "m"}},
+                {"name": "more", "emptyDir": {}},
+            ],
+            "tolerations": [{"key": "y"}],
+            "priorityClassName": "high",
+        },
+    }
+
+
+def test_nothing_merged_is_nothing_changed() -> None:
+    assert merge(RENDERED, {}) == RENDERED
+    assert find_refused({}, allow_host_access=False) == []
+
+
+def container(**fields):
+    return {"spec": {"containers": [{"name": "side", **fields}]}}
+
+
+def engine(**fields):
+    return {"spec": {"containers": [{"name": "engine", **fields}]}}
+
+
+OWNED = {
+    "unknown": {"kind": "Pod"},
+    "name": {"metadata": {"name": "x"}},
+    "namespace": {"metadata": {"namespace": "kube-system"}},
+    "label": {"metadata": {"labels": {"sluice.dev/cluster": "other"}}},
+    "role": {"metadata": {"labels": {"sluice.dev/role": "p-heavy"}}},
+    "account": {"spec": {"serviceAccountName": "admin"}},
+    "token": {"spec": {"automountServiceAccountToken": True}},
+    "grace": {"spec": {"terminationGracePeriodSeconds": 1}},
+    "node": {"spec": {"nodeName": "control-plane"}},
+    "command": engine(command=["sh"]),
+    "image": engine(image="x"),
+    "probe": engine(readinessProbe={}),
+    "not-a-template": {"spec": {"containers": "engine"}},
+    "not-a-map": {"spec": []},
+}
+HOST = {
+    "network": {"spec": {"hostNetwork": True}},
+    "pid": {"spec": {"hostPID": True}},
+    "ipc": {"spec": {"hostIPC": True}},
+    "path": {"spec": {"volumes": [{"name": "x", "hostPath": {"path": "/"}}]}},
+    "token-volume": {"spec": {"volumes": [{"name": "x", "projected": {"sources": [{"serviceAccountToken": {}}]}}]}},
+    "privileged": container(securityContext={"privileged": True}),
+    "escalation": container(securityContext={"allowPrivilegeEscalation": True}),
+    "capability": container(securityContext={"capabilities": {"add": ["SYS_ADMIN"]}}),
+    "root": container(securityContext={"runAsUser": 0}),
+    "pod-root": {"spec": {"securityContext": {"runAsNonRoot": False}}},
+    "proc": container(securityContext={"procMount": "Unmasked"}),
+    "seccomp": container(securityContext={"seccompProfile": {"type": "Unconfined"}}),
+    "sysctl": {"spec": {"securityContext": {"sysctls": [{"name": "kernel.x", "value": "1"}]}}},
+    "port": container(ports=[{"containerPort": 1, "hostPort": 1}]),
+    "device": container(volumeDevices=[{"devicePath": "/dev/sda", "name": "x"}]),
+    "init": {"spec": {"initContainers": [{"name": "i", "securityContext": {"privileged": True}}]}},
+}
+FREE = {
+    "sidecar": container(image="x", resources={"limits": {"cpu": "1"}}),
+    "runtime-class": {"spec": {"runtimeClassName": "nvidia", "priorityClassName": "p", "schedulerName": "s"}},
+    "locked-memory": engine(securityContext={"capabilities": {"add": ["IPC_LOCK"]}}),
+    "volume": {"spec": {"volumes": [{"name": "x", "persistentVolumeClaim": {"claimName": "c"}}]}},
+    "mount": engine(volumeMounts=[{"name": "x", "mountPath": "/x"}]),
+    "labels": {"metadata": {"labels": {"team": "a"}, "annotations": {"n": "v"}}},
+    "group": {"spec": {"securityContext": {"fsGroup": 1000, "runAsUser": 1000}}},
+}
+
+
+@pytest.mark.parametrize("over", OWNED.values(), ids=OWNED)
+@pytest.mark.parametrize("allow_host_access", [False, True])
+def test_what_is_ours_is_refused_always(over, allow_host_access) -> None:
+    lines = find_refused(over, allow_host_access=allow_host_access)
+    assert len(lines) == 1
+    assert lines[0].startswith("spec.engine.podTemplate")
+
+
+@pytest.mark.parametrize("over", HOST.values(), ids=HOST)
+def test_ways_to_the_host_are_refused_unless_the_administrator_allows_them(over) -> None:
+    assert len(find_refused(over, allow_host_access=False)) == 1
+    assert find_refused(over, allow_host_access=True) == []
+
+
+@pytest.mark.parametrize("over", FREE.values(), ids=FREE)
+def test_the_rest_is_free(over) -> None:
+    assert find_refused(over, allow_host_access=False) == []

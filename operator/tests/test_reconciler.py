@@ -1,0 +1,546 @@
+"""What the operator does to a cluster, look by look, with all that goes wrong on the way."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from fake_kubernetes import make_cluster
+from world import COST, KEY, World
+
+from sluice.v1 import control_pb2
+from sluice_operator.kubernetes_port import (
+    BUDGETS,
+    CLUSTERS,
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    PODS,
+    SERVICES,
+    ForbiddenError,
+)
+
+
+async def test_a_new_cluster_gets_its_children_a_plan_and_roles() -> None:
+    world = World()
+    await world.settle()
+    kinds = sorted((kind, name) for kind, _, name in world.kubernetes.objects if kind != "Pod")
+    assert kinds == [
+        ("ConfigMap", "tiny-plan"),
+        ("Deployment", "tiny-engine"),
+        ("Deployment", "tiny-router"),
+        ("NetworkPolicy", "tiny-engine"),
+        ("NetworkPolicy", "tiny-router"),
+        ("PodDisruptionBudget", "tiny-engine"),
+        ("PodDisruptionBudget", "tiny-router"),
+        ("Service", "tiny-engines"),
+        ("Service", "tiny-router"),
+        ("Service", "tiny-router-control"),
+        ("ServiceAccount", "tiny-engine"),
+        ("ServiceAccount", "tiny-router"),
+        ("ServingCluster", "tiny"),
+    ]
+    assert sorted(world.roles.values()) == ["d-heavy", "d-heavy", "p-heavy", "p-heavy"]
+    assert world.conditions == {
+        "Ready": ("True", "Serving"),
+        "Progressing": ("False", "Settled"),
+        "Degraded": ("False", "AsExpected"),
+        "SpecValid": ("True", "Valid"),
+        "EnginesReady": ("True", "AllReady"),
+        "RouterReady": ("True", "AllReady"),
+        "NetworkReady": ("True", "TCP"),
+        "SLOMet": ("Unknown", "NoTraffic"),
+        "Autotuned": ("False", "Off"),
+    }
+    assert world.status["effective"] == {
+        "prefillHeavy": 2,
+        "decodeHeavy": 2,
+        "draining": 0,
+        "strategy": "TaiChi",
+        "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64},
+    }
+    assert world.status["planGeneration"] == world.plan.generation
+    assert (world.status["replicas"], world.status["readyReplicas"]) == (4, 4)
+
+
+async def test_every_child_belongs_to_the_cluster() -> None:
+    world = World()
+    await world.settle()
+    uid = world.kubernetes.find(CLUSTERS, "tiny")["metadata"]["uid"]
+    for (kind, _, name), item in world.kubernetes.objects.items():
+        if kind not in ("Pod", "ServingCluster"):
+            owner = item["metadata"]["ownerReferences"][0]
+            assert (owner["uid"], owner["controller"]) == (uid, True), (kind, name)
+
+
+async def test_a_settled_cluster_causes_no_writes_and_few_reads() -> None:
+    world = World()
+    await world.settle()
+    world.kubernetes.calls.clear()
+    await world.look()
+    assert world.kubernetes.writes == []
+    assert len(world.kubernetes.calls) == 9
+
+
+async def test_a_new_process_finds_everything_as_it_is() -> None:
+    world = World()
+    await world.settle()
+    before = world.snapshot()
+    world.start_operator()
+    await world.settle()
+    assert world.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("edit", "roles", "sizes"),
+    [
+        ({"prefillHeavy": "25%"}, (1, 3), {(1, 512), (2, 64)}),
+        ({"prefillHeavy": 3}, (3, 1), {(1, 512), (2, 64)}),
+        ({"chunkSizes": {"prefillHeavy": 1024}}, (2, 2), {(1, 1024), (2, 64)}),
+        ({"chunkSizes": {"decodeHeavy": 0}}, (2, 2), {(1, 512), (2, 0)}),
+        ({"strategy": "Disaggregated"}, (2, 2), {(1, 2048), (2, 0)}),
+        ({"strategy": "Aggregated"}, (2, 2), {(1, 512), (2, 512)}),
+        ({"slo": {"ttftMilliseconds": 100}}, (2, 2), {(1, 512), (2, 64)}),
+        ({"parameters": {"watermarkPercent": 80}}, (2, 2), {(1, 512), (2, 64)}),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else None,
+)
+async def test_a_live_edit_replaces_no_pod_and_is_one_plan(edit, roles, sizes) -> None:
+    world = World()
+    await world.settle()
+    before, generation = world.engine_uids, world.plan.generation
+    template = world.deployment()["spec"]["template"]
+    world.edit(**edit)
+    await world.settle()
+    assert world.engine_uids == before
+    assert world.deployment()["spec"]["template"] == template
+    assert world.plan.generation == generation + 1
+    labels = list(world.roles.values())
+    assert (labels.count("p-heavy"), labels.count("d-heavy")) == roles
+    assert {(part.role, part.chunk_size_tokens) for part in world.plan.engines} == sizes
+
+
+async def test_the_plan_is_stored_before_anything_else_is_written() -> None:
+    world = World()
+    await world.settle()
+    world.edit(prefillHeavy=3, router={"replicas": 3})
+    world.kubernetes.calls.clear()
+    await world.look()
+    assert world.kubernetes.writes[0] == ("patch", "configmaps")
+
+
+async def test_a_role_is_labelled_only_after_it_is_acknowledged() -> None:
+    world = World()
+    await world.settle()
+    before = world.roles
+    world.routers.is_silent = True
+    world.edit(prefillHeavy=3)
+    await world.settle()
+    assert world.roles == before
+    world.routers.is_silent = False
+    await world.settle()
+    assert sum(role == "p-heavy" for role in world.roles.values()) == 3
+
+
+async def test_engines_are_drained_before_they_go() -> None:
+    world = World()
+    await world.settle()
+    world.routers.loads = dict.fromkeys(world.engine_uids, 10)
+    idle = {next(uid for uid, role in world.roles.items() if role == name) for name in ("p-heavy", "d-heavy")}
+    world.routers.loads.update(dict.fromkeys(idle, 0))
+    world.routers.stuck = set(world.engine_uids)
+    world.edit(replicas=2)
+    for _ in range(5):
+        world.kubernetes.run_controllers()
+        await world.look()
+    assert world.deployment()["spec"]["replicas"] == 4
+    assert world.conditions["Progressing"] == ("True", "Draining")
+    draining = {part.engine_id for part in world.plan.engines if part.is_draining}
+    marked = {pod["metadata"]["uid"] for pod in world.engines if COST in (pod["metadata"].get("annotations") or {})}
+    assert draining == marked == idle
+    kept = world.engine_uids - idle
+    world.routers.stuck = set()
+    await world.settle()
+    assert world.engine_uids == kept
+    assert world.conditions["Progressing"] == ("False", "Settled")
+    assert not any(part.is_draining for part in world.plan.engines)
+
+
+async def test_an_engine_that_never_drains_goes_when_its_time_is_over() -> None:
+    world = World()
+    await world.settle()
+    world.routers.stuck = set(world.engine_uids)
+    world.edit(replicas=3)
+    for _ in range(3):
+        after_s = await world.look()
+    assert world.deployment()["spec"]["replicas"] == 4
+    assert after_s is not None
+    assert 0 < after_s <= 35
+    world.now += after_s
+    await world.settle()
+    assert len(world.engines) == 3
+
+
+async def test_a_scale_down_that_is_taken_back_leaves_no_mark() -> None:
+    world = World()
+    await world.settle()
+    before = world.engine_uids
+    world.routers.stuck = set(before)
+    world.edit(replicas=2)
+    for _ in range(3):
+        await world.look()
+    world.edit(replicas=4)
+    await world.settle()
+    assert world.engine_uids == before
+    assert not any(part.is_draining for part in world.plan.engines)
+    assert not any(COST in (pod["metadata"].get("annotations") or {}) for pod in world.engines)
+
+
+async def test_scaling_up_and_down_to_one_takes_the_budget_away_and_back() -> None:
+    world = World()
+    await world.settle()
+    world.edit(replicas=1)
+    await world.settle()
+    assert [item["metadata"]["name"] for item in world.kubernetes.select(BUDGETS)] == ["tiny-router"]
+    world.edit(replicas=3)
+    await world.settle()
+    assert len(world.kubernetes.select(BUDGETS)) == 2
+    assert len(world.engines) == 3
+
+
+async def test_a_bad_image_stops_and_says_why_and_editing_back_heals() -> None:
+    world = World()
+    world.kubernetes.broken_images.add("broken:1")
+    await world.settle()
+    template = world.deployment()["spec"]["template"]
+    world.edit(engine={"image": "broken:1"})
+    await world.settle()
+    ready = [pod for pod in world.engines if pod["status"]["phase"] == "Running"]
+    assert len(ready) == 3
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert world.conditions["Progressing"] == ("False", "RolloutStopped")
+    assert world.conditions["Degraded"] == ("True", "ImagePullBackOff")
+    assert "broken:1" in world.message("Degraded")
+    kept = {pod["metadata"]["uid"] for pod in ready}
+    world.edit(engine={"image": None})
+    await world.settle()
+    assert kept < world.engine_uids
+    assert world.deployment()["spec"]["template"] == template
+    assert world.conditions["Progressing"] == ("False", "Settled")
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+
+
+async def test_a_restarting_edit_replaces_every_engine_one_at_a_time() -> None:
+    world = World()
+    await world.settle()
+    before, routers = world.engine_uids, world.deployment("router")["spec"]["template"]
+    world.edit(engine={"maxBatchTokens": 4096})
+    fewest = len(before)
+    for _ in range(40):
+        world.kubernetes.run_controllers()
+        fewest = min(fewest, sum("deletionTimestamp" not in pod["metadata"] for pod in world.engines))
+        await world.look()
+    assert not before & world.engine_uids
+    assert fewest == 3
+    assert world.deployment("router")["spec"]["template"] == routers
+    assert sorted(world.roles.values()) == ["d-heavy", "d-heavy", "p-heavy", "p-heavy"]
+
+
+async def test_a_foreign_child_with_our_name_is_refused_and_left_alone() -> None:
+    world = World()
+    foreign = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "tiny-router", "namespace": "default"},
+        "spec": {"ports": [{"port": 1}]},
+    }
+    world.kubernetes.put(foreign)
+    version = world.kubernetes.find(SERVICES, "tiny-router")["metadata"]["resourceVersion"]
+    await world.settle()
+    assert world.kubernetes.find(SERVICES, "tiny-router")["metadata"]["resourceVersion"] == version
+    assert world.conditions["Degraded"] == ("True", "NameConflict")
+    assert "tiny-router" in world.message("Degraded")
+    assert len(world.engines) == 4
+    world.kubernetes.remove(SERVICES, "default", "tiny-router")
+    await world.settle()
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+
+
+async def test_a_foreign_plan_is_refused_and_left_alone() -> None:
+    world = World()
+    world.kubernetes.put(
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tiny-plan"}, "data": {"mine": "1"}}
+    )
+    await world.settle()
+    assert world.kubernetes.find(CONFIG_MAPS, "tiny-plan")["data"] == {"mine": "1"}
+    assert world.conditions["Degraded"] == ("True", "NameConflict")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": {"replicas": 9}},
+        {"spec": {"strategy": {"rollingUpdate": {"maxSurge": 3}}}},
+        {"metadata": {"labels": {"sluice.dev/cluster": None}}},
+        {"metadata": {"labels": {"sluice.dev/cluster": "other"}}},
+    ],
+    ids=["replicas", "strategy", "label-removed", "label-changed"],
+)
+async def test_a_child_edited_by_hand_is_set_right(change) -> None:
+    world = World()
+    await world.settle()
+    spec, labels = world.deployment()["spec"], world.deployment()["metadata"]["labels"]
+    world.kubernetes.edit(DEPLOYMENTS, "tiny-engine", change)
+    await world.look()
+    await world.settle()
+    assert world.deployment()["spec"] == spec
+    assert world.deployment()["metadata"]["labels"] == labels
+
+
+async def test_a_child_deleted_by_hand_comes_back() -> None:
+    world = World()
+    await world.settle()
+    world.kubernetes.remove(SERVICES, "default", "tiny-engines")
+    await world.settle()
+    assert world.kubernetes.find(SERVICES, "tiny-engines")
+
+
+@pytest.mark.parametrize("damage", ["deleted", "emptied", "garbled", "unlabelled", "edited"])
+async def test_a_plan_damaged_by_hand_is_made_again_and_its_number_grows(damage) -> None:
+    world = World()
+    await world.settle()
+    generation, engines = world.plan.generation, world.engine_uids
+    match damage:
+        case "deleted":
+            world.kubernetes.remove(CONFIG_MAPS, "default", "tiny-plan")
+        case "emptied":
+            world.kubernetes.edit(CONFIG_MAPS, "tiny-plan", {"data": {"plan.json": None}})
+        case "garbled":
+            world.kubernetes.edit(CONFIG_MAPS, "tiny-plan", {"data": {"plan.json": "{"}})
+        case "edited":
+            text = world.kubernetes.find(CONFIG_MAPS, "tiny-plan")["data"]["plan.json"]
+            world.kubernetes.edit(CONFIG_MAPS, "tiny-plan", {"data": {"plan.json": text.replace("512", "511")}})
+        case "unlabelled":
+            world.kubernetes.edit(CONFIG_MAPS, "tiny-plan", {"metadata": {"labels": None}})
+    await world.look()
+    await world.settle()
+    assert world.plan.generation == generation + (damage != "unlabelled")
+    assert {part.engine_id for part in world.plan.engines} == engines
+    assert all(plan == world.plan for plan in world.routers.plans.values())
+
+
+async def test_a_cluster_deleted_while_it_is_created_leaves_nothing() -> None:
+    world = World()
+    num_applied = 0
+
+    def delete_in_the_middle(verb: str, _plural: str) -> None:
+        nonlocal num_applied
+        num_applied += verb == "apply"
+        if num_applied == 4 and ("ServingCluster", "default", "tiny") in world.kubernetes.objects:
+            world.kubernetes.remove(CLUSTERS, "default", "tiny")
+
+    world.kubernetes.after = delete_in_the_middle
+    await world.look()
+    await world.look()
+    world.kubernetes.collect_garbage()
+    assert world.kubernetes.objects == {}
+    assert world.routers.addresses[KEY] == {}
+
+
+async def test_a_cluster_that_is_on_its_way_out_is_left_alone() -> None:
+    world = World()
+    await world.settle()
+    world.kubernetes.edit(CLUSTERS, "tiny", {"metadata": {"deletionTimestamp": "now"}})
+    world.kubernetes.calls.clear()
+    await world.look()
+    assert world.kubernetes.writes == []
+    assert world.routers.addresses[KEY] == {}
+
+
+async def test_a_cluster_made_anew_under_its_old_name_waits_for_the_old_children_to_go() -> None:
+    world = World()
+    await world.settle()
+    old = world.engine_uids
+    world.kubernetes.remove(CLUSTERS, "default", "tiny")
+    world.kubernetes.put(make_cluster())
+    versions = world.snapshot()
+    await world.look()
+    # Nothing of the old cluster is adopted or edited while the collector is late.
+    assert {address: version for address, version in world.snapshot().items() if address in versions} == versions
+    await world.settle()
+    assert not old & world.engine_uids
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert world.plan.cluster_uid == world.kubernetes.find(CLUSTERS, "tiny")["metadata"]["uid"]
+
+
+async def test_an_invalid_spec_changes_nothing_and_says_why() -> None:
+    world = World()
+    await world.settle()
+    spec = world.deployment()["spec"]
+    world.edit(prefillHeavy=9)
+    await world.settle()
+    assert world.deployment()["spec"] == spec
+    assert world.conditions["SpecValid"] == ("False", "Refused")
+    assert "spec.prefillHeavy" in world.message("SpecValid")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert all(plan == world.plan for plan in world.routers.plans.values())
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"router": {"auth": {"mode": "APIKey", "apiKey": {"secretName": "keys"}}}},
+        {"router": {"tls": {"mode": "SecretRef", "secretName": "tls"}}},
+    ],
+    ids=["auth", "tls"],
+)
+async def test_protection_that_does_not_exist_yet_is_refused_not_left_out(edit) -> None:
+    world = World(router={"replicas": 2, **edit["router"]})
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("False", "NotAvailable")
+    assert world.conditions["Ready"] == ("False", "SpecInvalid")
+    assert world.kubernetes.select(DEPLOYMENTS) == []
+
+
+@pytest.mark.parametrize("mode", ["Recommend", "Apply"])
+async def test_autotune_is_not_available_and_never_writes_the_spec(mode) -> None:
+    world = World()
+    await world.settle()
+    world.edit(autotune={"mode": mode})
+    before = world.kubernetes.find(CLUSTERS, "tiny")["spec"]
+    await world.settle()
+    assert world.conditions["Autotuned"] == ("False", "NotAvailable")
+    assert world.conditions["SpecValid"] == ("False", "Refused")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert world.kubernetes.find(CLUSTERS, "tiny")["spec"] == before
+    assert "recommended" not in world.status
+
+
+async def test_a_new_process_says_nothing_of_routers_before_they_had_time_to_answer() -> None:
+    world = World()
+    await world.settle()
+    before = world.snapshot()
+    world.start_operator()
+    world.routers.is_silent = True
+    after_s = await world.look()
+    assert after_s is not None
+    assert world.snapshot() == before
+    world.now += after_s
+    await world.look()
+    assert world.conditions["Progressing"] == ("True", "ApplyingPlan")
+    # What was in force stays known.
+    assert world.status["effective"]["prefillHeavy"] == 2
+    world.routers.is_silent = False
+    await world.settle()
+    assert world.conditions["Progressing"] == ("False", "Settled")
+
+
+async def test_what_may_not_be_done_is_said_and_the_rest_is_done() -> None:
+    world = World()
+
+    def forbid(verb: str, plural: str) -> None:
+        if (verb, plural) == ("apply", "networkpolicies"):
+            raise ForbiddenError("networkpolicies is forbidden")
+
+    world.kubernetes.before = forbid
+    await world.settle()
+    assert world.conditions["Degraded"] == ("True", "Forbidden")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert await world.look() == 30.0
+
+
+@pytest.mark.parametrize("plural", ["pods", "deployments", "services"])
+async def test_a_right_to_look_that_is_missing_is_said(plural) -> None:
+    world = World()
+    await world.settle()
+
+    def forbid(verb: str, kind: str) -> None:
+        if (verb, kind) == ("list", plural):
+            raise ForbiddenError(f"{plural} is forbidden")
+
+    world.kubernetes.before = forbid
+    for _ in range(3):
+        assert await world.look() == 0.5
+    assert world.conditions["Degraded"] == ("True", "Forbidden")
+    assert plural in world.message("Degraded")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert world.kubernetes.events[-1]["reason"] == "Forbidden"
+    world.kubernetes.before = lambda *_: None
+    await world.settle()
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+
+
+async def test_a_pod_template_that_reaches_the_host_is_refused() -> None:
+    world = World()
+    await world.settle()
+    spec = world.deployment()["spec"]
+    world.edit(engine={"podTemplate": {"spec": {"hostNetwork": True}}})
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("False", "PodTemplateRefused")
+    assert world.deployment()["spec"] == spec
+
+
+async def test_a_cluster_whose_only_prefill_engine_fails_makes_another() -> None:
+    world = World(prefillHeavy=1)
+    await world.settle()
+    failed = next(uid for uid, role in world.roles.items() if role == "p-heavy")
+    pod = next(pod for pod in world.engines if pod["metadata"]["uid"] == failed)
+    change = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
+    world.kubernetes.edit(PODS, pod["metadata"]["name"], change)
+    for _ in range(3):
+        await world.look()
+    serving = {part.engine_id for part in world.plan.engines if part.role == 1}
+    assert serving
+    assert failed not in serving
+
+
+async def test_measurements_are_written_every_fifteen_seconds_and_transitions_at_once() -> None:
+    world = World()
+    await world.settle()
+    written = []
+
+    def note(verb: str, _plural: str) -> None:
+        if verb == "patch_status":
+            written.append(world.now)
+
+    world.kubernetes.after = note
+    started_s = world.now
+    for second in range(61):
+        world.now = started_s + second
+        world.routers.counters[:] = [
+            control_pb2.ClassCounters(
+                num_finished=10 * second, num_met_ttft=9 * second, num_met_tpot=9 * second, num_met_both=8 * second
+            )
+        ]
+        for status in world.routers.statuses(KEY).values():
+            world.reconciler.measure(KEY, status)
+        await world.look()
+    assert len(written) <= 5
+    assert all(later - earlier >= 15 for earlier, later in itertools.pairwise(written[1:]))
+    assert world.status["attainment"]["both"] == "80%"
+    assert world.conditions["SLOMet"] == ("False", "Missed")
+
+
+async def test_events_tell_of_transitions_once() -> None:
+    world = World()
+    await world.settle()
+    reasons = [event["reason"] for event in world.kubernetes.events]
+    assert reasons.count("Serving") == 1
+    assert all(event["type"] == "Normal" for event in world.kubernetes.events)
+    before = len(world.kubernetes.events)
+    for _ in range(5):
+        await world.look()
+    assert len(world.kubernetes.events) == before
+    world.edit(prefillHeavy=9)
+    await world.settle()
+    assert world.kubernetes.events[-1]["type"] == "Warning"
+    assert world.kubernetes.events[-1]["reason"] == "Refused"
+
+
+async def test_monitors_exist_only_where_their_kind_does() -> None:
+    world = World()
+    world.kubernetes.has_monitors = True
+    await world.settle()
+    assert {name for kind, _, name in world.kubernetes.objects if kind == "ServiceMonitor"} == {
+        "tiny-engine",
+        "tiny-router",
+    }

@@ -1,0 +1,187 @@
+"""The links to routers, over real gRPC: plans get there, statuses come back, refusals are told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Self
+
+import grpc
+import pytest
+
+from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
+from sluice_operator.names import ClusterKey
+from sluice_operator.reports import is_worth_a_look, merge_reports
+from sluice_operator.router_links import RouterLinks
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+KEY = ClusterKey("n", "c")
+
+
+class Router(control_pb2_grpc.ControlServicer):
+    """Takes plans, unless told to refuse them."""
+
+    def __init__(self) -> None:
+        self.status = control_pb2.GetStatusResponse(version=1, router_id="r")
+        self.refusal = ""
+        self.port = 0
+        self.news = asyncio.Event()
+
+    def change(self, **fields: object) -> None:
+        self.status = control_pb2.GetStatusResponse(version=self.status.version + 1, router_id="r", **fields)
+        self.news.set()
+
+    async def ApplyPlan(self, request, context):  # noqa: N802
+        if self.refusal:
+            return control_pb2.ApplyPlanResponse(is_applied=False, error=self.refusal)
+        self.change(generation=request.plan.generation)
+        return control_pb2.ApplyPlanResponse(is_applied=True, generation=request.plan.generation)
+
+    async def GetStatus(self, request, context):  # noqa: N802
+        while request.after_version == self.status.version:
+            self.news.clear()
+            await self.news.wait()
+        return self.status
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    made = Router()
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlServicer_to_server(made, server)
+    made.port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield made
+    await server.stop(0)
+
+
+class Following:
+    """Links in a task group, and what they call."""
+
+    def __init__(self, router: Router) -> None:
+        self.port = router.port
+        self.woken, self.heard = asyncio.Event(), asyncio.Event()
+        self.measured: list[control_pb2.GetStatusResponse] = []
+
+    async def __aenter__(self) -> Self:
+        self.group = asyncio.TaskGroup()
+        await self.group.__aenter__()
+        self.links = RouterLinks(
+            self.group,
+            wake=lambda _: self.woken.set(),
+            measure=lambda _, status: self.measure(status),
+            port=self.port,
+        )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.links.follow(KEY, {})
+        await self.group.__aexit__(None, None, None)
+
+    def measure(self, status: control_pb2.GetStatusResponse) -> None:
+        self.measured.append(status)
+        self.heard.set()
+
+    async def wait(self) -> None:
+        async with asyncio.timeout(10):
+            await self.woken.wait()
+        self.woken.clear()
+
+
+async def test_a_plan_gets_there_and_its_status_comes_back(router) -> None:
+    async with Following(router) as following:
+        following.links.follow(KEY, {"pod": "127.0.0.1"})
+        await following.wait()
+        following.links.offer(KEY, plan_pb2.Plan(generation=3))
+        await following.wait()
+        assert following.links.statuses(KEY)["pod"].generation == 3
+        assert following.links.count() == 1
+
+
+async def test_a_router_that_comes_later_gets_the_plan_too(router) -> None:
+    async with Following(router) as following:
+        following.links.follow(KEY, {"pod": "127.0.0.1"})
+        following.links.offer(KEY, plan_pb2.Plan(generation=4))
+        following.links.follow(KEY, {"pod": "127.0.0.1", "later": "127.0.0.1"})
+        while len(following.links.statuses(KEY)) < 2 or router.status.generation != 4:
+            await following.wait()
+
+
+async def test_a_refusal_is_told(router) -> None:
+    router.refusal = "engines[0].chunk_size_tokens is 9, allowed are 0 to 8"
+    async with Following(router) as following:
+        following.links.follow(KEY, {"pod": "127.0.0.1"})
+        following.links.offer(KEY, plan_pb2.Plan(generation=5))
+        while not following.links.refusals(KEY):
+            await following.wait()
+        assert following.links.refusals(KEY) == {"pod": router.refusal}
+        router.refusal = ""
+        following.links.offer(KEY, plan_pb2.Plan(generation=6))
+        assert following.links.refusals(KEY) == {}
+
+
+async def test_counters_are_measured_and_wake_nobody(router) -> None:
+    async with Following(router) as following:
+        following.links.follow(KEY, {"pod": "127.0.0.1"})
+        await following.wait()
+        router.change(classes=[control_pb2.ClassCounters(num_finished=7)])
+        async with asyncio.timeout(10):
+            while not following.measured[-1].classes:
+                await following.heard.wait()
+                following.heard.clear()
+        assert not following.woken.is_set()
+
+
+async def test_a_cluster_that_is_gone_has_no_links(router) -> None:
+    async with Following(router) as following:
+        following.links.follow(KEY, {"pod": "127.0.0.1"})
+        await following.wait()
+        following.links.follow(KEY, {})
+        assert following.links.count() == 0
+        assert following.links.statuses(KEY) == {}
+        following.links.offer(KEY, plan_pb2.Plan(generation=1))
+
+
+def engine(**fields) -> control_pb2.EngineStatus:
+    values = {"engine_id": "e", "state": control_pb2.ENGINE_STATE_READY, "role": plan_pb2.ROLE_PREFILL_HEAVY}
+    return control_pb2.EngineStatus(**{**values, **fields})
+
+
+def reports(*engines: control_pb2.EngineStatus):
+    return merge_reports([control_pb2.GetStatusResponse(engines=[item]) for item in engines])
+
+
+def test_a_role_counts_when_all_routers_have_it() -> None:
+    assert reports(engine(), engine())["e"].role == "P-heavy"
+    assert reports(engine(), engine(role=plan_pb2.ROLE_DECODE_HEAVY))["e"].role is None
+
+
+def test_an_engine_is_drained_when_no_router_has_work_there() -> None:
+    drained, draining = (engine(state=getattr(control_pb2, f"ENGINE_STATE_{name}")) for name in ("DRAINED", "DRAINING"))
+    assert reports(drained, drained)["e"].is_drained
+    assert not reports(drained, draining)["e"].is_drained
+
+
+def test_routers_without_a_stream_have_no_say() -> None:
+    lost = engine(state=control_pb2.ENGINE_STATE_LOST, role=plan_pb2.ROLE_DECODE_HEAVY)
+    assert reports(engine(), lost)["e"].role == "P-heavy"
+    assert reports(lost) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({"running_decodes": 9}, False),
+        ({"kv_blocks_used": 9}, False),
+        ({"state": control_pb2.ENGINE_STATE_DRAINED}, True),
+        ({"acknowledged_generation": 9}, True),
+        ({"transport": "tcp"}, True),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_loads_are_no_news_and_states_are(change, verdict) -> None:
+    old = control_pb2.GetStatusResponse(version=1, engines=[engine()])
+    new = control_pb2.GetStatusResponse(version=2, engines=[engine(**change)])
+    assert is_worth_a_look(old, new) is verdict
+    assert is_worth_a_look(old, None)

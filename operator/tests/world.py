@@ -1,0 +1,113 @@
+"""A whole world for the reconciler: fake API server, fake routers, a clock, and a loop that runs until all is quiet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fake_kubernetes import FakeKubernetes, make_cluster
+from fake_routers import FakeRouters
+
+from sluice_operator.kubernetes_port import CLUSTERS, CONFIG_MAPS, DEPLOYMENTS, PODS, KubernetesError, Object
+from sluice_operator.names import COMPONENT_LABEL, ENGINE, ROLE_LABEL, ClusterKey
+from sluice_operator.planning import read_plan
+from sluice_operator.reconciler import Reconciler
+from sluice_operator.settings import Settings
+
+KEY = ClusterKey("default", "tiny")
+MAX_STEPS = 60
+STEP_S = 1.0
+
+
+class World:
+    """See the module."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.kubernetes = FakeKubernetes()
+        self.routers = FakeRouters(self.kubernetes)
+        self.settings = Settings(identity="a", namespace="sluice-system")
+        self.now = 1000.0
+        self.reconciler = self.start_operator()
+        self.kubernetes.put(make_cluster(**spec))
+
+    def start_operator(self) -> Reconciler:
+        """A new process of the operator, with nothing in its memory."""
+        self.routers = self.routers.restart()
+        self.reconciler = Reconciler(
+            self.kubernetes, self.routers, self.settings, now=lambda: self.now, now_text=lambda: f"t{self.now:.0f}"
+        )
+        return self.reconciler
+
+    async def settle(self) -> None:
+        """Reconciles and lets the controllers run, second by second, until nothing changes any more."""
+        for _ in range(MAX_STEPS):
+            before = self.snapshot()
+            self.kubernetes.run_controllers()
+            await self.look()
+            self.now += STEP_S
+            if self.snapshot() == before:
+                return
+        raise AssertionError(f"not settled after {MAX_STEPS} steps: {self.conditions}")
+
+    async def look(self) -> float | None:
+        """One look; errors that are to be tried again are, by the next one."""
+        try:
+            return await self.reconciler.reconcile(KEY)
+        except KubernetesError:
+            return 0.5
+
+    def snapshot(self) -> Any:
+        """Everything that the API server stores, by version."""
+        return {address: item["metadata"]["resourceVersion"] for address, item in self.kubernetes.objects.items()}
+
+    def edit(self, **spec: Any) -> None:
+        """Edits the spec as `kubectl patch` does."""
+        self.kubernetes.edit(CLUSTERS, "tiny", {"spec": spec})
+
+    @property
+    def status(self) -> Object:
+        status: Object = self.kubernetes.find(CLUSTERS, "tiny").get("status", {})
+        return status
+
+    @property
+    def conditions(self) -> dict[str, tuple[str, str]]:
+        return {item["type"]: (item["status"], item["reason"]) for item in self.status.get("conditions", [])}
+
+    def message(self, subject: str) -> str:
+        return next(item["message"] for item in self.status["conditions"] if item["type"] == subject)
+
+    @property
+    def engines(self) -> list[Object]:
+        return self.kubernetes.select(PODS, labels={COMPONENT_LABEL: ENGINE})
+
+    @property
+    def engine_uids(self) -> set[str]:
+        return {pod["metadata"]["uid"] for pod in self.engines}
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Role label of each engine pod."""
+        return {pod["metadata"]["uid"]: pod["metadata"]["labels"].get(ROLE_LABEL, "") for pod in self.engines}
+
+    @property
+    def plan(self) -> Any:
+        uid = self.kubernetes.find(CLUSTERS, "tiny")["metadata"]["uid"]
+        return read_plan(self.kubernetes.find(CONFIG_MAPS, "tiny-plan"), uid).plan
+
+    def deployment(self, component: str = ENGINE) -> Object:
+        return self.kubernetes.find(DEPLOYMENTS, f"tiny-{component}")
+
+    def summary(self) -> Any:
+        """The state without what depends on the way to it: versions, names of pods, plan numbers, times."""
+        conditions = sorted(self.conditions.items())
+        children = sorted(
+            (kind, name) for kind, _, name in self.kubernetes.objects if kind not in ("Pod", "Event", "ServingCluster")
+        )
+        specs = [self.deployment(name)["spec"] for name in ("engine", "router")]
+        plan = self.plan
+        chunks = sorted((part.role, part.chunk_size_tokens, part.is_draining) for part in plan.engines)
+        marks = sorted((pod["metadata"].get("annotations") or {}).get(COST, "") for pod in self.engines)
+        counts = {name: value for name, value in self.status.items() if name not in ("conditions", "planGeneration")}
+        return children, specs, conditions, sorted(self.roles.values()), chunks, marks, plan.strategy, counts
+
+
+COST = "controller.kubernetes.io/pod-deletion-cost"
