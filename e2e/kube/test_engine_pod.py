@@ -6,16 +6,18 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
 from conftest import make_volume
 from test_node import RESTRICTED, create
 from testbed.images import make_engine_image
 from testbed.settings import ROOT
 
+from sluice.v1 import control_pb2, control_pb2_grpc
 from sluice_cli.tiny_model import make_tiny_model
-from sluice_core.records import EngineId
+from sluice_core.records import EngineId, Role
 from sluice_operator.manifest import parse_manifest
-from sluice_operator.render import EngineSite, RouterSite, render_engine_command, render_router_command
+from sluice_operator.render import EngineSite, RouterSite, render_engine_command, render_plan, render_router_command
 
 if TYPE_CHECKING:
     from testbed.client import Client
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 IMAGE = "docker.io/local/sluice:1"
 MODEL = ROOT / ".sluice" / "volumes" / "models" / "tiny"
 # The root file system is read-only; what is written while it starts goes to an emptyDir.
-ENVIRONMENT = {"HOME": "/tmp", "VLLM_CACHE_ROOT": "/tmp/vllm", "OMP_NUM_THREADS": "1"}
+# There is no compiler in the image, and nothing in a tiny model that would be worth compiling.
+ENVIRONMENT = {"HOME": "/tmp", "VLLM_CACHE_ROOT": "/tmp/vllm", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +77,7 @@ def serving_pod(name: str, command: list[str], probe: dict[str, Any], memory: st
 @pytest.mark.timeout(420)
 def test_a_router_streams_from_an_engine_in_pods(client: Client, namespace: str, image: str) -> None:
     assert image
-    spec = parse_manifest((ROOT / "examples" / "tiny-cpu.yaml").read_text()).spec
+    manifest = parse_manifest((ROOT / "examples" / "tiny-cpu.yaml").read_text())
     engine = EngineSite(
         engine_id=EngineId("engine-0"),
         host="0.0.0.0",
@@ -102,10 +105,14 @@ def test_a_router_streams_from_an_engine_in_pods(client: Client, namespace: str,
         namespace,
         claim,
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "engines"}, "spec": headless},
-        serving_pod("engine", render_engine_command(spec, engine), {"tcpSocket": {"port": 8010}}, "2Gi"),
+        serving_pod("engine", render_engine_command(manifest.spec, engine), {"tcpSocket": {"port": 8010}}, "2Gi"),
         serving_pod("router", render_router_command(router), {"tcpSocket": {"port": 8000}}, "1Gi"),
     )
     client.kubectl("wait", "--for=condition=Ready", "--timeout=120s", "-n", namespace, "pod/engine", "pod/router")
+    address = client.kubectl("get", "pod", "-n", namespace, "router", "-o", "jsonpath={.status.podIP}")
+    plan = render_plan(manifest, {engine.engine_id: Role.DECODE_HEAVY}, generation=1, cluster_uid=namespace)
+    with grpc.insecure_channel(f"{address}:8002") as channel:
+        control_pb2_grpc.ControlStub(channel).ApplyPlan(control_pb2.ApplyPlanRequest(plan=plan), timeout=30)
     request = {"model": "tiny", "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
     program = f"""
 import json, time, urllib.request
@@ -115,11 +122,11 @@ for attempt in range(60):
         asked = urllib.request.Request("http://127.0.0.1:8000/v1/chat/completions", body, {{"Content-Type": "application/json"}})
         print(urllib.request.urlopen(asked, timeout=30).read().decode())
         break
-    except OSError as error:  # no engine yet
-        failure = error
+    except OSError as error:  # the router has yet to meet the engine
+        failure = error.read() if hasattr(error, "read") else error
         time.sleep(1)
 else:
-    raise failure
+    raise SystemExit(failure)
 """
     answer = json.loads(client.kubectl("exec", "-n", namespace, "router", "--", sys.executable, "-c", program))
     assert answer["usage"]["completion_tokens"] == 16
