@@ -49,7 +49,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("locks belong to pyproject.toml", ".", ("python", "requirements/lock.py", "check")),
     ("style", ".", ("ruff", "check", ".")),
     ("format", ".", ("ruff", "format", "--check", ".")),
-    ("types", ".", ("mypy", *PACKAGES, "requirements", ".ci/checks.py")),
+    ("types", ".", ("mypy", *PACKAGES, "e2e/kube/testbed", "requirements", ".ci/checks.py")),
     ("import directions", ".", ("lint-imports",)),
     ("protos", "protos", ("buf", "lint")),
     ("the wheel's core is compiled", "build/compiled", ("python", "-c", IS_COMPILED)),
