@@ -24,7 +24,7 @@ from sluice_operator.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# Image to the values of its build arguments; the first is the default.
+# Values of the build argument ENGINE; the first is the default.
 ENGINES = ("engine", "engine-cpu")
 FILES = {"operator": "operator", "router": "router", "engine": "engine_image", "engine-cpu": "engine_image"}
 SETTINGS = Settings()
@@ -51,21 +51,36 @@ def read_instructions(text: str) -> list[tuple[str, str]]:
     return [(name.upper(), arguments) for name, arguments in (line.split(None, 1) for line in whole.splitlines())]
 
 
+def fill(text: str, values: dict[str, str]) -> str:
+    return re.sub(r"\$\{(\w+)\}", lambda match: values[match[1]], text)
+
+
+def declare(argument: str, given: dict[str, str], inherited: dict[str, str]) -> dict[str, str]:
+    """The value of an ARG: the build's, or its default, or that of the same ARG above the first stage."""
+    name, _, default = argument.partition("=")
+    return {name: given.get(name) or default or inherited[name]}
+
+
 def read_stages(image: str) -> dict[str, Stage]:
-    """The stages in their order, with the arguments of the build filled in; the last one is named ``final``."""
+    """The stages in their order, with the arguments of the build filled in where they are declared; the last is ``final``."""
     text = (ROOT / FILES[image] / "Dockerfile").read_text()
-    values = {"ENGINE": image} if image in ENGINES[1:] else {}
+    given = {"ENGINE": image} if image in ENGINES[1:] else {}
+    above: dict[str, str] = {}
+    declared: dict[str, dict[str, str]] = {}
     found: list[tuple[str, str, list[tuple[str, str]]]] = []
     for name, arguments in read_instructions(text):
-        if name == "ARG" and "=" in arguments:
-            argument, default = arguments.split("=", 1)
-            values.setdefault(argument, default)
-        filled = re.sub(r"\$\{(\w+)\}", lambda match: values[match[1]], arguments)
         if name == "FROM":
-            base, *alias = filled.split()
+            base, *alias = fill(arguments, above).split()
             found.append((alias[1] if alias else "final", base, []))
-        elif found:
-            found[-1][2].append((name, filled))
+            declared[found[-1][0]] = dict(declared.get(base, {}))
+        elif not found:
+            assert name == "ARG", "only ARG may stand above the first stage"
+            above |= declare(arguments, given, {})
+        else:
+            values = declared[found[-1][0]]
+            if name == "ARG":
+                values |= declare(arguments, given, above)
+            found[-1][2].append((name, fill(arguments, values)))
     assert found[-1][0] == "final"
     return {name: Stage(name=name, base=base, instructions=tuple(items)) for name, base, items in found}
 
@@ -168,7 +183,7 @@ def test_python_is_one_that_the_project_is_for(image: str) -> None:
     least = tuple(map(int, PROJECT["project"]["requires-python"].removeprefix(">=").split(".")))
     assert least <= numbers < (3, 15)
     assert f"Programming Language :: Python :: {version}" in PROJECT["project"]["classifiers"]
-    assert all(f"python_version < '{3}.{15}'" in item for item in PROJECT["tool"]["uv"]["environments"])
+    assert all("python_version < '3.15'" in item for item in PROJECT["tool"]["uv"]["environments"])
     # The standard library whose bytecode is compiled is that of the base.
     (compiled,) = [json.loads(item) for item in final(image, "RUN") if "compileall" in item]
     assert compiled[-1] == f"/usr/local/lib/python{version}"
