@@ -153,6 +153,13 @@ def test_nonsense_is_refused_by_name(helm: Helm, setting: str, words: str) -> No
     assert words in done.stderr
 
 
+@pytest.mark.parametrize(("version", "is_taken"), [("1.29.9", False), ("1.30.0", True), ("1.36.0-gke.1", True)])
+def test_kubernetes_that_is_too_old_is_refused(helm: Helm, version: str, *, is_taken: bool) -> None:
+    done = helm.run("template", RELEASE, str(CHART), "--kube-version", version)
+    assert (done.returncode == 0) == is_taken, done.stderr
+    assert is_taken or "1.30" in done.stderr
+
+
 def read_settings(deployment: Object) -> Settings:
     """The settings that the operator would start with."""
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
