@@ -1,0 +1,392 @@
+"""The chart: what helm makes of it, and whether the real API server takes that.
+
+The first tests need helm only; those that ask for ``client`` need the cluster. Nothing is installed here but the CRD:
+objects are sent as server-side dry runs, pods too, into a namespace under Pod Security ``restricted``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from testbed.settings import ROOT
+from testbed.toolchain import build
+
+from sluice_operator import names
+from sluice_operator.access import LEASE_RULES, RULES
+from sluice_operator.settings import Settings, parse_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from testbed.client import Client
+
+Object = dict[str, Any]
+
+CHART = ROOT / "helm" / "sluice"
+RELEASE = "sluice"
+SYSTEM = "sluice-system"
+# Kinds of the Prometheus operator, which the test cluster does not know.
+FOREIGN = {"ServiceMonitor", "PrometheusRule"}
+
+EVERYTHING = {
+    "replicas": 3,
+    "image": {
+        "repository": "registry.example/sluice-operator",
+        "digest": "sha256:" + "0" * 64,
+        "pullSecrets": ["pull"],
+    },
+    "engineImage": "registry.example/engine:1",
+    "routerImage": "registry.example/router:1",
+    "allowHostAccess": True,
+    "workers": 32,
+    "resyncSeconds": 86400,
+    "requestTimeoutSeconds": 2,
+    "logLevel": "DEBUG",
+    "serviceAccount": {"annotations": {"example.org/role": "a"}},
+    "nodeSelector": {"pool": "system"},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "priorityClassName": "system-cluster-critical",
+    "podAnnotations": {"example.org/note": "b"},
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}, "attainmentPercent": 95},
+    "dashboard": {"enabled": True},
+}
+LEAST = {
+    "replicas": 1,
+    "crds": {"install": False},
+    "rbac": {"create": False, "aggregate": False},
+    "serviceAccount": {"create": False, "name": "default"},
+    "resources": {"requests": None, "limits": None},
+    "networkPolicy": {"enabled": False},
+}
+NARROW = {"watchNamespaces": ["team-a", "team-b"]}
+VALUES = {"defaults": {}, "everything": EVERYTHING, "least": LEAST, "narrow": NARROW}
+
+
+class Helm:
+    """The binary, without any configuration of this machine's user.
+
+    Args:
+        path: The binary.
+        home: Folder for its caches and for values.
+    """
+
+    def __init__(self, path: Path, home: Path) -> None:
+        self._path = path
+        self._home = home
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "HOME": str(self._home), "KUBECONFIG": "/dev/null"}
+        return subprocess.run(
+            [self._path, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def template(
+        self, values: Object, *arguments: str, release: str = RELEASE, namespace: str = SYSTEM
+    ) -> list[Object]:
+        """Renders the chart; refuses to go on when helm does."""
+        file = self._home / "values.json"
+        file.write_text(json.dumps(values))
+        done = self.run("template", release, str(CHART), "-n", namespace, "-f", str(file), *arguments)
+        assert done.returncode == 0, done.stderr
+        return [item for item in yaml.safe_load_all(done.stdout) if item]
+
+
+@pytest.fixture(scope="module")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    return Helm(build() / "helm", tmp_path_factory.mktemp("helm"))
+
+
+@pytest.fixture(params=VALUES)
+def rendered(helm: Helm, request: pytest.FixtureRequest) -> list[Object]:
+    """What is rendered for one set of values."""
+    return helm.template(VALUES[request.param])
+
+
+def pick(objects: list[Object], kind: str) -> list[Object]:
+    return [item for item in objects if item["kind"] == kind]
+
+
+def one(objects: list[Object], kind: str) -> Object:
+    (found,) = pick(objects, kind)
+    return found
+
+
+def find_pods(objects: list[Object]) -> Iterator[Object]:
+    """Metadata and spec of every pod that is rendered."""
+    yield one(objects, "Deployment")["spec"]["template"]
+    yield one(objects, "Pod")
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_helm_finds_no_fault(helm: Helm, tmp_path: Path, values: Object) -> None:
+    file = tmp_path / "values.json"
+    file.write_text(json.dumps(values))
+    done = helm.run("lint", "--strict", str(CHART), "-f", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("replicas=0", "/replicas"),
+        ("replica=2", "'replica'"),
+        ("logLevel=info", "/logLevel"),
+        ("watchNamespaces=default", "/watchNamespaces"),
+        ("watchNamespaces={kube*}", "/watchNamespaces/0"),
+        ("crds.install=perhaps", "/crds/install"),
+        ("image.tag=a b", "/image/tag"),
+        ("serviceAccount.create=false", "/serviceAccount/name"),
+        ("requestTimeoutSeconds=6", "/requestTimeoutSeconds"),
+    ],
+)
+def test_nonsense_is_refused_by_name(helm: Helm, setting: str, words: str) -> None:
+    done = helm.run("template", RELEASE, str(CHART), "--set", setting)
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(("version", "is_taken"), [("1.29.9", False), ("1.30.0", True), ("1.36.0-gke.1", True)])
+def test_kubernetes_that_is_too_old_is_refused(helm: Helm, version: str, *, is_taken: bool) -> None:
+    done = helm.run("template", RELEASE, str(CHART), "--kube-version", version)
+    assert (done.returncode == 0) == is_taken, done.stderr
+    assert is_taken or "1.30" in done.stderr
+
+
+def read_settings(deployment: Object) -> Settings:
+    """The settings that the operator would start with."""
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "sluice_operator"]
+    fields = {"metadata.namespace": deployment["metadata"]["namespace"], "metadata.name": "pod-1"}
+    environment = {item["name"]: fields[item["valueFrom"]["fieldRef"]["fieldPath"]] for item in container["env"]}
+    return parse_settings(container["args"], environment)
+
+
+def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
+    settings = read_settings(one(helm.template(EVERYTHING | NARROW), "Deployment"))
+    assert settings == Settings(
+        namespace=SYSTEM,
+        identity="pod-1",
+        watch_namespaces="team-a,team-b",
+        lease_name="sluice-operator",
+        engine_image="registry.example/engine:1",
+        router_image="registry.example/router:1",
+        workers=32,
+        resync_s=86400,
+        request_timeout_s=2,
+        log_level="DEBUG",
+        allow_host_access=True,
+    )
+    defaults = read_settings(one(helm.template({}), "Deployment"))
+    assert defaults == Settings(namespace=SYSTEM, identity="pod-1")
+
+
+def flatten_code(rules: dict[Any, tuple[str, ...]]) -> set[tuple[str, str, str]]:
+    return {
+        (kind.group, f"{kind.plural}/{part}" if part else kind.plural, verb)
+        for (kind, part), verbs in rules.items()
+        for verb in verbs
+    }
+
+
+def flatten(role: Object) -> set[tuple[str, str, str]]:
+    return {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def find_grants(objects: list[Object]) -> dict[tuple[str, str], set[tuple[str, str, str]]]:
+    """What the operator's account is granted, by namespace ("" for everywhere) and role, through the bindings."""
+    roles = {
+        (item["kind"], item["metadata"].get("namespace", ""), item["metadata"]["name"]): item
+        for item in objects
+        if item["kind"] in ("Role", "ClusterRole")
+    }
+    account = one(objects, "Deployment")["spec"]["template"]["spec"]["serviceAccountName"]
+    found = {}
+    for binding in pick(objects, "RoleBinding") + pick(objects, "ClusterRoleBinding"):
+        namespace, reference = binding["metadata"].get("namespace", ""), binding["roleRef"]
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": SYSTEM}]
+        assert binding["kind"] == f"{reference['kind']}Binding"
+        found[namespace, reference["name"]] = flatten(roles[reference["kind"], namespace, reference["name"]])
+    return found
+
+
+def test_rights_everywhere_are_those_of_the_code(helm: Helm) -> None:
+    assert find_grants(helm.template({})) == {
+        (SYSTEM, "sluice-operator-lease"): flatten_code(LEASE_RULES),
+        ("", "sluice-system:sluice-operator"): flatten_code(RULES),
+    }
+
+
+def test_rights_in_named_namespaces_are_roles_only(helm: Helm) -> None:
+    objects = helm.template({"watchNamespaces": ["team-a", SYSTEM], "rbac": {"aggregate": False}})
+    assert not pick(objects, "ClusterRole") + pick(objects, "ClusterRoleBinding")
+    assert find_grants(objects) == {
+        (SYSTEM, "sluice-operator-lease"): flatten_code(LEASE_RULES),
+        ("team-a", "sluice-system:sluice-operator"): flatten_code(RULES),
+        (SYSTEM, "sluice-system:sluice-operator"): flatten_code(RULES),
+    }
+
+
+def test_aggregated_roles_are_for_people(helm: Helm) -> None:
+    objects = helm.template(NARROW)
+    found = {item["metadata"]["name"]: item for item in pick(objects, "ClusterRole")}
+    view, edit = (found[f"sluice-system:sluice-operator:{name}"] for name in ("view", "edit"))
+    assert len(found) == 2
+    assert {verb for _, _, verb in flatten(view)} == {"get", "list", "watch"}
+    assert "rbac.authorization.k8s.io/aggregate-to-view" in view["metadata"]["labels"]
+    assert "rbac.authorization.k8s.io/aggregate-to-edit" in edit["metadata"]["labels"]
+    # The status is the operator's.
+    assert not any(resource.endswith("/status") for _, resource, _ in flatten(edit))
+
+
+def test_the_definition_is_the_one_of_crds(helm: Helm) -> None:
+    source = yaml.safe_load((ROOT / "crds" / "servingclusters.yaml").read_text())
+    found = one(helm.template({}), "CustomResourceDefinition")
+    assert found["spec"] == source["spec"]
+    assert found["metadata"]["name"] == source["metadata"]["name"]
+    assert found["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+@pytest.mark.parametrize(
+    ("install", "keep", "policy"),
+    [(True, False, None), (True, True, "keep"), (False, True, None)],
+    ids=["deleted", "kept", "not ours"],
+)
+def test_the_definition_is_kept_when_told_so(helm: Helm, *, install: bool, keep: bool, policy: str | None) -> None:
+    found = pick(helm.template({"crds": {"install": install, "keep": keep}}), "CustomResourceDefinition")
+    assert len(found) == install
+    assert [item["metadata"].get("annotations", {}).get("helm.sh/resource-policy") for item in found] == (
+        [policy] if install else []
+    )
+
+
+def test_selectors_find_the_operator_and_nothing_else(rendered: list[Object]) -> None:
+    deployment, (operator, test) = one(rendered, "Deployment"), find_pods(rendered)
+    selectors = [
+        deployment["spec"]["selector"]["matchLabels"],
+        one(rendered, "Service")["spec"]["selector"],
+        *(item["spec"]["podSelector"]["matchLabels"] for item in pick(rendered, "NetworkPolicy")),
+        *(item["spec"]["selector"]["matchLabels"] for item in pick(rendered, "PodDisruptionBudget")),
+    ]
+    for selector in selectors:
+        assert selector.items() <= operator["metadata"]["labels"].items()
+        assert not selector.items() <= test["metadata"]["labels"].items()
+    # The routers' network policies let in whoever bears this name.
+    assert operator["metadata"]["labels"][names.NAME_LABEL] == names.MANAGER
+    for monitor in pick(rendered, "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        assert wanted <= one(rendered, "Service")["metadata"]["labels"].items()
+        assert {part["port"] for part in monitor["spec"]["endpoints"]} == {"metrics"}
+
+
+def test_toggles(helm: Helm) -> None:
+    def kinds(values: Object) -> set[str]:
+        return {item["kind"] for item in helm.template(values)}
+
+    optional = {"PodDisruptionBudget", "NetworkPolicy", "ServiceMonitor", "PrometheusRule", "ConfigMap"}
+    assert kinds({}) & optional == {"PodDisruptionBudget", "NetworkPolicy"}
+    assert kinds(EVERYTHING) >= optional
+    assert kinds(LEAST) == {"Deployment", "Service", "Pod"}
+    # One replica: a budget would nail it to its node.
+    assert "PodDisruptionBudget" not in kinds({"replicas": 1})
+    # What the operator writes, users write, or is secret is not the chart's.
+    assert not kinds(EVERYTHING) & {"ServingCluster", "Lease", "Secret"}
+
+
+def test_alerts_name_the_release(helm: Helm) -> None:
+    text = json.dumps(one(helm.template(EVERYTHING, release="mine", namespace="ops"), "PrometheusRule")["spec"])
+    assert 'namespace=\\"ops\\", service=\\"mine-operator-metrics\\"' in text
+    assert "(sluice_attainment_ratio) * 100 < 95" in text
+    assert "OPERATOR_" not in text
+    assert "ATTAINMENT_" not in text
+    assert "{{ $labels.slo_class }}" in text
+
+
+def test_the_dashboard_arrives_as_it_is(helm: Helm) -> None:
+    found = one(helm.template(EVERYTHING), "ConfigMap")
+    assert json.loads(found["data"]["sluice.json"]) == json.loads((CHART / "files" / "dashboard.json").read_text())
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_names_fit_however_long_the_release_s_is(helm: Helm) -> None:
+    objects = helm.template(EVERYTHING, release="a" * 53)
+    assert all(len(item["metadata"]["name"]) <= 63 for item in objects if item["kind"] in ("Service", "Deployment"))
+
+
+def test_two_releases_share_no_object(helm: Helm) -> None:
+    def identify(namespace: str) -> set[tuple[str, str, str]]:
+        objects = helm.template({"crds": {"install": False}}, namespace=namespace)
+        return {(item["kind"], item["metadata"].get("namespace", ""), item["metadata"]["name"]) for item in objects}
+
+    assert not identify("one") & identify("two")
+
+
+def test_notes_say_what_uninstall_leaves(helm: Helm) -> None:
+    def read(*arguments: str) -> str:
+        done = helm.run("install", RELEASE, str(CHART), "-n", SYSTEM, "--dry-run=client", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("NOTES:")[2]
+
+    assert "leaves the definition of ServingCluster" in read()
+    assert "EVERY ServingCluster" in read("--set", "crds.keep=false")
+    assert "kubectl apply --server-side -f crds/servingclusters.yaml" in read("--set", "crds.install=false")
+    assert "the namespaces a, b." in read("--set", "watchNamespaces={a,b}")
+
+
+def test_the_test_pod_is_a_program(rendered: list[Object]) -> None:
+    (container,) = one(rendered, "Pod")["spec"]["containers"]
+    assert container["command"] == ["python", "-c"]
+    compile(container["args"][0], "helm test", "exec")
+    service = one(rendered, "Service")
+    assert f'"http://{service["metadata"]["name"]}:9090"' in container["args"][0]
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_the_api_server_takes_it_all_under_restricted(
+    helm: Helm, client: Client, crd: Path, namespace: str, values: Object
+) -> None:
+    if values is NARROW:
+        values = {"watchNamespaces": [namespace, "default"]}
+    objects = [item for item in helm.template(values, namespace=namespace) if item["kind"] not in FOREIGN]
+    for item in objects:
+        # A dry run under restricted warns of a Deployment and refuses a pod: its template is sent as a pod as well.
+        dry_run(client, item)
+        if item["kind"] == "Deployment":
+            pod = item["spec"]["template"]
+            # Admission wants the account to exist, which a dry run does not leave behind.
+            pod["spec"]["serviceAccountName"] = "default"
+            dry_run(
+                client,
+                {
+                    "apiVersion": "v1",
+                    "kind": "Pod",
+                    **pod,
+                    "metadata": {**pod["metadata"], "name": "template", "namespace": namespace},
+                },
+            )
+
+
+def dry_run(client: Client, item: Object) -> None:
+    client.kubectl(
+        "apply",
+        "--server-side",
+        "--force-conflicts",
+        "--dry-run=server",
+        "--validate=strict",
+        "-f",
+        "-",
+        stdin=json.dumps(item),
+    )

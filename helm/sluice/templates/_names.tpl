@@ -1,0 +1,52 @@
+{{/* Room is left for the longest suffix: a Service's name has 63 characters at most. */}}
+{{- define "sluice.name" -}}
+{{ printf "%s-operator" (.Release.Name | trunc 45 | trimSuffix "-") }}
+{{- end }}
+
+{{/* Objects without a namespace: two releases of one name must not meet. */}}
+{{- define "sluice.clusterName" -}}
+{{ printf "%s:%s" .Release.Namespace (include "sluice.name" .) }}
+{{- end }}
+
+{{- define "sluice.account" -}}
+{{ .Values.serviceAccount.name | default (include "sluice.name" .) }}
+{{- end }}
+
+{{- define "sluice.image" -}}
+{{- with .Values.image -}}
+{{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* The first is what the routers' network policies know the operator by (names.py, MANAGER). */}}
+{{- define "sluice.selector" -}}
+app.kubernetes.io/name: sluice-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "sluice.labels" -}}
+{{ include "sluice.commonLabels" . }}
+{{ include "sluice.selector" . }}
+{{- end }}
+
+{{/* Of what is no pod of the operator. */}}
+{{- define "sluice.commonLabels" -}}
+app.kubernetes.io/part-of: sluice
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{/* Kubernetes' Pod Security level "restricted". */}}
+{{- define "sluice.podSecurity" -}}
+runAsNonRoot: true
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "sluice.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}

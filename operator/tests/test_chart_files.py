@@ -1,0 +1,293 @@
+"""The chart's files, without helm: values and their schema, rights, definition, dashboard, alerts.
+
+What helm renders from them is tested on a real API server, in ``e2e/kube/test_chart.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+import yaml
+
+from sluice_engine.metrics import EngineCollector
+from sluice_operator.access import LEASE_RULES, RULES
+from sluice_operator.metrics import Metrics
+from sluice_operator.settings import Settings
+from sluice_router.edge_metrics import EdgeMetrics
+from sluice_router.settings import Limits
+from sluice_router.state import RouterState
+from sluice_router.status import Collector
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "sluice"
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+DASHBOARD = json.loads((CHART / "files" / "dashboard.json").read_text())
+ALERTS = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+# Labels that a scrape adds, and the one of histograms' buckets.
+SCRAPED = {"namespace", "service", "pod", "le"}
+
+EXPRESSIONS = [
+    *(
+        pytest.param(target["expr"], id=f"{panel['title']} {target['refId']}")
+        for panel in DASHBOARD["panels"]
+        for target in panel.get("targets", ())
+    ),
+    *(pytest.param(rule["expr"], id=rule["alert"]) for group in ALERTS["groups"] for rule in group["rules"]),
+]
+
+
+class NoSlowReaders:
+    """Readers that are never slow."""
+
+    num_shed: dict[str, int] = {}  # noqa: RUF012 - never changed
+
+    def __len__(self) -> int:
+        return 0
+
+
+class IdleServer:
+    """An engine's server that has done nothing: load and counters are zero, whatever they are called."""
+
+    finished: dict[int, int] = {}  # noqa: RUF012 - never changed
+
+    @property
+    def load(self) -> IdleServer:
+        return self
+
+    @property
+    def counters(self) -> IdleServer:
+        return self
+
+    def __getattr__(self, name: str) -> int:
+        return 0
+
+
+def name_samples(family: Metric) -> list[str]:
+    suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"]}
+    return [family.name + suffix for suffix in suffixes.get(family.type, [""])]
+
+
+def find_metrics() -> dict[str, set[str]]:
+    """Labels by name of every sample that router, engine and operator export, from their own collectors."""
+    state = RouterState(router_id="r", limits=Limits(), rng=random.Random(1))
+    families = [
+        *Collector(state, lambda: 0.0).collect(),
+        *EdgeMetrics(NoSlowReaders()).collect(),
+        *EngineCollector(IdleServer()).collect(),
+    ]
+    found = {name: set(getattr(family, "_labelnames", ())) for family in families for name in name_samples(family)}
+    for metric in list_metrics(Metrics()):
+        for family in metric.collect():
+            found |= {name: set(metric._labelnames) for name in name_samples(family)}
+    return found
+
+
+def list_metrics(metrics: Metrics) -> list[Any]:
+    return [getattr(metrics, name) for name in Metrics.__slots__ if name != "registry"]
+
+
+METRICS = find_metrics()
+
+
+def set_value(path: str, value: Any) -> dict[str, Any]:
+    values = copy.deepcopy(VALUES)
+    *parents, last = path.split(".")
+    part = values
+    for name in parents:
+        part = part[name]
+    part[last] = value
+    return values
+
+
+def test_values_are_what_their_schema_says() -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    jsonschema.validate(VALUES, SCHEMA, jsonschema.Draft7Validator)
+
+
+def test_every_value_has_a_schema_and_a_default() -> None:
+    def compare(values: dict[str, Any], schema: dict[str, Any], path: str) -> None:
+        properties = schema.get("properties")
+        if properties is None:
+            return
+        assert set(values) == set(properties) - {"global"}, path
+        for name, value in values.items():
+            if isinstance(value, dict):
+                compare(value, properties[name], f"{path}.{name}")
+
+    compare(VALUES, SCHEMA, "values")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("replicas", 0),
+        ("replicas", "two"),
+        ("replica", 2),
+        ("image.repository", ""),
+        ("image.tag", "a b"),
+        ("image.digest", "sha256:1"),
+        ("image.pullPolicy", "Sometimes"),
+        ("image.pullSecrets", ["Not A Name"]),
+        ("engineImage", "a b"),
+        ("watchNamespaces", "default"),
+        ("watchNamespaces", ["a", "a"]),
+        ("watchNamespaces", ["kube*"]),
+        ("allowHostAccess", "yes"),
+        ("workers", 257),
+        ("resyncSeconds", 0),
+        ("requestTimeoutSeconds", 6),
+        ("logLevel", "info"),
+        ("crds.install", "no"),
+        ("crds.remove", True),
+        ("rbac.create", None),
+        ("serviceAccount", {"create": False, "name": ""}),
+        ("serviceAccount", {"create": False}),
+        ("serviceAccount.annotations", {"a": 1}),
+        ("resources.limits", {"memory": "much"}),
+        ("resources.request", {}),
+        ("tolerations", {}),
+        ("nodeSelector", {"gpu": True}),
+        ("networkPolicy", {}),
+        ("podDisruptionBudget.minAvailable", 1),
+        ("serviceMonitor.intervalSeconds", "30s"),
+        ("prometheusRule.attainmentPercent", 0.9),
+        ("dashboard.enabled", 1),
+    ],
+)
+def test_nonsense_is_refused(path: str, value: Any) -> None:
+    assert not jsonschema.Draft7Validator(SCHEMA).is_valid(set_value(path, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("watchNamespaces", ["default", "team-a"]),
+        ("image.digest", "sha256:" + "0" * 64),
+        ("image.repository", "registry.example:5000/team/sluice-operator"),
+        ("engineImage", "registry.example/sluice-engine@sha256:" + "0" * 64),
+        ("serviceAccount", {"create": False, "name": "mine", "annotations": {}}),
+        ("resources.limits", {"cpu": 2, "memory": "1.5Gi"}),
+        ("tolerations", [{"operator": "Exists"}]),
+        ("global", {"anything": 1}),
+    ],
+)
+def test_sense_is_accepted(path: str, value: Any) -> None:
+    jsonschema.validate(set_value(path, value), SCHEMA, jsonschema.Draft7Validator)
+
+
+def test_bounds_are_those_of_the_operator() -> None:
+    def bounds(name: str) -> set[Any]:
+        return {
+            getattr(part, side)
+            for part in Settings.model_fields[name].metadata
+            for side in ("ge", "le")
+            if hasattr(part, side)
+        }
+
+    workers, timeout = SCHEMA["properties"]["workers"], SCHEMA["properties"]["requestTimeoutSeconds"]
+    assert bounds("workers") == {workers["minimum"], workers["maximum"]}
+    assert bounds("request_timeout_s") == {timeout["maximum"]}
+    defaults = Settings()
+    assert (defaults.workers, defaults.resync_s) == (VALUES["workers"], VALUES["resyncSeconds"])
+    assert (defaults.request_timeout_s, defaults.log_level) == (VALUES["requestTimeoutSeconds"], VALUES["logLevel"])
+
+
+def test_versions_and_default_images_are_the_product_s() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+    assert Settings().engine_image == f"sluice-engine:{version}"
+    assert Settings().router_image == f"sluice-router:{version}"
+
+
+def test_the_definition_is_the_one_of_crds() -> None:
+    assert (CHART / "files" / "servingclusters.yaml").resolve() == (ROOT / "crds" / "servingclusters.yaml").resolve()
+
+
+def flatten_code(rules: dict[Any, tuple[str, ...]]) -> set[tuple[str, str, str]]:
+    return {
+        (kind.group, f"{kind.plural}/{part}" if part else kind.plural, verb)
+        for (kind, part), verbs in rules.items()
+        for verb in verbs
+    }
+
+
+def flatten_file(rules: list[dict[str, list[str]]]) -> set[tuple[str, str, str]]:
+    return {
+        (group, resource, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def test_rights_are_those_of_the_code_and_no_others() -> None:
+    access = yaml.safe_load((CHART / "files" / "access.yaml").read_text())
+    assert set(access) == {"clusters", "lease"}
+    assert flatten_file(access["clusters"]) == flatten_code(RULES)
+    assert flatten_file(access["lease"]) == flatten_code(LEASE_RULES)
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_expressions_use_metrics_and_labels_that_exist(expression: str) -> None:
+    names = set(re.findall(r"\bsluice_\w+|\bvllm:\w+", expression))
+    assert names
+    assert names <= set(METRICS)
+    labels = set(re.findall(r'(\w+)\s*(?:=~|!~|!=|=)\s*"', expression))
+    for group in re.findall(r"\bby \(([^)]*)\)", expression):
+        labels |= {label.strip() for label in group.split(",")}
+    assert labels <= SCRAPED | set().union(*(METRICS[name] for name in names))
+    assert expression.count("(") == expression.count(")")
+    assert expression.count("{") == expression.count("}")
+
+
+def test_counters_and_histograms_are_read_as_rates() -> None:
+    for parameter in EXPRESSIONS:
+        (expression,) = parameter.values
+        for name in re.findall(r"\bsluice_\w+(?:_total|_bucket)\b", str(expression)):
+            # A gauge of the engine, whatever its name.
+            if name != "sluice_engine_kv_blocks_total":
+                assert re.search(rf"(?:rate|increase)\({name}\{{?", str(expression)), expression
+
+
+def test_panels_are_complete_and_do_not_overlap() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24
+    for panel in panels:
+        assert panel["type"] == "row" or (panel["description"] and panel["fieldConfig"]["defaults"]["unit"])
+
+
+def test_variables_of_the_dashboard_are_defined() -> None:
+    text = json.dumps(DASHBOARD["panels"])
+    used = set(re.findall(r"\$\{?(\w+)", text)) - {"__rate_interval"}
+    assert used == {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+
+
+def test_alerts_say_how_bad_it_is_and_what_it_means() -> None:
+    rules = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"].endswith(".")
+        assert rule["annotations"]["description"].endswith(".")
