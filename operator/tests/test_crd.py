@@ -197,3 +197,7 @@ def test_the_crd_tells_users_every_condition_and_reason() -> None:
     }
     words = set(re.findall(r"\w+", fields["type"]["description"]))
     assert {str(condition) for condition in ConditionType} <= words
+
+
+def test_a_part_takes_the_place_of_a_list():
+    assert merge({"chunkSizes": [1]}, {"chunkSizes": {"prefillHeavy": 16}}) == {"chunkSizes": {"prefillHeavy": 16}}

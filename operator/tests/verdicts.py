@@ -76,7 +76,9 @@ def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         if value is None:
             merged.pop(name, None)
         else:
-            merged[name] = merge(merged.get(name) or {}, value) if isinstance(value, dict) else value
+            # As a JSON merge patch: a part that replaces something else begins empty.
+            part = merged.get(name)
+            merged[name] = merge(part if isinstance(part, dict) else {}, value) if isinstance(value, dict) else value
     return merged
 
 
