@@ -6,13 +6,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sluice_core.slo import ATTAINMENT_WINDOW_S
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sluice.v1 import control_pb2
 
-# Architecture, section 4.5.
-WINDOW_S = 300.0
 # Counts are kept in steps of this length; shorter ones would cost memory for nothing.
 STEP_S = 5.0
 
@@ -90,7 +90,7 @@ class AttainmentWindow:
 
     def sum_up(self, now: float) -> dict[str, Counts]:
         """Sums the last five minutes by class; classes without requests are left out."""
-        while self._steps and self._steps[0][0] < now - WINDOW_S:
+        while self._steps and self._steps[0][0] < now - ATTAINMENT_WINDOW_S:
             self._steps.popleft()
         summed: dict[str, Counts] = {}
         for _, counts in self._steps:

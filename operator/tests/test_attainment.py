@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.v1 import control_pb2
-from sluice_operator.attainment import WINDOW_S, AttainmentWindow, Counts, format_share
+from sluice_core.slo import ATTAINMENT_WINDOW_S
+from sluice_operator.attainment import AttainmentWindow, Counts, format_share
 
 
 def status(router_id: str, num_finished: int, num_met: int, name: str = "") -> control_pb2.GetStatusResponse:
@@ -47,9 +48,9 @@ def test_requests_leave_after_five_minutes() -> None:
     window.take(0.0, status("a", 0, 0))
     window.take(10.0, status("a", 5, 5))
     window.take(200.0, status("a", 6, 5))
-    assert window.sum_up(10.0 + WINDOW_S)[""].num_finished == 6
-    assert window.sum_up(11.0 + WINDOW_S)[""].num_finished == 1
-    assert window.sum_up(201.0 + WINDOW_S) == {}
+    assert window.sum_up(10.0 + ATTAINMENT_WINDOW_S)[""].num_finished == 6
+    assert window.sum_up(11.0 + ATTAINMENT_WINDOW_S)[""].num_finished == 1
+    assert window.sum_up(201.0 + ATTAINMENT_WINDOW_S) == {}
 
 
 @settings(deadline=None)

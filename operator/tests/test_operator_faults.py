@@ -36,6 +36,26 @@ class Crash(BaseException):
     """The end of the operator's process."""
 
 
+class CrashOnce:
+    """Ends the operator's process at one request.
+
+    Args:
+        number: Requests that go through before it.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._remaining = number
+
+    def __call__(self, _verb: str, _plural: str) -> None:
+        self._remaining -= 1
+        if self._remaining == -1:
+            raise Crash
+
+    @property
+    def has_come(self) -> bool:
+        return self._remaining < 0
+
+
 async def play(world: World) -> list[object]:
     """Plays the scenario; returns the state after each part."""
     states = []
@@ -67,17 +87,9 @@ async def test_a_crash_after_every_request_ends_in_the_same_state() -> None:
     # After every write, which leaves something half-done, and every seventh read.
     for crash_at in sorted({*writes, *range(0, num_calls, 7)}):
         world = World()
-        remaining = crash_at
-
-        def crash(_verb: str, _plural: str) -> None:
-            nonlocal remaining
-            remaining -= 1
-            if remaining == -1:
-                raise Crash
-
-        world.kubernetes.after = crash
+        world.kubernetes.after = crash = CrashOnce(crash_at)
         assert await play(world) == wanted, f"crashed after request {crash_at}: {calm.kubernetes.calls[crash_at]}"
-        assert remaining < 0
+        assert crash.has_come
 
 
 async def test_a_crash_before_a_request_ends_in_the_same_state() -> None:
@@ -86,15 +98,7 @@ async def test_a_crash_before_a_request_ends_in_the_same_state() -> None:
     writes = [index for index, call in enumerate(calm.kubernetes.calls) if call[0] not in READS]
     for crash_at in writes[::3]:
         world = World()
-        remaining = crash_at
-
-        def crash(_verb: str, _plural: str) -> None:
-            nonlocal remaining
-            remaining -= 1
-            if remaining == -1:
-                raise Crash
-
-        world.kubernetes.before = crash
+        world.kubernetes.before = CrashOnce(crash_at)
         assert await play(world) == wanted, f"crashed before request {crash_at}: {calm.kubernetes.calls[crash_at]}"
 
 
@@ -109,15 +113,7 @@ async def test_engines_are_never_taken_away_before_they_have_drained_whenever_th
         await world.settle()
         busy = world.engine_uids
         world.routers.stuck = set(busy)
-        remaining = crash_at - num_before
-
-        def crash(_verb: str, _plural: str) -> None:
-            nonlocal remaining
-            remaining -= 1
-            if remaining == -1:
-                raise Crash
-
-        world.kubernetes.after = crash
+        world.kubernetes.after = CrashOnce(crash_at - num_before)
         world.edit(replicas=2)
         for _ in range(8):
             world.kubernetes.run_controllers()

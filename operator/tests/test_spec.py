@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from verdicts import LEAST
 
 from sluice_operator import spec
 from sluice_operator.changes import diff
@@ -15,15 +16,6 @@ from sluice_operator.fields import Effect, Part
 from sluice_operator.manifest import ManifestError, check_manifest, parse_manifest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LEAST: dict[str, Any] = {
-    "apiVersion": "sluice.dev/v1alpha1",
-    "kind": "ServingCluster",
-    "metadata": {"name": "test"},
-    "spec": {
-        "slo": {"ttftMilliseconds": 500, "tpotMilliseconds": 50},
-        "model": {"name": "m", "source": {"huggingFace": {}}},
-    },
-}
 
 
 def edit(path: str, value: Any) -> dict[str, Any]:

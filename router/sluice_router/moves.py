@@ -268,12 +268,8 @@ def _is_last_of_its_fingerprint(state: RouterState, engine: Engine) -> bool:
 
 def _recompute_elsewhere(state: RouterState, stay: Stay, request: LiveRequest, now: float) -> None:
     """Takes a request off a draining engine; no engine has failed, so that this does not count against the request."""
-    engine = stay.engine
-    state.ring.record(now, request.request_id, "lost", engine.engine_id, "fingerprint", len(request.output_token_ids))
+    ownership.take_off(state, stay, request, "fingerprint", now)
     state.metrics.count("recoveries", "fingerprint")
-    ownership.abort_stay(state, stay)
-    request.stay = None
-    request.lost_since_s = now
     ownership.enqueue(state, request, now)
 
 

@@ -75,6 +75,20 @@ def abort_stay(state: RouterState, stay: Stay) -> None:
         state.message_to(stay.engine).aborts.add(slot=stay.slot)
 
 
+def take_off(state: RouterState, stay: Stay, request: LiveRequest, reason: str, now: float) -> None:
+    """Takes a request off an engine that lives on; whoever calls says what becomes of it."""
+    abort_stay(state, stay)
+    request.stay = None
+    note_loss(state, stay.engine, request, reason, now)
+
+
+def note_loss(state: RouterState, engine: Engine, request: LiveRequest, reason: str, now: float) -> None:
+    """Records that an engine no longer owns a request, and since when its client waits for tokens."""
+    state.ring.record(now, request.request_id, "lost", engine.engine_id, reason, len(request.output_token_ids))
+    if request.first_token_s is not None and request.lost_since_s is None:
+        request.lost_since_s = now
+
+
 def release(state: RouterState, stay: Stay) -> None:
     """Lets the source of a hand-off free the KV; the slot is free with it."""
     if stay.is_pinned and not stay.engine.is_lost:

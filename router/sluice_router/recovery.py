@@ -75,9 +75,7 @@ def _give_up_pull(state: RouterState, request: LiveRequest, move: Move, reason: 
     stay = request.stay
     assert stay is not None
     moves.abandon(state, move, reason, now)
-    ownership.abort_stay(state, stay)
-    request.stay = None
-    _note_loss(state, stay.engine, request, reason, now)
+    ownership.take_off(state, stay, request, reason, now)
     requeue(state, request, reason, now)
 
 
@@ -125,7 +123,7 @@ def _save(state: RouterState, stay: Stay, request: LiveRequest, reason: str, now
     if request.move is not None:
         in_time = request.move.phase is MovePhase.SUBMITTED
         moves.abandon(state, request.move, "target_lost" if in_time else "source_lost", now)
-    _note_loss(state, engine, request, reason, now)
+    ownership.note_loss(state, engine, request, reason, now)
     if stay.submit_number <= engine.load.last_submit_number or stay.has_token:
         # It had reached the scheduler: it may be what killed the engine.
         request.num_deaths += 1
@@ -139,13 +137,6 @@ def _save(state: RouterState, stay: Stay, request: LiveRequest, reason: str, now
         ending.fail(state, request, EngineFaultError(message), now)
     else:
         requeue(state, request, reason, now)
-
-
-def _note_loss(state: RouterState, engine: Engine, request: LiveRequest, reason: str, now: float) -> None:
-    """Records that an engine no longer owns a request, and since when its client waits for tokens."""
-    state.ring.record(now, request.request_id, "lost", engine.engine_id, reason, len(request.output_token_ids))
-    if request.first_token_s is not None and request.lost_since_s is None:
-        request.lost_since_s = now
 
 
 def _has_work(engine: Engine) -> bool:

@@ -97,6 +97,19 @@ class _Format:
         """Formats one event of text alone."""
         return (self._prefix + encode_basestring(text) + self._suffix).encode()
 
+    def chunk(self, delta: Delta) -> bytes:
+        """Formats one event."""
+        if self.is_plain:
+            return self.plain_chunk(delta.text)
+        return self._event(self._choice(delta, '"finish_reason":null'))
+
+    def end(self, delta: Delta, finish: Finish, stop: str | None) -> bytes:
+        """Formats the last events."""
+        return self._event(self._choice(delta, _format_end(finish, stop))) + self._last(finish)
+
+    def _choice(self, delta: Delta, end: str) -> str:
+        raise NotImplementedError
+
     def _event(self, choice: str) -> bytes:
         return f'{self._event_start},"choices":[{choice}]{self._event_end}'.encode()
 
@@ -134,16 +147,6 @@ class CompletionFormat(_Format):
         """Formats nothing: completions start with their text."""
         return b""
 
-    def chunk(self, delta: Delta) -> bytes:
-        """Formats one event."""
-        if self.is_plain:
-            return self.plain_chunk(delta.text)
-        return self._event(self._choice(delta, '"finish_reason":null'))
-
-    def end(self, delta: Delta, finish: Finish, stop: str | None) -> bytes:
-        """Formats the last events."""
-        return self._event(self._choice(delta, _format_end(finish, stop))) + self._last(finish)
-
     def whole(self, delta: Delta, finish: Finish, stop: str | None) -> dict[str, Any]:
         """Formats the whole answer."""
         choice = {"index": 0, "text": delta.text, "logprobs": self._logprobs(delta), **_describe_end(finish, stop)}
@@ -171,16 +174,6 @@ class ChatFormat(_Format):
         """Formats the event that names the speaker."""
         delta = '"delta":{"role":"assistant","content":""}'
         return self._event(f'{{"index":0,{delta},"logprobs":null,"finish_reason":null}}')
-
-    def chunk(self, delta: Delta) -> bytes:
-        """Formats one event."""
-        if self.is_plain:
-            return self.plain_chunk(delta.text)
-        return self._event(self._choice(delta, '"finish_reason":null'))
-
-    def end(self, delta: Delta, finish: Finish, stop: str | None) -> bytes:
-        """Formats the last events."""
-        return self._event(self._choice(delta, _format_end(finish, stop))) + self._last(finish)
 
     def whole(self, delta: Delta, finish: Finish, stop: str | None) -> dict[str, Any]:
         """Formats the whole answer."""
