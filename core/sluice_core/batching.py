@@ -38,9 +38,9 @@ class RequestKind(IntEnum):
     NEW_PROMPT = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EngineBatch:
-    """What the scheduler knows before an iteration.
+    """What the scheduler knows before an iteration; mutable, so that a scheduler can keep one and bring it up to date.
 
     Args:
         chunk_size_tokens: Chunk size in force; 0: no new prompts.
@@ -70,9 +70,9 @@ class EngineBatch:
     is_draining: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class BatchLimits:
-    """Knobs for one iteration.
+    """Knobs for one iteration; not frozen, because a frozen record takes several times as long to make.
 
     Args:
         token_budget: Most tokens of the iteration; never under decodes + joining.

@@ -74,7 +74,8 @@ class DecodeSet:
     Attributes:
         role: Role in force; set it on a configure.
         is_draining: Every decode is proposed; set it on a configure.
-        kv: KV blocks of the engine; set it before each ``propose``.
+        kv_blocks_total: KV blocks of the engine; set with ``observe_kv`` before each ``propose``.
+        kv_blocks_held: Of these, held by requests that have not been handed off.
         block_size_tokens: Tokens per KV block.
         max_num_seqs: Most running requests.
         num_proposed: Standing proposals.
@@ -84,7 +85,8 @@ class DecodeSet:
     def __init__(self, *, block_size_tokens: int, max_num_seqs: int) -> None:
         self.role = Role.DECODE_HEAVY
         self.is_draining = False
-        self.kv = KvBlocks(total=0, used=0)
+        self.kv_blocks_total = 0
+        self.kv_blocks_held = 0
         self.block_size_tokens = block_size_tokens
         self.max_num_seqs = max_num_seqs
         self.num_proposed = 0
@@ -104,6 +106,10 @@ class DecodeSet:
 
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._members
+
+    def observe_kv(self, kv: KvBlocks) -> None:
+        """Take the engine's KV blocks before a ``propose``; pinned ones are on their way out and do not count."""
+        self.kv_blocks_total, self.kv_blocks_held = kv.total, kv.used - kv.pinned
 
     def join(
         self,

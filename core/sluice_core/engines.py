@@ -6,12 +6,16 @@ changed, so a decision record is a copy of pointers. Engines that can take none 
 
 Invariants: every engine is in exactly one of the two; ``queued_prefill_tokens``, ``free_at_s`` and
 ``reserved_kv_blocks`` are the last report's plus those of ``in_flight``, the own placements that it does not include.
+
+Reports come far more often than requests, so what follows from them is computed when somebody looks: a changed engine
+is *stale* until then. Whoever reads ``order``, ``blocked`` or a state gets it up to date; ``peek`` and ``list_loads``
+spare the work for those that need loads and settings only.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -163,15 +167,14 @@ class EngineTable:
         make_latency_model: Makes the model of a new engine.
 
     Attributes:
-        order: Engines that can take a prefill, sorted; read only.
-        blocked: Engines that can take none; read only.
         pull_bytes_per_s: Running mean of the measured KV pull rates; 0 before any.
     """
 
-    def __init__(self, make_latency_model: Callable[[], LatencyModel] = OnlineLatencyModel) -> None:
-        self.order: list[Entry] = []
-        self.blocked: dict[EngineId, EngineView] = {}
+    def __init__(self, make_latency_model: Callable[[EngineId], LatencyModel] | None = None) -> None:
         self.pull_bytes_per_s = 0.0
+        self._order: list[Entry] = []
+        self._blocked: dict[EngineId, EngineView] = {}
+        self._stale: dict[EngineId, EngineState] = {}
         self._make_latency_model = make_latency_model
         self._states: dict[EngineId, EngineState] = {}
         self._num_added = 0
@@ -184,14 +187,39 @@ class EngineTable:
         return engine_id in self._states
 
     def __iter__(self) -> Iterator[EngineState]:
+        self._settle()
         return iter(self._states.values())
 
     def __getitem__(self, engine_id: EngineId) -> EngineState:
+        if engine_id in self._stale:
+            self._refresh(self._states[engine_id])
         return self._states[engine_id]
 
     def get(self, engine_id: EngineId) -> EngineState | None:
         """Return an engine, or None when the table does not have it."""
+        return self[engine_id] if engine_id in self._states else None
+
+    def peek(self, engine_id: EngineId) -> EngineState | None:
+        """Return an engine whose load and settings are up to date, but maybe not what follows from them."""
         return self._states.get(engine_id)
+
+    def list_loads(self) -> Collection[EngineState]:
+        """List the engines, of each its load and settings up to date, but maybe not what follows from them."""
+        return self._states.values()
+
+    @property
+    def order(self) -> list[Entry]:
+        """Engines that can take a prefill, sorted; read only."""
+        if self._stale:
+            self._settle()
+        return self._order
+
+    @property
+    def blocked(self) -> dict[EngineId, EngineView]:
+        """Engines that can take none; read only."""
+        if self._stale:
+            self._settle()
+        return self._blocked
 
     @property
     def are_roles_void(self) -> bool:
@@ -211,18 +239,19 @@ class EngineTable:
             engine_id=engine_id,
             spec=spec,
             number=self._num_added,
-            latency=self._make_latency_model(),
+            latency=OnlineLatencyModel() if self._make_latency_model is None else self._make_latency_model(engine_id),
             role=role,
             chunk_size_tokens=chunk_size_tokens,
         )
         self._states[engine_id] = state
-        self._refresh(state)
+        self._stale[engine_id] = state
         self._check_roles()
 
     def remove(self, engine_id: EngineId) -> None:
         """Forget an engine and everything placed on it. Unknown ones are ignored."""
         state = self._states.pop(engine_id, None)
         if state is not None:
+            self._stale.pop(engine_id, None)
             self._take_out(state)
             self._check_roles()
 
@@ -230,7 +259,7 @@ class EngineTable:
         """Put an acknowledged role, chunk size and drain flag in force."""
         state = self._states[engine_id]
         state.role, state.chunk_size_tokens, state.is_draining = role, chunk_size_tokens, is_draining
-        self._refresh(state)
+        self._stale[engine_id] = state
         self._check_roles()
 
     def report(self, engine_id: EngineId, load: EngineLoad, now: float) -> None:
@@ -255,7 +284,7 @@ class EngineTable:
         if load.pull_bytes_per_s > 0:
             gain = _RATE_GAIN if self.pull_bytes_per_s else 1.0
             self.pull_bytes_per_s += gain * (load.pull_bytes_per_s - self.pull_bytes_per_s)
-        self._refresh(state)
+        self._stale[engine_id] = state
 
     def observe_iteration(self, engine_id: EngineId, shape: IterationShape, duration_s: float) -> None:
         """Fit the engine's latency model to a measured iteration; call it before the ``report`` of the same message."""
@@ -286,11 +315,13 @@ class EngineTable:
         state = self._states[engine_id]
         blocks = blocks_for_tokens(kv_tokens, state.spec.block_size_tokens)
         state.in_flight[request_id] = InFlight(placed_at_s=now, tokens=tokens, execute_s=execute_s, blocks=blocks)
+        if is_recovery:
+            state.recovery_free_at_s = max(now, state.recovery_free_at_s) + execute_s / RECOVERY_SHARE
+        if engine_id in self._stale:
+            return
         state.queued_prefill_tokens += tokens
         state.free_at_s = max(now, state.free_at_s) + execute_s
         state.reserved_kv_blocks += blocks
-        if is_recovery:
-            state.recovery_free_at_s = max(now, state.recovery_free_at_s) + execute_s / RECOVERY_SHARE
         view = state.view
         assert view is not None
         self._put(state, _count_placement(view, state, blocks))
@@ -317,19 +348,19 @@ class EngineTable:
         """
         state = self._states.get(engine_id)
         if state is not None and state.in_flight.pop(request_id, None) is not None:
-            self._refresh(state)
+            self._stale[engine_id] = state
 
     def record_grant_request(self, engine_id: EngineId, grant_id: int, num_blocks: int) -> None:
         """Count blocks asked for on a target until its answer, so that moves of one tick spread."""
         state = self._states[engine_id]
         state.pending_grants[grant_id] = num_blocks
-        self._refresh(state)
+        self._stale[engine_id] = state
 
     def record_grant_answer(self, engine_id: EngineId, grant_id: int) -> None:
         """Stop counting: granted blocks are in the target's reports from now on. Unknown ones are ignored."""
         state = self._states.get(engine_id)
         if state is not None and state.pending_grants.pop(grant_id, None) is not None:
-            self._refresh(state)
+            self._stale[engine_id] = state
 
     def _check_roles(self) -> None:
         """Recompute whether roles are void; a change alters the rank and the transfer time of every engine."""
@@ -337,11 +368,16 @@ class EngineTable:
         are_roles_void = len(chunk_sizes) <= 1
         if are_roles_void != self._are_roles_void:
             self._are_roles_void = are_roles_void
-            for state in self._states.values():
-                self._refresh(state)
+            self._stale.update(self._states)
+
+    def _settle(self) -> None:
+        """Bring all stale engines up to date."""
+        for state in list(self._stale.values()):
+            self._refresh(state)
 
     def _refresh(self, state: EngineState) -> None:
         """Recompute what follows from the last report, the settings and the placements in flight."""
+        self._stale.pop(state.engine_id, None)
         load, placements = state.load, state.in_flight.values()
         state.room_tokens = max(0, min(state.chunk_size_tokens, state.spec.max_batch_tokens) - load.running_decodes)
         queue_s = state.latency.estimate_prefill_s(
@@ -394,7 +430,7 @@ class EngineTable:
         self._take_out(state)
         state.view = view
         if view.blocked_reason:
-            self.blocked[state.engine_id] = view
+            self._blocked[state.engine_id] = view
             return
         rank = 0 if self._are_roles_void or state.role is Role.PREFILL_HEAVY else 1
         token_s = view.per_token_s + view.transfer_per_token_s
@@ -412,15 +448,15 @@ class EngineTable:
             view.transfer_latency_s,
             view,
         )
-        insort(self.order, state.entry)
+        insort(self._order, state.entry)
 
     def _take_out(self, state: EngineState) -> None:
         """Remove an engine from wherever it stands."""
         if state.entry is not None:
-            del self.order[bisect_left(self.order, state.entry)]
+            del self._order[bisect_left(self._order, state.entry)]
             state.entry = None
         elif state.view is not None:
-            del self.blocked[state.engine_id]
+            del self._blocked[state.engine_id]
         state.view = None
 
 

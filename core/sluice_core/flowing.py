@@ -116,7 +116,7 @@ class FlowPolicy:
         Returns:
             The target; None: it stays where it is.
         """
-        source = engines.get(request.source)
+        source = engines.peek(request.source)
         if request.cause in {MoveCause.DRAIN, MoveCause.MANUAL}:
             others = self._list_with_room(request, engines)
             same_role = [state for state in others if source is not None and state.role is source.role]
@@ -138,8 +138,8 @@ class FlowPolicy:
     def _degrade(self, now: float, engine: DecodeSet, limit: int) -> list[MoveProposal]:
         """Algorithm 1, lines 4 to 12: the longest outputs until usage is down to the watermark."""
         watermark, alpha = self.parameters.watermark, self.parameters.approaching_factor
-        max_blocks, max_seqs = watermark * engine.kv.total, watermark * engine.max_num_seqs
-        used = engine.kv.used - engine.kv.pinned
+        max_blocks, max_seqs = watermark * engine.kv_blocks_total, watermark * engine.max_num_seqs
+        used = engine.kv_blocks_held
         proposals: list[MoveProposal] = []
         while len(proposals) < limit and (
             used - engine.proposed_blocks > max_blocks or len(engine) - engine.num_proposed > max_seqs
@@ -159,7 +159,7 @@ class FlowPolicy:
         Room is physical on D-heavy engines; on P-heavy ones it ends at the watermark.
         """
         found = []
-        for state in engines:
+        for state in engines.list_loads():
             share = self.parameters.watermark if state.role is Role.PREFILL_HEAVY else 1.0
             if (
                 state.engine_id != request.source

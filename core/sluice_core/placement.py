@@ -380,7 +380,8 @@ class _Round:
     def _can_ever_fit(self, request: PrefillRequest) -> bool:
         """Say whether some engine could hold the prompt if it were empty."""
         return any(
-            state.load.kv_blocks_total * state.spec.block_size_tokens >= request.prompt_tokens for state in self.engines
+            state.load.kv_blocks_total * state.spec.block_size_tokens >= request.prompt_tokens
+            for state in self.engines.list_loads()
         )
 
 
