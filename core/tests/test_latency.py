@@ -59,7 +59,7 @@ def fit(model, coefficients, num, *, seed=0, noise=0.03, stalls=0.0):
 def mean_error(model, coefficients, seed=99):
     rng = random.Random(seed)
     shapes = [draw_shape(rng) for _ in range(200)]
-    errors = [abs(model.estimate_iteration_s(s) / measure(coefficients, s) - 1) for s in shapes]
+    errors = [abs(model.estimate_shape_s(s) / measure(coefficients, s) - 1) for s in shapes]
     return sum(errors) / len(errors)
 
 
@@ -78,7 +78,7 @@ def test_one_iteration_of_decodes_puts_prefills_in_the_right_magnitude(coefficie
     shape = IterationShape(num_decodes=32, decode_context_tokens=32_000)
     model.observe(shape, measure(coefficients, shape))
     prefill = IterationShape(prefill_tokens=2048, attention_work=2048 * 1024, num_chunks=1)
-    assert 0.1 < model.estimate_iteration_s(prefill) / measure(coefficients, prefill) < 10
+    assert 0.1 < model.estimate_shape_s(prefill) / measure(coefficients, prefill) < 10
 
 
 def test_stalls_do_not_move_the_estimate():
@@ -127,7 +127,7 @@ def test_more_work_never_takes_less_time_whatever_was_measured(observations, sha
     model = OnlineLatencyModel()
     for observed, duration in observations:
         model.observe(observed, duration)
-    estimate = model.estimate_iteration_s(shape)
+    estimate = model.estimate_shape_s(shape)
     assert estimate >= 0
     assert math.isfinite(estimate)
     larger = IterationShape(
@@ -137,7 +137,7 @@ def test_more_work_never_takes_less_time_whatever_was_measured(observations, sha
         num_decodes=shape.num_decodes + 1,
         decode_context_tokens=shape.decode_context_tokens + 100,
     )
-    assert model.estimate_iteration_s(larger) >= estimate
+    assert model.estimate_shape_s(larger) >= estimate
 
 
 def prefill(model, tokens, room, num_prompts=1, decodes=0):
@@ -170,7 +170,7 @@ def test_prefill_estimate_is_the_sum_of_its_iterations(tokens, room, decodes):
             num_decodes=decodes,
             decode_context_tokens=decodes * 1000,
         )
-        total += model.estimate_iteration_s(shape)
+        total += model.estimate_shape_s(shape)
         done += chunk
     assert prefill(model, tokens, room, decodes=decodes) == pytest.approx(total)
 
