@@ -143,13 +143,21 @@ class ChunkedPrefillPolicy:
 
     Minimum progress: with prefills waiting, room 0, and no prefill token computed for ``MIN_PROGRESS_INTERVAL_S``,
     the iteration gets ``MIN_PROGRESS_TOKENS`` (at most the chunk size, at least a KV block) on top of its decodes.
+
+    Args:
+        counts_decodes: The chunk size counts decodes and joining requests. False is for comparisons only: papers that
+            count prefill tokens alone.
     """
+
+    def __init__(self, *, counts_decodes: bool = True) -> None:
+        self._counts_decodes = counts_decodes
 
     def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
         """See ``BatchPolicy.limits``."""
         ahead = engine.num_decodes + engine.num_joining
         takes_new_prompts = engine.chunk_size_tokens > 0 and not engine.is_draining
-        room = max(0, min(_desired_room(engine, ahead), engine.max_batch_tokens - ahead))
+        counted = ahead if self._counts_decodes else 0
+        room = max(0, min(_desired_room(engine, counted), engine.max_batch_tokens - ahead))
         is_minimum_progress = room == 0 and _is_progress_due(now, engine, takes_new_prompts=takes_new_prompts)
         if is_minimum_progress:
             chunk = engine.chunk_size_tokens or engine.last_chunk_size_tokens or MIN_PROGRESS_TOKENS

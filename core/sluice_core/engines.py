@@ -164,13 +164,17 @@ class EngineTable:
     """All engines that this router may use.
 
     Args:
-        make_latency_model: Makes the model of a new engine.
+        make_latency_model: Makes the model of a new engine; None: an ``OnlineLatencyModel`` that knows nothing yet.
+        counts_decodes: See ``ChunkedPrefillPolicy``.
 
     Attributes:
         pull_bytes_per_s: Running mean of the measured KV pull rates; 0 before any.
     """
 
-    def __init__(self, make_latency_model: Callable[[EngineId], LatencyModel] | None = None) -> None:
+    def __init__(
+        self, make_latency_model: Callable[[EngineId], LatencyModel] | None = None, *, counts_decodes: bool = True
+    ) -> None:
+        self._counts_decodes = counts_decodes
         self.pull_bytes_per_s = 0.0
         self._order: list[Entry] = []
         self._blocked: dict[EngineId, EngineView] = {}
@@ -379,7 +383,8 @@ class EngineTable:
         """Recompute what follows from the last report, the settings and the placements in flight."""
         self._stale.pop(state.engine_id, None)
         load, placements = state.load, state.in_flight.values()
-        state.room_tokens = max(0, min(state.chunk_size_tokens, state.spec.max_batch_tokens) - load.running_decodes)
+        num_counted = load.running_decodes if self._counts_decodes else 0
+        state.room_tokens = max(0, min(state.chunk_size_tokens, state.spec.max_batch_tokens) - num_counted)
         queue_s = state.latency.estimate_prefill_s(
             tokens=load.queued_prefill_tokens,
             attention_work=load.queued_attention_work,

@@ -134,7 +134,7 @@ class LengthAwarePlacement:
         decisions: list[Decision] = []
         requests = list(waiting)
         if len(requests) > 1:
-            requests.sort(key=_order)
+            requests.sort(key=get_urgency)
         for request in requests:
             entries = tuple(engines.order[:MAX_RECORDED_ENGINES])
             decision = self._decide(round_, request)
@@ -444,7 +444,7 @@ def _uncached(prompt_tokens: int, cached: int) -> int:
     return max(1, prompt_tokens - cached)
 
 
-def _order(request: PrefillRequest) -> tuple[int, float, float]:
+def get_urgency(request: PrefillRequest) -> tuple[int, float, float]:
     """Order waiting requests: recoveries by TPOT debt, then priority, then arrival."""
     if request.is_recovery:
         return 0, request.next_token_due_s, request.arrival_s
