@@ -215,6 +215,7 @@ class SimEngine:
 
     def configure(self, role: Role, chunk_size_tokens: int, *, is_draining: bool) -> None:
         """Put a plan in force."""
+        self.note_change()
         self.role = self.decodes.role = role
         self.chunk_size_tokens = chunk_size_tokens
         self.is_draining = self.decodes.is_draining = is_draining
@@ -249,6 +250,7 @@ class SimEngine:
         request = self._decoding[request_id]
         self._leave(request, now)
         self.pinned_blocks += request.num_blocks
+        self.note_change()
         return request
 
     def release(self, num_blocks: int) -> None:
@@ -345,11 +347,8 @@ class SimEngine:
             self._changed.append(self)
 
     def report_load(self, now: float) -> EngineLoad:
-        """Make the load report; blocks reserved for tokens that are still queued count as free, as in vLLM."""
+        """Make the load report."""
         self._is_reported = True
-        reserved = 0
-        for request in self._started:
-            reserved += request.num_blocks - -(-request.num_computed_tokens // self._block_size)
         return EngineLoad(
             last_submit_number=self._num_submitted,
             queued_prefill_tokens=self._queued_tokens,
@@ -358,7 +357,7 @@ class SimEngine:
             running_decodes=self.num_decodes + self.num_incoming,
             decode_context_tokens=self._ctx_tokens,
             kv_blocks_total=self.total_blocks,
-            kv_blocks_used=self.used_blocks - reserved,
+            kv_blocks_used=self.used_blocks,
             kv_blocks_granted=self.granted_blocks,
             kv_blocks_pinned=self.pinned_blocks,
             iteration_remaining_s=self.ends_at_s - now if self.is_running else 0.0,
