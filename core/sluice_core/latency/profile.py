@@ -15,11 +15,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sluice_core.latency.model import PrefillCoefficients
 from sluice_core.records import IterationShape
 
 TABLE_STEP_TOKENS = 8
+
+
+class DecodeCoefficients(NamedTuple):
+    """Decode attention of batches from a size on, in place of the profile's own coefficients.
+
+    Args:
+        from_requests: The first size.
+        base_s: See ``IterationProfile.decode_base_s``; likewise the others.
+        request_s: Per decode.
+        context_s: Per token of context.
+    """
+
+    from_requests: int
+    base_s: float
+    request_s: float
+    context_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +56,7 @@ class IterationProfile:
         slope_s: Per token beyond the table.
         num_observations: Kernel measurements that it was made from.
         relative_error: Mean relative error against them.
+        large_batch: Other coefficients for decode batches from a size on (DistServe's).
     """
 
     linear_s: tuple[float, ...]
@@ -52,6 +70,7 @@ class IterationProfile:
     slope_s: float = 0.0
     num_observations: int = 0
     relative_error: float = 0.0
+    large_batch: DecodeCoefficients | None = None
 
     def estimate_linear_s(self, num_tokens: int) -> float:
         """Estimate what does not depend on contexts, in seconds."""
@@ -90,11 +109,7 @@ class IterationProfile:
                 + prefill_work * self.prefill_work_s
             )
         if num_decodes:
-            time_s += (
-                self.decode_base_s
-                + num_decodes * (self.decode_request_s + self.host_sequence_s)
-                + decode_context_tokens * self.decode_context_s
-            )
+            time_s += self._decodes_s(num_decodes, decode_context_tokens)
         return time_s
 
     def estimate_shape_s(self, shape: IterationShape) -> float:
@@ -160,6 +175,13 @@ class IterationProfile:
     def _decodes_s(self, num_decodes: int, decode_context_tokens: int) -> float:
         if not num_decodes:
             return 0.0
+        large = self.large_batch
+        if large is not None and num_decodes >= large.from_requests:
+            return (
+                large.base_s
+                + num_decodes * (large.request_s + self.host_sequence_s)
+                + decode_context_tokens * large.context_s
+            )
         return (
             self.decode_base_s
             + num_decodes * (self.decode_request_s + self.host_sequence_s)
