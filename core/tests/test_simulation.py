@@ -1,6 +1,7 @@
 """Simulated runs as a whole: against the plain implementation, against theory, and what always holds."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ POINTS_MS = ((0, 22.7), (8, 22.7), (64, 24.5), (128, 28.0), (256, 39.5), (512, 6
 
 
 def interpolate_ms(num_tokens):
-    for (low, low_ms), (high, high_ms) in zip(POINTS_MS, POINTS_MS[1:], strict=False):
+    for (low, low_ms), (high, high_ms) in pairwise(POINTS_MS):
         if num_tokens <= high:
             return low_ms + (high_ms - low_ms) * (num_tokens - low) / (high - low)
     raise AssertionError(num_tokens)

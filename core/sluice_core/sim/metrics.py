@@ -175,7 +175,7 @@ def make_report(runs: Sequence[RunSummary]) -> dict[str, object]:
         "rejected": sum(run.num_rejected for run in runs),
         "requests": sum(run.num_requests for run in runs),
         "transfer_share": statistics.fmean(run.transfer_share for run in runs),
-        "engines": [
+        "engine_use": [
             {
                 "name": use.engine_id,
                 "utilization": use.utilization,
