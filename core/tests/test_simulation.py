@@ -1,6 +1,7 @@
 """Simulated runs as a whole: against the plain implementation, against theory, and what always holds."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,9 +10,20 @@ from hypothesis import strategies as st
 from naive_simulation import NaiveSimulation
 
 from sluice_core.latency import IterationProfile
-from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo
+from sluice_core.records import EarlyRejection, EngineId, FlowParameters, MoveCause, Role, Slo
 from sluice_core.sim.requests import RequestState
-from sluice_core.sim.setup import Arrival, Cell, EngineSetup, Link, NoGrant, SimOptions, TtftEnd
+from sluice_core.sim.setup import (
+    AddEngine,
+    Arrival,
+    Cell,
+    Configure,
+    EngineSetup,
+    Fail,
+    Link,
+    NoGrant,
+    SimOptions,
+    TtftEnd,
+)
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 
@@ -148,3 +160,189 @@ def test_moves_of_every_cause_and_preemptions_are_among_what_is_compared():
         num_preemptions += sum(request.num_preemptions for request in fast.requests)
     assert {cause.value for cause in seen} == {"prefill_done", "degrade", "backflow"}
     assert num_preemptions > 0
+
+
+def test_wait_at_one_engine_is_that_of_a_queue_with_constant_service():
+    """M/D/1: mean wait is rho / (2 (1 - rho)) services, within 3 %."""
+    prompt_tokens, utilization = 512, 0.5
+    service_s = A100_14B.estimate_iteration_s(prompt_tokens, 1, prompt_tokens, prompt_tokens**2 / 2, 0, 0)
+    rng, at_s, arrivals = random.Random(1), 0.0, []
+    for _ in range(30_000):
+        at_s += rng.expovariate(utilization / service_s)
+        arrivals.append(Arrival(at_s=at_s, prompt_tokens=prompt_tokens, output_tokens=1, slo=SLO))
+    cell = Cell(
+        engines=make_engines(((1, prompt_tokens),), blocks=100_000),
+        strategy=get_strategy("aggregated").vary(placement="round_robin"),
+    )
+    waits_s = [request.ttft_s - service_s for request in run(cell, arrivals).requests]
+    expected_s = utilization / (2 * (1 - utilization)) * service_s
+    assert sum(waits_s) / len(waits_s) == pytest.approx(expected_s, rel=0.03)
+
+
+def describe(simulation):
+    return [(r.first_token_s, r.last_token_s, r.num_moves, r.num_preemptions, r.state) for r in simulation.requests]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("no_grant", NoGrant)
+def test_nothing_is_left_when_kv_is_scarce(name, no_grant):
+    """``run`` asserts that blocks, queues and tokens add up; here KV is scarce enough that preemption is common."""
+    strategy, shape = STRATEGIES[name]
+    arrivals = make_arrivals(random.Random(3), number=300, rate=25.0)
+    cell = Cell(
+        engines=make_engines(shape, blocks=24), strategy=strategy, options=SimOptions(no_grant=no_grant), seed=1
+    )
+    simulation = run(cell, arrivals)
+    assert all(request.state is RequestState.FINISHED for request in simulation.requests)
+
+
+def test_the_same_seed_gives_the_same_run():
+    strategy, shape = STRATEGIES["taichi"]
+    arrivals = make_arrivals(random.Random(5), rate=25.0)
+    cell = Cell(engines=make_engines(shape, blocks=40), strategy=strategy, seed=7)
+    assert describe(run(cell, arrivals)) == describe(run(cell, arrivals))
+
+
+def test_a_request_alone_takes_one_iteration_per_chunk_and_token():
+    """The whole trace: 250 prompt tokens in chunks of 100, then a token per iteration."""
+    arrival = Arrival(at_s=1.0, prompt_tokens=250, output_tokens=3, slo=SLO)
+    request = run(Cell(engines=make_engines(((1, 100),)), strategy=get_strategy("aggregated")), [arrival]).requests[0]
+    estimate = A100_14B.estimate_iteration_s
+    chunks = ((100, 0), (100, 100), (50, 200))
+    prefill_s = sum(estimate(c, 1, c, c * (ctx + c / 2), 0, 0) for c, ctx in chunks)
+    decode_s = estimate(1, 0, 0, 0.0, 1, 251) + estimate(1, 0, 0, 0.0, 1, 252)
+    assert request.first_token_s == pytest.approx(1.0 + prefill_s, abs=1e-12)
+    assert request.last_token_s == pytest.approx(1.0 + prefill_s + decode_s, abs=1e-12)
+    assert request.tpot_s == pytest.approx(decode_s / 2)
+
+
+def test_decodes_are_never_cut_and_prefills_take_the_rest():
+    """An arrival during an iteration waits for the next one, and shares it with the decode."""
+    first = Arrival(at_s=0.0, prompt_tokens=64, output_tokens=50, slo=SLO)
+    second = Arrival(at_s=0.1, prompt_tokens=150, output_tokens=1, slo=SLO)
+    simulation = run(Cell(engines=make_engines(((1, 100),)), strategy=get_strategy("aggregated")), [first, second])
+    estimate = A100_14B.estimate_iteration_s
+    now, decodes = estimate(64, 1, 64, 64 * 32, 0, 0), 0
+    while now <= 0.1:
+        decodes += 1
+        now += estimate(1, 0, 0, 0.0, 1, 64 + decodes)
+    now += estimate(100, 1, 99, 99 * 49.5, 1, 64 + decodes + 1)
+    now += estimate(52, 1, 51, 51 * (99 + 25.5), 1, 64 + decodes + 2)
+    assert simulation.requests[1].first_token_s == pytest.approx(now, abs=1e-12)
+
+
+def test_transfers_over_a_shared_link_wait_for_one_another():
+    bytes_per_s = 196_608 * 1000.0  # 1000 tokens per second
+    arrivals = [Arrival(at_s=0.0, prompt_tokens=200, output_tokens=2, slo=SLO) for _ in range(2)]
+    times = {}
+    for name in ("", "switch"):
+        link = Link(name=name, bytes_per_s=bytes_per_s, latency_s=0.0)
+        cell = Cell(
+            engines=make_engines(((2, 2048), (1, 0)), link=link),
+            strategy=get_strategy("disaggregated").vary(placement="round_robin"),
+        )
+        times[name] = sorted(request.tpot_s for request in run(cell, arrivals).requests)
+    assert times[""][1] < 0.2 + 0.2
+    assert times["switch"][1] == pytest.approx(times["switch"][0] + 0.2, abs=0.03)
+
+
+@pytest.mark.parametrize("no_grant", NoGrant)
+def test_without_a_grant_a_prefill_decodes_in_place_or_waits(no_grant):
+    """The only D-heavy engine has room for one request at a time."""
+    arrivals = [Arrival(at_s=0.0, prompt_tokens=160, output_tokens=40, slo=SLO) for _ in range(2)]
+    big, small = make_engines(((1, 2048), (1, 0)), blocks=100)
+    cell = Cell(
+        engines=[big, replace(small, kv_blocks_total=15)],
+        strategy=get_strategy("disaggregated"),
+        options=SimOptions(no_grant=no_grant, ttft_end=TtftEnd.DECODE_JOIN),
+    )
+    simulation = run(cell, arrivals)
+    first, second = sorted(simulation.requests, key=lambda request: request.last_token_s)
+    if no_grant is NoGrant.WAIT:
+        assert second.first_token_s >= first.last_token_s
+        assert simulation.num_moves[MoveCause.PREFILL_DONE] == 2
+    else:
+        assert second.first_token_s < first.last_token_s
+        assert simulation.num_blocked_moves > 0
+
+
+def test_a_request_that_no_engine_can_hold_is_rejected():
+    arrivals = [Arrival(at_s=0.0, prompt_tokens=900, output_tokens=200, slo=SLO)]
+    simulation = run(Cell(engines=make_engines(((2, 256),)), strategy=get_strategy("aggregated")), arrivals)
+    assert simulation.requests[0].state is RequestState.REJECTED
+    assert not simulation.requests[0].has_met_slo
+
+
+@pytest.mark.parametrize("name", ["taichi", "aggregated", "disaggregated"])
+def test_a_failed_engines_requests_end_elsewhere(name):
+    strategy, shape = STRATEGIES[name]
+    arrivals = make_arrivals(random.Random(2), number=150, rate=12.0)
+    engines = make_engines(shape, blocks=200)
+    events = [Fail(at_s=4.0, engine_id=engines[0].engine_id), Fail(at_s=6.0, engine_id=engines[-1].engine_id)]
+    simulation = run(Cell(engines=engines, strategy=strategy, events=events), arrivals)
+    assert all(request.state is RequestState.FINISHED for request in simulation.requests)
+    assert sum(engine.counters.num_lost_prefill_tokens for engine in simulation.engines if engine.is_dead) >= 0
+    assert {engine.engine_id for engine in simulation.engines if engine.is_dead} == {e.engine_id for e in events}
+
+
+def test_an_added_engine_takes_requests():
+    engines = make_engines(((2, 96),), blocks=200)
+    arrivals = make_arrivals(random.Random(2), number=200, rate=12.0)
+    events = [AddEngine(at_s=5.0, setup=replace(engines[1], engine_id=EngineId("late")))]
+    cell = Cell(engines=engines[:1], strategy=get_strategy("aggregated"), events=events)
+    late = run(cell, arrivals).engines[1]
+    assert late.counters.num_output_tokens > 0
+
+
+def test_roles_flip_and_sliders_change_under_load():
+    """P-heavy and D-heavy swap: nothing is lost, and first decodes go to what is D-heavy now."""
+    engines = make_engines(((1, 256), (1, 48)), blocks=400)
+    prefill, decode = engines
+    events = [
+        Configure(at_s=3.0, engine_id=prefill.engine_id, role=D, chunk_size_tokens=0),
+        Configure(at_s=3.0, engine_id=decode.engine_id, role=P, chunk_size_tokens=512),
+    ]
+    arrivals = make_arrivals(random.Random(2), number=150, rate=12.0)
+    cell = Cell(engines=engines, strategy=get_strategy("taichi"), events=events)
+    simulation = run(cell, arrivals)
+    after = [r for r in simulation.requests if r.arrival_s > 4.0 and r.output_tokens > 1]
+    assert after
+    assert {request.target for request in after if request.num_moves} == {prefill.engine_id}
+
+
+def test_a_drained_engine_hands_its_decodes_over():
+    engines = make_engines(((2, 96),), blocks=400)
+    drain = Configure(at_s=3.0, engine_id=engines[0].engine_id, role=P, chunk_size_tokens=96, is_draining=True)
+    arrivals = make_arrivals(random.Random(2), number=100, rate=12.0)
+    simulation = run(Cell(engines=engines, strategy=get_strategy("aggregated"), events=[drain]), arrivals)
+    assert simulation.num_moves[MoveCause.DRAIN] > 0
+    late = [request for request in simulation.requests if request.arrival_s > 3.0]
+    assert {request.target for request in late} == {engines[1].engine_id}
+
+
+def test_a_chunk_size_of_zero_sends_unstarted_prompts_back():
+    engines = make_engines(((2, 48),), blocks=400)
+    stop = Configure(at_s=0.1, engine_id=engines[0].engine_id, role=D, chunk_size_tokens=0)
+    arrivals = [Arrival(at_s=0.0, prompt_tokens=300, output_tokens=2, slo=SLO) for _ in range(8)]
+    simulation = run(Cell(engines=engines, strategy=get_strategy("aggregated"), events=[stop]), arrivals)
+    per_engine = [engine.counters.num_completed_prefill_tokens for engine in simulation.engines]
+    assert per_engine == [300, 7 * 300]
+
+
+def test_giving_up_needs_more_misses_than_allowed():
+    arrivals = make_arrivals(random.Random(1), number=50, slos=(Slo(ttft_s=1e-6, tpot_s=1.0),))
+    cell = Cell(engines=make_engines(((1, 96),), blocks=400), strategy=get_strategy("aggregated"))
+    assert not Simulation(cell, arrivals).run(most_missed=49)
+    assert Simulation(cell, arrivals).run(most_missed=50)
+
+
+def test_arrivals_out_of_order_are_refused():
+    arrivals = [Arrival(at_s=at_s, prompt_tokens=1, output_tokens=1, slo=SLO) for at_s in (1.0, 0.5)]
+    with pytest.raises(ValueError, match=r"request 1 at 0.5 s after one at 1.0 s"):
+        Simulation(Cell(engines=make_engines(((1, 96),)), strategy=get_strategy("aggregated")), arrivals)
+
+
+def test_an_engine_twice_is_refused():
+    engines = make_engines(((1, 96),)) * 2
+    with pytest.raises(ValueError, match="is there twice"):
+        Simulation(Cell(engines=engines, strategy=get_strategy("aggregated")), [])
