@@ -385,14 +385,16 @@ class EngineTable:
         load, placements = state.load, state.in_flight.values()
         num_counted = load.running_decodes if self._counts_decodes else 0
         state.room_tokens = max(0, min(state.chunk_size_tokens, state.spec.max_batch_tokens) - num_counted)
-        queue_s = state.latency.estimate_prefill_s(
-            tokens=load.queued_prefill_tokens,
-            attention_work=load.queued_attention_work,
-            num_prompts=load.queued_requests,
-            room_tokens=state.room_tokens,
-            num_decodes=load.running_decodes,
-            decode_context_tokens=load.decode_context_tokens,
-        )
+        queue_s = 0.0
+        if load.queued_prefill_tokens > 0:
+            queue_s = state.latency.estimate_prefill_s(
+                tokens=load.queued_prefill_tokens,
+                attention_work=load.queued_attention_work,
+                num_prompts=load.queued_requests,
+                room_tokens=state.room_tokens,
+                num_decodes=load.running_decodes,
+                decode_context_tokens=load.decode_context_tokens,
+            )
         reported_at_s = state.reported_at_s or 0.0
         queued_blocks = blocks_for_tokens(load.queued_prefill_tokens, state.spec.block_size_tokens)
         state.queued_prefill_tokens = load.queued_prefill_tokens

@@ -101,6 +101,7 @@ class SimEngine:
         "_joined",
         "_joins_end_ttft",
         "_last_prefill_s",
+        "_load",
         "_num_queued",
         "_num_submitted",
         "_profile",
@@ -174,6 +175,7 @@ class SimEngine:
         self._gaps = gaps
         self._joins_end_ttft = joins_end_ttft
         self._changed = changed
+        self._load = EngineLoad(kv_blocks_total=setup.kv_blocks_total, pull_bytes_per_s=setup.link.bytes_per_s)
         self._is_reported = True
         self.note_change()
         self._block_size = setup.block_size_tokens
@@ -349,20 +351,18 @@ class SimEngine:
     def report_load(self, now: float) -> EngineLoad:
         """Make the load report."""
         self._is_reported = True
-        return EngineLoad(
-            last_submit_number=self._num_submitted,
-            queued_prefill_tokens=self._queued_tokens,
-            queued_requests=self._num_queued,
-            queued_attention_work=self._queued_work2 * 0.5,
-            running_decodes=self.num_decodes + self.num_incoming,
-            decode_context_tokens=self._ctx_tokens,
-            kv_blocks_total=self.total_blocks,
-            kv_blocks_used=self.used_blocks,
-            kv_blocks_granted=self.granted_blocks,
-            kv_blocks_pinned=self.pinned_blocks,
-            iteration_remaining_s=self.ends_at_s - now if self.is_running else 0.0,
-            pull_bytes_per_s=self.setup.link.bytes_per_s,
-        )
+        load = self._load
+        load.last_submit_number = self._num_submitted
+        load.queued_prefill_tokens = self._queued_tokens
+        load.queued_requests = self._num_queued
+        load.queued_attention_work = self._queued_work2 * 0.5
+        load.running_decodes = self.num_decodes + self.num_incoming
+        load.decode_context_tokens = self._ctx_tokens
+        load.kv_blocks_used = self.used_blocks
+        load.kv_blocks_granted = self.granted_blocks
+        load.kv_blocks_pinned = self.pinned_blocks
+        load.iteration_remaining_s = self.ends_at_s - now if self.is_running else 0.0
+        return load
 
     def check_idle(self) -> None:
         """Assert that nothing is left: no block, no queue, and sums that have not drifted."""

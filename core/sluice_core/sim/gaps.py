@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 _BINS_PER_E = 400.0  # bins grow by a factor of e^(1/400): a percentile is within 0.13 % of the true one
+_LEAST_S = 1e-6
+_FIRST_BIN = math.log(_LEAST_S) * _BINS_PER_E
+_NUM_BINS = 10_000  # up to 72 000 s
 
 
 class GapHistogram:
@@ -15,16 +18,16 @@ class GapHistogram:
     def __init__(self) -> None:
         self.num_gaps = 0
         self.total_s = 0.0
-        self._counts: dict[int, int] = {}
+        self._counts: list[int] = [0] * _NUM_BINS
 
     def add(self, gap_s: float, num_gaps: int) -> None:
-        """Count ``num_gaps`` gaps of ``gap_s`` seconds; gaps under a nanosecond count as one."""
+        """Count ``num_gaps`` gaps of ``gap_s`` seconds."""
         if num_gaps <= 0:
             return
         self.num_gaps += num_gaps
         self.total_s += gap_s * num_gaps
-        index = int(math.log(max(gap_s, 1e-9)) * _BINS_PER_E + 1e5)
-        self._counts[index] = self._counts.get(index, 0) + num_gaps
+        index = int(math.log(gap_s) * _BINS_PER_E - _FIRST_BIN) if gap_s > _LEAST_S else 0
+        self._counts[index if index < _NUM_BINS else _NUM_BINS - 1] += num_gaps
 
     def compute_percentile_s(self, share: float) -> float | None:
         """Compute a percentile, in seconds, as the middle of its bin; None without gaps.
@@ -33,8 +36,8 @@ class GapHistogram:
             share: 0 to 1; nearest rank.
         """
         rank = max(1, math.ceil(share * self.num_gaps))
-        for index in sorted(self._counts):
-            rank -= self._counts[index]
+        for index, num_gaps in enumerate(self._counts):
+            rank -= num_gaps
             if rank <= 0:
-                return math.exp((index + 0.5 - 1e5) / _BINS_PER_E)
+                return math.exp((index + 0.5 + _FIRST_BIN) / _BINS_PER_E)
         return None

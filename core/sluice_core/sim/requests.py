@@ -56,6 +56,7 @@ class SimRequest:
         "prompt_tokens",
         "request_id",
         "reset_tokens",
+        "slo",
         "source",
         "state",
         "stay",
@@ -71,6 +72,7 @@ class SimRequest:
         self.prompt_tokens = arrival.prompt_tokens
         self.output_tokens = arrival.output_tokens
         self.priority = arrival.priority
+        self.slo = arrival.slo
         self.ttft_slo_s = arrival.slo.ttft_s
         self.tpot_slo_s = arrival.slo.tpot_s
         self.state = RequestState.WAITING

@@ -18,7 +18,7 @@ from sluice_core.batching import BatchPolicy, ChunkedPrefillPolicy, RequestKind
 from sluice_core.engines import EngineSpec, EngineTable
 from sluice_core.flowing import FlowRequest
 from sluice_core.latency import LatencyModel
-from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, RequestId, Slo
+from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, RequestId
 from sluice_core.sim.engine import SimEngine
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
@@ -218,7 +218,7 @@ class Simulation:
             request_id=request.request_id,
             arrival_s=request.arrival_s,
             prompt_tokens=request.prompt_tokens + request.generated_tokens,
-            slo=Slo(ttft_s=request.ttft_slo_s, tpot_s=request.tpot_slo_s),
+            slo=request.slo,
             priority=request.priority,
             is_recovery=has_tokens,
             next_token_due_s=request.first_token_s + request.tpot_slo_s * request.generated_tokens,
