@@ -50,8 +50,10 @@ class EngineSpec(NamedTuple):
     max_batch_tokens: int
 
 
-class EngineView(NamedTuple):
-    """An engine as a placement sees it at one moment. Times in seconds.
+class EngineView:
+    """An engine as a placement sees it at one moment; never changed. Times in seconds.
+
+    A plain class: compiled, it takes a fifth of the time of a named tuple to make.
 
     Args:
         engine_id: The engine.
@@ -69,19 +71,52 @@ class EngineView(NamedTuple):
         blocked_reason: Why it takes no prefill: ``draining``, ``no_report`` or ``room``; empty when it does.
     """
 
-    engine_id: EngineId
-    role: Role
-    queued_prefill_tokens: int
-    free_at_s: float
-    per_token_s: float
-    per_work_s: float
-    per_iteration_s: float
-    room_tokens: int
-    available_tokens: int
-    transfer_latency_s: float
-    transfer_per_token_s: float
-    is_proven: bool
-    blocked_reason: str
+    __slots__ = (
+        "available_tokens",
+        "blocked_reason",
+        "engine_id",
+        "free_at_s",
+        "is_proven",
+        "per_iteration_s",
+        "per_token_s",
+        "per_work_s",
+        "queued_prefill_tokens",
+        "role",
+        "room_tokens",
+        "transfer_latency_s",
+        "transfer_per_token_s",
+    )
+
+    def __init__(
+        self,
+        *,
+        engine_id: EngineId,
+        role: Role,
+        queued_prefill_tokens: int,
+        free_at_s: float,
+        per_token_s: float,
+        per_work_s: float,
+        per_iteration_s: float,
+        room_tokens: int,
+        available_tokens: int,
+        transfer_latency_s: float,
+        transfer_per_token_s: float,
+        is_proven: bool,
+        blocked_reason: str,
+    ) -> None:
+        self.engine_id = engine_id
+        self.role = role
+        self.queued_prefill_tokens = queued_prefill_tokens
+        self.free_at_s = free_at_s
+        self.per_token_s = per_token_s
+        self.per_work_s = per_work_s
+        self.per_iteration_s = per_iteration_s
+        self.room_tokens = room_tokens
+        self.available_tokens = available_tokens
+        self.transfer_latency_s = transfer_latency_s
+        self.transfer_per_token_s = transfer_per_token_s
+        self.is_proven = is_proven
+        self.blocked_reason = blocked_reason
 
 
 Entry: TypeAlias = tuple[int, int, int, float, float, float, float, float, int, int, float, EngineView]
@@ -94,15 +129,17 @@ the KV blocks have room for, fixed transfer time; and the view. A plain tuple: P
 """
 
 
-@dataclass(slots=True, kw_only=True)
 class InFlight:
-    """An own placement that no report includes yet."""
+    """An own placement that no report includes yet; mutable, changed by ``EngineTable`` only."""
 
-    submit_number: int | None = None
-    placed_at_s: float
-    tokens: int
-    execute_s: float
-    blocks: int
+    __slots__ = ("blocks", "execute_s", "placed_at_s", "submit_number", "tokens")
+
+    def __init__(self, *, placed_at_s: float, tokens: int, execute_s: float, blocks: int) -> None:
+        self.submit_number: int | None = None
+        self.placed_at_s = placed_at_s
+        self.tokens = tokens
+        self.execute_s = execute_s
+        self.blocks = blocks
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -417,19 +454,19 @@ class EngineTable:
             load.running_decodes, load.decode_context_tokens, state.room_tokens
         )
         return EngineView(
-            state.engine_id,
-            state.role,
-            state.queued_prefill_tokens,
-            state.free_at_s,
-            per_token_s,
-            per_work_s,
-            per_iteration_s,
-            state.room_tokens,
-            available_blocks * state.spec.block_size_tokens,
-            TRANSFER_LATENCY_S if transfers else 0.0,
-            state.spec.kv_bytes_per_token / rate if transfers else 0.0,
-            state.latency.num_observations >= PROVEN_OBSERVATIONS,
-            _find_blocked_reason(state),
+            engine_id=state.engine_id,
+            role=state.role,
+            queued_prefill_tokens=state.queued_prefill_tokens,
+            free_at_s=state.free_at_s,
+            per_token_s=per_token_s,
+            per_work_s=per_work_s,
+            per_iteration_s=per_iteration_s,
+            room_tokens=state.room_tokens,
+            available_tokens=available_blocks * state.spec.block_size_tokens,
+            transfer_latency_s=TRANSFER_LATENCY_S if transfers else 0.0,
+            transfer_per_token_s=state.spec.kv_bytes_per_token / rate if transfers else 0.0,
+            is_proven=state.latency.num_observations >= PROVEN_OBSERVATIONS,
+            blocked_reason=_find_blocked_reason(state),
         )
 
     def _put(self, state: EngineState, view: EngineView) -> None:
@@ -470,19 +507,19 @@ class EngineTable:
 def _count_placement(view: EngineView, state: EngineState, blocks: int) -> EngineView:
     """Make the view after a placement that took ``blocks``. Spelled out: ``_replace`` takes three times as long."""
     return EngineView(
-        view.engine_id,
-        view.role,
-        state.queued_prefill_tokens,
-        state.free_at_s,
-        view.per_token_s,
-        view.per_work_s,
-        view.per_iteration_s,
-        view.room_tokens,
-        view.available_tokens - blocks * state.spec.block_size_tokens,
-        view.transfer_latency_s,
-        view.transfer_per_token_s,
-        view.is_proven,
-        view.blocked_reason,
+        engine_id=view.engine_id,
+        role=view.role,
+        queued_prefill_tokens=state.queued_prefill_tokens,
+        free_at_s=state.free_at_s,
+        per_token_s=view.per_token_s,
+        per_work_s=view.per_work_s,
+        per_iteration_s=view.per_iteration_s,
+        room_tokens=view.room_tokens,
+        available_tokens=view.available_tokens - blocks * state.spec.block_size_tokens,
+        transfer_latency_s=view.transfer_latency_s,
+        transfer_per_token_s=view.transfer_per_token_s,
+        is_proven=view.is_proven,
+        blocked_reason=view.blocked_reason,
     )
 
 
