@@ -5,13 +5,12 @@ The profile contains the host's time, so an emulated engine's own CPU time is no
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sluice_core.latency import IterationProfile
-from sluice_core.latency.architecture import UnknownModelError
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
+from sluice_core.latency.model import UnknownModelError
 from sluice_engine.errors import SettingsError
 from sluice_engine.settings import EmulationSettings
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 # Key of vLLM's additional_config.
 CONFIG_KEY = "sluice_emulation"
-# A GPU, or several that share an engine: a100-80g, a100x2.
-_GPUS = re.compile(r"(?P<gpu>.+?)(?:x(?P<number>[1-9]\d*))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +67,8 @@ def load_gpu(gpu: str, model: str) -> EmulatedGpu:
     Raises:
         SettingsError: Names the known models and GPUs.
     """
-    parts = _GPUS.fullmatch(gpu)
-    name, number = (parts["gpu"], int(parts["number"] or 1)) if parts else (gpu, 1)
     try:
-        found = load_model_on_gpu(model, name, number)
+        found = load_model_on_gpu(model, *parse_gpus(gpu))
     except UnknownModelError as error:
         raise SettingsError(f"--emulation: {error}") from error
     return EmulatedGpu(
