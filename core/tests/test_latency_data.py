@@ -15,14 +15,17 @@ MOST_BYTES = 3_000_000
 DATA = resources.files("sluice_core.latency") / "data"
 
 
+def load_program(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "profiles" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def converted():
     """Every file that the conversion makes, by name."""
-    program = ROOT / "benchmarks" / "profiles" / "convert.py"
-    spec = importlib.util.spec_from_file_location("convert", program)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.convert(SOURCE)
+    return load_program("convert").convert(SOURCE)
 
 
 @pytest.mark.skipif(not SOURCE.is_dir(), reason=f"{SOURCE} is not there")
@@ -50,3 +53,10 @@ def test_data_is_small_and_carries_its_licences():
     notice = (DATA / "NOTICE.md").read_text()
     for text in (*GPUS, "vidur", "distserve", "NVIDIA CORPORATION", "Microsoft Corporation", "Apache-2.0", "MIT"):
         assert text in notice
+
+
+def test_the_document_states_the_errors_that_the_report_finds():
+    report = load_program("report")
+    document = (ROOT / "docs" / "latency.md").read_text()
+    for lines in (report.format_gemm_table(), report.format_fit_table()):
+        assert "\n".join(lines) in document, "run benchmarks/profiles/report.py and put its tables into docs/latency.md"
