@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_simulation import NaiveSimulation
 
-from sluice_core.latency import IterationProfile
+from sluice_core.latency.profile import IterationProfile
+from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, MoveCause, Role, Slo
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.setup import (
@@ -133,7 +134,7 @@ def test_the_fast_simulator_agrees_with_the_plain_one(name, seed, rate, blocks, 
     strategy, shape = STRATEGIES[name]
     slos = (SLO, Slo(ttft_s=0.4, tpot_s=0.03), Slo(ttft_s=9.0, tpot_s=0.2))
     arrivals = make_arrivals(rng, rate=rate, slos=slos, priorities=(0, 0, 1, -1))
-    link = Link(name="switch" if shared else "", bytes_per_s=rng.choice((1e8, 1e9, 150e9)))
+    link = Link(name="switch" if shared else "", speed=LinkSpeed(bytes_per_s=rng.choice((1e8, 1e9, 150e9))))
     cell = Cell(
         engines=make_engines(shape, blocks=blocks, link=link),
         strategy=strategy,
@@ -236,7 +237,7 @@ def test_transfers_over_a_shared_link_wait_for_one_another():
     arrivals = [Arrival(at_s=0.0, prompt_tokens=200, output_tokens=2, slo=SLO) for _ in range(2)]
     times = {}
     for name in ("", "switch"):
-        link = Link(name=name, bytes_per_s=bytes_per_s, latency_s=0.0)
+        link = Link(name=name, speed=LinkSpeed(bytes_per_s=bytes_per_s, latency_s=0.0))
         cell = Cell(
             engines=make_engines(((2, 2048), (1, 0)), link=link),
             strategy=get_strategy("disaggregated").vary(placement="round_robin"),

@@ -175,7 +175,7 @@ class SimEngine:
         self._gaps = gaps
         self._joins_end_ttft = joins_end_ttft
         self._changed = changed
-        self._load = EngineLoad(kv_blocks_total=setup.kv_blocks_total, pull_bytes_per_s=setup.link.bytes_per_s)
+        self._load = EngineLoad(kv_blocks_total=setup.kv_blocks_total, pull_bytes_per_s=setup.link.speed.bytes_per_s)
         self._is_reported = True
         self.note_change()
         self._block_size = setup.block_size_tokens

@@ -352,9 +352,8 @@ class Simulation:
         link = source.setup.link
         name = link.name or source.engine_id
         num_bytes = (request.prompt_tokens + request.generated_tokens - 1) * source.setup.kv_bytes_per_token
-        free_at_s = max(self.now, self._link_free_at_s.get(name, 0.0)) + num_bytes / link.bytes_per_s
-        self._link_free_at_s[name] = free_at_s
-        arrives_at_s = free_at_s + link.latency_s
+        free_at_s = self._link_free_at_s.get(name, 0.0)
+        self._link_free_at_s[name], arrives_at_s = link.speed.schedule(self.now, free_at_s, num_bytes)
         self.transfer_s += arrives_at_s - self.now
         self._push(arrives_at_s, _TRANSFER, request)
         if self._timeline is not None:
