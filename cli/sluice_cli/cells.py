@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import gzip
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from sluice_core.latency.catalog import Assumptions, ProfileKind, load_model_on_gpu
 from sluice_core.latency.transfer import LINKS, LinkSpeed
-from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo
+from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
 from sluice_core.sim.setup import (
     BLOCK_SIZE_TOKENS,
     MAX_BATCH_TOKENS,
@@ -116,7 +116,7 @@ class CellSpec:
         engines: P-heavy engines, then D-heavy ones.
         slo: Objectives.
         settings: Parameters.
-        priorities: Of request classes.
+        classes: Objectives and priorities of request classes.
     """
 
     model: str
@@ -126,7 +126,7 @@ class CellSpec:
     engines: tuple[EngineGroup, ...]
     slo: Slo
     settings: CellSettings = CellSettings()
-    priorities: dict[str, int] = field(default_factory=dict)
+    classes: tuple[SloClass, ...] = ()
 
 
 def parse_engines(text: str) -> tuple[EngineGroup, ...]:
@@ -268,7 +268,14 @@ def describe_manifest(manifest: ServingCluster, model: str | None, gpu: str | No
             min_tokens_between_moves=parameters.min_tokens_between_moves,
             max_batch_tokens=spec.engine.max_batch_tokens,
         ),
-        priorities={slo_class.name: slo_class.priority for slo_class in spec.slo.classes},
+        classes=tuple(
+            SloClass(
+                name=slo_class.name,
+                slo=Slo(ttft_s=slo_class.ttft_milliseconds / 1e3, tpot_s=slo_class.tpot_milliseconds / 1e3),
+                priority=slo_class.priority,
+            )
+            for slo_class in spec.slo.classes
+        ),
     )
 
 
