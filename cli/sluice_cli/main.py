@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from sluice_cli.bench import bench
 from sluice_cli.demo import Demo, DemoError
 from sluice_cli.detach import start_detached
 from sluice_cli.display import Display, make_console
@@ -196,6 +197,7 @@ def demo(manifest: Path, *, keep: bool, ports: range) -> None:
 
 
 cli.add_command(simulate)
+cli.add_command(bench)
 
 
 def main() -> None:

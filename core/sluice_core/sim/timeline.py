@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from sluice_core.records import EngineId, MoveCause
 from sluice_core.sim.engine import SimEngine
@@ -19,20 +20,36 @@ _US = 1e6
 _ENGINES, _REQUESTS, _TRANSFERS = 1, 2, 3  # process ids, which Perfetto shows as groups
 
 
+class Iteration(NamedTuple):
+    """An iteration of an engine, fixed at its start; blocks are those in use then."""
+
+    engine_id: EngineId
+    start_s: float
+    duration_s: float
+    num_decodes: int
+    prefill_tokens: int
+    num_chunks: int
+    used_blocks: int
+
+
 class Timeline:
-    """Collects a run; mutable, filled by the simulation."""
+    """Collects a run; mutable, filled by the simulation.
+
+    Attributes:
+        iterations: Of all engines, in the order of their start.
+    """
 
     def __init__(self) -> None:
+        self.iterations: list[Iteration] = []
         self._tracks: dict[EngineId, int] = {}
-        self._iterations: list[tuple[EngineId, float, float, int, int, int, int]] = []
         self._transfers: list[tuple[str, str, float, float, str, str]] = []
         self._requests: list[tuple[str, float, float, float, int, int, bool]] = []
 
     def note_iteration(self, engine: SimEngine, now: float) -> None:
         """Note an iteration that starts at ``now``."""
         self._tracks.setdefault(engine.engine_id, len(self._tracks) + 1)
-        self._iterations.append(
-            (
+        self.iterations.append(
+            Iteration(
                 engine.engine_id,
                 now,
                 engine.duration_s,
@@ -78,7 +95,7 @@ class Timeline:
             yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
         for engine_id, track in self._tracks.items():
             yield {"ph": "M", "pid": _ENGINES, "tid": track, "name": "thread_name", "args": {"name": engine_id}}
-        for engine_id, start_s, duration_s, num_decodes, prefill_tokens, num_chunks, used in self._iterations:
+        for engine_id, start_s, duration_s, num_decodes, prefill_tokens, num_chunks, used in self.iterations:
             what = "mixed" if num_decodes and prefill_tokens else "prefill" if prefill_tokens else "decode"
             at = {"pid": _ENGINES, "tid": self._tracks[engine_id], "ts": start_s * _US}
             arguments = {"decodes": num_decodes, "prefill_tokens": prefill_tokens, "chunks": num_chunks}

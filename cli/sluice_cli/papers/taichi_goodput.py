@@ -1,0 +1,134 @@
+"""Figures 15 and 16: goodput of aggregation, disaggregation and TaiChi, with the paper's sliders and tuned ones."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+from sluice_cli.papers.experiment import compute_mean
+from sluice_cli.papers.findings import Chapter, Finding, Plot, PlotKind, Series, Unit
+from sluice_cli.papers.taichi import AGGREGATED_GRID, DISAGGREGATED_GRID, TAICHI_GRID, GoodputCell, Stated
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sluice_cli.papers.experiment import Bench, System
+    from sluice_cli.papers.trials import Outcome
+
+_PLOTTED_SHARES = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35)  # of the highest goodput
+
+
+def measure_cell(cell: GoodputCell, bench: Bench) -> Chapter:
+    """Measures one cell."""
+    papers = (cell.aggregated, cell.disaggregated, cell.taichi)
+    grids = (AGGREGATED_GRID, DISAGGREGATED_GRID, TAICHI_GRID)
+    tuned = tuple(
+        bench.tune(f"{cell.name} {system.strategy}", cell.testbed, [system, *_without(grid, system)])
+        for system, grid in zip(papers, grids, strict=True)
+    )
+    outcomes = bench.measure(cell.name, cell.testbed, [*papers, *tuned])
+    findings = [
+        *_compare("paper's sliders", papers, outcomes[:3], cell.paper, cell.expected),
+        *_compare("tuned", tuned, outcomes[3:], cell.paper, cell.expected_tuned),
+    ]
+    return Chapter(
+        name=cell.name,
+        title=cell.title,
+        setting=_describe(cell, bench),
+        findings=tuple(findings),
+        notes=cell.notes,
+        plots=(_plot_attainment(cell, bench, papers, outcomes[:3]),),
+    )
+
+
+def _without(grid: Sequence[System], system: System) -> list[System]:
+    return [other for other in grid if other != system]
+
+
+def _describe(cell: GoodputCell, bench: Bench) -> str:
+    testbed = cell.testbed
+    return (
+        f"{testbed.model} TP{testbed.tensor_parallel} on {testbed.gpu}, trace {testbed.trace}, "
+        f"TTFT {testbed.slo.ttft_s:g} s, TPOT {testbed.slo.tpot_s * 1e3:g} ms; "
+        f"{testbed.duration_s * bench.effort.scale:g} s, seeds {', '.join(map(str, bench.effort.seeds))}"
+    )
+
+
+def _compare(
+    which: str,
+    systems: Sequence[System],
+    outcomes: Sequence[Sequence[Outcome]],
+    paper: Stated,
+    expected: Stated,
+) -> list[Finding]:
+    """Compares three systems: their goodputs, TaiChi's over the others', and what becomes of long prompts."""
+    rates = [[outcome.rate_rps for outcome in of_system] for of_system in outcomes]
+    findings = []
+    bands = (expected.aggregated_rps, expected.disaggregated_rps, expected.taichi_rps)
+    for system, of_system, expected_rps in zip(systems, rates, bands, strict=True):
+        mean, spread = compute_mean(of_system)
+        findings.append(
+            Finding(
+                setting=f"{system.strategy} {system} ({which})",
+                quantity="goodput",
+                unit=Unit.REQUESTS_PER_S,
+                ours=mean,
+                spread=spread,
+                expected=expected_rps,
+            )
+        )
+    ratios = (
+        ("aggregated", rates[0], paper.over_aggregated, expected.over_aggregated),
+        ("disaggregated", rates[1], paper.over_disaggregated, expected.over_disaggregated),
+    )
+    for name, of_system, stated, expected_ratio in ratios:
+        mean, spread = compute_mean([a / b if b else 0.0 for a, b in zip(rates[2], of_system, strict=True)])
+        findings.append(
+            Finding(
+                setting=f"taichi / {name} ({which})",
+                quantity="goodput",
+                unit=Unit.FACTOR,
+                ours=mean,
+                spread=spread,
+                paper=stated,
+                expected=expected_ratio,
+            )
+        )
+    for system, of_outcomes in zip(systems, outcomes, strict=True):
+        longest = [run.summary.attainment_longest_tenth for run in of_outcomes if run.summary is not None]
+        if longest:
+            findings.append(
+                Finding(
+                    setting=f"{system.strategy} {system} ({which})",
+                    quantity="attainment of the longest tenth of prompts at its goodput",
+                    unit=Unit.PERCENT,
+                    ours=100 * statistics.fmean(longest),
+                )
+            )
+    return findings
+
+
+def _plot_attainment(
+    cell: GoodputCell, bench: Bench, systems: Sequence[System], outcomes: Sequence[Sequence[Outcome]]
+) -> Plot:
+    """Attainment against rate with the paper's sliders, as in the paper's figures."""
+    highest_rps = max(statistics.fmean(run.rate_rps for run in of_system) for of_system in outcomes)
+    rates = [round(share * highest_rps, 2) for share in _PLOTTED_SHARES]
+    curves: dict[str, list[float]] = {system.strategy: [] for system in systems}
+    for rate_rps in rates:
+        for system, of_system in zip(
+            systems,
+            bench.measure(f"{cell.name} at {rate_rps:g}/s", cell.testbed, systems, rate_rps=rate_rps),
+            strict=True,
+        ):
+            attainment = statistics.fmean(outcome.run.attainment for outcome in of_system)
+            curves[system.strategy].append(round(100 * attainment, 2))
+    return Plot(
+        name=f"taichi-{cell.name}",
+        title=cell.title,
+        x_label="requests per second",
+        y_label="attainment, %",
+        kind=PlotKind.LINES,
+        series=tuple(Series(name=name, x=tuple(rates), y=tuple(curve)) for name, curve in curves.items()),
+        guides_y=(90.0,),
+    )
