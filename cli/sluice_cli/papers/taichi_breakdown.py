@@ -35,9 +35,19 @@ def measure_figure17(bench: Bench) -> Chapter:
         expected_ttft, expected_tpot = LATENCY_CELLS[cell.name]
         findings += [
             _compare(
-                cell, "P90 TTFT, disaggregated / taichi", disaggregated[0], taichi[0], _TTFT_REDUCTION, expected_ttft
+                cell,
+                "P90 TTFT, disaggregated / taichi",
+                (disaggregated[0], taichi[0]),
+                paper=_TTFT_REDUCTION,
+                expected=expected_ttft,
             ),
-            _compare(cell, "P90 TPOT, aggregated / taichi", aggregated[1], taichi[1], _TPOT_REDUCTION, expected_tpot),
+            _compare(
+                cell,
+                "P90 TPOT, aggregated / taichi",
+                (aggregated[1], taichi[1]),
+                paper=_TPOT_REDUCTION,
+                expected=expected_tpot,
+            ),
         ]
         slo = cell.testbed.slo
         ttft_shares.append([statistics.fmean(p90s[0]) / slo.ttft_s for p90s in p90s_s])
@@ -48,8 +58,10 @@ def measure_figure17(bench: Bench) -> Chapter:
         setting=f"the cells {', '.join(cell.name for cell in cells)} with the paper's sliders, each seed at TaiChi's goodput of that seed",
         findings=tuple(findings),
         notes=(
-            "The paper states one range over all cells. Above disaggregation's goodput its TTFT grows with the length of the run, so "
-            "large factors say that it is overloaded, not by how much it is slower.",
+            (
+                "The paper states one range over all cells. Above disaggregation's goodput its TTFT grows with the length of the run, so "
+                "large factors say that it is overloaded, not by how much it is slower."
+            ),
         ),
         plots=(
             _plot_shares("taichi-figure17a", "Figure 17a: P90 TTFT / SLO", cells, ttft_shares),
@@ -81,9 +93,10 @@ def _list_p90s(runs: Sequence[Outcome]) -> tuple[list[float], list[float]]:
 
 
 def _compare(
-    cell: GoodputCell, quantity: str, slow: Sequence[float], fast: Sequence[float], paper: Band, expected: Band
+    cell: GoodputCell, quantity: str, latencies: tuple[Sequence[float], Sequence[float]], *, paper: Band, expected: Band
 ) -> Finding:
-    ours, spread = compute_mean([a / b for a, b in zip(slow, fast, strict=True)])
+    """Compares a baseline's latencies with TaiChi's, seed by seed."""
+    ours, spread = compute_mean([baseline / taichi for baseline, taichi in zip(*latencies, strict=True)])
     return Finding(
         setting=cell.name,
         quantity=quantity,
@@ -143,11 +156,15 @@ def measure_figure18(bench: Bench) -> Chapter:
         setting="summarization, SLO1, Qwen2.5-14B on 4 A100, 2 P-heavy engines with 1024, 2 D-heavy ones with 256",
         findings=tuple(findings),
         notes=(
-            "The paper states one attainment per step and not the rate; both rates are near TaiChi's goodput, where a tenth of the "
-            "rate is half of the attainment.",
-            "The paper does not say how prefills are placed before length-aware scheduling is added. By round robin, prefills that run "
-            "on D-heavy engines stay there to decode beside those that move in, and these engines drown; to the fewest queued tokens, "
-            "flowing decode alone brings most of the gain.",
+            (
+                "The paper states one attainment per step and not the rate; both rates are near TaiChi's goodput, where a tenth of the "
+                "rate is half of the attainment."
+            ),
+            (
+                "The paper does not say how prefills are placed before length-aware scheduling is added. By round robin, prefills that run "
+                "on D-heavy engines stay there to decode beside those that move in, and these engines drown; to the fewest queued tokens, "
+                "flowing decode alone brings most of the gain."
+            ),
         ),
         plots=(
             Plot(
@@ -193,7 +210,9 @@ def measure_figure19(bench: Bench) -> Chapter:
         setting="summarization, SLO1, Qwen2.5-14B on 4 A100, NVLink at 150 GB/s and 2 ms",
         findings=tuple(findings),
         notes=(
-            "The paper's shares of its schedulers (0.01 % and 0.89 %) are not simulated: decisions take no time there. "
-            "`benchmarks/placement` measures what ours cost.",
+            (
+                "The paper's shares of its schedulers (0.01 % and 0.89 %) are not simulated: decisions take no time there. "
+                "`benchmarks/placement` measures what ours cost."
+            ),
         ),
     )

@@ -70,10 +70,14 @@ def measure_table2(bench: Bench) -> Chapter:
         setting=_describe(MOTIVATION, bench),
         findings=tuple(findings),
         notes=(
-            "At 12 requests/s all of them are at saturation, so attainment moves with the length of the run; the bands cover "
-            "1000 to 4000 requests.",
-            "The hybrid's sliders (6 P-heavy engines with 2048, 2 D-heavy ones with 256) are ours: the paper does not state those "
-            "of Figure 1.",
+            (
+                "At 12 requests/s all of them are at saturation, so attainment moves with the length of the run; the bands cover "
+                "1000 to 4000 requests."
+            ),
+            (
+                "The hybrid's sliders (6 P-heavy engines with 2048, 2 D-heavy ones with 256) are ours: the paper does not state those "
+                "of Figure 1."
+            ),
         ),
         plots=(_plot_scatter(systems, outcomes),),
     )
@@ -349,8 +353,10 @@ def measure_figure6(bench: Bench) -> Chapter:
         setting=_describe(MOTIVATION, bench),
         findings=tuple(findings),
         notes=(
-            "TTFT ends when the request joins its decode batch, as in the paper, so a full decode engine lengthens it. An overloaded "
-            "ratio shows as a TTFT that grows with the length of the run.",
+            (
+                "TTFT ends when the request joins its decode batch, as in the paper, so a full decode engine lengthens it. An overloaded "
+                "ratio shows as a TTFT that grows with the length of the run."
+            ),
         ),
         plots=(_plot_latencies("taichi-figure6", "Figure 6: disaggregation by ratio", names, outcomes),),
     )
@@ -424,8 +430,10 @@ def measure_figure8(bench: Bench) -> Chapter:
         setting=f"{MOTIVATION.model} TP{MOTIVATION.tensor_parallel} on {MOTIVATION.gpu} (vidur's profile), 8 engines, full queues",
         findings=tuple(findings),
         notes=(
-            "Section 2.5 rounds a prefill engine's capacity to 5000 tokens/s; a batch of 16 is taken as 16 running decodes beside the "
-            "prefill.",
+            (
+                "Section 2.5 rounds a prefill engine's capacity to 5000 tokens/s; a batch of 16 is taken as 16 running decodes beside the "
+                "prefill."
+            ),
         ),
         plots=(
             Plot(

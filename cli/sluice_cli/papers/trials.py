@@ -7,8 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from sluice_cli.cells import CellSpec, build_cell, read_trace
 from sluice_core.sim.goodput import TARGET, NoGoodputError, search_goodput
@@ -19,6 +18,7 @@ from sluice_core.sim.workload import PoissonWorkload, TraceRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
     from types import TracebackType
 
 _Given = TypeVar("_Given")
@@ -114,7 +114,7 @@ class Laboratory:
         self._outcomes: dict[Trial, Outcome] = {}
         self._pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) if num_processes > 1 else None
 
-    def __enter__(self) -> Laboratory:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
