@@ -254,6 +254,7 @@ class GrpcApi:
         )
         self._health = health.aio.HealthServicer()
         self._watch: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         router_pb2_grpc.add_RouterServicer_to_server(RouterService(plane, text, metrics), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
@@ -273,6 +274,17 @@ class GrpcApi:
         self._watch = asyncio.get_running_loop().create_task(self._report_health(), name="report health")
         return bound
 
+    def announce_close(self, grace_s: float) -> None:
+        """Tells clients to connect elsewhere (GOAWAY), and takes no more calls; those under way go on.
+
+        A connection lives as long as its client likes: without being told, it would ask here again and again.
+
+        Args:
+            grace_s: How long calls under way may go on at most.
+        """
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._server.stop(grace_s), name="end calls")
+
     async def close(self, grace_s: float) -> None:
         """Accepts no more, lets calls under way end, then cuts the rest.
 
@@ -282,7 +294,9 @@ class GrpcApi:
         if self._watch is not None:
             self._watch.cancel()
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        await self._server.stop(grace_s)  # the shorter grace counts
+        if self._ending is not None:
+            await self._ending
 
     async def _report_health(self) -> None:
         states = {True: health_pb2.HealthCheckResponse.SERVING, False: health_pb2.HealthCheckResponse.NOT_SERVING}

@@ -186,6 +186,7 @@ class Server:
         """Takes nothing new, and lets answers under way end."""
         self.router.stop_accepting()
         self._http.announce_close()
+        self._grpc.announce_close(self._settings.grace_s + CLOSE_GRACE_S)
         deadline_s = self.router.now() + self._settings.grace_s
         while self.router.state.requests and self.router.now() < deadline_s:  # noqa: ASYNC110 - once, at the end
             await asyncio.sleep(TICK_S)

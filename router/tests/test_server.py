@@ -18,7 +18,7 @@ from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from sluice.v1 import control_pb2, control_pb2_grpc
+from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc, sampling_pb2
 from sluice_router.server import Server
 from sluice_router.settings import Settings
 
@@ -93,6 +93,28 @@ async def test_router_becomes_ready_serves_and_lets_answers_end_at_shutdown(sett
             assert answer.status == 200
             usage = (await answer.json())["usage"]
         assert usage["completion_tokens"] == 60
+
+
+async def test_grpc_clients_are_told_to_connect_elsewhere_while_their_calls_go_on(settings, tmp_path):
+    engine = FakeEngine(FakeCore("d0"), step_s=0.05)
+    async with serving(engine), running(settings) as server:
+        (tmp_path / "engines.json").write_text(json.dumps([engine.address]))
+        await until_ready(server)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.ports['grpc']}") as channel:
+            stub = router_pb2_grpc.RouterStub(channel)
+            sampling = sampling_pb2.SamplingParams(max_tokens=60, ignore_eos=True)
+            call = stub.Generate(
+                router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(values=[1, 2, 3]), sampling=sampling)
+            )
+            deltas = aiter(call)
+            num_tokens = len((await anext(deltas)).token_ids)
+            server.stop()
+            async with asyncio.timeout(10):
+                await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+            assert server.router.state.requests
+            async for delta in deltas:
+                num_tokens += len(delta.token_ids)
+        assert num_tokens == 60
 
 
 async def test_grace_is_limited(settings, tmp_path):
