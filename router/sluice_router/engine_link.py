@@ -96,7 +96,7 @@ class EngineLinks:
         stream: EngineStream | None = None
         try:
             async with asyncio.timeout(self._hello_timeout_s):
-                stream = await connect(address)
+                stream = await connect(address, self._router.traffic_of(address))
                 stream.send(engine_pb2.AttachRequest(hello=self._make_hello()))
                 first = await stream.read_first()
             if not first.HasField("hello"):

@@ -21,7 +21,7 @@ from sluice_core.engines import EngineTable
 from sluice_core.records import RequestId
 from sluice_core.slo import AttainmentCounters
 from sluice_router.explain import DecisionRing
-from sluice_router.metrics import Metrics
+from sluice_router.metrics import LinkTraffic, Metrics
 
 if TYPE_CHECKING:
     import random
@@ -209,11 +209,13 @@ class LinkStatus:
         state: How its link stands.
         engine: The stream, present or last.
         last_fault: Why there is none.
+        traffic: What went over its streams.
     """
 
     state: control_pb2.EngineState.ValueType = control_pb2.ENGINE_STATE_CONNECTING
     engine: Engine | None = None
     last_fault: str = ""
+    traffic: LinkTraffic = field(default_factory=LinkTraffic)
 
 
 class RouterState:
