@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
     from fake_kubernetes import FakeKubernetes
 
+    from sluice_operator.kubernetes_port import Object
     from sluice_operator.names import ClusterKey
+
+
+def largest_batch(pod: Object) -> int:
+    """Largest chunk size that an engine's command lets it run."""
+    command = pod["template"]["spec"]["containers"][0]["command"]
+    return int(command[command.index("--max-batch-tokens") + 1])
 
 
 class FakeRouters:
@@ -84,7 +91,7 @@ class FakeRouters:
                     address=pod["status"]["podIP"],
                     state=state,
                     role=part.role,
-                    chunk_size_tokens=part.chunk_size_tokens,
+                    chunk_size_tokens=min(part.chunk_size_tokens, largest_batch(pod)),
                     acknowledged_generation=plan.generation,
                     running_decodes=self.loads.get(uid, 0),
                     transport=self.transport,

@@ -245,6 +245,22 @@ async def test_a_restarting_edit_replaces_every_engine_one_at_a_time() -> None:
     assert sorted(world.roles.values()) == ["d-heavy", "d-heavy", "p-heavy", "p-heavy"]
 
 
+async def test_a_slider_above_what_old_engines_can_run_is_in_force_as_they_are_replaced() -> None:
+    """The plan does not wait for the roll: old engines run as much as they can of it, new ones all."""
+    world = World()
+    await world.settle()
+    sizes = {"prefillHeavy": 4096, "decodeHeavy": 512}
+    world.edit(engine={"maxBatchTokens": 4096}, chunkSizes=sizes)
+    await world.look()
+    await world.look()
+    assert world.plan.unnamed_chunk_size_tokens == 512
+    assert world.status["effective"]["chunkSizes"] == {"prefillHeavy": 2048, "decodeHeavy": 512}
+    await world.settle()
+    assert world.status["effective"]["chunkSizes"] == sizes
+    assert world.conditions["Progressing"] == ("False", "Settled")
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+
+
 async def test_a_foreign_child_with_our_name_is_refused_and_left_alone() -> None:
     world = World()
     foreign = {

@@ -85,6 +85,7 @@ def _describe_link(state: RouterState, address: str, link: LinkStatus) -> contro
         state=engine.status,
         role=plan_pb2.ROLE_UNSPECIFIED if engine.role is None else conversion.ROLE_VALUES[engine.role],
         chunk_size_tokens=engine.chunk_size_tokens,
+        max_batch_tokens=engine.spec.max_batch_tokens,
         acknowledged_generation=engine.acknowledged_generation,
         running_decodes=load.running_decodes,
         waiting_requests=load.queued_requests,

@@ -53,6 +53,7 @@ class FakeCore:
     model: str = ""
     kv_blocks_total: int = 1000
     max_num_seqs: int = 64
+    max_batch_tokens: int = 8192
     refuse_grants: str = ""
     refuse_hand_offs: str = ""
     acknowledges: bool = True
@@ -79,7 +80,7 @@ class FakeCore:
             epoch=self.epoch,
             fingerprint=self.fingerprint,
             model=self.model,
-            max_batch_tokens=8192,
+            max_batch_tokens=self.max_batch_tokens,
             max_num_seqs=self.max_num_seqs,
             max_model_len_tokens=4096,
             block_size_tokens=BLOCK_SIZE,
@@ -174,6 +175,10 @@ class FakeCore:
 
     def _configure(self, configure: engine_pb2.Configure, answer: engine_pb2.AttachResponse) -> None:
         if not self.acknowledges:
+            return
+        if configure.chunk_size_tokens > self.max_batch_tokens:
+            answer.configured.generation = configure.generation
+            answer.configured.error = f"chunk size {configure.chunk_size_tokens} is not in 0..{self.max_batch_tokens}"
             return
         if configure.generation >= self.configured.generation:
             self.is_draining = configure.is_draining
