@@ -152,7 +152,10 @@ class EngineServer:
             link.detach(self._clock())
 
     async def take(self, link: Link, message: wire.AttachRequest) -> None:
-        """Carries out one batch of commands, in the order of the message's fields."""
+        """Carries out one batch of commands: what is resumed first, then in the order of the message's fields."""
+        for resume in message.resumes:
+            if resume.slot in link.by_slot or not link.resume(resume):
+                link.add_not_held(resume.slot)
         for submit in message.submits:
             replaced, request = self._open(link, submit)
             if replaced:
@@ -363,7 +366,11 @@ class EngineServer:
             return
         handed_off = control.decode_hand_off(output.kv_transfer_params)
         if handed_off is not None:
+            is_held = request.slot is None
             self._finish(request, sampling_pb2.FINISH_REASON_HANDED_OFF, handed_off=handed_off)
+            if is_held:
+                # Nobody was told where the KV lies, and so nobody reads it.
+                self._start(self._call([control.Release(request_id=request.core_id)]))
             return
         reason = conversion.FINISH_REASONS[output.finish_reason]
         stop = output.stop_reason if isinstance(output.stop_reason, int) else None

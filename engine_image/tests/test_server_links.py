@@ -380,6 +380,97 @@ async def test_requests_of_a_lost_stream_are_listed_in_the_next_hello(engine):
     assert list(message.hello.held) == [wire.HeldRequest(request_id="a", fence=6, num_output_tokens=2)]
 
 
+def resume(slot: int, request_id: str, next_index: int, fence: int = 1) -> wire.Resume:
+    return wire.Resume(slot=slot, request_id=request_id, fence=fence, next_output_index=next_index)
+
+
+@pytest.mark.parametrize("next_index", [2, 3, 5], ids=["all that it made", "what was on the way", "nothing"])
+async def test_a_held_request_goes_on_from_the_token_that_its_router_names(engine, next_index):
+    router = engine.attached()
+    await router.send(submits=[submit(7, "a", output_token_ids=[90, 91])])
+    engine.put_out(output(engine.core_id("a"), [10]))
+    router.lose_stream()
+    engine.put_out(output(engine.core_id("a"), [11, 12]))
+    router = engine.attached()
+    await router.send(resumes=[resume(4, "a", next_index)])
+    engine.put_out(output(engine.core_id("a"), [13], finish_reason=LENGTH))
+    messages = router.receive()
+    columns = [column for message in messages for column in zip(message.output_indexes, message.token_ids, strict=True)]
+    assert columns == [(2, 10), (3, 11), (4, 12), (5, 13)][next_index - 2 :]
+    assert {slot for message in messages for slot in message.slots} == {4}
+    assert [(item.slot, item.num_output_tokens) for item in messages[-1].finished] == [(4, 6)]
+    assert engine.core.aborted == []
+    engine.clock.now_s += 11
+    assert engine.server.tick(engine.clock.now_s) == []
+
+
+async def test_a_request_that_ended_while_it_was_held_ends_when_it_is_resumed(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    core_id = engine.core_id("a")
+    router.lose_stream()
+    engine.put_out(output(core_id, [10, 2], finish_reason=STOP, stop_reason=2))
+    assert engine.server.num_requests == 0
+    router = engine.attach()
+    [hello] = router.receive()
+    assert list(hello.hello.held) == [wire.HeldRequest(request_id="a", fence=1, num_output_tokens=2)]
+    await router.send(resumes=[resume(3, "a", 0)])
+    [message] = router.receive()
+    assert list(message.token_ids) == [10, 2]
+    [finished] = message.finished
+    assert (finished.slot, finished.reason, finished.stop_token_id) == (3, sampling_pb2.FINISH_REASON_STOP, 2)
+    assert list(engine.attach().receive()[0].hello.held) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [resume(3, "b", 1), resume(3, "a", 1, fence=2), resume(3, "a", 9), resume(3, "a", 0)],
+    ids=["unknown", "another fence", "a token ahead of it", "a token of another engine"],
+)
+async def test_what_cannot_be_resumed_ends_its_slot(engine, wrong):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a", output_token_ids=[90])])
+    router.lose_stream()
+    router = engine.attached()
+    await router.send(resumes=[wrong])
+    [message] = router.receive()
+    assert [(item.slot, item.reason) for item in message.finished] == [(3, sampling_pb2.FINISH_REASON_ABORTED)]
+    assert not message.slots
+
+
+async def test_logprobs_are_kept_with_the_tokens_of_a_held_request(engine):
+    def rows(token: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            logprob_token_ids=np.array([[token, token]]),
+            logprobs=np.array([[-token, -token]], dtype=np.float32),
+            sampled_token_ranks=np.array([1]),
+        )
+
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a"), submit(1, "b")])
+    plain, with_logprobs = engine.core_id("a"), engine.core_id("b")
+    engine.put_out(output(with_logprobs, [20], new_logprobs=rows(20)))
+    router.lose_stream()
+    engine.put_out(output(plain, [10]), output(with_logprobs, [21], new_logprobs=rows(21)))
+    router = engine.attached()
+    await router.send(resumes=[resume(5, "a", 0), resume(6, "b", 1)])
+    [message] = router.receive()
+    assert list(zip(message.slots, message.token_ids, strict=True)) == [(5, 10), (6, 21)]
+    assert [(item.column, item.logprob) for item in message.logprobs] == [(1, -21.0)]
+
+
+async def test_kv_that_was_handed_off_to_nobody_is_freed_and_not_resumed(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    core_id = engine.core_id("a")
+    router.lose_stream()
+    params = {control.NUM_TOKENS_KEY: 3}
+    engine.put_out(output(core_id, [1], finish_reason=LENGTH, kv_transfer_params=params))
+    await settle()
+    assert engine.core.commands == [control.Release(request_id=core_id)]
+    assert list(engine.attach().receive()[0].hello.held) == []
+
+
 async def test_requests_of_a_lost_stream_end_with_its_lease(engine):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])

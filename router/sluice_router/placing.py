@@ -89,7 +89,8 @@ def assign(state: RouterState, now: float) -> None:
     if placement is None or not state.waiting:
         return
     state.last_assign_s = now
-    prefills = [_describe(state, request) for request in _pick(state.waiting.values())]
+    free = _find_free(state)
+    prefills = [_describe(state, request) for request in _pick(free)]
     decisions = placement.assign(now, prefills, state.table)
     for decision, record in zip(decisions, _take_records(placement, len(decisions)), strict=True):
         request = state.waiting[decision.request_id]
@@ -194,6 +195,13 @@ def _take_records(placement: PlacementPolicy, number: int) -> list[PlacementReco
         return [None] * number
     newest = list(islice(reversed(placement.records), number))
     return [*[None] * (number - len(newest)), *reversed(newest)]
+
+
+def _find_free(state: RouterState) -> Collection[LiveRequest]:
+    """What any engine may take: all that waits, but for those that wait for the engine whose stream they lost."""
+    if not state.held:
+        return state.waiting.values()
+    return [request for request_id, request in state.waiting.items() if request_id not in state.held]
 
 
 def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:

@@ -135,7 +135,10 @@ class Router:
 
     def note_fault(self, address: str, fault: str) -> None:
         """An address has no stream, for this reason."""
-        attaching.note_fault(self.state, address, fault)
+        now, has_held = self.now(), bool(self.state.held)
+        attaching.note_fault(self.state, address, fault, now)
+        if has_held:
+            placing.assign(self.state, now)
         self._act()
 
     def attach(self, address: str, hello: engine_pb2.EngineHello, register: Callable[[Engine], object]) -> Engine:
@@ -193,6 +196,7 @@ class Router:
             recovery.expire_pulls(state, engine, now)
             if engine.is_draining:
                 moves.drain(state, engine, now)
+        recovery.expire_holds(state, now)
         plan.reconsider_refused(state)
         placing.expire(state, now)
         placing.assign_if_due(state, now)

@@ -66,6 +66,21 @@ class Stay:
     not_before_s: float = 0.0
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Hold:
+    """What an engine may still have of a request, because only the stream to it broke.
+
+    Args:
+        stay: The stay that the stream's end cut off.
+        reason: Why the stream was lost.
+        until_s: Until when the request waits for that engine alone; later any may take it, and this one while none has.
+    """
+
+    stay: Stay
+    reason: str
+    until_s: float
+
+
 class MovePhase(IntEnum):
     """Steps of a move."""
 
@@ -233,6 +248,7 @@ class RouterState:
         table: What placement and flow see: acknowledged engines that are not refused.
         requests: Every request that has not ended.
         waiting: Of these, the ones without an engine, in order of arrival in the queue.
+        held: Of these, the ones that wait for the engine whose stream they lost.
         plan: Plan in force.
         placement: Placement policy of its strategy.
         flow: Flow policy of its strategy.
@@ -253,6 +269,7 @@ class RouterState:
         self.table = EngineTable()
         self.requests: dict[RequestId, LiveRequest] = {}
         self.waiting: dict[RequestId, LiveRequest] = {}
+        self.held: dict[RequestId, LiveRequest] = {}
         self.deadlines: list[tuple[float, RequestId]] = []
         self.plan: Plan | None = None
         self.placement: PlacementPolicy | None = None

@@ -71,6 +71,7 @@ class AttachRequest(_message.Message):
     RELEASED_SLOTS_FIELD_NUMBER: _builtins.int
     RELEASED_GRANT_IDS_FIELD_NUMBER: _builtins.int
     CONFIGURE_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """Who calls; first message only."""
@@ -103,6 +104,10 @@ class AttachRequest(_message.Message):
     def configure(self) -> Global___Configure:
         """The engine's part of a plan."""
 
+    @_builtins.property
+    def resumes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resume]:
+        """Requests kept from an earlier stream of this router that go on on this one; carried out before all else."""
+
     def __init__(
         self,
         *,
@@ -114,10 +119,11 @@ class AttachRequest(_message.Message):
         released_slots: _abc.Iterable[_builtins.int] | None = ...,
         released_grant_ids: _abc.Iterable[_builtins.int] | None = ...,
         configure: Global___Configure | None = ...,
+        resumes: _abc.Iterable[Global___Resume] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "released_grant_ids", b"released_grant_ids", "released_slots", b"released_slots", "submits", b"submits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "released_grant_ids", b"released_grant_ids", "released_slots", b"released_slots", "resumes", b"resumes", "submits", b"submits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -302,6 +308,42 @@ class Abort(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Abort: _TypeAlias = Abort  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """Binds a request that hello.held named to a slot, with its fence: the engine goes on as if no stream had ended. Answered
+    by the tokens from next_output_index on, or by Finished with ABORTED if they are not to be had any more.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    NEXT_OUTPUT_INDEX_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """Slot on this stream."""
+    request_id: _builtins.str
+    """The router's id of the request."""
+    fence: _builtins.int
+    """Must equal the fence of the Submit."""
+    next_output_index: _builtins.int
+    """Index of the next output token that the router needs."""
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        fence: _builtins.int = ...,
+        next_output_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "next_output_index", b"next_output_index", "request_id", b"request_id", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class GrantRequest(_message.Message):
@@ -536,7 +578,7 @@ class EngineHello(_message.Message):
     """
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
-        """Requests kept from an earlier stream of this router."""
+        """Requests kept from an earlier stream of this router, until it resumes or aborts them or their lease ends."""
 
     def __init__(
         self,
