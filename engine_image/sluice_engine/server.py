@@ -370,12 +370,15 @@ class EngineServer:
             self._finish(request, sampling_pb2.FINISH_REASON_HANDED_OFF, handed_off=handed_off)
             if is_held:
                 # Nobody was told where the KV lies, and so nobody reads it.
-                self._start(self._call([control.Release(request_id=request.core_id)]))
+                self._start(self._release(request.core_id))
             return
         reason = conversion.FINISH_REASONS[output.finish_reason]
         stop = output.stop_reason if isinstance(output.stop_reason, int) else None
         error = "the engine could not go on with the request" if reason == sampling_pb2.FINISH_REASON_ERROR else ""
         self._finish(request, reason, stop_token_id=stop, error=error)
+
+    async def _release(self, core_id: str) -> None:
+        await self._call([control.Release(request_id=core_id)])
 
     def _take_report(self, report: control.Report, now_s: float) -> bool:
         """Takes what an iteration told; returns whether it includes new submits."""
