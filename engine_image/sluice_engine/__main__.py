@@ -11,6 +11,7 @@ import importlib.metadata
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice_engine.errors import EngineError, UnsupportedVllmError
@@ -20,6 +21,8 @@ from sluice_engine.versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+TERMINATION_LOG = Path("/dev/termination-log")
 
 
 def check_vllm_version() -> None:
@@ -40,6 +43,12 @@ def check_vllm_version() -> None:
         raise UnsupportedVllmError(f"vLLM {found[0]} is installed; this engine needs exactly {SUPPORTED_VLLM}")
 
 
+def tell_kubelet(message: str, log: Path = TERMINATION_LOG) -> None:
+    """Leaves word of why this process ends, where the pod's status shows it."""
+    if log.exists():
+        log.write_text(message)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs an engine until it is told to stop or its EngineCore dies; never returns."""
     stop = StopSignal()
@@ -54,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         status = run(settings, stop)
     except EngineError as error:
         print(f"sluice_engine: {error}", file=sys.stderr)
+        tell_kubelet(str(error))
         status = error.exit_status
     leave(status)
 

@@ -73,6 +73,9 @@ class EngineServer:
         clock: Monotonic seconds.
         pace: When what is sent.
         transport: KV transport in use.
+
+    Attributes:
+        transport: The same; may be set anew.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class EngineServer:
         self._builder = builder
         self._clock = clock
         self._pace = pace or Pace()
-        self._transport = transport
+        self.transport = transport
         self._stamp = Stamp(engine_id=hello.engine_id, epoch=hello.epoch, fingerprint=hello.fingerprint)
         self._links: dict[str, Link] = {}
         self._links_by_number: dict[int, Link] = {}
@@ -415,7 +418,7 @@ class EngineServer:
     def _load_report(self, now_s: float, iteration: control.Iteration | None = None) -> wire.LoadReport:
         report = conversion.load_report(self._load)
         report.iteration_age_s = max(0.0, now_s - self._last_report_s)
-        report.transport = self._transport
+        report.transport = self.transport
         report.is_draining = report.is_draining or self.is_draining
         if iteration is not None:
             report.iteration.CopyFrom(conversion.iteration_message(iteration))

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from engine_process import EngineProcess, attach
+from engine_process import START_TIMEOUT_S, EngineProcess, attach
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2, sampling_pb2
+from sluice_engine.transport import DEVICES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,6 +173,8 @@ async def test_a_running_decode_moves_to_another_engine_exactly(left, right, sam
         await is_idle(source)
         await is_idle(target)
         assert target.newest("load").num_moved_in > 0
+        # What UCX has chosen between the two.
+        await target.until(lambda: target.newest("load").transport == "tcp")
 
 
 async def test_kv_of_another_model_is_left_alone(left, right):
@@ -261,6 +264,15 @@ async def test_a_restarted_engine_has_another_epoch_and_a_killed_one_leaves_noth
     engine.process.wait(10)
     await asyncio.to_thread(psutil.wait_procs, [core], 5)
     assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
+
+
+def test_rdma_that_is_required_is_refused_before_vllm_loads(tiny_model, tmp_path):
+    """What a machine without RDMA shows; the message is the last line, and the exit status one that the operator knows."""
+    if any(DEVICES.glob("*")):
+        pytest.skip("this machine has RDMA devices")
+    engine = EngineProcess("refused", tiny_model, tmp_path / "refused", "--require-rdma", "true")
+    assert engine.process.wait(START_TIMEOUT_S) == 6
+    assert f"sluice_engine: RDMA is required, and there is no RDMA device in {DEVICES}" in engine.log.read_text()
 
 
 async def test_sigterm_drains(left):

@@ -10,7 +10,7 @@ from data_plane_harness import Harness
 from fake_engine import make_plan, make_rng
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.v1 import control_pb2
+from sluice.v1 import control_pb2, engine_pb2
 from sluice_router.edge_metrics import EdgeMetrics
 from sluice_router.settings import Limits
 from sluice_router.slow_readers import SlowReaderLimits, SlowReaders
@@ -150,6 +150,19 @@ def test_finished_requests_are_news_once_a_second():
     harness.clock.advance(1)
     harness.router.tick()
     assert harness.state.version == version + 1
+
+
+def test_new_transport_of_an_engine_is_news():
+    """The control plane waits for it: a fall-back from RDMA shows when engines meet."""
+    harness = Harness({"d0": "D"})
+    version = harness.state.version
+    for transport, is_news in (("fake", False), ("rc_mlx5", True), ("rc_mlx5", False), ("rc_mlx5,tcp", True)):
+        load = harness.cores["d0"].load()
+        load.transport = transport
+        harness.router.on_step(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+        assert (harness.state.version > version) is is_news
+        assert harness.router.describe().engines[0].transport == transport
+        version = harness.state.version
 
 
 def test_address_without_a_stream_says_why():
