@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 from google.protobuf.json_format import MessageToDict
 
 from sluice_core.records import EngineId, Role
