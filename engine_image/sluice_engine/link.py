@@ -167,6 +167,8 @@ class Link:
         self.last_submit_number = 0
         self.sent_submit_number = 0
         self.received_submit_number = 0
+        # Submits that the EngineCore has got and not reported yet: number, tokens to prefill.
+        self.unreported: deque[tuple[int, int]] = deque()
         self._columns = Columns()
 
     # --- streams -------------------------------------------------------------------------------------------------
@@ -193,6 +195,7 @@ class Link:
             self.held[request.core_id] = request
         self.by_slot.clear()
         self.handed_off.clear()
+        self.unreported.clear()
         self._columns = Columns()
 
     def resume(self, resume: wire.Resume) -> bool:
@@ -247,6 +250,9 @@ class Link:
         request = Request(self, core_id, submit.request_id, submit.fence, submit.slot, len(submit.output_token_ids))
         self.by_slot[submit.slot] = request
         self.sent_submit_number = submit.submit_number
+        if not submit.HasField("kv"):
+            num_tokens = len(submit.prompt_token_ids) + len(submit.output_token_ids)
+            self.unreported.append((submit.submit_number, num_tokens))
         return request
 
     def drop(self, request: Request) -> None:
@@ -263,6 +269,8 @@ class Link:
         """
         if number is not None:
             self.last_submit_number = max(self.last_submit_number, number)
+            while self.unreported and self.unreported[0][0] <= number:
+                self.unreported.popleft()
         if self.last_submit_number >= self.sent_submit_number:
             self.last_submit_number = max(self.last_submit_number, self.received_submit_number)
 

@@ -17,6 +17,7 @@ from sluice_engine import control, link
 from sluice_engine.attach import EngineService
 from sluice_engine.errors import SubmitRefusedError
 from sluice_engine.server import EngineServer
+from sluice_engine.sharing import choose_owner
 
 STOP, LENGTH, ERROR = 0, 1, 3  # vllm.v1.engine.FinishReason
 FINGERPRINT = "tiny/abc"
@@ -176,6 +177,7 @@ async def test_an_iteration_is_one_message_per_router_with_that_routers_tokens(e
     first, second = engine.attached("router-1"), engine.attached("router-2")
     await first.send(submits=[submit(4, "a"), submit(9, "b")])
     await second.send(submits=[submit(4, "c")])
+    first.receive(), second.receive()
     engine.put_out(
         output(engine.core_id("a"), [10]),
         output(engine.core_id("c"), [30]),
@@ -259,14 +261,70 @@ async def test_the_first_message_says_who_the_engine_is(engine):
     assert not message.HasField("configured")
 
 
-async def test_a_submit_is_reported_at_once_to_every_router(engine):
+async def test_a_submit_is_reported_to_every_router_when_an_iteration_includes_it(engine):
     first, second = engine.attached("router-1"), engine.attached("router-2")
     await first.send(submits=[submit(0, "a", submit_number=8)])
+    first.receive(), second.receive()
     engine.put_out(report=report(last_submit_numbers={first.link.number: 8}))
     [message] = first.receive()
     assert message.load.last_submit_number == 8
     [message] = second.receive()
     assert message.load.last_submit_number == 0
+
+
+async def test_other_routers_see_a_submit_before_the_iteration_under_way_ends(engine):
+    """Each counts its own submits itself, until a report includes them."""
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    kv = wire.KvHandle(fingerprint=FINGERPRINT)
+    moved = submit(2, "moved", kv=kv, submit_number=3)
+    await first.send(submits=[submit(0, "a"), submit(1, "b", output_token_ids=[9]), moved])
+    assert first.receive() == []
+    [message] = second.receive()
+    load = message.load
+    assert (load.queued_prefill_tokens, load.queued_requests, load.queued_attention_work) == (3 + 4, 2, 4.5 + 8)
+    engine.put_out(report=report(last_submit_numbers={first.link.number: 1}))
+    loads = [router.receive()[-1].load for router in (first, second)]
+    assert [load.queued_prefill_tokens for load in loads] == [0, 4]
+    engine.put_out(report=report(2, last_submit_numbers={first.link.number: 3}))
+    assert second.receive()[-1].load.queued_prefill_tokens == 0
+
+
+async def test_submits_of_a_lost_stream_are_news_no_more(engine):
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    await first.send(submits=[submit(0, "a")])
+    first.lose_stream()
+    second.receive()
+    engine.clock.now_s += 1
+    engine.server.tick(engine.clock.now_s)
+    assert second.receive()[-1].load.queued_prefill_tokens == 0
+
+
+async def test_an_engine_is_in_the_share_of_one_of_the_routers_that_are_here(engine):
+    def owners(*routers: Router) -> list[str]:
+        engine.clock.now_s += 1
+        engine.server.tick(engine.clock.now_s)
+        return [router.link.router_id for router in routers if not router.receive()[-1].load.is_of_others]
+
+    alone = engine.attached("router-1")
+    assert owners(alone) == ["router-1"]
+    routers = [alone, *(engine.attached(f"router-{number}") for number in (2, 3, 4))]
+    [owner] = owners(*routers)
+    leaving = next(router for router in routers if router.link.router_id == owner)
+    leaving.lose_stream()
+    staying = [router for router in routers if router is not leaving]
+    [heir] = owners(*staying)
+    assert heir != owner
+    assert owners(*staying, engine.attached(owner)) == [owner]
+
+
+def test_shares_are_about_equal_and_change_for_the_routers_concerned_only():
+    engines = [f"engine-{number}" for number in range(400)]
+    routers = [f"router-{number}" for number in range(4)]
+    owners = {name: choose_owner(name, routers) for name in engines}
+    assert all(60 < list(owners.values()).count(router) < 140 for router in routers)
+    left = {name: choose_owner(name, routers[1:]) for name in engines}
+    assert all(left[name] == owner for name, owner in owners.items() if owner != "router-0")
+    assert choose_owner("engine-0", []) == ""
 
 
 async def test_load_reports_without_news_come_every_50_ms_at_most(engine):

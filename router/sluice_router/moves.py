@@ -230,9 +230,9 @@ def _pick_target(
     """Picks the engine to ask; or says why there is none."""
     request, source = stay.request, stay.engine
     assert request is not None
-    cap = state.limits.max_moves_per_engine
-    if state.flow is None:
+    if state.flow is None or state.plan is None:
         return None, "no_plan"
+    cap = max(1, state.limits.max_moves_per_engine // state.plan.num_routers)
     if source.moves_out >= cap:
         return None, "source_busy"
     if _is_too_soon(state, request, cause):

@@ -138,8 +138,9 @@ def _check_capacity(state: RouterState, now: float) -> Plan:
         raise ShuttingDownError("this router is about to leave", retry_after_s=MIN_RETRY_S)
     if state.plan is None:
         raise NoEngineError("no plan is in force yet", retry_after_s=MIN_RETRY_S)
-    if len(state.waiting) >= state.limits.max_waiting:
-        message = f"{len(state.waiting)} requests wait for an engine, the limit is {state.limits.max_waiting}"
+    limit = max(1, state.limits.max_waiting // state.plan.num_routers)
+    if len(state.waiting) >= limit:
+        message = f"{len(state.waiting)} requests wait for an engine, the limit is {limit}"
         oldest = next(iter(state.waiting.values()))
         # The queue moves by its length in about the time that its head has waited.
         raise QueueFullError(message, retry_after_s=max(MIN_RETRY_S, now - oldest.waiting_since_s))

@@ -263,8 +263,11 @@ def test_client_gone_in_any_phase_of_a_move_frees_everything(phase):
     harness.assert_idle()
 
 
-def test_moves_in_flight_are_capped_per_engine():
-    harness = Harness(PD, limits=Limits(max_moves_per_engine=2))
+@pytest.mark.parametrize("num_routers", [1, 3])
+def test_moves_in_flight_are_capped_per_engine_for_all_routers_together(num_routers):
+    harness = Harness(PD, limits=Limits(max_moves_per_engine=2 * num_routers), plan=False)
+    harness.router.apply_plan(make_plan(PD, num_routers=num_routers))
+    harness.deliver()
     for number in range(5):
         start_on(harness, "p0")
         del number

@@ -846,10 +846,11 @@ class LoadReport(_message.Message):
     NUM_MOVED_IN_FIELD_NUMBER: _builtins.int
     NUM_MOVED_OUT_FIELD_NUMBER: _builtins.int
     NUM_RECOMPUTED_PULLS_FIELD_NUMBER: _builtins.int
+    IS_OF_OTHERS_FIELD_NUMBER: _builtins.int
     last_submit_number: _builtins.int
     """Last submit of this router that the report includes."""
     queued_prefill_tokens: _builtins.int
-    """Prefill tokens not yet computed, waiting and running, pulls left out."""
+    """Prefill tokens not yet computed, waiting and running, pulls left out; other routers' submits are in it at once."""
     queued_requests: _builtins.int
     """Requests with such tokens."""
     queued_attention_work: _builtins.float
@@ -886,6 +887,8 @@ class LoadReport(_message.Message):
     """See num_moved_in."""
     num_recomputed_pulls: _builtins.int
     """Pulls that failed or came too late and were recomputed, since the start."""
+    is_of_others: _builtins.bool
+    """True: another router that is attached looks at this engine first. Each engine is in the share of one of its routers."""
     @_builtins.property
     def iteration(self) -> Global___Iteration:
         """The iteration that this message follows; absent in idle reports."""
@@ -914,10 +917,11 @@ class LoadReport(_message.Message):
         num_moved_in: _builtins.int = ...,
         num_moved_out: _builtins.int = ...,
         num_recomputed_pulls: _builtins.int = ...,
+        is_of_others: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["iteration", b"iteration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "is_draining", b"is_draining", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "is_draining", b"is_draining", "is_of_others", b"is_of_others", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
