@@ -193,9 +193,10 @@ async def test_an_iteration_is_one_message_per_router_with_that_routers_tokens(e
     assert (list(message.slots), list(message.token_ids)) == ([4], [30])
 
 
-async def test_output_indexes_go_on_where_other_engines_stopped(engine):
+@pytest.mark.parametrize("fields", [{}, {"kv": wire.KvHandle(fingerprint=FINGERPRINT)}], ids=["recomputed", "with KV"])
+async def test_output_indexes_go_on_where_other_engines_stopped(engine, fields):
     router = engine.attached()
-    await router.send(submits=[submit(0, "a", output_token_ids=[7, 8])])
+    await router.send(submits=[submit(0, "a", output_token_ids=[7, 8], **fields)])
     engine.put_out(output(engine.core_id("a"), [9]))
     engine.put_out(output(engine.core_id("a"), [5], finish_reason=LENGTH))
     first, last = router.receive()
@@ -615,8 +616,10 @@ async def test_a_handed_off_slot_says_where_the_kv_lies_until_it_is_released(eng
     assert engine.core.commands == [control.HandOff(request_id=core_id)]
     where = {control.NUM_TOKENS_KEY: 4, "remote_block_ids": [[1]]}
     engine.put_out(output(core_id, [1], finish_reason=LENGTH, kv_transfer_params=where))
-    [finished] = router.receive()[0].finished
-    assert finished.reason == sampling_pb2.FINISH_REASON_HANDED_OFF
+    [message] = router.receive()
+    assert (list(message.slots), list(message.token_ids)) == ([2], [1])
+    [finished] = message.finished
+    assert (finished.reason, finished.num_output_tokens) == (sampling_pb2.FINISH_REASON_HANDED_OFF, 1)
     assert (finished.kv.engine_id, finished.kv.epoch, finished.kv.fingerprint) == ("engine-1", 7, FINGERPRINT)
     assert finished.kv.num_tokens == 4
     await router.send(released_slots=[2])
