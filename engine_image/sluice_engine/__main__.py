@@ -11,12 +11,14 @@ import importlib.metadata
 import logging
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice_engine.errors import EngineError, UnsupportedVllmError
 from sluice_engine.lifecycle import StopSignal, leave
 from sluice_engine.settings import parse_settings
+from sluice_engine.transport import TransportLog
 from sluice_engine.versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 if TYPE_CHECKING:
@@ -58,9 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         settings = parse_settings(sys.argv[1:] if arguments is None else arguments)
         check_vllm_version()
-        from sluice_engine.serving import run  # noqa: PLC0415 - imports vLLM, after the signals and the version
+        with tempfile.TemporaryDirectory(prefix="sluice-ucx-") as folder:
+            log = TransportLog(Path(folder))
+            # UCX reads its variables when it is loaded, which is with vLLM.
+            log.prepare(os.environ)
+            from sluice_engine.serving import run  # noqa: PLC0415 - imports vLLM, after the signals and the version
 
-        status = run(settings, stop)
+            status = run(settings, stop, log)
     except EngineError as error:
         print(f"sluice_engine: {error}", file=sys.stderr)
         tell_kubelet(str(error))

@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -25,12 +22,12 @@ from sluice_engine import identity, launch, metrics, transport
 from sluice_engine.attach import EngineService
 from sluice_engine.request_builder import VllmRequestBuilder
 from sluice_engine.server import EngineServer, Pace
-from sluice_engine.transport import TransportLog
 from sluice_engine.warm_up import WarmUp
 
 if TYPE_CHECKING:
     from sluice_engine.lifecycle import StopSignal
     from sluice_engine.settings import EngineSettings
+    from sluice_engine.transport import TransportLog
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +51,13 @@ TRANSPORT_POLL_S = 1.0
 EXIT_ENGINE_DEAD = 5
 
 
-def run(settings: EngineSettings, stop: StopSignal) -> int:
+def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
     """Starts the engine and serves until the end.
+
+    Args:
+        settings: The engine's.
+        stop: Set when it shall end.
+        log: What UCX tells.
 
     Returns:
         Exit status.
@@ -65,14 +67,6 @@ def run(settings: EngineSettings, stop: StopSignal) -> int:
         StartError: It cannot start.
         RdmaError: It must use RDMA and cannot.
     """
-    with tempfile.TemporaryDirectory(prefix="sluice-ucx-") as folder:
-        log = TransportLog(Path(folder))
-        log.prepare(os.environ)
-        return start(settings, stop, log)
-
-
-def start(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
-    """Starts the engine; see ``run``."""
     transport.check_devices(settings)
     launch.check_hooks()
     launch.check_ports(settings)

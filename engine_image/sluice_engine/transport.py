@@ -8,14 +8,20 @@ at log level ``info``, a line for each kind of connection that it makes, and not
 KV goes by the lanes ``rma*``; the others carry control messages. Before an engine has met another one there is only the
 connection to itself, which says what would be chosen: where it is TCP, there is nothing better.
 
+UCX's log is buffered, and not written before kilobytes have come together: the process that has UCX in it flushes it by
+``keep_flushed``.
+
 NIXL's other backend, LIBFABRIC (for EFA), writes nothing of the kind: the provider is told by the devices that are there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +43,20 @@ PROBLEM = re.compile(r"UCX\s+(?:FATAL|ERROR|WARN)\s")
 # They bring data to a device or nowhere, and not to another engine.
 LOCAL = frozenset({"self", "cuda_copy", "gdr_copy", "rocm_copy", "ze_copy"})
 TCP = "tcp"
+FLUSH_S = 1.0
+
+
+def keep_flushed() -> None:
+    """Has this process's C library write out its buffers, now and every second."""
+    library = ctypes.CDLL(None)
+
+    def keep() -> None:
+        while True:
+            time.sleep(FLUSH_S)
+            library.fflush(None)
+
+    library.fflush(None)
+    threading.Thread(target=keep, name="ucx log", daemon=True).start()
 
 
 class TransportLog:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,10 +12,18 @@ import pytest
 from sluice_engine.__main__ import tell_kubelet
 from sluice_engine.errors import RdmaError
 from sluice_engine.settings import EmulationSettings, EngineSettings
-from sluice_engine.transport import TransportLog, check_devices, check_transport, find_data_transports, find_transport
+from sluice_engine.transport import (
+    TransportLog,
+    check_devices,
+    check_transport,
+    find_data_transports,
+    find_transport,
+    keep_flushed,
+)
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from multiprocessing.synchronize import Event
     from pathlib import Path
 
 SETTINGS = EngineSettings(
@@ -87,7 +96,7 @@ def test_a_log_that_somebody_has_set_up_is_left_alone(log: TransportLog, theirs:
     assert environment == theirs
 
 
-def move_kv(name: str, environment: dict[str, str], peer: Connection) -> None:
+def move_kv(name: str, environment: dict[str, str], peer: Connection, stop: Event) -> None:
     """Reads a buffer of the other process over NIXL, as vLLM's worker does."""
     os.environ.update(environment)
     import numpy as np  # noqa: PLC0415 - in a process of its own
@@ -100,6 +109,7 @@ def move_kv(name: str, environment: dict[str, str], peer: Connection) -> None:
     peer.send((agent.get_agent_metadata(), region))
     metadata, other = peer.recv()
     remote = agent.add_remote_agent(metadata)
+    keep_flushed()
     if name == "target":
         descriptors = agent.get_xfer_descs([region], "DRAM"), agent.get_xfer_descs([other], "DRAM")
         transfer = agent.initialize_xfer("READ", *descriptors, remote)
@@ -107,24 +117,27 @@ def move_kv(name: str, environment: dict[str, str], peer: Connection) -> None:
         while agent.check_xfer_state(transfer) == "PROC":
             pass
         assert (buffer == 7).all()
-        peer.send("done")
-    while name == "source" and not peer.poll(0.01):
-        agent.get_new_notifs()
+    stop.wait(60)
 
 
 def test_real_transfer_on_a_machine_without_rdma_shows_tcp(tmp_path: Path) -> None:
-    """The very fallback that RDMA is watched for."""
+    """The very fallback that RDMA is watched for, seen while the processes live."""
     context = multiprocessing.get_context("spawn")
-    ends = context.Pipe()
+    ends, stop = context.Pipe(), context.Event()
     logs = {name: TransportLog(tmp_path / name) for name in ("source", "target")}
     processes = []
     for end, (name, log) in zip(ends, logs.items(), strict=True):
         (tmp_path / name).mkdir()
         environment: dict[str, str] = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp"}
         log.prepare(environment)
-        processes.append(context.Process(target=move_kv, args=(name, environment, end)))
+        processes.append(context.Process(target=move_kv, args=(name, environment, end, stop)))
     for process in processes:
         process.start()
+    deadline_s = time.monotonic() + 60
+    while {log.read() for log in logs.values()} != {"tcp"} and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert all(process.is_alive() for process in processes)
+    stop.set()
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
