@@ -96,7 +96,7 @@ def test_a_log_that_somebody_has_set_up_is_left_alone(log: TransportLog, theirs:
     assert environment == theirs
 
 
-def move_kv(name: str, environment: dict[str, str], peer: Connection, stop: Event) -> None:
+def move_kv(name: str, environment: dict[str, str], peer: Connection, done: Event, stop: Event) -> None:
     """Reads a buffer of the other process over NIXL, as vLLM's worker does."""
     os.environ.update(environment)
     import numpy as np  # noqa: PLC0415 - in a process of its own
@@ -117,22 +117,24 @@ def move_kv(name: str, environment: dict[str, str], peer: Connection, stop: Even
         while agent.check_xfer_state(transfer) == "PROC":
             pass
         assert (buffer == 7).all()
+        done.set()
     stop.wait(60)
 
 
 def test_real_transfer_on_a_machine_without_rdma_shows_tcp(tmp_path: Path) -> None:
     """The very fallback that RDMA is watched for, seen while the processes live."""
     context = multiprocessing.get_context("spawn")
-    ends, stop = context.Pipe(), context.Event()
+    ends, done, stop = context.Pipe(), context.Event(), context.Event()
     logs = {name: TransportLog(tmp_path / name) for name in ("source", "target")}
     processes = []
     for end, (name, log) in zip(ends, logs.items(), strict=True):
         (tmp_path / name).mkdir()
         environment: dict[str, str] = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp"}
         log.prepare(environment)
-        processes.append(context.Process(target=move_kv, args=(name, environment, end, stop)))
+        processes.append(context.Process(target=move_kv, args=(name, environment, end, done, stop)))
     for process in processes:
         process.start()
+    assert done.wait(60)
     deadline_s = time.monotonic() + 60
     while {log.read() for log in logs.values()} != {"tcp"} and time.monotonic() < deadline_s:
         time.sleep(0.05)
