@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from sluice_engine.errors import EngineError, UnsupportedVllmError
 from sluice_engine.lifecycle import StopSignal, leave
 from sluice_engine.settings import parse_settings
-from sluice_engine.transport import TransportLog
+from sluice_engine.transport import TransportLog, check_devices
 from sluice_engine.versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         settings = parse_settings(sys.argv[1:] if arguments is None else arguments)
         check_vllm_version()
+        check_devices(settings)
         with tempfile.TemporaryDirectory(prefix="sluice-ucx-") as folder:
             log = TransportLog(Path(folder))
             # UCX reads its variables when it is loaded, which is with vLLM.

@@ -67,7 +67,6 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
         StartError: It cannot start.
         RdmaError: It must use RDMA and cannot.
     """
-    transport.check_devices(settings)
     launch.check_hooks()
     launch.check_ports(settings)
     epoch = identity.make_epoch()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from sluice_engine.__main__ import tell_kubelet
 from sluice_engine.errors import RdmaError
 from sluice_engine.settings import EmulationSettings, EngineSettings
 from sluice_engine.transport import (
+    DEVICES,
     TransportLog,
     check_devices,
     check_transport,
@@ -186,6 +189,20 @@ def test_tcp_is_refused_only_where_rdma_is_required(transport: str) -> None:
     check_transport(SETTINGS, transport)
     with pytest.raises(RdmaError, match=f"KV would go over {transport}"):
         check_transport(SETTINGS.model_copy(update={"require_rdma": True}), transport)
+
+
+def test_the_program_refuses_with_a_message_and_an_exit_status_of_its_own(tmp_path: Path) -> None:
+    """What a machine without RDMA shows; vLLM is not even imported."""
+    if any(DEVICES.glob("*")):
+        pytest.skip("this machine has RDMA devices")
+    options = ["--engine-id=e", "--port=1", "--metrics-port=2", "--kv-host=127.0.0.1", "--kv-port=3", "--model=m"]
+    command = [sys.executable, "-X", "importtime", "-m", "sluice_engine", *options, "--max-batch-tokens=64"]
+    done = subprocess.run(
+        [*command, "--require-rdma=true"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 6
+    assert f"sluice_engine: RDMA is required, and there is no RDMA device in {DEVICES}" in done.stderr
+    assert "| vllm" not in done.stderr
 
 
 def test_kubelet_is_told_why_where_there_is_one(tmp_path: Path) -> None:
