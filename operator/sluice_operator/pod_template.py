@@ -122,15 +122,8 @@ def find_refused_affinity(affinity: Object, *, allow_host_access: bool) -> list[
 def _find(over: Object, *, allow_host_access: bool) -> Iterator[str]:
     for field in set(over) - {"metadata", "spec"}:
         yield f"{field} is not a field of a pod template; use metadata or spec"
-    metadata, spec = over.get("metadata", {}), over.get("spec", {})
-    for field in set(metadata) - {"labels", "annotations"}:
-        yield f"metadata.{field} cannot be set; remove it"
-    for label in OWNED_LABELS:
-        if label in metadata.get("labels", {}):
-            yield f"metadata.labels[{label}] is set by Sluice; remove it"
-    for field in OWNED_POD_FIELDS:
-        if field in spec:
-            yield f"spec.{field} is set by Sluice; remove it"
+    spec = over.get("spec", {})
+    yield from _find_owned(over.get("metadata", {}), spec)
     wrong = [field for field in LISTS if not isinstance(spec.get(field, []), list)]
     if wrong:
         yield f"spec.{wrong[0]} is not a list; write it as `kubectl explain pod.spec.{wrong[0]}` says"
@@ -140,6 +133,17 @@ def _find(over: Object, *, allow_host_access: bool) -> Iterator[str]:
             yield from _find_in_engine(container)
     if not allow_host_access:
         yield from find_ways_out(merge(LIMITS, over), OUR_CONTAINERS)
+
+
+def _find_owned(metadata: Object, spec: Object) -> Iterator[str]:
+    for field in set(metadata) - {"labels", "annotations"}:
+        yield f"metadata.{field} cannot be set; remove it"
+    for label in OWNED_LABELS:
+        if label in metadata.get("labels", {}):
+            yield f"metadata.labels[{label}] is set by Sluice; remove it"
+    for field in OWNED_POD_FIELDS:
+        if field in spec:
+            yield f"spec.{field} is set by Sluice; remove it"
 
 
 def _find_in_engine(container: Object) -> Iterator[str]:
