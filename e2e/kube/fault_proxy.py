@@ -65,7 +65,6 @@ class FaultProxy:
         url: Where it listens.
         fail_share: Share of the requests that fail.
         is_dead: Whether no request is answered.
-        is_mute: Whether watches are held open without a word.
         faults: How often each fault struck.
         requests: Method and path of every request that was passed on.
     """
@@ -74,13 +73,13 @@ class FaultProxy:
         self.url = ""
         self.fail_share = 0.0
         self.is_dead = False
-        self.is_mute = False
         self.faults: Counter[str] = Counter()
         self.requests: list[tuple[str, str]] = []
         self._target = settings.api_url
         self._tls = ssl.create_default_context(cafile=str(settings.pki / "ca.crt"))
         self._rng = random.Random(seed)
         self._watches: set[Watch] = set()
+        self._muted: set[Watch] = set()
         self._loop: asyncio.AbstractEventLoop
         self._session: aiohttp.ClientSession
         self._stop: asyncio.Event
@@ -102,6 +101,10 @@ class FaultProxy:
         """Ends all watches with 410, as a server does that no longer knows the version they are at."""
         status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "code": 410}
         return self._on_loop(self._end_watches(json.dumps({"type": "ERROR", "object": status}).encode() + b"\n"))
+
+    def mute_watches(self) -> int:
+        """Has all watches stay open without a word, as a connection does whose other end has vanished; new ones work."""
+        return self._on_loop(self._mute_watches())
 
     @contextmanager
     def run(self) -> Iterator[FaultProxy]:
@@ -125,7 +128,6 @@ class FaultProxy:
             self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             self._started.set()
             await self._stop.wait()
-            self.is_mute = False
             await self._end_watches(b"")
             await runner.cleanup()
 
@@ -179,17 +181,20 @@ class FaultProxy:
             self._watches.add(watch)
             try:
                 async for line in answer.content:
-                    while self.is_mute and watch in self._watches and not watch.has_gone:
-                        self.faults["mute"] += 1
-                        await asyncio.sleep(0.1)
-                    if watch not in self._watches:
+                    if watch not in self._watches or watch.has_gone:
                         break
-                    await response.write(line)
+                    if watch not in self._muted:
+                        await response.write(line)
             except (ConnectionError, aiohttp.ClientError):
                 pass  # one of the two has gone
             finally:
                 self._watches.discard(watch)
+                self._muted.discard(watch)
             return response
+
+    async def _mute_watches(self) -> int:
+        self._muted |= self._watches
+        return len(self._muted)
 
     async def _end_watches(self, last_words: bytes) -> int:
         watches = list(self._watches)

@@ -146,12 +146,18 @@ class World:
         )
         return self.reconciler
 
-    async def create(self) -> None:
-        """Creates the cluster; waits for one of the same name to be gone."""
+    async def create(self, **spec: Any) -> None:
+        """Creates the cluster; waits for one of the same name to be gone.
+
+        Args:
+            spec: Sections of the spec, over those of the example.
+        """
         manifest = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
         manifest["metadata"] |= {"namespace": self.key.namespace, "name": self.key.name}
         # Nothing runs, so nothing is mounted: a claim would keep pods from being scheduled.
         manifest["spec"]["model"]["source"] = {"huggingFace": {}}
+        for section, fields in spec.items():
+            manifest["spec"][section] |= fields
         while True:
             try:
                 await self.kubernetes.create(manifest)
