@@ -252,12 +252,12 @@ def test_a_right_that_is_missing_is_said_by_name_and_missed_no_longer(
     _, resource, verb = right
     words = f'cannot {verb} resource "{resource}"'
     all_rights = access.read(role, namespace)
-    start_of_log = len(operator.log.read_text())
+    start_of_log = len(read_plainly(operator.log))
     access.write(role, namespace, [other for other in all_rights if other != right])
     try:
         OCCASIONS.get((resource, verb), poke)(cluster)
         poke(cluster)
-        wait_for(lambda: words in operator.log.read_text()[start_of_log:], f"{words!r} in the log")
+        wait_for(lambda: words in read_plainly(operator.log)[start_of_log:], f"{words!r} in the log")
         if resource not in LOG_ONLY:
             condition = wait_for(lambda: is_forbidden(cluster), "the condition")
             assert words in condition["message"]
@@ -268,6 +268,11 @@ def test_a_right_that_is_missing_is_said_by_name_and_missed_no_longer(
     cluster.wait("Degraded", "AsExpected")
     cluster.wait("Progressing", "Settled")
     assert operator.leads
+
+
+def read_plainly(log: Path) -> str:
+    """A log without the backslashes of JSON's quotes, and of quotes in them."""
+    return log.read_text().replace("\\", "")
 
 
 def is_forbidden(cluster: Cluster) -> Object:
@@ -284,8 +289,7 @@ def test_a_right_of_the_informer_that_is_missing_is_said_by_name(verb: str, acce
     try:
         for kind in WATCHED:
             words = f'cannot {verb} resource "{kind.plural}"'
-            # kopf quotes what it repeats.
-            wait_for(lambda words=words: words in log.read_text().replace("\\", ""), words)
+            wait_for(lambda words=words: words in read_plainly(log), words)
     finally:
         access.write(ROLE, TEAM, all_rights)
         started.end(signal.SIGKILL)
