@@ -179,8 +179,9 @@ class World:
         self.routers.plans.clear()
         await self.kubernetes.delete(CLUSTERS, self.key.namespace, self.key.name, uid_of(await self.read()))
 
-    async def look(self) -> None:
-        """One look; errors are to be tried again, and a crash brings a new process."""
+    async def look(self) -> bool:
+        """One look; errors are to be tried again, and a crash brings a new process. Returns whether it wrote nothing."""
+        before = self.watched.num_writes
         try:
             await self.reconciler.reconcile(self.key)
         except Crash:
@@ -189,15 +190,14 @@ class World:
         except ConflictError:
             self.num_conflicts += 1
         except KubernetesError:
-            return
+            return False
+        return self.watched.num_writes == before
 
     async def settle(self) -> None:
         """Looks again and again until everything is as the spec asks for, and a look writes nothing any more."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                before = self.watched.num_writes
-                await self.look()
-                if self.watched.num_writes == before and is_settled(await self.read()):
+                if await self.look() and is_settled(await self.read()):
                     return
                 await asyncio.sleep(PAUSE_S)
 

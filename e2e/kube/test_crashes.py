@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from in_process import Crash, World, connect
+from in_process import PAUSE_S, Crash, World, connect, is_settled
 from test_operator import wait_for
 from testbed.fake_nodes import is_ready, make_node
 
@@ -31,8 +31,7 @@ NUM_AT_ONCE = 16
 EDITS: tuple[dict[str, Any], ...] = (
     {},
     {"prefillHeavy": 1, "chunkSizes": {"prefillHeavy": 1024}},
-    {"replicas": 2},
-    {"replicas": 3, "prefillHeavy": "67%"},
+    {"replicas": 5},
     {"replicas": 1, "router": {"replicas": 2}},
 )
 
@@ -110,7 +109,6 @@ async def test_a_crash_after_every_write_ends_in_the_same_state(client: Client, 
                 num_crashes += world.num_crashes
 
         await run_all(*(lambda number=number: crash_after(number) for number in range(1, num_writes + 1)))
-        # How many writes of the status there are is a matter of timing.
         assert num_crashes > 0.8 * num_writes
 
 
@@ -140,10 +138,12 @@ async def test_a_cluster_deleted_after_every_write_of_its_making_leaves_nothing(
                         await world.create()
 
             world.watched.after = after
-            async with asyncio.timeout(60):
-                while not was_deleted and world.watched.num_writes < num_writes:
-                    await world.look()
-                    await asyncio.sleep(0.1)
+            # How many writes of the status there are is a matter of timing: the last ones may not come.
+            while True:
+                is_calm = await world.look()
+                if was_deleted or (is_calm and is_settled(await world.read())):
+                    break
+                await asyncio.sleep(PAUSE_S)
             num_deleted += was_deleted
             if comes_back:
                 await world.settle()
