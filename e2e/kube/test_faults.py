@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fault_proxy import FaultProxy
+from light_cluster import MERGE, LightCluster
 from stand_in_router import StandInRouters, run_stand_in_routers
-from test_operator import SYSTEM, Cluster, Operator, make_access, wait_for
+from test_operator import SYSTEM, Operator, make_access, wait_for
 from testbed.fake_nodes import is_ready, make_node
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ pytestmark = pytest.mark.usefixtures("crd", "nodes")
 
 PORT = 17480
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/faults"
-MERGE = "application/merge-patch+json"
 SILENT = "silent"
 # kopf takes a watch for dead after so long without a bookmark (informer.py).
 INACTIVITY_S = 70.0
@@ -108,10 +108,10 @@ def replica(client: Client, testbed: Testbed, proxy: FaultProxy, routers: StandI
 
 
 @pytest.fixture
-def cluster(client: Client, replica: Replica, proxy: FaultProxy, namespace: str) -> Iterator[Cluster]:
+def cluster(client: Client, replica: Replica, proxy: FaultProxy, namespace: str) -> Iterator[LightCluster]:
     """A cluster that has settled; faults of the API server end with the test."""
     wait_for(lambda: replica.leads, "a leader")
-    made = Cluster(client, namespace)
+    made = LightCluster(client, namespace)
     made.wait("Progressing", "Settled")
     yield made
     proxy.fail_share, proxy.is_dead = 0.0, False
@@ -119,18 +119,20 @@ def cluster(client: Client, replica: Replica, proxy: FaultProxy, namespace: str)
     wait_for(lambda: not made.engines or on_silent_node(made), "the end of the engines")
 
 
-def on_silent_node(cluster: Cluster) -> bool:
+def on_silent_node(cluster: LightCluster) -> bool:
     return all(pod["spec"].get("nodeName") == SILENT for pod in cluster.engines.values())
 
 
-def edit_until(cluster: Cluster, replica: Replica, num_prefill_heavy: int) -> None:
+def edit_until(cluster: LightCluster, replica: Replica, num_prefill_heavy: int) -> None:
     """Edits a slider, and waits until it is in force, the operator started again if it ends."""
     cluster.edit(prefillHeavy=num_prefill_heavy)
     wanted = ["d-heavy"] * (len(cluster.engines) - num_prefill_heavy) + ["p-heavy"] * num_prefill_heavy
     wait_for(lambda: replica.operator and cluster.roles == wanted, "the roles")
 
 
-def test_a_fifth_of_all_requests_may_fail_or_be_slow(cluster: Cluster, proxy: FaultProxy, replica: Replica) -> None:
+def test_a_fifth_of_all_requests_may_fail_or_be_slow(
+    cluster: LightCluster, proxy: FaultProxy, replica: Replica
+) -> None:
     before = set(cluster.engines)
     proxy.faults.clear()
     proxy.fail_share = 0.2
@@ -150,7 +152,7 @@ def test_a_fifth_of_all_requests_may_fail_or_be_slow(cluster: Cluster, proxy: Fa
 
 
 @pytest.mark.parametrize("fault", ["end_watches", "expire_watches"])
-def test_watches_that_end_lose_nothing(fault: str, cluster: Cluster, proxy: FaultProxy, replica: Replica) -> None:
+def test_watches_that_end_lose_nothing(fault: str, cluster: LightCluster, proxy: FaultProxy, replica: Replica) -> None:
     number_of_ends = replica.num_ends
     for number in (1, 3, 2):
         assert getattr(proxy, fault)() > 5
@@ -159,7 +161,7 @@ def test_watches_that_end_lose_nothing(fault: str, cluster: Cluster, proxy: Faul
 
 
 @pytest.mark.timeout(420)
-def test_watches_that_go_silent_are_noticed(cluster: Cluster, proxy: FaultProxy, replica: Replica) -> None:
+def test_watches_that_go_silent_are_noticed(cluster: LightCluster, proxy: FaultProxy, replica: Replica) -> None:
     number_of_ends = replica.num_ends
     assert proxy.mute_watches() > 5
     cluster.edit(prefillHeavy=3)
@@ -174,7 +176,7 @@ def test_watches_that_go_silent_are_noticed(cluster: Cluster, proxy: FaultProxy,
 
 
 def test_a_leader_whose_lease_is_taken_ends_and_writes_nothing_more(
-    client: Client, cluster: Cluster, proxy: FaultProxy, replica: Replica
+    client: Client, cluster: LightCluster, proxy: FaultProxy, replica: Replica
 ) -> None:
     process = replica.operator.process
     taken = {"spec": {"holderIdentity": "thief", "leaseDurationSeconds": 3600}}
@@ -197,7 +199,7 @@ def test_a_leader_whose_lease_is_taken_ends_and_writes_nothing_more(
 
 
 def test_a_leader_that_cannot_renew_its_lease_ends_in_the_middle_of_its_work(
-    cluster: Cluster, proxy: FaultProxy, replica: Replica
+    cluster: LightCluster, proxy: FaultProxy, replica: Replica
 ) -> None:
     process = replica.operator.process
     before = set(cluster.engines)
@@ -214,14 +216,13 @@ def test_a_leader_that_cannot_renew_its_lease_ends_in_the_middle_of_its_work(
     assert before < set(cluster.engines)
 
 
-def test_many_hands_at_one_slider_end_in_the_last_edit(cluster: Cluster, routers: StandInRouters) -> None:
+def test_many_hands_at_one_slider_end_in_the_last_edit(cluster: LightCluster, routers: StandInRouters) -> None:
     before, generation = set(cluster.engines), routers.plan.generation
-    path = f"/apis/sluice.dev/v1alpha1/namespaces/{cluster.namespace}/servingclusters/tiny"
 
     def turn(hand: int) -> None:
         for number in range(5):
             sizes = {"prefillHeavy": 300 + 10 * hand + number}
-            cluster.client.request("PATCH", path, {"spec": {"prefillHeavy": hand, "chunkSizes": sizes}}, MERGE)
+            cluster.edit(prefillHeavy=hand, chunkSizes=sizes)
 
     hands = [threading.Thread(target=turn, args=(hand,)) for hand in range(5)]
     for hand in hands:
@@ -245,34 +246,21 @@ def test_a_quota_is_said_and_healed(client: Client, replica: Replica, namespace:
         lambda: client.kubectl("-n", namespace, "get", "quota", "small", "-o", "jsonpath={.status.hard.pods}"),
         "the quota",
     )
-    cluster = Cluster(client, namespace)
-    wait_for(lambda: replica.operator and reason(cluster, "Degraded") == "QuotaExceeded", "the reason")
-    assert "exceeded quota: small" in message(cluster, "Degraded")
+    cluster = LightCluster(client, namespace)
+    wait_for(lambda: replica.operator and cluster.reason("Degraded") == "QuotaExceeded", "the reason")
+    assert "exceeded quota: small" in cluster.message("Degraded")
     client.apply({**quota, "spec": {"hard": {"pods": "4", "services": "9"}}})
     # Kubernetes itself runs into the quota for pods, and tells of it in the Deployment or ReplicaSet.
     wait_for(lambda: len(cluster.read("services")["items"]) == 3, "the Services")
-    wait_for(lambda: "cannot create pods" in message(cluster, "Degraded"), "the other reason")
-    assert reason(cluster, "Degraded") == "QuotaExceeded"
+    wait_for(lambda: "cannot create pods" in cluster.message("Degraded"), "the other reason")
+    assert cluster.reason("Degraded") == "QuotaExceeded"
     client.kubectl("-n", namespace, "delete", "quota", "small")
     cluster.wait("Progressing", "Settled")
     cluster.wait("Degraded", "AsExpected")
     cluster.kubectl("delete", "slc", "tiny")
 
 
-def reason(cluster: Cluster, condition: str) -> str:
-    return str(read_condition(cluster, condition).get("reason", ""))
-
-
-def message(cluster: Cluster, condition: str) -> str:
-    return str(read_condition(cluster, condition).get("message", ""))
-
-
-def read_condition(cluster: Cluster, condition: str) -> dict[str, Any]:
-    conditions = cluster.read("slc/tiny").get("status", {}).get("conditions", [])
-    return next((item for item in conditions if item["type"] == condition), {})
-
-
-def write_pod_status(cluster: Cluster, name: str, status: dict[str, Any]) -> None:
+def write_pod_status(cluster: LightCluster, name: str, status: dict[str, Any]) -> None:
     """Plays the kubelet."""
     path = f"/api/v1/namespaces/{cluster.namespace}/pods/{name}/status"
     answer = cluster.client.request("PATCH", path, {"status": status}, "application/strategic-merge-patch+json")
@@ -280,7 +268,7 @@ def write_pod_status(cluster: Cluster, name: str, status: dict[str, Any]) -> Non
 
 
 def test_an_image_that_cannot_be_pulled_stops_the_rollout_and_a_pod_that_never_ends_does_not(
-    cluster: Cluster, replica: Replica, client: Client
+    cluster: LightCluster, replica: Replica, client: Client
 ) -> None:
     before = set(cluster.engines)
     cluster.edit(
@@ -303,10 +291,10 @@ def test_an_image_that_cannot_be_pulled_stops_the_rollout_and_a_pod_that_never_e
     fail_to_pull(1)
     cluster.wait("Degraded", "ImagePullBackOff")
     cluster.wait("Progressing", "RolloutStopped")
-    assert "registry.example/no-such-image:1" in message(cluster, "Degraded")
-    assert bad in message(cluster, "Degraded")
+    assert "registry.example/no-such-image:1" in cluster.message("Degraded")
+    assert bad in cluster.message("Degraded")
     assert len(before & set(cluster.engines)) == 3
-    assert reason(cluster, "Ready") == "Serving"
+    assert cluster.reason("Ready") == "Serving"
     version = cluster.versions()["ServingCluster/tiny"]
     for attempt in (2, 3, 4):
         fail_to_pull(attempt)
@@ -326,14 +314,14 @@ def test_an_image_that_cannot_be_pulled_stops_the_rollout_and_a_pod_that_never_e
     client.kubectl("-n", cluster.namespace, "delete", "pod", bad, "--force", "--grace-period=0")
 
 
-def edit_until_among(cluster: Cluster, num_prefill_heavy: int) -> None:
+def edit_until_among(cluster: LightCluster, num_prefill_heavy: int) -> None:
     cluster.edit(prefillHeavy=num_prefill_heavy)
     wait_for(lambda: cluster.roles.count("p-heavy") == num_prefill_heavy, "the roles")
     cluster.wait("Progressing", "Settled")
 
 
 def test_a_namespace_that_ends_takes_its_cluster_and_keeps_nobody_busy(
-    client: Client, cluster: Cluster, replica: Replica
+    client: Client, cluster: LightCluster, replica: Replica
 ) -> None:
     namespace = cluster.namespace
     held = {"name": "held", "namespace": namespace, "finalizers": ["example.org/held"]}
@@ -351,7 +339,7 @@ def test_a_namespace_that_ends_takes_its_cluster_and_keeps_nobody_busy(
 
 
 def test_a_node_that_stops_answering_takes_no_role_with_it_and_one_that_is_lost_is_replaced(
-    client: Client, cluster: Cluster, routers: StandInRouters
+    client: Client, cluster: LightCluster, routers: StandInRouters
 ) -> None:
     edit_until_among(cluster, 1)
     engines = cluster.engines
@@ -364,7 +352,7 @@ def test_a_node_that_stops_answering_takes_no_role_with_it_and_one_that_is_lost_
     stop_node(client, lost)
     cluster.wait("EnginesReady", "SomeNotReady")
     wait_for(lambda: serving_role(routers, 1) - gone, "another P-heavy engine")
-    assert reason(cluster, "Ready") == "Serving"
+    assert cluster.reason("Ready") == "Serving"
     client.kubectl("delete", "node", lost)
     wait_for(lambda: not gone & set(cluster.engines), "the end of the lost pods")
     cluster.wait("EnginesReady", "AllReady")

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from light_cluster import MERGE, LightCluster
 from stand_in_router import StandInRouters, run_stand_in_routers
 from test_chart import Helm, one, pick
-from test_faults import read_condition
-from test_operator import Cluster, Operator, wait_for
+from test_operator import Operator, wait_for
 from testbed.fake_nodes import is_ready, make_node
 from testbed.toolchain import build
 
@@ -44,7 +44,6 @@ PORT = 17500
 VALUES = {"watchNamespaces": [TEAM], "replicas": 1, "crds": {"install": False}, "rbac": {"aggregate": False}}
 ROLE = f"{SYSTEM}:sluice-operator"
 LEASE_ROLE = "sluice-operator-lease"
-MERGE = "application/merge-patch+json"
 COUNTER = itertools.count(1)
 
 
@@ -176,8 +175,8 @@ def start(access: Access, port: int, log: Path, lease: str = "sluice-operator") 
 
 
 @pytest.fixture(scope="module")
-def cluster(client: Client, operator: Operator) -> Iterator[Cluster]:
-    made = Cluster(client, TEAM)
+def cluster(client: Client, operator: Operator) -> Iterator[LightCluster]:
+    made = LightCluster(client, TEAM)
     made.wait("Progressing", "Settled")
     yield made
     made.kubectl("delete", "slc", "tiny", "--ignore-not-found")
@@ -186,27 +185,27 @@ def cluster(client: Client, operator: Operator) -> Iterator[Cluster]:
 # What makes the operator use a right, by resource and verb; where there is nothing, a look does.
 
 
-def delete(what: str) -> Callable[[Cluster], None]:
+def delete(what: str) -> Callable[[LightCluster], None]:
     return lambda cluster: cluster.kubectl("delete", what)
 
 
-def edit_child(what: str, patch: Object) -> Callable[[Cluster], None]:
+def edit_child(what: str, patch: Object) -> Callable[[LightCluster], None]:
     return lambda cluster: cluster.kubectl("patch", what, "--type=merge", "-p", json.dumps(patch))
 
 
-def flip(cluster: Cluster) -> None:
+def flip(cluster: LightCluster) -> None:
     cluster.edit(prefillHeavy=3 - cluster.roles.count("p-heavy"))
 
 
-def shrink_routers(cluster: Cluster) -> None:
+def shrink_routers(cluster: LightCluster) -> None:
     cluster.edit(router={"replicas": 1})
 
 
-def break_the_spec(cluster: Cluster) -> None:
+def break_the_spec(cluster: LightCluster) -> None:
     cluster.edit(engine={"podTemplate": {"spec": {"hostNetwork": True}}})
 
 
-def lose_the_lease(cluster: Cluster) -> None:
+def lose_the_lease(cluster: LightCluster) -> None:
     cluster.client.kubectl("delete", "lease", "-n", SYSTEM, "sluice-operator")
 
 
@@ -219,7 +218,7 @@ CHILDREN = {
     "poddisruptionbudgets": ("pdb/tiny-engine", {"spec": {"maxUnavailable": 2}}),
     "servicemonitors": ("servicemonitor/tiny-engine", {"spec": {"endpoints": []}}),
 }
-OCCASIONS: dict[tuple[str, str], Callable[[Cluster], None]] = {
+OCCASIONS: dict[tuple[str, str], Callable[[LightCluster], None]] = {
     ("servingclusters/status", "patch"): flip,
     ("pods", "patch"): flip,
     ("events", "create"): break_the_spec,
@@ -240,14 +239,14 @@ REMOVABLE = [
 ]
 
 
-def poke(cluster: Cluster) -> None:
+def poke(cluster: LightCluster) -> None:
     """Has the operator look at once."""
     cluster.kubectl("label", "slc", "tiny", f"touched={next(COUNTER)}", "--overwrite")
 
 
 @pytest.mark.parametrize(("role", "namespace", "right"), REMOVABLE)
 def test_a_right_that_is_missing_is_said_by_name_and_missed_no_longer(
-    role: str, namespace: str, right: Right, access: Access, operator: Operator, cluster: Cluster
+    role: str, namespace: str, right: Right, access: Access, operator: Operator, cluster: LightCluster
 ) -> None:
     _, resource, verb = right
     words = f'cannot {verb} resource "{resource}"'
@@ -275,8 +274,8 @@ def read_plainly(log: Path) -> str:
     return log.read_text().replace("\\", "")
 
 
-def is_forbidden(cluster: Cluster) -> Object:
-    condition = read_condition(cluster, "Degraded")
+def is_forbidden(cluster: LightCluster) -> Object:
+    condition = cluster.condition("Degraded")
     return condition if condition.get("reason") == "Forbidden" else {}
 
 
@@ -304,7 +303,7 @@ def read_audit(testbed: Testbed, user: str) -> list[Object]:
 
 
 def test_no_right_is_unused_and_none_is_asked_for_in_vain(
-    access: Access, cluster: Cluster, operator: Operator, testbed: Testbed, client: Client
+    access: Access, cluster: LightCluster, operator: Operator, testbed: Testbed, client: Client
 ) -> None:
     begin = len(read_audit(testbed, access.user))
     # A whole life, with a process of its own that begins it; the other one makes room.
@@ -344,7 +343,7 @@ def test_no_right_is_unused_and_none_is_asked_for_in_vain(
     assert used == granted
 
 
-def test_the_operator_never_reads_a_secret(access: Access, testbed: Testbed, cluster: Cluster) -> None:
+def test_the_operator_never_reads_a_secret(access: Access, testbed: Testbed, cluster: LightCluster) -> None:
     assert cluster
     asked = {item["objectRef"]["resource"] for item in read_audit(testbed, access.user)}
     assert asked == {kind.plural for kind, _ in (*RULES, *LEASE_RULES)}

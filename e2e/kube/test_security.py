@@ -17,8 +17,9 @@ import pytest
 import test_pod_template
 import yaml
 from in_process import World, connect
+from light_cluster import LightCluster
 from stand_in_router import run_stand_in_routers
-from test_operator import Cluster, Operator, make_access, wait_for
+from test_operator import Operator, make_access, wait_for
 from testbed.fake_nodes import is_ready, make_node
 
 from sluice_operator.kubernetes_port import DEPLOYMENTS
@@ -156,7 +157,7 @@ def test_secrets_are_never_shown(client: Client, testbed: Testbed, namespace: st
 
 def use_secrets(client: Client, namespace: str) -> str:
     """Uses secrets wherever a ServingCluster can, well and badly; returns everything that people can read of it."""
-    cluster = Cluster(client, namespace)
+    cluster = LightCluster(client, namespace)
     cluster.edit(
         model={"source": {"huggingFace": {"tokenSecretRef": {"name": "hf-token", "key": "token"}}}},
         engine={"env": [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "other", "key": "key"}}}]},
@@ -179,7 +180,7 @@ def use_secrets(client: Client, namespace: str) -> str:
     return "".join(read)
 
 
-def everything(cluster: Cluster) -> str:
+def everything(cluster: LightCluster) -> str:
     """Each object of the namespace but the Secrets, with what describes them."""
     kinds = cluster.client.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
     readable = ",".join(kind for kind in kinds if kind != "secrets")
