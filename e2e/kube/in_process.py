@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 PAUSE_S = 0.3
 PATIENCE_S = 120.0
+CLOSING_S = 0.25
 
 
 class Crash(BaseException):
@@ -50,6 +51,8 @@ async def connect(client: Client) -> AsyncIterator[KubernetesClient]:
     configuration.connection_pool_maxsize = 16
     async with ApiClient(configuration) as api:
         yield KubernetesClient(api, timeout_s=30.0, on_call=lambda *_: None)
+    # Connections under TLS end a moment after they are closed; the loop must be there for it.
+    await asyncio.sleep(CLOSING_S)
 
 
 class Watched:

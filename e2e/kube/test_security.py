@@ -97,7 +97,7 @@ async def test_no_pod_template_reaches_the_host_or_another_namespace(
             world = await settle_with(kubernetes, namespace, f"h{number:03}", template)
             engines = await kubernetes.get(DEPLOYMENTS, namespace, f"h{number:03}-engine")
             refused = [await read_condition(world, kind) for kind in ("SpecValid", "Degraded")]
-            assert "PodTemplateRefused" in {item["reason"] for item in refused}, (template, refused)
+            assert "PodTemplateRefused" in {item["reason"] for item in refused}, refused
             assert engines is None, template
             await world.delete()
 
