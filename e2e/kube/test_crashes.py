@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from in_process import PAUSE_S, Crash, World, connect, is_settled
-from test_operator import wait_for
+from kubectl_cluster import wait_for
 from testbed.fake_nodes import is_ready, make_node
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fault_proxy import FaultProxy
+from kubectl_cluster import wait_for
 from light_cluster import MERGE, LightCluster
 from stand_in_router import StandInRouters, run_stand_in_routers
-from test_operator import SYSTEM, Operator, make_access, wait_for
+from test_operator import SYSTEM, Operator, make_access
 from testbed.fake_nodes import is_ready, make_node
 
 if TYPE_CHECKING:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from kubectl_cluster import wait_for
 from light_cluster import MERGE, LightCluster
 from stand_in_router import StandInRouters, run_stand_in_routers
 from test_chart import Helm, one, pick
-from test_operator import Operator, wait_for
+from test_operator import Operator
 from testbed.fake_nodes import is_ready, make_node
 from testbed.toolchain import build
 

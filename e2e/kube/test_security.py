@@ -17,9 +17,10 @@ import pytest
 import test_pod_template
 import yaml
 from in_process import World, connect
+from kubectl_cluster import wait_for
 from light_cluster import LightCluster
 from stand_in_router import run_stand_in_routers
-from test_operator import Operator, make_access, wait_for
+from test_operator import Operator, make_access
 from testbed.fake_nodes import is_ready, make_node
 
 from sluice_operator.kubernetes_port import DEPLOYMENTS
