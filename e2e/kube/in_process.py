@@ -120,6 +120,16 @@ async def _do_nothing(_number: int) -> None:
     pass
 
 
+class Routers(FakeRouters):
+    """Routers in memory, whose addresses kwok gives to pods of other clusters when they are gone."""
+
+    def offer(self, key: ClusterKey, plan: Any) -> None:
+        for address, old in list(self.plans.items()):
+            if old.cluster_uid != plan.cluster_uid:
+                del self.plans[address]
+        super().offer(key, plan)
+
+
 class World:
     """One ServingCluster and the operator that looks at it.
 
@@ -133,7 +143,7 @@ class World:
         self.key = ClusterKey(namespace, name)
         self.kubernetes = kubernetes
         self.watched = Watched(kubernetes)
-        self.routers = FakeRouters(self.watched)
+        self.routers = Routers(self.watched)
         self.num_crashes = self.num_conflicts = 0
         self.reconciler = self.start_operator()
 
@@ -178,8 +188,6 @@ class World:
         return body
 
     async def delete(self) -> None:
-        # The addresses of its routers may be those of other pods soon.
-        self.routers.plans.clear()
         await self.kubernetes.delete(CLUSTERS, self.key.namespace, self.key.name, uid_of(await self.read()))
 
     async def look(self) -> bool:

@@ -42,7 +42,7 @@ class FakeRouters:
 
     def restart(self) -> FakeRouters:
         """The same routers, as a new process of the operator finds them."""
-        fresh = FakeRouters(self.kubernetes)
+        fresh = type(self)(self.kubernetes)
         fresh.plans, fresh.loads, fresh.stuck, fresh.offered = self.plans, self.loads, self.stuck, self.offered
         fresh.counters, fresh.late, fresh.acknowledged = self.counters, self.late, self.acknowledged
         return fresh
