@@ -47,9 +47,10 @@ IS_COMPILED = "import sys, sluice_core.engines as core; sys.exit(not core.__file
 # Name, folder, command.
 CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("locks belong to pyproject.toml", ".", ("python", "requirements/lock.py", "check")),
+    ("docs/crd.md is what the CRD says", ".", ("python", "crds/reference.py", "check")),
     ("style", ".", ("ruff", "check", ".")),
     ("format", ".", ("ruff", "format", "--check", ".")),
-    ("types", ".", ("mypy", *PACKAGES, "e2e/kube/testbed", "requirements", ".ci/checks.py")),
+    ("types", ".", ("mypy", *PACKAGES, "e2e/kube/testbed", "requirements", "crds", ".ci/checks.py")),
     ("import directions", ".", ("lint-imports",)),
     ("protos", "protos", ("buf", "lint")),
     ("the wheel's core is compiled", "build/compiled", ("python", "-c", IS_COMPILED)),
