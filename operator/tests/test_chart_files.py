@@ -163,6 +163,8 @@ def test_every_value_has_a_schema_and_a_default() -> None:
         ("podDisruptionBudget.minAvailable", 1),
         ("serviceMonitor.intervalSeconds", "30s"),
         ("prometheusRule.attainmentPercent", 0.9),
+        ("prometheusRule.runbookUrl", ""),
+        ("prometheusRule.runbookUrl", "https://example.org/runbook#top"),
         ("dashboard.enabled", 1),
     ],
 )
@@ -291,3 +293,5 @@ def test_alerts_say_how_bad_it_is_and_what_it_means() -> None:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"].endswith(".")
         assert rule["annotations"]["description"].endswith(".")
+        # Headings of docs/runbook.md, which docs/tests holds to the alerts.
+        assert rule["annotations"]["runbook_url"] == f"RUNBOOK#{rule['alert'].lower()}"
