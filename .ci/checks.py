@@ -35,6 +35,7 @@ TESTS = (
     "e2e",
     "docs/tests",
 )
+DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile")
 # What the compiled core decides, on the wheel as images install it.
 COMPILED = ROOT / "build" / "compiled"
 COMPILED_TESTS = (
@@ -53,6 +54,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("types", ".", ("mypy", *PACKAGES, "e2e/kube/testbed", "requirements", "crds", ".ci/checks.py")),
     ("import directions", ".", ("lint-imports",)),
     ("protos", "protos", ("buf", "lint")),
+    ("Dockerfiles", ".", ("hadolint", *DOCKERFILES)),
     ("the wheel's core is compiled", "build/compiled", ("python", "-c", IS_COMPILED)),
 )
 

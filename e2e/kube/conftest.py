@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from testbed.bed import Testbed, run_testbed
+from testbed.helm import Helm
 from testbed.images import make_python_image
 from testbed.settings import ROOT, make_settings
+from testbed.toolchain import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,6 +42,12 @@ def node(testbed: Testbed) -> Node:
     """This machine as a node, with an image of its Python."""
     testbed.node.load_image(make_python_image(PYTHON_IMAGE))
     return testbed.node
+
+
+@pytest.fixture(scope="session")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    """Helm, which needs no cluster to render."""
+    return Helm(build() / "helm", tmp_path_factory.mktemp("helm"))
 
 
 @pytest.fixture(scope="session")
