@@ -51,13 +51,17 @@ def _kubernetes(version: str, checksum: str) -> Source:
     return Source(module=f"k8s.io/kubernetes@{version}", checksum=checksum, path="api/openapi-spec/swagger.json")
 
 
-# The three newest minor versions; the first one is the test cluster's.
+# The three newest minor versions, and the oldest that the chart takes.
 KUBERNETES = {
-    "1.36": _kubernetes("v1.36.3", "CHECKSUM36"),
-    "1.35": _kubernetes("v1.35.4", "CHECKSUM35"),
-    "1.34": _kubernetes("v1.34.4", "CHECKSUM34"),
+    "1.37": _kubernetes("v1.37.0", "h1:TDSD+Izz9inqs7SmtJCAu7L5/DuYW9hAZ3GBdF6Ddkw="),
+    "1.36": _kubernetes("v1.36.3", "h1:qDQdoMiluAE2Eab6Fa52YV+WjiGz9mZFFoagEA6cI+o="),
+    "1.35": _kubernetes("v1.35.4", "h1:o/8dBC/pHVpYoGV4OAIytAlNPZbdYVTXJHoYvXC4qzM="),
+    "1.30": _kubernetes("v1.30.14", "h1:MrlKXh9uhLIJpyxOeXhcndzRVSvwiV9iJ8NgH8nqPsg="),
 }
-OPERATOR = ("github.com/prometheus-operator/prometheus-operator@PROMVERSION", "CHECKSUMOP")
+OPERATOR = (
+    "github.com/prometheus-operator/prometheus-operator@v0.85.0",
+    "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
+)
 FOREIGN = tuple(
     Source(
         module=OPERATOR[0],
