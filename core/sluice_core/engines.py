@@ -189,7 +189,8 @@ class EngineState:
     @property
     def committed_kv_blocks(self) -> int:
         """KV blocks used or promised to moves: reported ones, grants and own grant requests."""
-        return self.load.kv_blocks_used + self.load.kv_blocks_granted + sum(self.pending_grants.values())
+        committed = self.load.kv_blocks_used + self.load.kv_blocks_granted
+        return committed + sum(self.pending_grants.values()) if self.pending_grants else committed
 
     @property
     def num_committed_seqs(self) -> int:
