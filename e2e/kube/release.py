@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from testbed.errors import TestbedError
+from testbed.helm import CHART, RELEASE, SYSTEM
 from testbed.product import make_engine_image, make_service_image
-from testbed.settings import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from testbed.client import Client
     from testbed.node import Node
 
-CHART = ROOT / "helm" / "sluice"
-RELEASE = "sluice"
-SYSTEM = "sluice-system"
 DEFINITION = "servingclusters.sluice.dev"
 OPERATOR = "deployment/sluice-operator"
 # What the kubelet asks for when a manifest says `sluice-engine:0.1.0`.

@@ -16,8 +16,9 @@ from conftest import FAILED
 from kubectl_cluster import wait_for
 from pod_cluster import MODELS, PodCluster, Status
 from pod_streams import stream_while
-from release import DEFINITION, SYSTEM, Release, load_images, make_next_chart
+from release import DEFINITION, Release, load_images, make_next_chart
 from testbed.errors import TestbedError
+from testbed.helm import SYSTEM
 
 from sluice.v1 import plan_pb2, router_pb2
 from sluice_cli.tiny_model import make_tiny_model

@@ -139,6 +139,7 @@ def vllm_arguments(settings: EngineSettings, epoch: int) -> dict[str, Any]:
                 engine_id=f"{settings.engine_id}-{epoch:x}",
                 device="cpu" if current_platform.is_cpu() else "cuda",
                 progress_delay_us=settings.kv_poll_us,
+                backend=settings.kv_backend,
             )
         ),
     }
@@ -170,7 +171,7 @@ def cpu_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 def emulated_arguments(settings: EngineSettings, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an emulated GPU: scheduled as one, with nothing to load."""
     assert settings.emulation is not None
-    profiles.find_profile(settings.emulation)
+    profiles.find_gpu(settings.emulation)
     transfer = arguments["kv_transfer_config"]
     transfer.kv_connector = "EmulatedConnector"
     transfer.kv_connector_module_path = "sluice_engine.emulated_kv"

@@ -213,6 +213,8 @@ def _take_proposal(state: RouterState, engine: Engine, proposal: engine_pb2.Prop
 def _take_load(state: RouterState, engine: Engine, load: engine_pb2.LoadReport, now: float) -> None:
     """Takes a load report, and the iteration that it measured."""
     engine_id = EngineId(engine.engine_id)
+    if load.transport != engine.load.transport:
+        state.touch()
     engine.load = load
     # Iterations for other routers count too; they show in the age alone when their message was not for us.
     engine.progress_s = max(engine.progress_s, now - load.iteration_age_s)
@@ -233,7 +235,7 @@ def _remaining_s(state: RouterState, engine: Engine, load: engine_pb2.LoadReport
     """Expected rest of the iteration under way: as long as the last one, less its age."""
     if not (load.running_decodes or load.queued_prefill_tokens) or not load.HasField("iteration"):
         return 0.0
-    estimate_s = state.table[engine.engine_id].latency.estimate_iteration_s(conversion.shape_from(load.iteration))
+    estimate_s = state.table[engine.engine_id].latency.estimate_shape_s(conversion.shape_from(load.iteration))
     return max(0.0, estimate_s - load.iteration_age_s)
 
 

@@ -6,10 +6,14 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from sluice_core.latency import IterationProfile
 
 
 class Limits(BaseModel):
@@ -20,12 +24,21 @@ class Limits(BaseModel):
     silence_limit_s: float = Field(default=2.0, gt=0, description="longest silence of an engine's stream")
     iteration_age_floor_s: float = Field(default=2.0, gt=0, description="least time without progress that means a hang")
     iteration_age_factor: float = Field(default=5.0, ge=1, description="longest predicted iterations that mean a hang")
+    resume_grace_s: float = Field(
+        default=0.3,
+        ge=0,
+        description="longest wait of a request for the engine whose stream broke, before it goes elsewhere",
+    )
     hello_timeout_s: float = Field(default=10.0, gt=0, description="longest wait for an engine's first message")
     wait_limit_s: float = Field(default=30.0, gt=0, description="longest wait of a request for an engine")
-    max_waiting: int = Field(default=4096, ge=1, description="most requests that wait for an engine")
+    max_waiting: int = Field(
+        default=4096, ge=1, description="most requests that wait for an engine, in all routers of the plan together"
+    )
     max_recoveries: int = Field(default=3, ge=0, description="most times a request goes on elsewhere after a failure")
     max_deaths: int = Field(default=2, ge=1, description="engines that fail under a request until it is given up")
-    max_moves_per_engine: int = Field(default=16, ge=1, description="most moves in flight from or to an engine")
+    max_moves_per_engine: int = Field(
+        default=16, ge=1, description="most moves in flight from or to an engine, by all routers of the plan together"
+    )
     grant_timeout_s: float = Field(default=2.0, gt=0, description="longest wait for an answer to a grant request")
     pull_timeout_s: float = Field(default=10.0, gt=0, description="longest wait for a moved request's next token")
     drain_retry_s: float = Field(
@@ -49,8 +62,29 @@ class Settings(BaseModel):
     engines: str = Field(description="file:PATH (a JSON list of host:port) or dns:NAME:PORT")
     plan: str = Field(default="", description="file with a plan as JSON, for a cold start")
     router_id: str = Field(default="", description="unique per router process; made up when empty")
+    latency_profile: str = Field(
+        default="",
+        description="MODEL@GPU, such as qwen2.5-14b@a100-80g: how fast engines are until they have measured it",
+    )
     grace_s: float = Field(default=30.0, ge=0, description="longest time that streams may take to finish at shutdown")
     limits: Limits = Limits()
+
+    @field_validator("latency_profile")
+    @classmethod
+    def _check_latency_profile(cls, value: str) -> str:
+        if value:
+            load_profile(value)
+        return value
+
+
+def load_profile(text: str) -> IterationProfile:
+    """Loads the profile that MODEL@GPU names.
+
+    Raises:
+        ValueError: There is none; lists the known names.
+    """
+    model, _, gpus = text.partition("@")
+    return load_model_on_gpu(model, *parse_gpus(gpus)).profile
 
 
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:

@@ -21,13 +21,15 @@ from sluice_core.engines import EngineTable
 from sluice_core.records import RequestId
 from sluice_core.slo import AttainmentCounters
 from sluice_router.explain import DecisionRing
-from sluice_router.metrics import Metrics
+from sluice_router.metrics import LinkTraffic, Metrics
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
 
     from sluice_core.engines import EngineSpec
     from sluice_core.flowing import FlowPolicy
+    from sluice_core.latency import LatencyModel
     from sluice_core.placement import PlacementPolicy
     from sluice_core.records import EngineId, MoveCause, Plan, Role
     from sluice_router.errors import RouterError
@@ -64,6 +66,21 @@ class Stay:
     is_aborted: bool = False
     is_pinned: bool = False
     not_before_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Hold:
+    """What an engine may still have of a request, because only the stream to it broke.
+
+    Args:
+        stay: The stay that the stream's end cut off.
+        reason: Why the stream was lost.
+        until_s: Until when the request waits for that engine alone; later any may take it, and this one while none has.
+    """
+
+    stay: Stay
+    reason: str
+    until_s: float
 
 
 class MovePhase(IntEnum):
@@ -209,11 +226,13 @@ class LinkStatus:
         state: How its link stands.
         engine: The stream, present or last.
         last_fault: Why there is none.
+        traffic: What went over its streams.
     """
 
     state: control_pb2.EngineState.ValueType = control_pb2.ENGINE_STATE_CONNECTING
     engine: Engine | None = None
     last_fault: str = ""
+    traffic: LinkTraffic = field(default_factory=LinkTraffic)
 
 
 class RouterState:
@@ -224,6 +243,7 @@ class RouterState:
         limits: Bounds.
         rng: Makes ids, seeds and breaks ties; seeded by the caller.
         started_unix_s: Unix time, for ``/v1/models``.
+        make_latency_model: Makes the latency model of a new engine; None: one that knows nothing yet.
 
     Attributes:
         engines: Streams by engine; lost ones are not in it.
@@ -231,6 +251,7 @@ class RouterState:
         table: What placement and flow see: acknowledged engines that are not refused.
         requests: Every request that has not ended.
         waiting: Of these, the ones without an engine, in order of arrival in the queue.
+        held: Of these, the ones that wait for the engine whose stream they lost.
         plan: Plan in force.
         placement: Placement policy of its strategy.
         flow: Flow policy of its strategy.
@@ -241,16 +262,25 @@ class RouterState:
         version: Grows with every change worth reporting.
     """
 
-    def __init__(self, *, router_id: str, limits: Limits, rng: random.Random, started_unix_s: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        limits: Limits,
+        rng: random.Random,
+        started_unix_s: int = 0,
+        make_latency_model: Callable[[EngineId], LatencyModel] | None = None,
+    ) -> None:
         self.router_id = router_id
         self.limits = limits
         self.rng = rng
         self.started_unix_s = started_unix_s
         self.engines: dict[EngineId, Engine] = {}
         self.links: dict[str, LinkStatus] = {}
-        self.table = EngineTable()
+        self.table = EngineTable(make_latency_model)
         self.requests: dict[RequestId, LiveRequest] = {}
         self.waiting: dict[RequestId, LiveRequest] = {}
+        self.held: dict[RequestId, LiveRequest] = {}
         self.deadlines: list[tuple[float, RequestId]] = []
         self.plan: Plan | None = None
         self.placement: PlacementPolicy | None = None
