@@ -121,6 +121,13 @@ class Router:
         """See ``DataPlane.explain``."""
         return self.state.ring.explain(request_id)
 
+    def set_edge_fault(self, fault: str) -> None:
+        """Says why clients cannot be served, whatever the engines; empty: they can."""
+        if fault != self.state.edge_fault:
+            self.state.edge_fault = fault
+            self.state.touch()
+            self._act()
+
     # --- links ---------------------------------------------------------------------------------------------------
 
     def set_addresses(self, addresses: frozenset[str]) -> None:
