@@ -19,9 +19,12 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from sluice.certificates import CertificateError, CertificateFolder, keep_fresh
+from sluice.credentials import PeerCheck, make_server_credentials
 from sluice.v1 import engine_pb2, engine_pb2_grpc
 from sluice_engine import identity, launch, metrics
 from sluice_engine.attach import EngineService
+from sluice_engine.errors import StartError
 from sluice_engine.request_builder import VllmRequestBuilder
 from sluice_engine.server import EngineServer, Pace
 from sluice_engine.warm_up import WarmUp
@@ -65,6 +68,8 @@ def run(settings: EngineSettings, stop: StopSignal) -> int:
     """
     launch.check_hooks()
     launch.check_ports(settings)
+    # Before the model is loaded: that takes minutes.
+    certificates = read_certificates(settings)
     epoch = identity.make_epoch()
     config = launch.make_vllm_config(settings, epoch)
     client = launch.start_core(config)
@@ -82,14 +87,35 @@ def run(settings: EngineSettings, stop: StopSignal) -> int:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    status: int = uvloop.run(start_and_serve(settings, server, WarmUp(client, builder), stop))
+    warm_up = WarmUp(client, builder)
+    status: int = uvloop.run(start_and_serve(settings, server, warm_up, stop, certificates))
     return status
 
 
-async def start_and_serve(settings: EngineSettings, server: EngineServer, warm_up: WarmUp, stop: StopSignal) -> int:
+async def start_and_serve(
+    settings: EngineSettings,
+    server: EngineServer,
+    warm_up: WarmUp,
+    stop: StopSignal,
+    certificates: CertificateFolder | None = None,
+) -> int:
     """Warms up, then serves; returns the exit status."""
     await warm_up.run()
-    return await serve(settings, server, stop)
+    return await serve(settings, server, stop, certificates)
+
+
+def read_certificates(settings: EngineSettings) -> CertificateFolder | None:
+    """The certificates that routers are served with; None: in the open.
+
+    Raises:
+        StartError: They cannot be used.
+    """
+    if settings.peer_tls is None:
+        return None
+    try:
+        return CertificateFolder(Path(settings.peer_tls), is_mutual=True)
+    except CertificateError as error:
+        raise StartError(f"--peer-tls: {error}") from error
 
 
 def find_transport(settings: EngineSettings) -> str:
@@ -101,12 +127,16 @@ def find_transport(settings: EngineSettings) -> str:
     return "rdma" if any(INFINIBAND.glob("*")) else "tcp"
 
 
-async def serve(settings: EngineSettings, server: EngineServer, stop: StopSignal) -> int:
+async def serve(
+    settings: EngineSettings, server: EngineServer, stop: StopSignal, certificates: CertificateFolder | None = None
+) -> int:
     """Serves until the engine is drained or dead; returns the exit status."""
     stopped = stop.bind(asyncio.get_running_loop())
     pump = asyncio.create_task(server.pump(), name="pump")
     keeper = asyncio.create_task(server.keep_time(), name="clock")
-    listener, state = await start_grpc(settings, server)
+    listener, state = await start_grpc(settings, server, certificates)
+    refreshes = [certificates.refresh] if certificates else []
+    follower = asyncio.create_task(keep_fresh(refreshes), name="certificates")
     metrics.start_http(settings.host, settings.metrics_port, server, lambda: not stopped.is_set() and not pump.done())
     logger.info("engine %s serves on %s:%d", settings.engine_id, settings.host, settings.port)
     stopping = asyncio.create_task(stopped.wait())
@@ -116,6 +146,7 @@ async def serve(settings: EngineSettings, server: EngineServer, stop: StopSignal
         logger.info("engine %s drains", settings.engine_id)
         await wait_for_drain(server, {pump, keeper}, settings.drain_timeout_s)
     fault = describe_fault(pump, keeper)
+    follower.cancel()
     await server.close(fault)
     await listener.stop(grace=0.2)
     if fault:
@@ -125,16 +156,23 @@ async def serve(settings: EngineSettings, server: EngineServer, stop: StopSignal
     return 0
 
 
-async def start_grpc(settings: EngineSettings, server: EngineServer) -> tuple[grpc.aio.Server, Any]:
-    """Starts the gRPC server with the engine stream, health and reflection."""
-    listener = grpc.aio.server(options=GRPC_OPTIONS)
+async def start_grpc(
+    settings: EngineSettings, server: EngineServer, certificates: CertificateFolder | None = None
+) -> tuple[grpc.aio.Server, Any]:
+    """Starts the gRPC server with the engine stream, health and reflection; with certificates, for routers only."""
+    checks = [PeerCheck([settings.router_name])] if settings.router_name else []
+    listener = grpc.aio.server(options=GRPC_OPTIONS, interceptors=checks)
     engine_pb2_grpc.add_EngineServicer_to_server(EngineService(server), listener)
     state = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(state, listener)
     for name in ("", SERVICE):
         await state.set(name, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), listener)
-    listener.add_insecure_port(f"{settings.host}:{settings.port}")
+    address = f"{settings.host}:{settings.port}"
+    if certificates is None:
+        listener.add_insecure_port(address)
+    else:
+        listener.add_secure_port(address, make_server_credentials(certificates))
     await listener.start()
     return listener, state
 

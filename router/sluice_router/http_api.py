@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 REQUEST_ID_HEADER = "x-request-id"
 # Where a request keeps whose key it came with.
-OWNER = "sluice_owner"
+OWNER = web.RequestKey("owner", str)
 SERVER = "sluice"
 # OpenAI's default for completions; chats go up to the model's length.
 DEFAULT_COMPLETION_TOKENS = 16
