@@ -7,18 +7,23 @@ again. A router that restarts, or that was away, therefore catches up by itself.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
 
+from sluice.credentials import make_channel
 from sluice.v1 import control_pb2, control_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from sluice.certificates import CertificateFolder, Certificates
     from sluice.v1 import plan_pb2
 
 RETRY_S = 0.25
+# Certificates are renewed weeks before they end.
+RENEWAL_S = 1.0
 POLL_S = 10.0
 PUSH_TIMEOUT_S = 5.0
 # A local router that starts is found at once: gRPC's own back-off grows to minutes.
@@ -29,6 +34,19 @@ CHANNEL_OPTIONS = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlTls:
+    """How control ports are spoken with, and who must be there.
+
+    Args:
+        certificates: Ours; somebody else refreshes them.
+        server_name: Name that the router's certificate must be for.
+    """
+
+    certificates: CertificateFolder
+    server_name: str
+
+
 class RouterLink:
     """One router's control port.
 
@@ -37,14 +55,22 @@ class RouterLink:
         address: host:port of its control server.
         report: Takes a line for people.
         on_status: Called when ``status`` has changed; with the link down it is None.
+        tls: How it is encrypted; None: it is not.
     """
 
     def __init__(
-        self, name: str, address: str, *, report: Callable[[str], None], on_status: Callable[[], None]
+        self,
+        name: str,
+        address: str,
+        *,
+        report: Callable[[str], None],
+        on_status: Callable[[], None],
+        tls: ControlTls | None = None,
     ) -> None:
         self.name = name
         self.status: control_pb2.GetStatusResponse | None = None
         self._address = address
+        self._tls = tls
         self._report = report
         self._on_status = on_status
         self._plan: plan_pb2.Plan | None = None
@@ -70,13 +96,22 @@ class RouterLink:
 
     async def run(self) -> None:
         """Keeps the link until cancelled."""
-        async with (
-            grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel,
-            asyncio.TaskGroup() as group,
-        ):
-            stub = control_pb2_grpc.ControlStub(channel)
-            group.create_task(self._push_plans(stub))
-            group.create_task(self._follow_status(stub))
+        while True:
+            # A channel keeps the certificate that it was made with.
+            used = self._tls.certificates.current if self._tls else None
+            async with open_channel(self._address, self._tls, CHANNEL_OPTIONS) as channel, asyncio.TaskGroup() as group:
+                stub = control_pb2_grpc.ControlStub(channel)
+                tasks = [group.create_task(self._push_plans(stub)), group.create_task(self._follow_status(stub))]
+                await self._wait_for_another(used)
+                for task in tasks:
+                    task.cancel()
+            # What is under way is asked for again.
+            self._push.set()
+
+    async def _wait_for_another(self, used: Certificates | None) -> None:
+        """Waits until there is another certificate than the one in use; for ever without any."""
+        while self._tls is None or self._tls.certificates.current is used:  # noqa: ASYNC110 - weeks
+            await asyncio.sleep(RENEWAL_S)
 
     async def _push_plans(self, stub: control_pb2_grpc.ControlAsyncStub) -> None:
         while True:
@@ -114,17 +149,27 @@ class RouterLink:
             self._on_status()
 
 
-async def ask_status(address: str, timeout_s: float = 2.0) -> control_pb2.GetStatusResponse | None:
+def open_channel(address: str, tls: ControlTls | None, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Channel:
+    """Opens a channel to a control port."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return make_channel(address, tls.certificates.current, tls.server_name, options)
+
+
+async def ask_status(
+    address: str, timeout_s: float = 2.0, *, tls: ControlTls | None = None
+) -> control_pb2.GetStatusResponse | None:
     """Asks a router for its status once.
 
     Args:
         address: host:port of its control server.
         timeout_s: Longest wait, in seconds.
+        tls: How it is encrypted; None: it is not.
 
     Returns:
         Its answer; None when it does not answer.
     """
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address, tls) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         try:
             return await stub.GetStatus(control_pb2.GetStatusRequest(after_version=0), timeout=timeout_s)
