@@ -69,6 +69,7 @@ class Running:
             spawn_engine=spawn_stand_in,
             spawn_router=spawn_stand_in,
             find_model=lambda manifest: home,
+            find_secret=lambda name: home / name,
             report=self.report,
         )
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()

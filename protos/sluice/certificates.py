@@ -196,6 +196,16 @@ def make_client_context(certificates: Certificates) -> ssl.SSLContext:
     return context
 
 
+def make_pinned_context(folder: Path) -> ssl.SSLContext:
+    """Makes what a client's connections begin with that trusts the certificate in a folder, whatever its name."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cafile=str(find_version(folder) / CHAIN))
+    return context
+
+
 def describe_fault(error: Exception) -> str:
     """Says what OpenSSL has against a certificate, without its source lines."""
     if isinstance(error, ssl.SSLCertVerificationError):
