@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.certificates import CertificateFolder
+from sluice.certificates import CertificateError, CertificateFolder
 from sluice_cli.view import ClusterView, make_view
 from sluice_operator.link import ControlTls, ask_status
 
@@ -36,6 +36,10 @@ async def read_view(directory: ClusterDirectory) -> ClusterView:
 async def _ask(router: ProcessRecord) -> control_pb2.GetStatusResponse | None:
     tls = None
     if router.peer_tls:
-        certificates = CertificateFolder(Path(router.peer_tls), is_mutual=True)
+        try:
+            certificates = CertificateFolder(Path(router.peer_tls), is_mutual=True)
+        except CertificateError:
+            # The launcher says so in its log; what its processes are can be shown all the same.
+            return None
         tls = ControlTls(certificates=certificates, server_name=router.peer_name)
     return await ask_status(f"127.0.0.1:{router.ports['control']}", tls=tls)
