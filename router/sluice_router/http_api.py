@@ -28,7 +28,7 @@ from sluice_router.errors import (
     UnsupportedEndpointError,
 )
 from sluice_router.front import OPEN
-from sluice_router.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, HttpStream
+from sluice_router.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, EdgeSite, HttpStream
 from sluice_router.http_pages import METRICS, PROBES, REASON_HEADER, Pages, format_ignored, refuse
 from sluice_router.objectives import read_objectives
 from sluice_router.openai_schema import ChatBody, FieldError, parse_chat, parse_completion
@@ -110,7 +110,7 @@ class HttpApi:
         self._tls: ssl.SSLContext | None = None
         self._server: EdgeServer | None = None
         self._runner: web.ServerRunner | None = None
-        self._sites: list[web.SockSite] = []
+        self._sites: list[EdgeSite] = []
         self._num_active = 0
         self._is_idle = asyncio.Event()
         self._is_closing = False
@@ -166,7 +166,13 @@ class HttpApi:
             self._tls.set_alpn_protocols(["http/1.1"])
         with _listen(host, port) as listener:
             self._sites = [
-                web.SockSite(self._runner, listener.dup(), backlog=ACCEPT_BACKLOG, ssl_context=self._tls)
+                EdgeSite(
+                    self._runner,
+                    listener.dup(),
+                    backlog=ACCEPT_BACKLOG,
+                    ssl_context=self._tls,
+                    handshake_timeout_s=settings.header_timeout_s,
+                )
                 for _ in range(NUM_ACCEPTORS)
             ]
         for site in self._sites:

@@ -16,11 +16,15 @@ import pytest
 import trustme
 from certificate_files import make_files, mount_secret
 from data_plane_harness import until
+from edge_fakes import FakePlane
 from fake_engine import FakeCore, FakeEngine, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server_harness import PD, get, make_settings, running, tell_engines, until_ready
 
+from sluice.certificates import CertificateFolder
 from sluice.v1 import router_pb2, router_pb2_grpc
+from sluice_router.front import Front
+from sluice_router.http_api import HttpApi, HttpSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -322,7 +326,21 @@ async def test_a_new_certificate_is_shown_to_new_clients_while_a_stream_goes_on(
             assert (await http.get("/livez")).status_code == 200
 
 
-async def test_a_client_that_leaves_or_is_slow_is_noticed_through_tls_too(tmp_path, authority):
+async def test_a_client_that_does_not_end_its_handshake_is_cut_off(tmp_path, authority, text):
+    folder = mount_secret(tmp_path / "tls", make_files(authority, "127.0.0.1"))
+    front = Front(certificates=CertificateFolder(folder, is_mutual=False))
+    api = HttpApi(FakePlane(), text, HttpSettings(header_timeout_s=0.3), front=front)
+    port = await api.start("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    # The first byte of a handshake, and no more.
+    writer.write(b"\x16")
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
+    await api.close(0)
+
+
+async def test_a_client_that_leaves_is_noticed_through_tls_too(tmp_path, authority):
     folder = mount_secret(tmp_path / "tls", make_files(authority, "127.0.0.1"))
     engines = [FakeEngine(FakeCore(name), step_s=0.02) for name in PD]
     async with serving(*engines), running(make_settings(tmp_path, front_tls=str(folder))) as server:
