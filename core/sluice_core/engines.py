@@ -371,7 +371,7 @@ class EngineTable:
         rate = self.pull_bytes_per_s or DEFAULT_TRANSFER_BYTES_PER_S
         available_blocks = load.kv_blocks_total - state.committed_kv_blocks - state.reserved_kv_blocks
         per_token_s, per_work_s, per_iteration_s = state.latency.compute_prefill_coefficients(
-            load.running_decodes, load.decode_context_tokens
+            load.running_decodes, load.decode_context_tokens, state.room_tokens
         )
         return EngineView(
             state.engine_id,

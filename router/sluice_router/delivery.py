@@ -233,7 +233,7 @@ def _remaining_s(state: RouterState, engine: Engine, load: engine_pb2.LoadReport
     """Expected rest of the iteration under way: as long as the last one, less its age."""
     if not (load.running_decodes or load.queued_prefill_tokens) or not load.HasField("iteration"):
         return 0.0
-    estimate_s = state.table[engine.engine_id].latency.estimate_iteration_s(conversion.shape_from(load.iteration))
+    estimate_s = state.table[engine.engine_id].latency.estimate_shape_s(conversion.shape_from(load.iteration))
     return max(0.0, estimate_s - load.iteration_age_s)
 
 

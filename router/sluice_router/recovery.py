@@ -162,5 +162,5 @@ def _age_limit_s(state: RouterState, engine: Engine) -> float:
         num_decodes=engine.load.running_decodes,
         decode_context_tokens=engine.load.decode_context_tokens,
     )
-    longest_s = state.table[engine.engine_id].latency.estimate_iteration_s(shape)
+    longest_s = state.table[engine.engine_id].latency.estimate_shape_s(shape)
     return max(state.limits.iteration_age_floor_s, state.limits.iteration_age_factor * longest_s)

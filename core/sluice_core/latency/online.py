@@ -1,100 +1,26 @@
-"""How long an iteration, a prefill and a KV transfer take.
+"""The model that learns from the iterations of the engine itself.
 
 An iteration's time is linear in its shape: tokens (prefill and decode alike), attention work, chunks, decodes and
 their contexts, plus a constant (simulation.md section 1, with one straight line for the GEMMs). All coefficients are
-non-negative, so more work never takes less time.
+non-negative.
 """
 
 from __future__ import annotations
 
 import math
 from operator import mul as _multiply
-from typing import NamedTuple, Protocol
 
+from sluice_core.latency.model import PrefillCoefficients
+from sluice_core.latency.profile import IterationProfile
 from sluice_core.records import IterationShape
 
-TRANSFER_LATENCY_S = 0.002  # simulation.md section 1: per transfer, whatever its size
-DEFAULT_TRANSFER_BYTES_PER_S = 10e9  # until an engine has measured a pull: a 100 Gb/s link, less overhead
-
-
-class PrefillCoefficients(NamedTuple):
-    """Closed form of a prefill beside a given decode batch.
-
-    A prefill of p tokens with w token pairs of attention work and room r takes
-    ``per_token_s * p + per_work_s * w + ceil(p / r) * per_iteration_s``.
-    """
-
-    per_token_s: float
-    per_work_s: float
-    per_iteration_s: float
-
-
-class LatencyModel(Protocol):
-    """Estimates what one engine needs."""
-
-    @property
-    def num_observations(self) -> int:
-        """Iterations the model was fitted on; 0 for a model that is not fitted."""
-        ...
-
-    @property
-    def relative_error(self) -> float:
-        """Mean of abs(estimate - measured) / measured over recent iterations; 0 before any."""
-        ...
-
-    def estimate_iteration_s(self, shape: IterationShape) -> float:
-        """Estimate one iteration, in seconds."""
-        ...
-
-    def compute_prefill_coefficients(self, num_decodes: int, decode_context_tokens: int) -> PrefillCoefficients:
-        """Fold a decode batch into the closed form of prefills that run beside it.
-
-        Args:
-            num_decodes: Decodes of each iteration.
-            decode_context_tokens: Sum of their contexts.
-        """
-        ...
-
-    def estimate_prefill_s(
-        self,
-        *,
-        tokens: int,
-        attention_work: float,
-        num_prompts: int,
-        room_tokens: int,
-        num_decodes: int,
-        decode_context_tokens: int,
-    ) -> float:
-        """Estimate the time to compute queued prefills, from their sums.
-
-        Args:
-            tokens: Prompt tokens to compute.
-            attention_work: Their attention work, as in ``IterationShape``.
-            num_prompts: Prompts they belong to.
-            room_tokens: Prefill room of each iteration.
-            num_decodes: Decodes of each iteration.
-            decode_context_tokens: Sum of their contexts.
-
-        Returns:
-            Seconds; 0 without tokens, ``math.inf`` without room.
-        """
-        ...
-
-    def observe(self, shape: IterationShape, duration_s: float) -> None:
-        """Learn from a measured iteration.
-
-        Args:
-            shape: What it computed.
-            duration_s: Measured wall time, in seconds; others than finite positive ones are ignored.
-        """
-        ...
-
-
 # Seconds per unit of each feature: constant, token, token pair of attention, chunk, decode, token of decode context.
-# A 14B model on one A100 (simulation.md section 1, the line through 8 and 2048 tokens); only the ratios matter after the
-# first measured iteration.
+# A 14B model on one A100 (simulation.md section 1, the line through 8 and 2048 tokens), where no profile is given; only the
+# ratios matter after the first measured iteration.
 _PRIOR = (0.021, 9.2e-5, 5.2e-9, 3.7e-4, 1.2e-5, 1.3e-7)
 _NUM_FEATURES = len(_PRIOR)
+_LEAST_BASE_S = 1e-6  # no iteration is free, whatever a profile says
+_LINE_TOKENS = (8, 2048)  # a profile's table becomes the line through them
 _FORGETTING = 0.998  # per iteration: about the last 500 count, some 15 s of work
 _RIDGE = 0.002  # pull to the common multiple of the prior, in iterations with a relative error of 100 %
 _ERROR_GAIN = 0.05  # weight of the newest error in the running mean
@@ -117,6 +43,9 @@ class OnlineLatencyModel:
     Residuals far above the recent error weigh less, so a stall is ignored; a lasting bias shortens the memory, so a
     changed engine is learned.
 
+    Args:
+        profile: What is known of the engine before it has measured anything.
+
     Attributes:
         num_observations: Iterations seen.
         relative_error: Mean of abs(estimate before learning - measured) / measured over recent iterations.
@@ -129,22 +58,24 @@ class OnlineLatencyModel:
         "_log_scale",
         "_moments",
         "_multiples",
+        "_prior",
         "num_observations",
         "relative_error",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, profile: IterationProfile | None = None) -> None:
         self.num_observations = 0
         self.relative_error = 0.0
-        self._coefficients: tuple[float, ...] = _PRIOR
+        self._prior: tuple[float, ...] = _PRIOR if profile is None else _make_prior(profile)
+        self._coefficients: tuple[float, ...] = self._prior
         self._multiples = [1.0] * _NUM_FEATURES  # of the prior
         self._bias = 0.0  # mean of log(measured / estimate)
         self._log_scale = 0.0  # mean of log(measured / prior)
         self._gram = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]
         self._moments = [0.0] * _NUM_FEATURES
 
-    def estimate_iteration_s(self, shape: IterationShape) -> float:
-        """See ``LatencyModel.estimate_iteration_s``."""
+    def estimate_shape_s(self, shape: IterationShape) -> float:
+        """See ``LatencyModel.estimate_shape_s``."""
         base, token, work, chunk, decode, context = self._coefficients
         return (
             base
@@ -155,8 +86,11 @@ class OnlineLatencyModel:
             + context * shape.decode_context_tokens
         )
 
-    def compute_prefill_coefficients(self, num_decodes: int, decode_context_tokens: int) -> PrefillCoefficients:
+    def compute_prefill_coefficients(
+        self, num_decodes: int, decode_context_tokens: int, room_tokens: int
+    ) -> PrefillCoefficients:
         """See ``LatencyModel.compute_prefill_coefficients``."""
+        del room_tokens  # one straight line has the same slope everywhere
         base, token, work, chunk, decode, context = self._coefficients
         per_iteration_s = base + chunk + (token + decode) * num_decodes + context * decode_context_tokens
         return PrefillCoefficients(token, work, per_iteration_s)
@@ -176,7 +110,9 @@ class OnlineLatencyModel:
             return 0.0
         if room_tokens <= 0:
             return math.inf
-        per_token_s, per_work_s, per_iteration_s = self.compute_prefill_coefficients(num_decodes, decode_context_tokens)
+        per_token_s, per_work_s, per_iteration_s = self.compute_prefill_coefficients(
+            num_decodes, decode_context_tokens, room_tokens
+        )
         shared_chunks = max(0, num_prompts - 1)  # each further prompt adds a chunk to an iteration that runs anyway
         return (
             per_token_s * tokens
@@ -189,11 +125,11 @@ class OnlineLatencyModel:
         """See ``LatencyModel.observe``."""
         if not 0.0 < duration_s < math.inf:
             return
-        features = _features(shape)
+        features = self._features(shape)
         if self.num_observations == 0:
             self._log_scale = math.log(duration_s / sum(features))
             self._draw_to_prior()
-        estimate_s = max(self.estimate_iteration_s(shape), duration_s / _MAX_RATIO)
+        estimate_s = max(self.estimate_shape_s(shape), duration_s / _MAX_RATIO)
         self._note_error(estimate_s, duration_s, sum(features))
         residual = abs(duration_s / estimate_s - 1.0)
         tolerance = max(_LEAST_TOLERANCE, _TOLERANCE_FACTOR * self.relative_error)
@@ -225,7 +161,7 @@ class OnlineLatencyModel:
     def _draw_to_prior(self) -> None:
         """Set all coefficients to the common multiple of the prior."""
         self._multiples = [math.exp(self._log_scale)] * _NUM_FEATURES
-        self._coefficients = tuple(map(_multiply, self._multiples, _PRIOR))
+        self._coefficients = tuple(map(_multiply, self._multiples, self._prior))
 
     def _solve(self) -> None:
         """Minimize the ridge problem over non-negative multiples by coordinate descent from the last answer."""
@@ -236,49 +172,31 @@ class OnlineLatencyModel:
             for i, gram_row in enumerate(self._gram):
                 others = sum(map(_multiply, gram_row, multiples)) - gram_row[i] * multiples[i]
                 multiples[i] = max(0.0, (self._moments[i] + pull_moment - others) / (gram_row[i] + pull))
-        self._coefficients = tuple(map(_multiply, multiples, _PRIOR))
+        self._coefficients = tuple(map(_multiply, multiples, self._prior))
+
+    def _features(self, shape: IterationShape) -> tuple[float, ...]:
+        """Express a shape in the seconds that the prior gives to each of its parts."""
+        base, token, work, chunk, decode, context = self._prior
+        return (
+            base,
+            token * (shape.prefill_tokens + shape.num_decodes),
+            work * shape.attention_work,
+            chunk * shape.num_chunks,
+            decode * shape.num_decodes,
+            context * shape.decode_context_tokens,
+        )
 
 
-def _features(shape: IterationShape) -> tuple[float, ...]:
-    """Express a shape in the seconds that the prior gives to each of its parts."""
-    base, token, work, chunk, decode, context = _PRIOR
+def _make_prior(profile: IterationProfile) -> tuple[float, ...]:
+    """Draw a straight line through a profile's table; its attention per token goes to the tokens."""
+    low, high = _LINE_TOKENS
+    low_s, high_s = profile.estimate_linear_s(low), profile.estimate_linear_s(high)
+    token_s = (high_s - low_s) / (high - low)
     return (
-        base,
-        token * (shape.prefill_tokens + shape.num_decodes),
-        work * shape.attention_work,
-        chunk * shape.num_chunks,
-        decode * shape.num_decodes,
-        context * shape.decode_context_tokens,
+        max(_LEAST_BASE_S, low_s - low * token_s),
+        token_s + profile.prefill_token_s,
+        profile.prefill_work_s,
+        profile.prefill_base_s + profile.host_sequence_s,
+        profile.decode_request_s + profile.host_sequence_s,
+        profile.decode_context_s,
     )
-
-
-def compute_attention_work(tokens: int, context_tokens: int) -> float:
-    """Compute the attention work of a prefill; chunking does not change it.
-
-    Args:
-        tokens: Tokens to compute.
-        context_tokens: Tokens of the same prompt already in the KV cache.
-
-    Returns:
-        Token pairs: ``tokens * (context + tokens / 2)``.
-
-    Source: simulation.md section 1 (``p2``).
-    """
-    return tokens * (context_tokens + tokens / 2)
-
-
-def estimate_transfer_s(num_tokens: int, kv_bytes_per_token: int, bytes_per_s: float) -> float:
-    """Estimate the time to move the KV cache of a request between engines.
-
-    Args:
-        num_tokens: Tokens in the cache.
-        kv_bytes_per_token: Bytes of KV cache per token.
-        bytes_per_s: Measured rate; 0 when none was measured.
-
-    Returns:
-        Seconds.
-
-    Source: simulation.md section 1, KV transfer.
-    """
-    rate = bytes_per_s if bytes_per_s > 0 and math.isfinite(bytes_per_s) else DEFAULT_TRANSFER_BYTES_PER_S
-    return TRANSFER_LATENCY_S + num_tokens * kv_bytes_per_token / rate

@@ -1,0 +1,32 @@
+"""How long an iteration, a prefill and a KV transfer take.
+
+``model`` says what a latency model answers. ``online`` fits one to the iterations that an engine measures; ``profile``
+holds one as a table, and ``catalog`` builds it from measured kernels for a model on a GPU. ``transfer`` knows links.
+"""
+
+from sluice_core.latency.model import LatencyModel, PrefillCoefficients, compute_attention_work
+from sluice_core.latency.online import OnlineLatencyModel
+from sluice_core.latency.profile import IterationProfile, ModelOnGpu
+from sluice_core.latency.transfer import (
+    DEFAULT_TRANSFER_BYTES_PER_S,
+    LINKS,
+    TRANSFER_LATENCY_S,
+    LinkSpeed,
+    estimate_transfer_s,
+    find_link,
+)
+
+__all__ = [
+    "DEFAULT_TRANSFER_BYTES_PER_S",
+    "LINKS",
+    "TRANSFER_LATENCY_S",
+    "IterationProfile",
+    "LatencyModel",
+    "LinkSpeed",
+    "ModelOnGpu",
+    "OnlineLatencyModel",
+    "PrefillCoefficients",
+    "compute_attention_work",
+    "estimate_transfer_s",
+    "find_link",
+]
