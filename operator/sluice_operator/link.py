@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from sluice.credentials import make_channel
+from sluice.credentials import describe_distrust, make_channel
 from sluice.v1 import control_pb2, control_pb2_grpc
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ RETRY_S = 0.25
 RENEWAL_S = 1.0
 POLL_S = 10.0
 PUSH_TIMEOUT_S = 5.0
+# So many failures in a row, of one kind, are no accident.
+CERTAIN = 8
 # A local router that starts is found at once: gRPC's own back-off grows to minutes.
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -77,6 +79,8 @@ class RouterLink:
         self._refused_generation = 0
         self._refusal = ""
         self._push = asyncio.Event()
+        self._distrust = ""
+        self._num_distrusted = 0
 
     @property
     def generation(self) -> int:
@@ -85,7 +89,9 @@ class RouterLink:
 
     @property
     def refusal(self) -> str:
-        """Why the router refused the newest plan; empty when it did not."""
+        """Why the router refused the newest plan, or cannot be trusted with it; empty when it did not."""
+        if self._num_distrusted >= CERTAIN:
+            return f"the connection is not trusted: {self._distrust}"
         is_refused = self._plan is not None and self._plan.generation == self._refused_generation
         return self._refusal if is_refused else ""
 
@@ -134,13 +140,23 @@ class RouterLink:
             request = control_pb2.GetStatusRequest(after_version=version, timeout_s=POLL_S)
             try:
                 self.status = await stub.GetStatus(request, timeout=POLL_S + PUSH_TIMEOUT_S)
-            except grpc.aio.AioRpcError:
+            except grpc.aio.AioRpcError as error:
                 self._lose()
+                self._note_distrust(error)
                 await asyncio.sleep(RETRY_S)
                 continue
+            self._distrust, self._num_distrusted = "", 0
             if self._plan is not None and self.status.generation != self._plan.generation:
                 self._push.set()
             self._on_status()
+
+    def _note_distrust(self, error: grpc.aio.AioRpcError) -> None:
+        """Notes that one side does not trust the other; a router that starts or ends may look alike for a moment."""
+        found = describe_distrust(error, self._tls.server_name) if self._tls else ""
+        self._num_distrusted = self._num_distrusted + 1 if found and found == self._distrust else int(bool(found))
+        self._distrust = found
+        if self._num_distrusted == CERTAIN:
+            self._report(f"{self.name}: {self.refusal}")
 
     def _lose(self) -> None:
         self._refused_generation = 0  # a router that starts anew may take what its predecessor refused

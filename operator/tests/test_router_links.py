@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import grpc
@@ -153,10 +154,49 @@ async def test_a_control_port_with_tls_is_spoken_with_and_certificates_change_un
         # Another name is another router.
         following.links.follow(KEY, {"pod": "127.0.0.1"}, {"pod": "other-router-control.n.svc"})
         following.links.offer(KEY, plan_pb2.Plan(generation=6))
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(20):
+            while not following.links.refusals(KEY):
+                await following.wait()
+        (refusal,) = following.links.refusals(KEY).values()
+        assert refusal.endswith("not trusted: the certificate shown there is not for other-router-control.n.svc")
         assert following.links.statuses(KEY) == {}
         assert made.status.generation == 5
     await again.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("signers", "operator_name", "words"),
+    [
+        (("second", "first"), OPERATOR_NAME, "the certificate shown there does not pass: unable to get local issuer"),
+        (("first", "second"), OPERATOR_NAME, "our certificate may not be trusted there"),
+        (("first", "first"), "sluice-operator.elsewhere.svc", f"this port serves {OPERATOR_NAME} only"),
+    ],
+    ids=["a router of a stranger's", "a router that does not know our authority", "a router of another operator's"],
+)
+async def test_distrust_is_told_in_words(tmp_path, signers, operator_name, words) -> None:
+    authorities = {"first": trustme.CA(), "second": trustme.CA()}
+    router, own = (authorities[name] for name in signers)
+    # The operator trusts its own authority alone, the router what it must to come that far.
+    folders = [
+        CertificateFolder(mount_secret(tmp_path / name, make_files(authority, name)), is_mutual=True)
+        for name, authority in ((ROUTER_NAME, router), (operator_name, own))
+    ]
+    made = Router()
+    server = grpc.aio.server(interceptors=[PeerCheck([OPERATOR_NAME])])
+    control_pb2_grpc.add_ControlServicer_to_server(made, server)
+    made.port = server.add_secure_port("127.0.0.1:0", make_server_credentials(folders[0]))
+    await server.start()
+    certificates = folders[1]
+    if words.startswith("our certificate"):
+        trusting = replace(certificates.current, authorities=router.cert_pem.bytes())
+        certificates.current = trusting
+    async with Following(made, certificates) as following:
+        following.links.follow(KEY, {"pod": "127.0.0.1"}, {"pod": ROUTER_NAME})
+        async with asyncio.timeout(20):
+            while not following.links.refusals(KEY):
+                await following.wait()
+        assert words in following.links.refusals(KEY)["pod"]
+    await server.stop(0)
 
 
 async def test_a_router_that_comes_later_gets_the_plan_too(router) -> None:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 # gRPC's name of the DNS names in a peer's certificate.
 PEER_NAMES = "peer_dns"
+VERIFY_FAILED = "CERTIFICATE_VERIFY_FAILED"
 HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
@@ -73,6 +74,25 @@ def make_channel(
     credentials = grpc.ssl_channel_credentials(certificates.authorities, certificates.key, certificates.chain)
     named = [("grpc.ssl_target_name_override", server_name), *options]
     return grpc.aio.secure_channel(address, credentials, options=named)
+
+
+def describe_distrust(error: grpc.aio.AioRpcError, server_name: str) -> str:
+    """Says that one side did not trust the other; empty: the server is merely away.
+
+    Args:
+        error: Of a call over ``make_channel``.
+        server_name: Whom the channel expected.
+    """
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+        return details
+    if VERIFY_FAILED in details:
+        return f"the certificate shown there does not pass: {details.rpartition(VERIFY_FAILED)[2].strip(': ')}"
+    if "Hostname Verification" in details:
+        return f"the certificate shown there is not for {server_name}"
+    if "Socket closed" in details:
+        return "connections are closed at once; our certificate may not be trusted there"
+    return ""
 
 
 class PeerCheck(grpc.aio.ServerInterceptor):

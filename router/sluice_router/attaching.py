@@ -33,12 +33,14 @@ def forget(state: RouterState, address: str) -> None:
         state.touch()
 
 
-def note_fault(state: RouterState, address: str, fault: str) -> None:
-    """Notes why an address has no stream."""
+def note_fault(state: RouterState, address: str, fault: str) -> bool:
+    """Notes why an address has no stream; returns whether that is news."""
     link = state.links.get(address)
-    if link is not None and link.last_fault != fault:
-        link.last_fault = fault
-        state.touch()
+    if link is None or link.last_fault == fault:
+        return False
+    link.last_fault = fault
+    state.touch()
+    return True
 
 
 def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now: float) -> Engine:

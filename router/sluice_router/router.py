@@ -137,7 +137,8 @@ class Router:
 
     def note_fault(self, address: str, fault: str) -> None:
         """An address has no stream, for this reason."""
-        attaching.note_fault(self.state, address, fault)
+        if attaching.note_fault(self.state, address, fault):
+            logger.info("engine at %s: no stream: %s", address, fault)
         self._act()
 
     def attach(self, address: str, hello: engine_pb2.EngineHello, register: Callable[[Engine], object]) -> Engine:
