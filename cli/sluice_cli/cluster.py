@@ -298,8 +298,9 @@ class LocalCluster:
             try:
                 self._sites.check_http_port(port)
             except PortError as error:
-                self._report(f"{name} stays at its port: {error}")
-                is_moving = False
+                self._report(f"{name} stays at its port, and as it is: {error}")
+                slot.identity = wanted.router
+                return
         if not is_moving and slot.security == self._security(names.ROUTER):
             slot.identity = wanted.router
             return
