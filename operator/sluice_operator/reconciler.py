@@ -174,15 +174,15 @@ class Reconciler:
             memory = self._memories[key] = Memory(first_look_s=self._now(), uid=uid_of(body))
         try:
             observed = await self._observe(key, body)
+            reachable = [pod for pod in observed.routers if pod.address and not pod.has_ended]
+            addresses = {pod.name: pod.address for pod in reachable}
+            # By pod: while TLS is turned on or off, routers of both kinds run.
+            self._routers.follow(key, addresses, {pod.name: pod.control_tls for pod in reachable if pod.control_tls})
+            found = await self._act(key, observed, memory)
         except ForbiddenError as error:
-            # The right may come back; until then people should read why nothing happens.
+            # A read that is denied. The right may come back; until then people should read why nothing happens.
             await self._write_status(key, body, degrade(body, str(error), self._now_text()))
             raise
-        reachable = [pod for pod in observed.routers if pod.address and not pod.has_ended]
-        addresses = {pod.name: pod.address for pod in reachable}
-        # By pod: while TLS is turned on or off, routers of both kinds run.
-        self._routers.follow(key, addresses, {pod.name: pod.control_tls for pod in reachable if pod.control_tls})
-        found = await self._act(key, observed, memory)
         rest_s = memory.first_look_s + ACQUAINTANCE_S - self._now()
         if rest_s > 0 and len(found.statuses) < found.num_routers_ready:
             # A new leader knows nothing of the routers yet; to say so would take back what its predecessor said.

@@ -36,6 +36,8 @@ ENGINE_OPTIONS = {
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--max-num-seqs": "--max-num-seqs",
 }
+# NIXL's backends by fabric, where it is not UCX.
+KV_BACKENDS = {"EFA": "LIBFABRIC"}
 ROLES = {Role.PREFILL_HEAVY: plan_pb2.ROLE_PREFILL_HEAVY, Role.DECODE_HEAVY: plan_pb2.ROLE_DECODE_HEAVY}
 
 
@@ -113,7 +115,7 @@ OPEN = Security()
 
 def render_engine_command(spec: ServingClusterSpec, site: EngineSite, security: Security = OPEN) -> list[str]:
     """Renders the command of an engine container."""
-    engine = spec.engine
+    engine, rdma = spec.engine, spec.network.rdma
     options: dict[str, str | int | None] = {
         "--engine-id": site.engine_id,
         "--host": site.host,
@@ -130,6 +132,8 @@ def render_engine_command(spec: ServingClusterSpec, site: EngineSite, security: 
         "--start-timeout-s": engine.startup_timeout_seconds,
         "--peer-tls": security.peer_tls,
         "--router-name": security.router_name,
+        "--kv-backend": KV_BACKENDS.get(rdma.fabric) if rdma else None,
+        "--require-rdma": "true" if rdma and rdma.require_rdma else None,
         "--emulation": json.dumps(engine.emulation.model_dump(), sort_keys=True) if engine.emulation else None,
     }
     promoted, others = _split_extra_args(engine.extra_args)

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
     from h2.events import Event
 
+    from sluice_router.metrics import LinkTraffic
+
 logger = logging.getLogger(__name__)
 
 METHOD = f"/{engine_pb2.DESCRIPTOR.services_by_name['Engine'].full_name}/Attach"
@@ -87,13 +89,22 @@ class EngineStream(asyncio.Protocol):
 
     Args:
         authority: host:port, for the engine.
+        traffic: Where its bytes are counted, HTTP/2's own included.
         loop: The event loop.
         is_encrypted: The transport is.
     """
 
-    def __init__(self, authority: str, loop: asyncio.AbstractEventLoop, *, is_encrypted: bool = False) -> None:
+    def __init__(
+        self,
+        authority: str,
+        traffic: LinkTraffic,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        is_encrypted: bool = False,
+    ) -> None:
         self._authority = authority
         self._is_encrypted = is_encrypted
+        self._traffic = traffic
         self._loop = loop
         self._http = H2Connection(_CONFIGURATION)
         self._transport: asyncio.Transport | None = None
@@ -178,6 +189,7 @@ class EngineStream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes what the engine sent."""
+        self._traffic.num_bytes_up += len(data)
         if self._fault:
             return
         try:
@@ -289,6 +301,7 @@ class EngineStream(asyncio.Protocol):
     def _write_frames(self) -> None:
         data = self._http.data_to_send()
         if data and self._transport is not None and not self._transport.is_closing():
+            self._traffic.num_bytes_down += len(data)
             self._transport.write(data)
 
     def _end(self, fault: str) -> None:
@@ -304,11 +317,12 @@ class EngineStream(asyncio.Protocol):
         self._advance()
 
 
-async def connect(address: str, tls: PeerTls | None = None) -> EngineStream:
+async def connect(address: str, traffic: LinkTraffic, tls: PeerTls | None = None) -> EngineStream:
     """Connects to an engine and begins the call.
 
     Args:
         address: host:port; an IPv6 host stands in brackets.
+        traffic: Where its bytes are counted.
         tls: How the stream is encrypted; None: it is not.
 
     Raises:
@@ -318,7 +332,7 @@ async def connect(address: str, tls: PeerTls | None = None) -> EngineStream:
     host, _, port = address.rpartition(":")
     try:
         _, stream = await loop.create_connection(
-            lambda: EngineStream(address, loop, is_encrypted=tls is not None),
+            lambda: EngineStream(address, traffic, loop, is_encrypted=tls is not None),
             host.removeprefix("[").removesuffix("]"),
             int(port),
             ssl=tls.context if tls else None,

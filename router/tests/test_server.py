@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -16,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server_harness import PD, get, make_settings, running, tell_engines, until_ready
 
 from sluice.v1 import control_pb2, control_pb2_grpc
+from sluice_router.server import TICK_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +53,19 @@ async def test_router_becomes_ready_serves_and_lets_answers_end_at_shutdown(sett
             assert answer.status == 200
             usage = (await answer.json())["usage"]
         assert usage["completion_tokens"] == 60
+
+
+async def test_lag_of_the_event_loop_is_measured(settings):
+    """A callback that holds the loop up for longer than a tick is seen in full."""
+    async with running(settings) as server:
+        lag_s = server.router.state.metrics.loop_lag_s
+        await until(lambda: sum(lag_s.counts) > 1)
+        before_s = lag_s.total
+        asyncio.get_running_loop().call_soon(time.sleep, 0.5)
+        seen = sum(lag_s.counts)
+        await until(lambda: sum(lag_s.counts) > seen)
+        assert lag_s.total - before_s >= 0.5 - 2 * TICK_S
+        assert "sluice_loop_lag_seconds_bucket" in (await get(server, "/metrics"))[1]
 
 
 async def test_grace_is_limited(settings, tmp_path):
