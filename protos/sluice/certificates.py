@@ -182,7 +182,7 @@ def make_server_context(certificates: Certificates) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     load_chain(context, certificates)
     if certificates.authorities:
-        context.load_verify_locations(cadata=certificates.authorities.decode("ascii"))
+        _trust(context, certificates.authorities)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -192,8 +192,14 @@ def make_client_context(certificates: Certificates) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     load_chain(context, certificates)
-    context.load_verify_locations(cadata=certificates.authorities.decode("ascii"))
+    _trust(context, certificates.authorities)
     return context
+
+
+def _trust(context: ssl.SSLContext, authorities: bytes) -> None:
+    """Trusts authorities, and those that are not their own root too, as gRPC does."""
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=authorities.decode("ascii"))
 
 
 def make_pinned_context(folder: Path) -> ssl.SSLContext:
@@ -229,8 +235,7 @@ def _try(certificates: Certificates) -> Any:
     else:
         client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         # Whether clients trust it is their matter: here the certificate stands for itself.
-        client_context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        client_context.load_verify_locations(cadata=certificates.chain.decode("ascii"))
+        _trust(client_context, certificates.chain)
     client_context.check_hostname = False
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = server_context.wrap_bio(up, down, server_side=True)

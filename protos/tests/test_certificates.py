@@ -51,6 +51,25 @@ def test_a_folder_says_whom_it_is_for_and_until_when(tmp_path: Path, authority: 
         assert bool(found.authorities) == is_mutual
 
 
+async def test_an_authority_that_is_not_its_own_root_is_trusted_by_openssl_and_grpc(
+    tmp_path: Path, authority: trustme.CA
+) -> None:
+    child = authority.create_child_ca()
+    mount_secret(tmp_path, make_files(child, SERVER, CLIENT))
+    folder = CertificateFolder(tmp_path, is_mutual=True)
+    server = grpc.aio.server(interceptors=[PeerCheck([CLIENT])])
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = server.add_secure_port("127.0.0.1:0", make_server_credentials(folder))
+    await server.start()
+    async with make_channel(f"127.0.0.1:{port}", folder.current, SERVER) as channel:
+        assert (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())).status
+    context = make_client_context(folder.current)
+    context.set_alpn_protocols(["h2"])
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=SERVER)
+    writer.close()
+    await server.stop(0)
+
+
 def test_a_front_needs_no_authority(tmp_path: Path, authority: trustme.CA) -> None:
     files = make_files(authority, "a.svc")
     del files["ca.crt"]
