@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sluice.v1 import engine_pb2, engine_pb2_grpc
-from sluice_engine import identity, launch, metrics
+from sluice_engine import identity, launch, metrics, transport
 from sluice_engine.attach import EngineService
 from sluice_engine.request_builder import VllmRequestBuilder
 from sluice_engine.server import EngineServer, Pace
@@ -29,6 +27,7 @@ from sluice_engine.warm_up import WarmUp
 if TYPE_CHECKING:
     from sluice_engine.lifecycle import StopSignal
     from sluice_engine.settings import EngineSettings
+    from sluice_engine.transport import TransportLog
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +47,17 @@ GRPC_OPTIONS = (
 # An iteration makes hundreds of short-lived objects and no cycles: collections are a pause for nothing.
 GC_THRESHOLDS = (50_000, 20, 20)
 DRAIN_POLL_S = 0.05
-# Where Linux lists RDMA devices.
-INFINIBAND = Path("/sys/class/infiniband")
+TRANSPORT_POLL_S = 1.0
 EXIT_ENGINE_DEAD = 5
 
 
-def run(settings: EngineSettings, stop: StopSignal) -> int:
+def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
     """Starts the engine and serves until the end.
+
+    Args:
+        settings: The engine's.
+        stop: Set when it shall end.
+        log: What UCX tells.
 
     Returns:
         Exit status.
@@ -62,12 +65,15 @@ def run(settings: EngineSettings, stop: StopSignal) -> int:
     Raises:
         UnsupportedVllmError: vLLM is not the one that the hooks are written against.
         StartError: It cannot start.
+        RdmaError: It must use RDMA and cannot.
     """
     launch.check_hooks()
     launch.check_ports(settings)
     epoch = identity.make_epoch()
     config = launch.make_vllm_config(settings, epoch)
     client = launch.start_core(config)
+    in_use = transport.find_transport(settings, log)
+    transport.check_transport(settings, in_use)
     builder = VllmRequestBuilder(config, launch.load_tokenizer(config))
     hello = identity.make_hello(settings, config, epoch)
     server = EngineServer(
@@ -76,29 +82,36 @@ def run(settings: EngineSettings, stop: StopSignal) -> int:
         builder,
         clock=time.monotonic,
         pace=Pace(lease_s=settings.lease_s),
-        transport=find_transport(settings),
+        transport=in_use,
     )
     # What exists now lives as long as the process.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    status: int = uvloop.run(start_and_serve(settings, server, WarmUp(client, builder), stop))
+    status: int = uvloop.run(start_and_serve(settings, server, WarmUp(client, builder), stop, log))
     return status
 
 
-async def start_and_serve(settings: EngineSettings, server: EngineServer, warm_up: WarmUp, stop: StopSignal) -> int:
+async def start_and_serve(
+    settings: EngineSettings, server: EngineServer, warm_up: WarmUp, stop: StopSignal, log: TransportLog
+) -> int:
     """Warms up, then serves; returns the exit status."""
     await warm_up.run()
-    return await serve(settings, server, stop)
+    watcher = asyncio.create_task(watch_transport(settings, server, log), name="transport")
+    try:
+        return await serve(settings, server, stop)
+    finally:
+        watcher.cancel()
 
 
-def find_transport(settings: EngineSettings) -> str:
-    """KV transport in use, for status pages: what UCX was told, or what it chooses by itself."""
-    if settings.emulation is not None:
-        return "emulated"
-    if transports := os.environ.get("UCX_TLS"):
-        return transports
-    return "rdma" if any(INFINIBAND.glob("*")) else "tcp"
+async def watch_transport(settings: EngineSettings, server: EngineServer, log: TransportLog) -> None:
+    """Keeps the transport that is reported the one in use: it is chosen anew with each engine that is met."""
+    while True:
+        in_use = transport.find_transport(settings, log)
+        if in_use != server.transport:
+            logger.info("KV goes over %s", in_use)
+            server.transport = in_use
+        await asyncio.sleep(TRANSPORT_POLL_S)
 
 
 async def serve(settings: EngineSettings, server: EngineServer, stop: StopSignal) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -105,6 +105,8 @@ class EngineSettings(BaseModel):
         drain_timeout_s: Longest drain after SIGTERM, in seconds.
         start_timeout_s: Longest start of the EngineCore, in seconds.
         lease_s: Time for which the requests of a lost stream go on, in seconds.
+        kv_backend: NIXL's backend; LIBFABRIC for EFA.
+        require_rdma: Refuse to serve where KV would go over TCP.
         kv_poll_us: Pause of NIXL's progress thread, in microseconds; 0, with RDMA, polls without a pause.
         emulation: Emulates a GPU instead of computing.
         vllm_args: Further arguments of vLLM.
@@ -130,6 +132,8 @@ class EngineSettings(BaseModel):
     drain_timeout_s: Annotated[float, Field(ge=0)] = 300.0
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     lease_s: Annotated[float, Field(ge=0)] = 10.0
+    kv_backend: Literal["UCX", "LIBFABRIC"] = "UCX"
+    require_rdma: bool = False
     kv_poll_us: Annotated[int, Field(ge=0)] = 100
     emulation: EmulationSettings | None = None
     vllm_args: tuple[str, ...] = ()
@@ -165,6 +169,8 @@ OPTIONS = {
     "drain_timeout_s": "longest drain after SIGTERM, in seconds",
     "start_timeout_s": "longest start, in seconds",
     "lease_s": "time for which requests of a lost stream go on, in seconds",
+    "kv_backend": "NIXL's backend: UCX, or LIBFABRIC for EFA",
+    "require_rdma": "true: refuse to serve where KV would go over TCP",
     "kv_poll_us": "pause of NIXL's progress thread, in microseconds; 0 with RDMA",
     "emulation": "JSON of what to emulate instead of computing",
 }

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # A container that ended this often is not one that was moved or killed once.
 CRASH_LOOP_RESTARTS = 2
 DELETION_COST = "-1000"
+# The engine's, where RDMA is required and KV would not go over it.
+NO_RDMA_EXIT_CODE = 6
 WAITING_REASONS = {
     "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,
     "ErrImagePull": Reason.IMAGE_PULL_BACK_OFF,
@@ -105,12 +107,19 @@ def _find_trouble(content: Object, status: Object) -> Iterator[Trouble]:
         yield from _find_container_trouble(name, container)
 
 
+def is_rdma_refusal(container: Object, ended: Object) -> bool:
+    """Whether a container ended because RDMA cannot be used: the check before the engine, or the engine's own."""
+    if container["name"] == PREFLIGHT:
+        return bool(ended.get("exitCode"))
+    return not container.get("ready") and ended.get("exitCode") == NO_RDMA_EXIT_CODE
+
+
 def _find_container_trouble(pod: str, container: Object) -> Iterator[Trouble]:
     waiting = (container.get("state") or {}).get("waiting") or {}
     reason = WAITING_REASONS.get(waiting.get("reason", ""))
     ended = (container.get("lastState") or {}).get("terminated") or (container.get("state") or {}).get("terminated")
     where = f"container {container['name']} of pod {pod}"
-    if container["name"] == PREFLIGHT and ended and ended.get("exitCode"):
+    if ended and is_rdma_refusal(container, ended):
         what = ended.get("message") or f"exit code {ended.get('exitCode')}"
         yield Trouble(reason=Reason.PREFLIGHT_FAILED, message=f"{where}: {what}")
     elif reason is Reason.CRASH_LOOP or (

@@ -36,6 +36,8 @@ ENGINE_OPTIONS = {
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--max-num-seqs": "--max-num-seqs",
 }
+# NIXL's backends by fabric, where it is not UCX.
+KV_BACKENDS = {"EFA": "LIBFABRIC"}
 ROLES = {Role.PREFILL_HEAVY: plan_pb2.ROLE_PREFILL_HEAVY, Role.DECODE_HEAVY: plan_pb2.ROLE_DECODE_HEAVY}
 
 
@@ -89,7 +91,7 @@ class RouterSite:
 
 def render_engine_command(spec: ServingClusterSpec, site: EngineSite) -> list[str]:
     """Renders the command of an engine container."""
-    engine = spec.engine
+    engine, rdma = spec.engine, spec.network.rdma
     options: dict[str, str | int | None] = {
         "--engine-id": site.engine_id,
         "--host": site.host,
@@ -104,6 +106,8 @@ def render_engine_command(spec: ServingClusterSpec, site: EngineSite) -> list[st
         "--tensor-parallel-size": engine.tensor_parallel_size,
         "--drain-timeout-s": engine.drain_timeout_seconds,
         "--start-timeout-s": engine.startup_timeout_seconds,
+        "--kv-backend": KV_BACKENDS.get(rdma.fabric) if rdma else None,
+        "--require-rdma": "true" if rdma and rdma.require_rdma else None,
         "--emulation": json.dumps(engine.emulation.model_dump(), sort_keys=True) if engine.emulation else None,
     }
     promoted, others = _split_extra_args(engine.extra_args)

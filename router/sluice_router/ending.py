@@ -79,6 +79,7 @@ def _leave(state: RouterState, request: LiveRequest, now: float) -> None:
     """Takes a request out of every table, and off its engine."""
     del state.requests[request.request_id]
     state.waiting.pop(request.request_id, None)
+    state.held.pop(request.request_id, None)
     # The end carries what is held back.
     state.actions.flushes.pop(request.request_id, None)
     if request.move is not None:

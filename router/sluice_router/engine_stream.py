@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from h2.events import Event
 
+    from sluice_router.metrics import LinkTraffic
+
 logger = logging.getLogger(__name__)
 
 METHOD = f"/{engine_pb2.DESCRIPTOR.services_by_name['Engine'].full_name}/Attach"
@@ -70,11 +72,13 @@ class EngineStream(asyncio.Protocol):
 
     Args:
         authority: host:port, for the engine.
+        traffic: Where its bytes are counted, HTTP/2's own included.
         loop: The event loop.
     """
 
-    def __init__(self, authority: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, authority: str, traffic: LinkTraffic, loop: asyncio.AbstractEventLoop) -> None:
         self._authority = authority
+        self._traffic = traffic
         self._loop = loop
         self._http = H2Connection(_CONFIGURATION)
         self._transport: asyncio.Transport | None = None
@@ -156,6 +160,7 @@ class EngineStream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes what the engine sent."""
+        self._traffic.num_bytes_up += len(data)
         if self._fault:
             return
         try:
@@ -263,6 +268,7 @@ class EngineStream(asyncio.Protocol):
     def _write_frames(self) -> None:
         data = self._http.data_to_send()
         if data and self._transport is not None and not self._transport.is_closing():
+            self._traffic.num_bytes_down += len(data)
             self._transport.write(data)
 
     def _end(self, fault: str) -> None:
@@ -278,11 +284,12 @@ class EngineStream(asyncio.Protocol):
         self._advance()
 
 
-async def connect(address: str) -> EngineStream:
+async def connect(address: str, traffic: LinkTraffic) -> EngineStream:
     """Connects to an engine and begins the call.
 
     Args:
         address: host:port; an IPv6 host stands in brackets.
+        traffic: Where its bytes are counted.
 
     Raises:
         StreamEndedError: Nobody listens there.
@@ -291,7 +298,7 @@ async def connect(address: str) -> EngineStream:
     host, _, port = address.rpartition(":")
     try:
         _, stream = await loop.create_connection(
-            lambda: EngineStream(address, loop), host.removeprefix("[").removesuffix("]"), int(port)
+            lambda: EngineStream(address, traffic, loop), host.removeprefix("[").removesuffix("]"), int(port)
         )
     except OSError as error:
         raise StreamEndedError(f"unavailable: {error}") from error

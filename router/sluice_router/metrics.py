@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -41,6 +42,7 @@ _TTFT_BOUNDS = (
 )
 _TPOT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _SHORT_BOUNDS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_LAG_BOUNDS = (1e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1, 1.0, 2.0)
 _DECISION_BOUNDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 1e-1)
 _SIGNED_BOUNDS = (-10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -74,6 +76,19 @@ class Histogram:
         return buckets
 
 
+@dataclass(slots=True)
+class LinkTraffic:
+    """Bytes that went over one engine's link, all of its streams together; mutable, changed by the stream.
+
+    Args:
+        num_bytes_up: From the engine.
+        num_bytes_down: To it.
+    """
+
+    num_bytes_up: int = 0
+    num_bytes_down: int = 0
+
+
 def _histograms(bounds: Sequence[float]) -> defaultdict[str, Histogram]:
     return defaultdict(lambda: Histogram(bounds))
 
@@ -97,6 +112,7 @@ class Metrics:
         # By why the engine was lost.
         self.recovery_stall_s = _histograms(_SHORT_BOUNDS)
         self.decision_s = Histogram(_DECISION_BOUNDS)
+        self.loop_lag_s = Histogram(_LAG_BOUNDS)
         self.counters: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in _COUNTERS}
 
     def count(self, name: str, *labels: str, by: int = 1) -> None:
@@ -110,9 +126,15 @@ class Metrics:
             for value, histogram in sorted(getattr(self, attribute).items()):
                 family.add_metric((value,), histogram.format_buckets(), histogram.total)
             yield family
-        decisions = HistogramMetricFamily("sluice_decision_seconds", "Admission and placement of a new request.")
-        decisions.add_metric((), self.decision_s.format_buckets(), self.decision_s.total)
-        yield decisions
+        for name, text, histogram in (
+            ("sluice_decision_seconds", "Admission and placement of a new request.", self.decision_s),
+            (
+                "sluice_loop_lag_seconds",
+                "Time by which the event loop is late, sampled at every tick.",
+                self.loop_lag_s,
+            ),
+        ):
+            yield HistogramMetricFamily(name, text, buckets=histogram.format_buckets(), sum_value=histogram.total)
         for name, (text, label_names) in _COUNTERS.items():
             counter = CounterMetricFamily(f"sluice_{name}", text, labels=label_names)
             for labels, count in sorted(self.counters[name].items()):
@@ -146,6 +168,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "moves": ("Moves that ended.", ("cause", "result")),
     "flow_blocked": ("Moves that did not begin.", ("cause", "reason")),
     "recoveries": ("Requests that went on elsewhere.", ("reason",)),
+    "resumed": ("Requests that went on where they were after their engine's stream broke.", ()),
     "engine_losses": ("Engine streams lost.", ("reason",)),
     "stale_tokens": ("Tokens of a former owner, dropped.", ()),
     "sink_faults": ("Answers given up because writing them failed.", ()),

@@ -89,7 +89,8 @@ def assign(state: RouterState, now: float) -> None:
     if placement is None or not state.waiting:
         return
     state.last_assign_s = now
-    prefills = [_describe(state, request) for request in _pick(state.waiting.values())]
+    free = _find_free(state)
+    prefills = [_describe(state, request) for request in _pick(free)]
     decisions = placement.assign(now, prefills, state.table)
     for decision, record in zip(decisions, _take_records(placement, len(decisions)), strict=True):
         request = state.waiting[decision.request_id]
@@ -137,8 +138,9 @@ def _check_capacity(state: RouterState, now: float) -> Plan:
         raise ShuttingDownError("this router is about to leave", retry_after_s=MIN_RETRY_S)
     if state.plan is None:
         raise NoEngineError("no plan is in force yet", retry_after_s=MIN_RETRY_S)
-    if len(state.waiting) >= state.limits.max_waiting:
-        message = f"{len(state.waiting)} requests wait for an engine, the limit is {state.limits.max_waiting}"
+    limit = max(1, state.limits.max_waiting // state.plan.num_routers)
+    if len(state.waiting) >= limit:
+        message = f"{len(state.waiting)} requests wait for an engine, the limit is {limit}"
         oldest = next(iter(state.waiting.values()))
         # The queue moves by its length in about the time that its head has waited.
         raise QueueFullError(message, retry_after_s=max(MIN_RETRY_S, now - oldest.waiting_since_s))
@@ -194,6 +196,13 @@ def _take_records(placement: PlacementPolicy, number: int) -> list[PlacementReco
         return [None] * number
     newest = list(islice(reversed(placement.records), number))
     return [*[None] * (number - len(newest)), *reversed(newest)]
+
+
+def _find_free(state: RouterState) -> Collection[LiveRequest]:
+    """What any engine may take: all that waits, but for those that wait for the engine whose stream they lost."""
+    if not state.held:
+        return state.waiting.values()
+    return [request for request_id, request in state.waiting.items() if request_id not in state.held]
 
 
 def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:

@@ -164,9 +164,12 @@ class Server:
     # --- running -------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
+        lag_s, clock = self.router.state.metrics.loop_lag_s, asyncio.get_running_loop().time
         while True:
             self.router.tick()
+            due_s = clock() + TICK_S
             await asyncio.sleep(TICK_S)
+            lag_s.observe(max(0.0, clock() - due_s))
 
     async def _report_health(self) -> None:
         """The control service serves from the start; the router as a whole only when it is ready."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import time
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -19,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sluice.v1 import control_pb2, control_pb2_grpc
-from sluice_router.server import Server
+from sluice_router.server import TICK_S, Server
 from sluice_router.settings import Settings
 
 if TYPE_CHECKING:
@@ -93,6 +94,19 @@ async def test_router_becomes_ready_serves_and_lets_answers_end_at_shutdown(sett
             assert answer.status == 200
             usage = (await answer.json())["usage"]
         assert usage["completion_tokens"] == 60
+
+
+async def test_lag_of_the_event_loop_is_measured(settings):
+    """A callback that holds the loop up for longer than a tick is seen in full."""
+    async with running(settings) as server:
+        lag_s = server.router.state.metrics.loop_lag_s
+        await until(lambda: sum(lag_s.counts) > 1)
+        before_s = lag_s.total
+        asyncio.get_running_loop().call_soon(time.sleep, 0.5)
+        seen = sum(lag_s.counts)
+        await until(lambda: sum(lag_s.counts) > seen)
+        assert lag_s.total - before_s >= 0.5 - 2 * TICK_S
+        assert "sluice_loop_lag_seconds_bucket" in (await get(server, "/metrics"))[1]
 
 
 async def test_grace_is_limited(settings, tmp_path):
