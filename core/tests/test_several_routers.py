@@ -30,7 +30,7 @@ class LinearModel:
     def observe(self, shape, duration_s):
         """Learns nothing."""
 
-    def compute_prefill_coefficients(self, num_decodes, decode_context_tokens):
+    def compute_prefill_coefficients(self, num_decodes, decode_context_tokens, room_tokens):
         return TOKEN_S, 0.0, 0.0
 
     def estimate_prefill_s(self, *, tokens, **_rest):
@@ -61,7 +61,7 @@ class Fifo:
         return max(range(num_routers), key=lambda router: hashlib.sha256(f"{router}/{name}".encode()).digest())
 
     def _make_table(self) -> EngineTable:
-        table = EngineTable(LinearModel)
+        table = EngineTable(lambda _: LinearModel())
         for name in self.names:
             table.add(name, SPEC, role=Role.DECODE_HEAVY, chunk_size_tokens=8192)
         return table
