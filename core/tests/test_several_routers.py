@@ -30,7 +30,7 @@ class LinearModel:
     def observe(self, shape, duration_s):
         """Learns nothing."""
 
-    def compute_prefill_coefficients(self, num_decodes, decode_context_tokens):
+    def compute_prefill_coefficients(self, num_decodes, decode_context_tokens, room_tokens):
         return TOKEN_S, 0.0, 0.0
 
     def estimate_prefill_s(self, *, tokens, **_rest):
