@@ -16,6 +16,7 @@ from sluice_cli.detach import start_detached
 from sluice_cli.display import Display, make_console
 from sluice_cli.ports import PortBook, PortError
 from sluice_cli.records import HOME, AlreadyRunningError, ClusterDirectory, find_clusters
+from sluice_cli.simulate import simulate
 from sluice_cli.status import read_view
 from sluice_cli.stop import stop_cluster
 from sluice_cli.story import UnknownRequestError, fetch_story, make_story
@@ -192,6 +193,9 @@ def demo(manifest: Path, *, keep: bool, ports: range) -> None:
             click.echo("the cluster still runs; `sluice down --cluster demo` stops it")
         elif directory.is_running():
             stop_cluster(directory, is_hurried=True, report=click.echo)
+
+
+cli.add_command(simulate)
 
 
 def main() -> None:

@@ -71,9 +71,11 @@ class IterationShape:
     decode_context_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EngineLoad:
     """An engine's load report: sums, not queues (architecture 4.2).
+
+    Not frozen, so that a simulated engine can keep one: it changes it when it reports, and at no other time.
 
     Args:
         last_submit_number: Last submit of this router that the report includes.

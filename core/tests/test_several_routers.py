@@ -61,7 +61,7 @@ class Fifo:
         return max(range(num_routers), key=lambda router: hashlib.sha256(f"{router}/{name}".encode()).digest())
 
     def _make_table(self) -> EngineTable:
-        table = EngineTable(LinearModel)
+        table = EngineTable(lambda _: LinearModel())
         for name in self.names:
             table.add(name, SPEC, role=Role.DECODE_HEAVY, chunk_size_tokens=8192)
         return table

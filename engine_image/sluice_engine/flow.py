@@ -109,7 +109,7 @@ class Flow:
 
     def propose(self, now_s: float, kv: KvBlocks) -> list[Proposal]:
         """Decodes that should leave."""
-        self._decodes.kv = kv
+        self._decodes.observe_kv(kv)
         return [
             Proposal(
                 request_id=move.request_id,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.conditions import Reason
 from sluice_operator.manifest import ManifestError, check_manifest
-from sluice_operator.pod_template import find_refused
+from sluice_operator.pod_template import find_refused, find_refused_affinity
 from sluice_operator.pods import Trouble
 
 if TYPE_CHECKING:
@@ -33,7 +33,11 @@ def check_cluster(body: Object, settings: Settings) -> tuple[ServingCluster | No
     missing = find_unavailable(cluster)
     if missing:
         return None, Trouble(reason=Reason.NOT_AVAILABLE, message="; ".join(missing))
-    refused = find_refused(cluster.spec.engine.pod_template, allow_host_access=settings.allow_host_access)
+    engine = cluster.spec.engine
+    refused = [
+        *find_refused(engine.pod_template, allow_host_access=settings.allow_host_access),
+        *find_refused_affinity(engine.affinity, allow_host_access=settings.allow_host_access),
+    ]
     if refused:
         return None, Trouble(reason=Reason.POD_TEMPLATE_REFUSED, message="; ".join(refused))
     return cluster, None

@@ -123,9 +123,13 @@ ERRORS: dict[int, type[KubernetesError]] = {
 }
 
 
+# Server-side apply says so of fields that no such object has, and of values of a wrong type, with status 500.
+NOT_TYPED = "failed to create typed patch object"
+
+
 def make_error(status: int, message: str, retry_after_s: float | None = None) -> KubernetesError:
-    """Makes the error of an HTTP status."""
-    default = InvalidError if status < 500 else BusyError
+    """Makes the error of an HTTP status, and of the server's words where the status misleads."""
+    default = InvalidError if status < 500 or NOT_TYPED in message else BusyError
     return ERRORS.get(status, default)(message, retry_after_s=retry_after_s)
 
 

@@ -25,6 +25,7 @@ from sluice_operator.kubernetes_port import CLUSTERS, KubernetesError, LeaseLost
 from sluice_operator.logs import current_object
 from sluice_operator.metrics import Metrics
 from sluice_operator.reconciler import Reconciler
+from sluice_operator.retrying import RetryingKubernetes
 from sluice_operator.router_links import RouterLinks
 from sluice_operator.work_queue import WorkQueue
 
@@ -101,7 +102,8 @@ class Operator:
         await self._elector.lead()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._elector.keep(), name="renew the lease")
-            fenced = FencedKubernetes(self._kubernetes, lambda: self._elector.is_leading)
+            patient = RetryingKubernetes(self._kubernetes, now=time.monotonic)
+            fenced = FencedKubernetes(patient, lambda: self._elector.is_leading)
 
             def measure(key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
                 reconciler.measure(key, status)

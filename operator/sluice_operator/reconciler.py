@@ -169,13 +169,13 @@ class Reconciler:
             memory = self._memories[key] = Memory(first_look_s=self._now(), uid=uid_of(body))
         try:
             observed = await self._observe(key, body)
+            addresses = {pod.name: pod.address for pod in observed.routers if pod.address and not pod.has_ended}
+            self._routers.follow(key, addresses)
+            found = await self._act(key, observed, memory)
         except ForbiddenError as error:
-            # The right may come back; until then people should read why nothing happens.
+            # A read that is denied. The right may come back; until then people should read why nothing happens.
             await self._write_status(key, body, degrade(body, str(error), self._now_text()))
             raise
-        addresses = {pod.name: pod.address for pod in observed.routers if pod.address and not pod.has_ended}
-        self._routers.follow(key, addresses)
-        found = await self._act(key, observed, memory)
         rest_s = memory.first_look_s + ACQUAINTANCE_S - self._now()
         if rest_s > 0 and len(found.statuses) < found.num_routers_ready:
             # A new leader knows nothing of the routers yet; to say so would take back what its predecessor said.

@@ -57,6 +57,7 @@ OWNED_ENVIRONMENT = frozenset(
         "UCX_TCP_PORT_RANGE",
     }
 )
+OWNED_PREFIX = "SLUICE_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,7 @@ def _arguments_are_free(spec: ServingClusterSpec) -> Iterator[Broken]:
 def _environment_is_free(spec: ServingClusterSpec) -> Iterator[Broken]:
     for index, variable in enumerate(spec.engine.env):
         path = ("engine", "env", index)
-        if variable.name in OWNED_ENVIRONMENT or variable.name.startswith("SLUICE_"):
+        if variable.name in OWNED_ENVIRONMENT or variable.name.startswith(OWNED_PREFIX):
             message = "is set by Sluice; remove it (see spec.network)"
             yield Broken(path=(*path, "name"), value=variable.name, message=message)
         if (variable.value is None) == (variable.value_from is None):

@@ -485,6 +485,23 @@ async def test_a_right_to_look_that_is_missing_is_said(plural) -> None:
     assert world.conditions["Degraded"] == ("False", "AsExpected")
 
 
+@pytest.mark.parametrize("plural", ["services", "configmaps"])
+async def test_a_right_to_ask_whose_a_name_is_that_is_missing_is_said(plural) -> None:
+    world = World()
+
+    def forbid(verb: str, kind: str) -> None:
+        if (verb, kind) == ("get", plural):
+            raise ForbiddenError(f"{plural} is forbidden")
+
+    world.kubernetes.before = forbid
+    assert await world.look() == 0.5
+    assert world.conditions["Degraded"] == ("True", "Forbidden")
+    assert plural in world.message("Degraded")
+    world.kubernetes.before = lambda *_: None
+    await world.settle()
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+
+
 async def test_a_pod_template_that_reaches_the_host_is_refused() -> None:
     world = World()
     await world.settle()
@@ -493,6 +510,16 @@ async def test_a_pod_template_that_reaches_the_host_is_refused() -> None:
     await world.settle()
     assert world.conditions["SpecValid"] == ("False", "PodTemplateRefused")
     assert world.deployment()["spec"] == spec
+
+
+async def test_an_affinity_that_reaches_other_namespaces_is_refused() -> None:
+    world = World()
+    everywhere = {"topologyKey": "kubernetes.io/hostname", "namespaceSelector": {}}
+    rule = {"requiredDuringSchedulingIgnoredDuringExecution": [everywhere]}
+    world.edit(engine={"affinity": {"podAntiAffinity": rule}})
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("False", "PodTemplateRefused")
+    assert "spec.engine.affinity.podAntiAffinity" in world.message("SpecValid")
 
 
 async def test_a_cluster_whose_only_prefill_engine_fails_makes_another() -> None:

@@ -14,7 +14,6 @@ import random
 import signal
 import time
 import uuid
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +55,7 @@ def make_router(settings: Settings) -> Router:
         limits=settings.limits,
         rng=random.Random(),  # noqa: S311 - ids, seeds and ties, nothing secret
         started_unix_s=int(time.time()),
-        make_latency_model=partial(OnlineLatencyModel, profile),
+        make_latency_model=lambda _: OnlineLatencyModel(profile),
     )
     return Router(state, time.monotonic)
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, engine_pb2
 from sluice_core.engines import EngineTable
-from sluice_core.latency import OnlineLatencyModel
 from sluice_core.records import RequestId
 from sluice_core.slo import AttainmentCounters
 from sluice_router.explain import DecisionRing
@@ -244,7 +243,7 @@ class RouterState:
         limits: Bounds.
         rng: Makes ids, seeds and breaks ties; seeded by the caller.
         started_unix_s: Unix time, for ``/v1/models``.
-        make_latency_model: Makes the latency model of a new engine.
+        make_latency_model: Makes the latency model of a new engine; None: one that knows nothing yet.
 
     Attributes:
         engines: Streams by engine; lost ones are not in it.
@@ -270,7 +269,7 @@ class RouterState:
         limits: Limits,
         rng: random.Random,
         started_unix_s: int = 0,
-        make_latency_model: Callable[[], LatencyModel] = OnlineLatencyModel,
+        make_latency_model: Callable[[EngineId], LatencyModel] | None = None,
     ) -> None:
         self.router_id = router_id
         self.limits = limits
