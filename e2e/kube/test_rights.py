@@ -251,7 +251,8 @@ REMOVABLE = [
 
 def poke(cluster: LightCluster) -> None:
     """Has the operator look at once."""
-    cluster.kubectl("label", "slc", "tiny", f"touched={next(COUNTER)}", "--overwrite")
+    labels = {"metadata": {"labels": {"touched": str(next(COUNTER))}}}
+    assert cluster.client.request("PATCH", cluster.path, labels, MERGE).is_ok
 
 
 @pytest.mark.parametrize(("role", "namespace", "right"), REMOVABLE)
