@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sluice_cli.papers.taichi import GOODPUT_CELLS
 from sluice_cli.papers.taichi_breakdown import measure_figure17, measure_figure18, measure_figure19
-from sluice_cli.papers.taichi_goodput import measure_cell
+from sluice_cli.papers.taichi_goodput import measure_cell, measure_tuned_cell
 from sluice_cli.papers.taichi_motivation import (
     measure_figure4,
     measure_figure5,
@@ -31,6 +31,7 @@ TAICHI: Mapping[str, Experiment] = {
     "figure6": measure_figure6,
     "figure8": measure_figure8,
     **{cell.name: partial(measure_cell, cell) for cell in GOODPUT_CELLS},
+    **{f"{cell.name}-tuned": partial(measure_tuned_cell, cell) for cell in GOODPUT_CELLS},
     "figure17": measure_figure17,
     "figure18": measure_figure18,
     "figure19": measure_figure19,

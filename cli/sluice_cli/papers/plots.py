@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _SIZE_INCHES = (5.6, 3.4)
 _COLOURS = ("#4269d0", "#ff725c", "#3ca951", "#efb118", "#9c6b4e", "#a463f2")
-_STYLE = {
+_STYLE: Any = {
     "svg.hashsalt": "sluice",  # names inside the file: the same each time
     "svg.fonttype": "none",  # text stays text: small and searchable
     "font.family": "sans-serif",

@@ -255,6 +255,13 @@ class SimEngine:
         self.note_change()
         return request
 
+    def resume(self, request: SimRequest) -> None:
+        """Take a request back that was handed off and has not left; it joins at the next iteration boundary."""
+        self.pinned_blocks -= request.num_blocks
+        self.num_incoming += 1
+        self._arrived.append(request)
+        self.note_change()
+
     def release(self, num_blocks: int) -> None:
         """Free the KV of a request that was handed off."""
         self.pinned_blocks -= num_blocks
