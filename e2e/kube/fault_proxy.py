@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Belong to one connection, not to the request (RFC 9110, section 7.6.1), or are made anew.
 HOP_HEADERS = frozenset({"connection", "host", "transfer-encoding", "content-length", "content-encoding"})
+# Those that a client adds unasked.
+AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 SLOW_S = 2.5
 CLOSING_S = 0.25
 RETRY_AFTER = {"Retry-After": "1"}
@@ -174,7 +176,12 @@ class FaultProxy:
         self.requests.append((request.method, request.path))
         body = await request.read()
         async with self._session.request(
-            request.method, self._locate(request), data=body, headers=_strip(request.headers)
+            request.method,
+            self._locate(request),
+            # Without a body there is no type of it either: the API server refuses those that it does not know.
+            data=body or None,
+            headers=_strip(request.headers),
+            skip_auto_headers=AUTO_HEADERS,
         ) as answer:
             return web.Response(status=answer.status, headers=_strip(answer.headers, answer), body=await answer.read())
 

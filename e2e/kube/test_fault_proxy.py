@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+HEADERS = {"Authorization": "Bearer t", "Content-Type": "text/x"}
+
+
 class Server:
     """An API server: it answers with what it was sent, and watches say words on demand."""
 
@@ -56,6 +59,7 @@ class Server:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if "watch" not in request.query:
             said = {"who": request.headers.get("Authorization"), "body": await request.text(), "path": request.path_qs}
+            said["type"] = request.headers.get("Content-Type")
             return web.json_response(said, status=201)
         words: asyncio.Queue[str] = asyncio.Queue()
         self._watches.append(words)
@@ -84,15 +88,18 @@ def proxy(server: Server, tmp_path: Path) -> Iterator[FaultProxy]:
 
 
 def ask(proxy: FaultProxy) -> tuple[int, Any]:
-    request = urllib.request.Request(f"{proxy.url}/x?a=b%2Cc", b"hello", {"Authorization": "Bearer t"}, method="PATCH")
+    request = urllib.request.Request(f"{proxy.url}/x?a=b%2Cc", b"hello", HEADERS, method="PATCH")
     with urllib.request.urlopen(request, timeout=10) as answer:
         return answer.status, json.loads(answer.read())
 
 
 def test_a_request_arrives_as_it_was_sent(proxy: FaultProxy) -> None:
-    assert ask(proxy) == (201, {"who": "Bearer t", "body": "hello", "path": "/x?a=b%2Cc"})
+    sent = {"who": "Bearer t", "body": "hello", "path": "/x?a=b%2Cc", "type": "text/x"}
+    assert ask(proxy) == (201, sent)
     assert proxy.requests == [("PATCH", "/x")]
     assert not proxy.faults
+    with urllib.request.urlopen(f"{proxy.url}/y", timeout=10) as answer:
+        assert json.loads(answer.read()) == {"who": None, "body": "", "path": "/y", "type": None}
 
 
 def test_faults_strike_as_often_as_they_should(proxy: FaultProxy) -> None:
