@@ -130,7 +130,7 @@ def make_decodes(num_decodes: int, role: Role) -> DecodeSet:
     """Make an engine's decodes, all within their objective."""
     decodes = DecodeSet(block_size_tokens=16, max_num_seqs=2 * num_decodes)
     decodes.role = role
-    decodes.kv = KvBlocks(total=num_decodes * 64, used=num_decodes * 32)
+    decodes.observe_kv(KvBlocks(total=num_decodes * 64, used=num_decodes * 32))
     rng = random.Random(num_decodes)
     for number in range(num_decodes):
         join(decodes, f"decode-{number}", 0.0, rng.randrange(1, 400))
@@ -163,7 +163,7 @@ def measure_flow(num_decodes: int, num_moves: int, num_iterations: int) -> dict[
         released = num_moves * blocks_each
         total = num_decodes * blocks_each
         used = int(0.9 * total) + (released if num_moves else 0)
-        decodes.kv = KvBlocks(total=max(total, used), used=used)
+        decodes.observe_kv(KvBlocks(total=max(total, used), used=used))
         start = time.thread_time_ns()
         decodes.advance()
         proposals = policy.propose(now, decodes)

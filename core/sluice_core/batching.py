@@ -38,9 +38,9 @@ class RequestKind(IntEnum):
     NEW_PROMPT = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EngineBatch:
-    """What the scheduler knows before an iteration.
+    """What the scheduler knows before an iteration; mutable, so that a scheduler can keep one and bring it up to date.
 
     Args:
         chunk_size_tokens: Chunk size in force; 0: no new prompts.
@@ -70,9 +70,8 @@ class EngineBatch:
     is_draining: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """Knobs for one iteration.
+    """Knobs for one iteration. A plain class, because compiled it takes a tenth of the time that a record takes to make.
 
     Args:
         token_budget: Most tokens of the iteration; never under decodes + joining.
@@ -85,14 +84,37 @@ class BatchLimits:
         is_minimum_progress: The room comes from the minimum progress rule.
     """
 
-    token_budget: int
-    prefill_room_tokens: int
-    max_tokens_per_prefill: int
-    runs_recompute: bool
-    runs_started_prefills: bool
-    runs_new_prompts: bool
-    returns_new_prompts: bool
-    is_minimum_progress: bool = False
+    __slots__ = (
+        "is_minimum_progress",
+        "max_tokens_per_prefill",
+        "prefill_room_tokens",
+        "returns_new_prompts",
+        "runs_new_prompts",
+        "runs_recompute",
+        "runs_started_prefills",
+        "token_budget",
+    )
+
+    def __init__(
+        self,
+        *,
+        token_budget: int,
+        prefill_room_tokens: int,
+        max_tokens_per_prefill: int,
+        runs_recompute: bool,
+        runs_started_prefills: bool,
+        runs_new_prompts: bool,
+        returns_new_prompts: bool,
+        is_minimum_progress: bool = False,
+    ) -> None:
+        self.token_budget = token_budget
+        self.prefill_room_tokens = prefill_room_tokens
+        self.max_tokens_per_prefill = max_tokens_per_prefill
+        self.runs_recompute = runs_recompute
+        self.runs_started_prefills = runs_started_prefills
+        self.runs_new_prompts = runs_new_prompts
+        self.returns_new_prompts = returns_new_prompts
+        self.is_minimum_progress = is_minimum_progress
 
     def hides(self, kind: RequestKind) -> bool:
         """Say whether requests of ``kind`` stay out of this iteration (they keep blocks and position)."""
@@ -143,13 +165,21 @@ class ChunkedPrefillPolicy:
 
     Minimum progress: with prefills waiting, room 0, and no prefill token computed for ``MIN_PROGRESS_INTERVAL_S``,
     the iteration gets ``MIN_PROGRESS_TOKENS`` (at most the chunk size, at least a KV block) on top of its decodes.
+
+    Args:
+        counts_decodes: The chunk size counts decodes and joining requests. False is for comparisons only: papers that
+            count prefill tokens alone.
     """
+
+    def __init__(self, *, counts_decodes: bool = True) -> None:
+        self._counts_decodes = counts_decodes
 
     def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
         """See ``BatchPolicy.limits``."""
         ahead = engine.num_decodes + engine.num_joining
         takes_new_prompts = engine.chunk_size_tokens > 0 and not engine.is_draining
-        room = max(0, min(_desired_room(engine, ahead), engine.max_batch_tokens - ahead))
+        counted = ahead if self._counts_decodes else 0
+        room = max(0, min(_desired_room(engine, counted), engine.max_batch_tokens - ahead))
         is_minimum_progress = room == 0 and _is_progress_due(now, engine, takes_new_prompts=takes_new_prompts)
         if is_minimum_progress:
             chunk = engine.chunk_size_tokens or engine.last_chunk_size_tokens or MIN_PROGRESS_TOKENS

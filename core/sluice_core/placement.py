@@ -2,11 +2,12 @@
 
 Algorithm 2 takes, among the engines whose Q + E + T stays within the TTFT SLO, the one with the fewest queued prefill
 tokens. That is the first feasible engine in ascending order of queued prefill tokens. Ties go to P-heavy engines, then
-to one of the feasible at random, each with the same probability. Aggregation and disaggregation are the same code: with
-equal chunk sizes roles are void and nothing is transferred; an engine with chunk size 0 has no room and is never
-feasible.
+to the one with more KV left of two feasible ones drawn at random: at low load ties are the common case, and where
+decodes stay they would pile up by chance (in the simulator one draw costs aggregation 7 % of its goodput). Aggregation
+and disaggregation are the same code: with equal chunk sizes roles are void and nothing is transferred; an engine with
+chunk size 0 has no room and is never feasible.
 
-Beyond the paper (router.md section 3): the prompt's KV must fit; nothing feasible is handled by ``EarlyRejection``;
+Beyond the paper (router.md sections 2 and 3): several routers prefer different engines by a small margin; the prompt's KV must fit; nothing feasible is handled by ``EarlyRejection``;
 recoveries go first, but take only a share of an engine's time while other prefills wait there; a prompt that waits for
 KV beyond its TTFT SLO is not overtaken any more, so that large prompts do not starve behind small ones (unless late
 ones are rejected anyway).
@@ -134,7 +135,7 @@ class LengthAwarePlacement:
         decisions: list[Decision] = []
         requests = list(waiting)
         if len(requests) > 1:
-            requests.sort(key=_order)
+            requests.sort(key=get_urgency)
         for request in requests:
             entries = tuple(engines.order[:MAX_RECORDED_ENGINES])
             decision = self._decide(round_, request)
@@ -190,9 +191,10 @@ class LengthAwarePlacement:
     def _break_tie(
         self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], index: int, deadline_s: float
     ) -> Entry:
-        """Pick uniformly among the feasible engines that are tied with the first feasible one.
+        """Pick among the feasible engines that are tied with the first feasible one.
 
-        Random picks until one is feasible are uniform over the feasible ones; when many fail, all are looked at.
+        Of two drawn at random the one with more KV left: where the decode stays that is the one with fewer decodes, and
+        two draws keep routers that see the same reports from all choosing one engine.
         """
         first = candidates[index]
         end = index + 1
@@ -200,19 +202,33 @@ class LengthAwarePlacement:
             end = bisect_left(candidates, (first[0], first[1] + 1), end)
         if end == index + 1:
             return first
+        tied = candidates[index:end]
+        one = self._draw_feasible(round_, request, tied, deadline_s)
+        other = self._draw_feasible(round_, request, tied, deadline_s)
+        return other if other[9] > one[9] else one
+
+    def _draw_feasible(
+        self, round_: _Round, request: PrefillRequest, tied: Sequence[Entry], deadline_s: float
+    ) -> Entry:
+        """Draw uniformly among the feasible of tied engines, of which the first is feasible.
+
+        Random picks until one is feasible are uniform over the feasible ones; when many fail, all are looked at.
+        """
         for _ in range(_MAX_TIE_DRAWS):
-            entry = candidates[index + int(self._rng.random() * (end - index))]
-            if entry is first or round_.is_feasible(request, entry, deadline_s):
+            entry = tied[int(self._rng.random() * len(tied))]
+            if entry is tied[0] or round_.is_feasible(request, entry, deadline_s):
                 return entry
-        tied = [entry for entry in candidates[index:end] if round_.is_feasible(request, entry, deadline_s)]
-        return tied[int(self._rng.random() * len(tied))]
+        feasible = [entry for entry in tied if round_.is_feasible(request, entry, deadline_s)]
+        return feasible[int(self._rng.random() * len(feasible))]
 
     def _reject(
         self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float
     ) -> Decision:
         """Reject, unless an engine may do better than its estimate, or will once it has KV blocks."""
         done_s = [round_.estimate_done_s(request, entry[-1]) for entry in candidates]
-        unproven = [i for i, entry in enumerate(candidates) if entry[0] == 0 or not entry[-1].is_proven]
+        unproven = [
+            i for i, entry in enumerate(candidates) if entry[-1].queued_prefill_tokens == 0 or not entry[-1].is_proven
+        ]
         fitting = [i for i in unproven if candidates[i][-1].available_tokens >= request.prompt_tokens]
         if fitting:
             chosen = min(fitting, key=done_s.__getitem__)
@@ -380,7 +396,8 @@ class _Round:
     def _can_ever_fit(self, request: PrefillRequest) -> bool:
         """Say whether some engine could hold the prompt if it were empty."""
         return any(
-            state.load.kv_blocks_total * state.spec.block_size_tokens >= request.prompt_tokens for state in self.engines
+            state.load.kv_blocks_total * state.spec.block_size_tokens >= request.prompt_tokens
+            for state in self.engines.list_loads()
         )
 
 
@@ -418,6 +435,7 @@ def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> Can
         transfer_s=transfer_s,
         is_feasible=reason == "feasible",
         reason=reason,
+        is_of_others=view.is_of_others,
     )
 
 
@@ -443,7 +461,7 @@ def _uncached(prompt_tokens: int, cached: int) -> int:
     return max(1, prompt_tokens - cached)
 
 
-def _order(request: PrefillRequest) -> tuple[int, float, float]:
+def get_urgency(request: PrefillRequest) -> tuple[int, float, float]:
     """Order waiting requests: recoveries by TPOT debt, then priority, then arrival."""
     if request.is_recovery:
         return 0, request.next_token_due_s, request.arrival_s

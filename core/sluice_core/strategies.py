@@ -1,18 +1,26 @@
 """Strategies: named combinations of placement, batching and flow policies.
 
 Aggregation and disaggregation are slider settings of the same code; their names only switch flow off where a slider
-setting cannot say so.
+setting cannot say so. ``Strategy.vary`` makes the variants that the papers compare.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from sluice_core.balancing import LeastWorkPlacement, RoundRobinPlacement
 from sluice_core.batching import BatchPolicy, ChunkedPrefillPolicy
 from sluice_core.flowing import FlowPolicy
 from sluice_core.placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.records import FlowParameters
+
+PLACEMENTS: dict[str, Callable[[FlowParameters, random.Random], PlacementPolicy]] = {
+    "length_aware": LengthAwarePlacement,
+    "round_robin": RoundRobinPlacement,
+    "least_work": LeastWorkPlacement,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +32,39 @@ class Strategy:
         moves_first_decodes: See ``FlowPolicy``.
         degrades: See ``FlowPolicy``.
         flows_back: See ``FlowPolicy``.
+        placement: Where prefills run: a key of ``PLACEMENTS``.
     """
 
     name: str
     moves_first_decodes: bool
     degrades: bool
     flows_back: bool
+    placement: str = "length_aware"
+
+    def __post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"placement {self.placement!r} is unknown; known are {', '.join(PLACEMENTS)}")
+
+    def vary(self, *, placement: str | None = None, flows: bool | None = None) -> Strategy:
+        """Make a variant, for comparisons (taichi.txt, section 4.4: the breakdown of Figure 18).
+
+        Args:
+            placement: Key of ``PLACEMENTS``; None: as it is.
+            flows: False: requests decode where their prefill ran; None: as it is.
+
+        Raises:
+            ValueError: An unknown placement, or flow switched on that the strategy does not have.
+        """
+        if flows and not self.moves_first_decodes:
+            raise ValueError(f"strategy {self.name!r} has no flow to switch on")
+        varied = self if placement is None else replace(self, placement=placement)
+        if flows is False:
+            varied = replace(varied, moves_first_decodes=False, degrades=False, flows_back=False)
+        return varied
 
     def make_placement(self, parameters: FlowParameters, rng: random.Random) -> PlacementPolicy:
         """Make the router's placement policy."""
-        return LengthAwarePlacement(parameters, rng)
+        return PLACEMENTS[self.placement](parameters, rng)
 
     def make_batching(self) -> BatchPolicy:
         """Make the engine's batch policy."""

@@ -36,6 +36,10 @@ def place(table, engine_id, request_id, now=0.0, tokens=160, execute_s=0.5):
     )
 
 
+def list_fields(view):
+    return {name: getattr(view, name) for name in type(view).__slots__}
+
+
 @pytest.fixture
 def table():
     table = make_table((Role.PREFILL_HEAVY, 2048), (Role.DECODE_HEAVY, 256))
@@ -90,12 +94,12 @@ def test_a_placement_that_is_not_submitted_yet_outlives_reports(table):
 
 
 def test_a_cancelled_placement_leaves_nothing_behind(table):
-    before = table[A].view
+    before = list_fields(table[A].view)
     place(table, A, "r1")
     table.cancel_placement(A, RequestId("r1"), 1.0)
     table.cancel_placement(A, RequestId("r1"), 1.0)
     table.cancel_placement(EngineId("gone"), RequestId("r1"), 1.0)
-    assert table[A].view == before
+    assert list_fields(table[A].view) == before
 
 
 def test_work_begins_now_on_an_engine_that_was_free_long_ago(table):

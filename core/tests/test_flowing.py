@@ -27,7 +27,7 @@ TAU = 0.05
 def make_decodes(role=D, *, total=1000, used=0, pinned=0, max_num_seqs=1000):
     decodes = DecodeSet(block_size_tokens=BLOCK, max_num_seqs=max_num_seqs)
     decodes.role = role
-    decodes.kv = KvBlocks(total=total, used=used, pinned=pinned)
+    decodes.observe_kv(KvBlocks(total=total, used=used, pinned=pinned))
     return decodes
 
 
@@ -197,7 +197,7 @@ def test_a_proposal_refused_for_hours_is_still_made():
 def test_a_proposal_that_is_no_longer_needed_is_not_repeated():
     decodes, policy = degrading(), make_policy()
     policy.propose(0.0, decodes)
-    decodes.kv = KvBlocks(total=100, used=50)
+    decodes.observe_kv(KvBlocks(total=100, used=50))
     assert policy.propose(1.0, decodes) == []
     assert decodes.num_proposed == decodes.proposed_blocks == 0
 
@@ -206,9 +206,9 @@ def test_blocks_handed_off_and_not_yet_read_are_not_released_twice():
     decodes, policy = degrading(), make_policy()
     policy.propose(0.0, decodes)
     decodes.leave(RequestId("r0"))
-    decodes.kv = KvBlocks(total=100, used=95, pinned=20)
+    decodes.observe_kv(KvBlocks(total=100, used=95, pinned=20))
     assert policy.propose(0.03, decodes) == []
-    decodes.kv = KvBlocks(total=100, used=95)  # without the pin the next one would go
+    decodes.observe_kv(KvBlocks(total=100, used=95))  # without the pin the next one would go
     assert names(policy.propose(0.06, decodes)) == ["r1"]
 
 
@@ -414,7 +414,8 @@ class CountingSet(DecodeSet):
 @pytest.mark.parametrize("role", [P, D])
 def test_an_iteration_looks_at_moved_decodes_only(role, num_decodes):
     decodes = CountingSet(block_size_tokens=BLOCK, max_num_seqs=4096)
-    decodes.role, decodes.kv = role, KvBlocks(total=100_000, used=89_000)
+    decodes.role = role
+    decodes.observe_kv(KvBlocks(total=100_000, used=89_000))
     policy = make_policy(moves_first_decodes=False)
     for number in range(num_decodes):
         join(decodes, f"r{number}", output_tokens=100 + number, tpot_s=0.5 * TAU)
@@ -422,7 +423,7 @@ def test_an_iteration_looks_at_moved_decodes_only(role, num_decodes):
         decodes.advance()
         assert policy.propose(iteration * 0.5 * TAU, decodes) == []
     assert decodes.num_looked_at == 0
-    decodes.kv = KvBlocks(total=100_000, used=90_050)
+    decodes.observe_kv(KvBlocks(total=100_000, used=90_050))
     policy.propose(50 * 0.5 * TAU if role is D else 1e6, decodes)
     assert decodes.num_looked_at <= 2 * MAX_STANDING_PROPOSALS
 

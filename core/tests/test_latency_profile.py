@@ -117,7 +117,7 @@ def test_a_profile_does_not_learn():
 
 
 def test_placements_can_rest_on_a_profile():
-    table = EngineTable(lambda: PROFILE)
+    table = EngineTable(lambda _: PROFILE)
     spec = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
     table.add(EngineId("a"), spec, role=Role.PREFILL_HEAVY, chunk_size_tokens=40)
     load = EngineLoad(kv_blocks_total=1000, queued_prefill_tokens=80, queued_requests=1, queued_attention_work=3200.0)

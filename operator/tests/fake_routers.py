@@ -7,13 +7,21 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_operator.kubernetes_port import PODS
 from sluice_operator.names import COMPONENT_LABEL, ENGINE
+from sluice_operator.router_links import NO_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fake_kubernetes import FakeKubernetes
 
+    from sluice_operator.kubernetes_port import Object
     from sluice_operator.names import ClusterKey
+
+
+def largest_batch(pod: Object) -> int:
+    """Largest chunk size that an engine's command lets it run."""
+    command = pod["template"]["spec"]["containers"][0]["command"]
+    return int(command[command.index("--max-batch-tokens") + 1])
 
 
 class FakeRouters:
@@ -35,6 +43,7 @@ class FakeRouters:
         self.loads: dict[str, int] = {}
         self.counters: list[control_pb2.ClassCounters] = []
         self.transport = "tcp"
+        self.server_names: dict[str, str] = {}
         # Engines that never finish draining, engines that do not take up new plans, and routers that do not answer.
         self.stuck: set[str] = set()
         self.late: set[str] = set()
@@ -47,8 +56,9 @@ class FakeRouters:
         fresh.counters, fresh.late, fresh.acknowledged = self.counters, self.late, self.acknowledged
         return fresh
 
-    def follow(self, key: ClusterKey, addresses: Mapping[str, str]) -> None:
+    def follow(self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES) -> None:
         self.addresses[key] = dict(addresses)
+        self.server_names = dict(server_names)
 
     def offer(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
         self.offered.append(plan)
@@ -90,7 +100,7 @@ class FakeRouters:
                     address=pod["status"]["podIP"],
                     state=state,
                     role=part.role,
-                    chunk_size_tokens=part.chunk_size_tokens,
+                    chunk_size_tokens=min(part.chunk_size_tokens, largest_batch(pod)),
                     acknowledged_generation=generation,
                     running_decodes=self.loads.get(uid, 0),
                     transport=self.transport,

@@ -1,0 +1,126 @@
+"""Placements that look at no objective: round robin, and the least prefill work. The baselines of the papers.
+
+A prompt goes to an engine whatever its KV blocks and its TTFT; there it waits in the queue.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+
+from sluice_core.engines import EngineState, EngineTable
+from sluice_core.placement import CachedTokens, get_urgency
+from sluice_core.records import Decision, FlowParameters, Hold, Place, PrefillRequest
+
+
+class RoundRobinPlacement:
+    """Each prefill to the next engine in turn.
+
+    Args:
+        parameters: Not looked at.
+        rng: Not looked at.
+    """
+
+    def __init__(self, parameters: FlowParameters, rng: random.Random) -> None:
+        del rng
+        self.parameters = parameters
+        self._last_number = 0
+
+    def assign(
+        self,
+        now: float,
+        waiting: Iterable[PrefillRequest],
+        engines: EngineTable,
+        cached_tokens: CachedTokens | None = None,
+    ) -> list[Decision]:
+        """See ``PlacementPolicy.assign``."""
+        del cached_tokens
+        decisions: list[Decision] = []
+        for request in sorted(waiting, key=get_urgency):
+            state = self._pick(request, engines)
+            decisions.append(_place(now, request, engines, state, "round_robin"))
+        return decisions
+
+    def _pick(self, request: PrefillRequest, engines: EngineTable) -> EngineState | None:
+        """Pick the engine with the next higher number, or the lowest."""
+        following: EngineState | None = None
+        first: EngineState | None = None
+        for state in engines.list_loads():
+            if not _can_take(state, request):
+                continue
+            if first is None or state.number < first.number:
+                first = state
+            if state.number > self._last_number and (following is None or state.number < following.number):
+                following = state
+        chosen = following or first
+        if chosen is not None:
+            self._last_number = chosen.number
+        return chosen
+
+
+class LeastWorkPlacement:
+    """Each prefill to the engine with the fewest queued prefill tokens; of equals the one with the least KV committed.
+
+    Args:
+        parameters: Not looked at.
+        rng: Not looked at.
+    """
+
+    def __init__(self, parameters: FlowParameters, rng: random.Random) -> None:
+        del rng
+        self.parameters = parameters
+
+    def assign(
+        self,
+        now: float,
+        waiting: Iterable[PrefillRequest],
+        engines: EngineTable,
+        cached_tokens: CachedTokens | None = None,
+    ) -> list[Decision]:
+        """See ``PlacementPolicy.assign``."""
+        del cached_tokens
+        decisions: list[Decision] = []
+        for request in sorted(waiting, key=get_urgency):
+            states = [state for state in engines if _can_take(state, request)]
+            chosen = min(states, key=_compute_work, default=None)
+            decisions.append(_place(now, request, engines, chosen, "least_work"))
+        return decisions
+
+
+def _can_take(state: EngineState, request: PrefillRequest) -> bool:
+    """Say whether an engine takes new prompts at all."""
+    return (
+        state.chunk_size_tokens > 0
+        and not state.is_draining
+        and state.reported_at_s is not None
+        and state.engine_id not in request.excluded
+    )
+
+
+def _compute_work(state: EngineState) -> tuple[int, float, int]:
+    return state.queued_prefill_tokens, state.committed_kv_blocks / max(1, state.load.kv_blocks_total), state.number
+
+
+def _place(
+    now: float, request: PrefillRequest, engines: EngineTable, state: EngineState | None, reason: str
+) -> Decision:
+    """Record a placement in the table and make the decision."""
+    if state is None:
+        return Hold(request_id=request.request_id, reason="no_engine")
+    engines.record_placement(
+        state.engine_id,
+        request.request_id,
+        now,
+        tokens=request.prompt_tokens,
+        kv_tokens=request.prompt_tokens,
+        execute_s=0.0,  # no estimate is made
+        is_recovery=request.is_recovery,
+    )
+    return Place(
+        request_id=request.request_id,
+        engine_id=state.engine_id,
+        predicted_ttft_s=math.inf,
+        reason=reason,
+        is_feasible=True,
+    )

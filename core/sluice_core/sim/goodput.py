@@ -1,0 +1,107 @@
+"""Goodput: the highest request rate at the wanted attainment (simulation.md, section 5).
+
+Attainment falls from 0.95 to 0.5 within a tenth of the rate, so goodputs are compared, or attainments on the same requests;
+never single runs at one rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sluice_core.sim.metrics import RunSummary, summarize
+from sluice_core.sim.setup import Cell
+from sluice_core.sim.simulation import Simulation
+from sluice_core.sim.workload import PoissonWorkload
+
+TARGET = 0.9
+PRECISION = 0.02
+_GROWTH = 1.6
+_MOST_STEPS = 40
+
+
+class NoGoodputError(ValueError):
+    """No rate passes, however low."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodputRun:
+    """The goodput of one seed.
+
+    Args:
+        rate_rps: The highest rate that passed.
+        summary: The run at that rate.
+    """
+
+    rate_rps: float
+    summary: RunSummary
+
+
+def search_goodput(
+    cell: Cell, workload: PoissonWorkload, *, duration_s: float, start_rps: float, target: float = TARGET
+) -> GoodputRun:
+    """Search the goodput of one seed.
+
+    Args:
+        cell: The cluster.
+        workload: The requests.
+        duration_s: Length of each run; a number of requests would let an overloaded system pass (simulation.md, 5).
+        start_rps: Where to begin.
+        target: Least attainment.
+
+    Raises:
+        NoGoodputError: No rate passes.
+    """
+
+    def attempt(rate_rps: float) -> RunSummary | None:
+        arrivals = workload.make_arrivals(rate_rps, duration_s)
+        if not arrivals:
+            return None
+        simulation = Simulation(cell, arrivals)
+        if not simulation.run(most_missed=math.floor(len(arrivals) * (1.0 - target) + 1e-9)):
+            return None
+        return summarize(simulation)
+
+    return bisect_rate(attempt, start_rps)
+
+
+def bisect_rate(attempt: Callable[[float], RunSummary | None], start_rps: float) -> GoodputRun:
+    """Search the highest rate at which ``attempt`` passes: down until it does, up until it does not, then between.
+
+    Args:
+        attempt: Runs at a rate; returns None when it fails.
+        start_rps: Where to begin.
+
+    Raises:
+        NoGoodputError: No rate passes.
+    """
+    rate_rps = start_rps
+    summary = attempt(rate_rps)
+    fails_at_rps = math.inf
+    for _ in range(_MOST_STEPS):
+        if summary is not None:
+            break
+        fails_at_rps = rate_rps
+        rate_rps /= 2
+        summary = attempt(rate_rps)
+    if summary is None:
+        raise NoGoodputError(f"not even {rate_rps:.3g} requests/s pass")
+    best = GoodputRun(rate_rps=rate_rps, summary=summary)
+    for _ in range(_MOST_STEPS):
+        if fails_at_rps < math.inf:
+            break
+        rate_rps = best.rate_rps * _GROWTH
+        summary = attempt(rate_rps)
+        if summary is None:
+            fails_at_rps = rate_rps
+        else:
+            best = GoodputRun(rate_rps=rate_rps, summary=summary)
+    while fails_at_rps / best.rate_rps > 1.0 + PRECISION:
+        rate_rps = math.sqrt(best.rate_rps * fails_at_rps)
+        summary = attempt(rate_rps)
+        if summary is None:
+            fails_at_rps = rate_rps
+        else:
+            best = GoodputRun(rate_rps=rate_rps, summary=summary)
+    return best

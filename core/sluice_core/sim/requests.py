@@ -1,0 +1,114 @@
+"""A simulated request and what becomes of it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from sluice_core.batching import RequestKind
+from sluice_core.records import EngineId, RequestId
+from sluice_core.sim.setup import Arrival
+
+
+class RequestState(IntEnum):
+    """Where a request is."""
+
+    WAITING = 0  # at the router
+    QUEUED = 1  # on an engine, its prefill not complete
+    DECODING = 2
+    MOVING = 3  # its KV is on the way to another engine, or waits there to join
+    PARKED = 4  # its prefill is done and it waits for a target, its KV on the source
+    FINISHED = 5
+    REJECTED = 6
+
+
+class SimRequest:
+    """One request; mutable, changed by the simulation and by the engine that holds it.
+
+    Attributes:
+        num_computed_tokens: Tokens of its prefill (or recompute) that have KV on the engine.
+        prefill_tokens: Tokens that this prefill (or recompute) computes.
+        generated_tokens: Output tokens so far; while it decodes as of the last time it joined a decode batch.
+        reset_tokens: Output tokens when its length was last reset (Algorithm 1).
+        born_at: While it decodes: iteration of the engine at which it had no output.
+        stay: Counts how often it left a decode batch: tells entries about an earlier stay from those of this one.
+        num_blocks: Blocks that it holds while it does not decode.
+        first_token_s: End of TTFT; -1 before.
+        last_token_s: When its last token came, as of the last time it left a decode batch or finished.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "born_at",
+        "first_token_s",
+        "generated_tokens",
+        "index",
+        "is_moved_in",
+        "kind",
+        "last_token_s",
+        "num_blocks",
+        "num_computed_tokens",
+        "num_moves",
+        "num_preemptions",
+        "order",
+        "output_tokens",
+        "prefill_tokens",
+        "priority",
+        "prompt_tokens",
+        "request_id",
+        "reset_tokens",
+        "slo",
+        "source",
+        "state",
+        "stay",
+        "target",
+        "tpot_slo_s",
+        "ttft_slo_s",
+    )
+
+    def __init__(self, index: int, arrival: Arrival) -> None:
+        self.index = index
+        self.arrival_s = arrival.at_s
+        self.request_id = RequestId(str(index))
+        self.prompt_tokens = arrival.prompt_tokens
+        self.output_tokens = arrival.output_tokens
+        self.priority = arrival.priority
+        self.slo = arrival.slo
+        self.ttft_slo_s = arrival.slo.ttft_s
+        self.tpot_slo_s = arrival.slo.tpot_s
+        self.state = RequestState.WAITING
+        self.kind = RequestKind.NEW_PROMPT
+        self.order: tuple[int, float, int] = (0, 0.0, 0)
+        self.num_computed_tokens = 0
+        self.prefill_tokens = 0
+        self.generated_tokens = 0
+        self.reset_tokens = 0
+        self.born_at = 0
+        self.stay = 0
+        self.num_blocks = 0
+        self.first_token_s = -1.0
+        self.last_token_s = -1.0
+        self.is_moved_in = False
+        self.num_moves = 0
+        self.num_preemptions = 0
+        self.source: EngineId | None = None
+        self.target: EngineId | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token; None for one token."""
+        if self.output_tokens == 1:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+
+    @property
+    def has_met_slo(self) -> bool:
+        """Finished within both objectives."""
+        if self.state is not RequestState.FINISHED or self.ttft_s > self.ttft_slo_s:
+            return False
+        tpot_s = self.tpot_s
+        return tpot_s is None or tpot_s <= self.tpot_slo_s

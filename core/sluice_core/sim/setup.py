@@ -1,0 +1,171 @@
+"""What a simulation is given: engines, requests, options, and what happens to the cluster meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sluice_core.latency.profile import IterationProfile
+from sluice_core.latency.transfer import LINKS, LinkSpeed
+from sluice_core.records import EngineId, FlowParameters, Role, Slo
+from sluice_core.strategies import Strategy
+
+BLOCK_SIZE_TOKENS = 16  # simulation.md section 1
+MAX_NUM_SEQS = 256  # simulation.md section 1; 128 in the cells made with Vidur
+MAX_BATCH_TOKENS = 16_384  # simulation.md section 3: batch of an unchunked prefill engine
+
+
+class NoGrant(StrEnum):
+    """What a finished prefill does when no engine grants it blocks (simulation.md, section 2.8)."""
+
+    IN_PLACE = "in_place"
+    WAIT = "wait"
+
+
+class TtftEnd(StrEnum):
+    """When TTFT ends (simulation.md, section 2.9)."""
+
+    FIRST_TOKEN = "first_token"  # noqa: S105 - no password
+    DECODE_JOIN = "decode_join"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimOptions:
+    """Semantics that papers and the product differ in. Defaults: the product.
+
+    Args:
+        no_grant: What a finished prefill does without a grant.
+        ttft_end: When TTFT ends.
+        counts_decodes: The chunk size counts decodes; False: prefill tokens only (simulation.md, section 2.3).
+    """
+
+    no_grant: NoGrant = NoGrant.IN_PLACE
+    ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
+    counts_decodes: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What KV transfers out of an engine go over. Engines with a link of the same name share it, first come first served.
+
+    Args:
+        name: Empty: a link of the engine's own.
+        speed: What it does.
+    """
+
+    name: str = ""
+    speed: LinkSpeed = LINKS["nvlink"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """One engine.
+
+    Args:
+        engine_id: Unique in the cluster.
+        profile: How long its iterations take.
+        role: Its role.
+        chunk_size_tokens: Chunk size; 0: no new prompts.
+        kv_blocks_total: KV blocks.
+        kv_bytes_per_token: Bytes of KV cache per token.
+        block_size_tokens: Tokens per KV block.
+        max_num_seqs: Most running requests.
+        max_batch_tokens: Largest chunk size.
+        link: What its KV leaves over.
+
+    Raises:
+        ValueError: No blocks, or a chunk size above ``max_batch_tokens``.
+    """
+
+    engine_id: EngineId
+    profile: IterationProfile
+    role: Role
+    chunk_size_tokens: int
+    kv_blocks_total: int
+    kv_bytes_per_token: int
+    block_size_tokens: int = BLOCK_SIZE_TOKENS
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_batch_tokens: int = MAX_BATCH_TOKENS
+    link: Link = Link()
+
+    def __post_init__(self) -> None:
+        if self.kv_blocks_total < 1 or self.block_size_tokens < 1 or self.max_num_seqs < 1:
+            raise ValueError(
+                f"engine {self.engine_id!r} has {self.kv_blocks_total} KV blocks of {self.block_size_tokens} tokens "
+                f"for {self.max_num_seqs} requests; at least 1 each is needed"
+            )
+        if not 0 <= self.chunk_size_tokens <= self.max_batch_tokens:
+            raise ValueError(
+                f"engine {self.engine_id!r} has chunk size {self.chunk_size_tokens}, not in 0..{self.max_batch_tokens}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request of a workload.
+
+    Args:
+        at_s: When it arrives at the router.
+        prompt_tokens: Prompt length, at least 1.
+        output_tokens: Answer length, at least 1; no policy sees it.
+        slo: Its objectives.
+        priority: Higher goes first.
+    """
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    slo: Slo
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configure:
+    """Event: an engine gets a role and a chunk size, or drains; in force at its next iteration boundary."""
+
+    at_s: float
+    engine_id: EngineId
+    role: Role
+    chunk_size_tokens: int
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """Event: an engine dies; what ran there is recomputed elsewhere."""
+
+    at_s: float
+    engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddEngine:
+    """Event: an engine joins."""
+
+    at_s: float
+    setup: EngineSetup
+
+
+ClusterEvent = Configure | Fail | AddEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A cluster under a strategy: everything but the requests.
+
+    Args:
+        engines: The engines at the start.
+        strategy: Placement, batching and flow.
+        parameters: Of the strategy.
+        options: Semantics.
+        events: What happens to the cluster.
+        seed: Of the policies' random choices.
+    """
+
+    engines: Sequence[EngineSetup]
+    strategy: Strategy
+    parameters: FlowParameters = FlowParameters()  # noqa: RUF009 - a frozen record
+    options: SimOptions = SimOptions()
+    events: Sequence[ClusterEvent] = ()
+    seed: int = 0

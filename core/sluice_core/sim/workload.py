@@ -1,0 +1,214 @@
+"""Requests to simulate: lengths from a trace, arrivals from a Poisson process or from the trace.
+
+One seed fixes the lengths and the gaps at one request per second; a rate divides the gaps. So attainment is nearly
+monotone in the rate, and strategies are compared on the same requests (simulation.md, section 4).
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sluice_core.records import Slo, SloClass
+from sluice_core.sim.setup import Arrival
+
+_REQUIRED = ("input_tokens", "output_tokens")
+_KNOWN = (*_REQUIRED, "arrival_s", "class", "ttft_slo_s")
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read; the message names the line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRow:
+    """One request of a trace.
+
+    Args:
+        prompt_tokens: Prompt length.
+        output_tokens: Answer length.
+        arrival_s: When it arrived; None: the trace does not say.
+        slo_class: Its class; empty without.
+        ttft_slo_s: Its own TTFT objective; None: the default.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    arrival_s: float | None = None
+    slo_class: str = ""
+    ttft_slo_s: float | None = None
+
+
+def parse_trace(lines: Iterable[str]) -> list[TraceRow]:
+    """Parse CSV with columns ``[arrival_s,] [class,] input_tokens, output_tokens [, ttft_slo_s]``.
+
+    Args:
+        lines: The header and the rows.
+
+    Raises:
+        TraceError: Unknown or missing columns, a value that is no number, a count below 1, arrivals out of order, no row.
+    """
+    reader = csv.reader(lines)
+    header = [name.strip() for name in next(reader, [])]
+    unknown = [name for name in header if name not in _KNOWN]
+    missing = [name for name in _REQUIRED if name not in header]
+    if unknown or missing or len(set(header)) != len(header):
+        raise TraceError(f"line 1: columns are {', '.join(header) or 'none'}; known are {', '.join(_KNOWN)}")
+    rows: list[TraceRow] = []
+    last_s = 0.0
+    for fields in reader:
+        if not fields:
+            continue
+        row = _parse_row(header, fields, reader.line_num)
+        if row.arrival_s is not None:
+            if row.arrival_s < last_s:
+                raise TraceError(f"line {reader.line_num}: arrival_s {row.arrival_s:g} is before {last_s:g}")
+            last_s = row.arrival_s
+        rows.append(row)
+    if not rows:
+        raise TraceError("line 2: the trace has no rows")
+    return rows
+
+
+def _parse_row(header: Sequence[str], fields: Sequence[str], line: int) -> TraceRow:
+    if len(fields) != len(header):
+        raise TraceError(f"line {line}: {len(fields)} fields, the header has {len(header)}")
+    values = dict(zip(header, fields, strict=True))
+    return TraceRow(
+        prompt_tokens=_parse_count(values, "input_tokens", line),
+        output_tokens=_parse_count(values, "output_tokens", line),
+        arrival_s=_parse_seconds(values, "arrival_s", line),
+        slo_class=values.get("class", ""),
+        ttft_slo_s=_parse_seconds(values, "ttft_slo_s", line),
+    )
+
+
+def _parse_count(values: dict[str, str], name: str, line: int) -> int:
+    try:
+        count = int(values[name])
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise TraceError(f"line {line}: {name} is {values[name]!r}, a whole number of at least 1 is needed")
+    return count
+
+
+def _parse_seconds(values: dict[str, str], name: str, line: int) -> float | None:
+    if name not in values:
+        return None
+    try:
+        seconds = float(values[name])
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < 1e12:
+        raise TraceError(f"line {line}: {name} is {values[name]!r}, seconds of at least 0 are needed")
+    return seconds
+
+
+class PoissonWorkload:
+    """Lengths of a trace at Poisson arrivals; mutable only in what it has drawn so far.
+
+    Lengths are drawn without replacement, independently of the arrivals; a run that needs more than the trace has starts
+    over in a new order.
+
+    Args:
+        rows: The trace.
+        slo: Objectives, for rows without their own.
+        seed: Fixes lengths and unit-rate gaps.
+        classes: Objectives and priorities of rows with a class; others are as if they had none.
+    """
+
+    def __init__(self, rows: Sequence[TraceRow], slo: Slo, seed: int, classes: Sequence[SloClass] = ()) -> None:
+        self._rows = rows
+        self._slo = slo
+        self._classes = {slo_class.name: slo_class for slo_class in classes}
+        self._lengths_rng = random.Random(f"lengths {seed}")  # noqa: S311 - a workload
+        self._gaps_rng = random.Random(f"gaps {seed}")  # noqa: S311 - a workload
+        self._drawn: list[TraceRow] = []
+        self._unit_times: list[float] = []
+
+    def make_arrivals(self, rate_rps: float, duration_s: float) -> list[Arrival]:
+        """Make the requests of a run.
+
+        Args:
+            rate_rps: Mean requests per second.
+            duration_s: Length of the run.
+
+        Raises:
+            ValueError: Not positive.
+        """
+        if not (rate_rps > 0 and duration_s > 0):
+            raise ValueError(f"rate {rate_rps} requests/s over {duration_s} s; both must be positive")
+        end = rate_rps * duration_s
+        self._draw_until(end)
+        arrivals = []
+        for unit_time, row in zip(self._unit_times, self._drawn, strict=False):
+            if unit_time > end:
+                break
+            arrivals.append(make_arrival(row, unit_time / rate_rps, self._slo, self._classes))
+        return arrivals
+
+    def _draw_until(self, end: float) -> None:
+        last = self._unit_times[-1] if self._unit_times else 0.0
+        while last <= end:
+            last += self._gaps_rng.expovariate(1.0)
+            self._unit_times.append(last)
+        while len(self._drawn) < len(self._unit_times):
+            self._drawn += self._lengths_rng.sample(self._rows, len(self._rows))
+
+
+def make_arrival(row: TraceRow, at_s: float, slo: Slo, classes: Mapping[str, SloClass]) -> Arrival:
+    """Make a request of a row of a trace; the row's own TTFT objective wins over its class's."""
+    priority = 0
+    slo_class = classes.get(row.slo_class)
+    if slo_class is not None:
+        slo, priority = slo_class.slo, slo_class.priority
+    if row.ttft_slo_s is not None:
+        slo = Slo(ttft_s=row.ttft_slo_s, tpot_s=slo.tpot_s)
+    return Arrival(
+        at_s=at_s,
+        prompt_tokens=row.prompt_tokens,
+        output_tokens=row.output_tokens,
+        slo=slo,
+        priority=priority,
+    )
+
+
+def scale_trace(
+    rows: Sequence[TraceRow],
+    slo: Slo,
+    rate_rps: float | None,
+    duration_s: float,
+    classes: Sequence[SloClass] = (),
+) -> list[Arrival]:
+    """Make requests at the trace's own times, from its start, stretched to a mean rate.
+
+    That keeps the shape of bursts and changes their time scale (simulation.md, section 4).
+
+    Args:
+        rows: The trace, with times.
+        slo: Objectives, for rows without their own.
+        rate_rps: Mean rate; None: times as they are.
+        duration_s: Length of the run.
+        classes: As for ``PoissonWorkload``.
+
+    Raises:
+        ValueError: A row without a time, or a trace without a duration.
+    """
+    times = [row.arrival_s for row in rows if row.arrival_s is not None]
+    if len(times) != len(rows):
+        raise ValueError("the trace has no arrival_s; Poisson arrivals need none")
+    first_s, span_s = times[0], times[-1] - times[0]
+    if span_s <= 0 and rate_rps is not None:
+        raise ValueError("all requests of the trace arrive at one time: no rate can be given")
+    factor = 1.0 if rate_rps is None else len(rows) / span_s / rate_rps
+    by_name = {slo_class.name: slo_class for slo_class in classes}
+    arrivals = []
+    for row, time_s in zip(rows, times, strict=True):
+        at_s = (time_s - first_s) * factor
+        if at_s > duration_s:
+            break
+        arrivals.append(make_arrival(row, at_s, slo, by_name))
+    return arrivals

@@ -1,0 +1,388 @@
+"""The simulator again, as plainly as possible: every iteration looks at every request, and nothing is kept as a sum.
+
+It shares the policies with ``sluice_core.sim``, and neither engine nor event loop. Cluster events are left out.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from sluice_core.batching import ChunkedPrefillPolicy, EngineBatch, RequestKind
+from sluice_core.decodes import DecodeSet
+from sluice_core.engines import EngineSpec, EngineTable
+from sluice_core.flowing import FlowRequest
+from sluice_core.kv import KvBlocks, blocks_for_tokens
+from sluice_core.records import EngineLoad, Hold, MoveCause, Place, PrefillRequest, RequestId
+from sluice_core.sim.setup import NoGrant, TtftEnd
+from sluice_core.sim.simulation import ASSIGN_INTERVAL_S, MAX_ASSIGNED_AT_ONCE
+from sluice_core.strategies import get_strategy
+
+
+@dataclass(eq=False)
+class NaiveRequest:
+    index: int
+    arrival: object
+    tokens: list = field(default_factory=list)  # when each came
+    kind: RequestKind = RequestKind.NEW_PROMPT
+    computed: int = 0
+    to_compute: int = 0
+    blocks: int = 0
+    reset: int = 0
+    moves: int = 0
+    preemptions: int = 0
+    is_moved_in: bool = False
+    is_rejected: bool = False
+    first_s: float = -1.0
+    source: object = None
+    target: object = None
+
+    @property
+    def name(self):
+        return RequestId(str(self.index))
+
+    @property
+    def kv_tokens(self):
+        return self.arrival.prompt_tokens + len(self.tokens) - 1
+
+
+class NaiveEngine:
+    def __init__(self, setup, policy):
+        self.setup, self.policy = setup, policy
+        self.block = setup.block_size_tokens
+        self.queue, self.decodes, self.arrived, self.incoming, self.pinned = [], [], [], [], []
+        self.batch = None
+        self.submits = 0
+        self.last_prefill_s = 0.0
+        self.ends_at_s = 0.0
+        self.freed = False
+        self.members = DecodeSet(block_size_tokens=self.block, max_num_seqs=setup.max_num_seqs)
+        self.members.role = setup.role
+        self.last_batch = (0, 0)
+
+    def used(self):
+        return sum(r.blocks for r in {*self.queue, *self.decodes, *self.arrived, *self.pinned, *(self.batch or ())})
+
+    def granted(self):
+        return sum(r.blocks for r in self.incoming)
+
+    def free(self):
+        return self.setup.kv_blocks_total - self.used() - self.granted()
+
+    def enqueue(self, request, kind):
+        request.kind, request.computed, request.blocks = kind, 0, 0
+        request.to_compute = request.arrival.prompt_tokens + len(request.tokens)
+        self.queue.append(request)
+
+    def key(self, request):
+        return (
+            *self.policy.order_key(request.kind, request.arrival.at_s, request.arrival.priority),
+            request.index,
+        )
+
+    def join(self, request, now):
+        self.decodes.append(request)
+        self.members.join(
+            request.name,
+            now=now,
+            prompt_tokens=request.arrival.prompt_tokens,
+            output_tokens=len(request.tokens),
+            output_tokens_since_reset=len(request.tokens) - request.reset,
+            since_first_token_s=now - request.first_s,
+            tpot_slo_s=request.arrival.slo.tpot_s,
+            is_moved_in=request.is_moved_in,
+        )
+
+    def leave(self, request):
+        self.decodes.remove(request)
+        self.members.leave(request.name)
+
+    def start(self, now, *, joins_end_ttft):
+        for request in self.arrived:
+            if joins_end_ttft and len(request.tokens) == 1:
+                request.first_s = now
+            request.is_moved_in = True
+            self.join(request, now)
+        self.arrived = []
+        while self.free() < sum(self.grows(r) for r in self.decodes):
+            victim = max(
+                self.decodes, key=lambda r: (self.policy.victim_key(r.arrival.at_s, r.arrival.priority), r.index)
+            )
+            self.leave(victim)
+            victim.preemptions += 1
+            self.enqueue(victim, RequestKind.RECOMPUTE)
+        for request in self.decodes:
+            request.blocks += self.grows(request)
+        chunks = self.schedule(now) if self.queue else []
+        if not any(r.computed < r.to_compute for r in self.queue) or chunks:
+            self.last_prefill_s = now
+        if not self.decodes and not chunks:
+            return None
+        self.batch = [r for r, _, _ in chunks if r.computed == r.to_compute]
+        self.queue = [r for r in self.queue if r not in self.batch]
+        prefill_tokens = sum(c for _, c, _ in chunks)
+        time_s = self.setup.profile.estimate_iteration_s(
+            prefill_tokens + len(self.decodes),
+            len(chunks),
+            prefill_tokens,
+            sum(c * (before + c / 2) for _, c, before in chunks),
+            len(self.decodes),
+            sum(r.kv_tokens + 1 for r in self.decodes),
+        )
+        self.ends_at_s = now + time_s
+        self.last_batch = (len(self.decodes), prefill_tokens)
+        return self.ends_at_s
+
+    def grows(self, request):
+        return int(request.kv_tokens % self.block == 0)
+
+    def schedule(self, now):
+        recompute = [r for r in self.queue if r.kind in (RequestKind.RECOMPUTE, RequestKind.RECOVERY)]
+        limits = self.policy.limits(
+            now,
+            EngineBatch(
+                chunk_size_tokens=self.setup.chunk_size_tokens,
+                last_chunk_size_tokens=self.setup.chunk_size_tokens,
+                max_batch_tokens=self.setup.max_batch_tokens,
+                block_size_tokens=self.block,
+                num_decodes=len(self.decodes),
+                num_recomputing=len(recompute),
+                num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in self.queue),
+                num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in self.queue),
+                last_prefill_s=self.last_prefill_s,
+            ),
+        )
+        room, is_blocked, chunks = limits.prefill_room_tokens, False, []
+        for request in sorted(self.queue, key=self.key):
+            if room == 0:
+                break
+            if not request.blocks:
+                blocks = blocks_for_tokens(request.to_compute, self.block)
+                seats = len(self.decodes) + len(self.incoming) + sum(r.blocks > 0 for r in self.queue)
+                if is_blocked or limits.hides(request.kind) or seats >= self.setup.max_num_seqs or blocks > self.free():
+                    is_blocked = True
+                    continue
+                request.blocks = blocks
+            tokens = min(room, limits.max_tokens_per_prefill, request.to_compute - request.computed)
+            chunks.append((request, tokens, request.computed))
+            request.computed += tokens
+            room -= tokens
+            if request.kind is RequestKind.NEW_PROMPT:
+                request.kind = RequestKind.STARTED_PREFILL
+        return chunks
+
+    def end(self, now):
+        batch, self.batch = self.batch, None
+        self.members.advance()
+        for request in self.decodes:
+            request.tokens.append(now)
+        for request in list(self.decodes):
+            if len(request.tokens) == request.arrival.output_tokens:
+                self.leave(request)
+                self.freed = True
+        for request in batch:
+            request.tokens.append(now)
+            if len(request.tokens) == 1:
+                request.first_s = now
+            if len(request.tokens) == request.arrival.output_tokens:
+                self.freed = True
+            else:
+                self.join(request, now)
+        self.members.observe_kv(
+            KvBlocks(
+                total=self.setup.kv_blocks_total,
+                used=self.used(),
+                pinned=sum(request.blocks for request in self.pinned),
+            )
+        )
+
+    def load(self, now):
+        waiting = [r for r in self.queue if r.computed < r.to_compute]
+        return EngineLoad(
+            last_submit_number=self.submits,
+            queued_prefill_tokens=sum(r.to_compute - r.computed for r in waiting),
+            queued_requests=len(waiting),
+            queued_attention_work=sum((r.to_compute**2 - r.computed**2) / 2 for r in waiting),
+            running_decodes=len(self.decodes) + len(self.incoming) + len(self.arrived),
+            decode_context_tokens=sum(r.kv_tokens + 1 for r in self.decodes),
+            kv_blocks_total=self.setup.kv_blocks_total,
+            kv_blocks_used=self.used(),
+            kv_blocks_granted=self.granted(),
+            kv_blocks_pinned=sum(r.blocks for r in self.pinned),
+            iteration_remaining_s=self.ends_at_s - now if self.batch is not None else 0.0,
+            pull_bytes_per_s=self.setup.link.speed.bytes_per_s,
+        )
+
+
+class NaiveSimulation:
+    def __init__(self, cell, arrivals):
+        self.cell, self.options = cell, cell.options
+        rng = random.Random(cell.seed)
+        self.placement = cell.strategy.make_placement(cell.parameters, rng)
+        self.flow = cell.strategy.make_flow(cell.parameters, rng)
+        self.void_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
+        policy = ChunkedPrefillPolicy(counts_decodes=self.options.counts_decodes)
+        self.engines = {setup.engine_id: NaiveEngine(setup, policy) for setup in cell.engines}
+        self.table = EngineTable(
+            lambda engine_id: self.engines[engine_id].setup.profile, counts_decodes=self.options.counts_decodes
+        )
+        for s in cell.engines:
+            spec = EngineSpec(s.block_size_tokens, s.kv_bytes_per_token, s.max_num_seqs, s.max_batch_tokens)
+            self.table.add(s.engine_id, spec, role=s.role, chunk_size_tokens=s.chunk_size_tokens)
+        self.requests = [NaiveRequest(index, arrival) for index, arrival in enumerate(arrivals)]
+        self.events, self.held, self.parked, self.links = [], [], [], {}
+        self.last_assign_s, self.is_retry_due, self.now = -1.0, False, 0.0
+        self.num_moves = 0
+
+    def run(self):
+        for request in self.requests:
+            self.at(request.arrival.at_s, self.arrive, request)
+        while self.events:
+            event = min(self.events, key=lambda e: e[:2])
+            self.events.remove(event)
+            self.now = event[0]
+            event[2](*event[3])
+        return self
+
+    def at(self, time_s, call, *arguments):
+        self.num_events = getattr(self, "num_events", 0) + 1
+        self.events.append((time_s, self.num_events, call, arguments))
+
+    def arrive(self, request):
+        need = request.arrival.prompt_tokens + request.arrival.output_tokens
+        if all(need > e.setup.kv_blocks_total * e.block for e in self.engines.values()):
+            request.is_rejected = True
+            return
+        self.held.append(request)
+        if len(self.held) == 1:
+            self.assign()
+        else:
+            self.retry_later()
+
+    def retry_later(self):
+        if not self.is_retry_due:
+            self.is_retry_due = True
+            self.at(max(self.now, self.last_assign_s + ASSIGN_INTERVAL_S), self.retry)
+
+    def retry(self):
+        self.is_retry_due = False
+        self.assign()
+
+    def report(self):
+        for engine_id, engine in self.engines.items():
+            self.table.report(engine_id, engine.load(self.now), self.now)
+
+    def assign(self):
+        if not self.held:
+            return
+        self.last_assign_s = self.now
+        self.report()
+        waiting = [
+            PrefillRequest(
+                request_id=r.name,
+                arrival_s=r.arrival.at_s,
+                prompt_tokens=r.arrival.prompt_tokens,
+                slo=r.arrival.slo,
+                priority=r.arrival.priority,
+            )
+            for r in self.held[:MAX_ASSIGNED_AT_ONCE]
+        ]
+        for decision in self.placement.assign(self.now, waiting, self.table):
+            if isinstance(decision, Hold):
+                continue
+            (request,) = [r for r in self.held if r.name == decision.request_id]
+            self.held.remove(request)
+            if isinstance(decision, Place):
+                engine = self.engines[decision.engine_id]
+                engine.submits += 1
+                engine.enqueue(request, RequestKind.NEW_PROMPT)
+                self.table.mark_submitted(decision.engine_id, request.name, engine.submits)
+                self.kick(engine)
+            else:
+                request.is_rejected = True
+
+    def kick(self, engine):
+        if engine.batch is None:
+            ends_at_s = engine.start(self.now, joins_end_ttft=self.options.ttft_end is TtftEnd.DECODE_JOIN)
+            if ends_at_s is not None:
+                self.at(ends_at_s, self.end, engine)
+
+    def end(self, engine):
+        engine.end(self.now)
+        if engine.decodes:
+            self.propose(engine)
+        if engine.freed:
+            engine.freed = False
+            self.place_parked()
+        self.kick(engine)
+        self.look_again()
+
+    def look_again(self):
+        if self.held:
+            if self.now - self.last_assign_s >= ASSIGN_INTERVAL_S:
+                self.assign()
+            else:
+                self.retry_later()
+
+    def propose(self, engine):
+        flow = self.void_flow if self.table.are_roles_void else self.flow
+        proposals = flow.propose(self.now, engine.members)
+        while proposals:
+            gone = sum(self.move(engine, proposal) for proposal in proposals)
+            waits = self.options.no_grant is NoGrant.WAIT and gone
+            proposals = flow.propose(self.now, engine.members) if waits else []
+
+    def move(self, engine, proposal):
+        request = self.requests[int(proposal.request_id)]
+        waits = self.options.no_grant is NoGrant.WAIT and proposal.cause is MoveCause.PREFILL_DONE
+        target = None if waits and self.parked else self.find_target(request, engine, proposal.cause)
+        if target is None and not waits:
+            return False
+        engine.leave(request)
+        engine.pinned.append(request)
+        request.source = engine
+        if proposal.cause is MoveCause.BACKFLOW:
+            request.reset = len(request.tokens)
+        if target is None:
+            self.parked.append(request)
+        else:
+            self.transfer(request, engine, target)
+        return True
+
+    def find_target(self, request, source, cause):
+        self.report()
+        blocks = blocks_for_tokens(request.kv_tokens, source.block)
+        assert blocks == request.blocks
+        asked = FlowRequest(
+            request_id=request.name, cause=cause, source=source.setup.engine_id, num_blocks=request.blocks
+        )
+        engine_id = self.flow.target(self.now, asked, self.table)
+        return None if engine_id is None else self.engines[engine_id]
+
+    def place_parked(self):
+        while self.parked:
+            request = self.parked[0]
+            target = self.find_target(request, request.source, MoveCause.PREFILL_DONE)
+            if target is None:
+                return
+            self.parked.pop(0)
+            self.transfer(request, request.source, target)
+
+    def transfer(self, request, source, target):
+        target.incoming.append(request)
+        request.moves += 1
+        request.target = target
+        link = source.setup.link
+        name = link.name or source.setup.engine_id
+        bytes_s = request.kv_tokens * source.setup.kv_bytes_per_token / link.speed.bytes_per_s
+        self.links[name] = max(self.now, self.links.get(name, 0.0)) + bytes_s
+        self.at(self.links[name] + link.speed.latency_s, self.arrived, request)
+
+    def arrived(self, request):
+        source, target = request.source, request.target
+        source.pinned.remove(request)
+        target.incoming.remove(request)
+        target.arrived.append(request)
+        self.kick(target)
+        self.kick(source)
+        if self.parked:
+            self.place_parked()
+        self.look_again()

@@ -1,0 +1,87 @@
+"""Round robin and least work, as baselines of Algorithm 2."""
+
+import random
+
+import pytest
+
+from sluice_core.engines import EngineSpec, EngineTable
+from sluice_core.records import EngineId, EngineLoad, FlowParameters, Hold, PrefillRequest, RequestId, Role, Slo
+from sluice_core.strategies import PLACEMENTS, get_strategy
+
+SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
+
+
+def make_table(*queues, chunk=512, used=()):
+    table = EngineTable()
+    for number, queued in enumerate(queues):
+        engine_id = EngineId(f"e{number}")
+        table.add(engine_id, SPEC, role=Role.PREFILL_HEAVY, chunk_size_tokens=chunk)
+        kv_used = used[number] if used else 0
+        load = EngineLoad(kv_blocks_total=1000, kv_blocks_used=kv_used, queued_prefill_tokens=queued)
+        table.report(engine_id, load, 0.0)
+    return table
+
+
+def make_requests(number, **changes):
+    slo = Slo(ttft_s=1.0, tpot_s=0.05)
+    return [
+        PrefillRequest(request_id=RequestId(f"r{index}"), arrival_s=float(index), prompt_tokens=100, slo=slo, **changes)
+        for index in range(number)
+    ]
+
+
+def place(name, table, requests):
+    policy = PLACEMENTS[name](FlowParameters(), random.Random(0))
+    return [getattr(decision, "engine_id", None) for decision in policy.assign(0.0, requests, table)]
+
+
+def test_round_robin_takes_turns_whatever_the_queues():
+    assert place("round_robin", make_table(900, 0, 50), make_requests(7)) == ["e0", "e1", "e2", "e0", "e1", "e2", "e0"]
+
+
+def test_round_robin_skips_engines_that_take_no_prompts():
+    table = make_table(0, 0, 0)
+    table.configure(EngineId("e1"), role=Role.DECODE_HEAVY, chunk_size_tokens=0)
+    assert place("round_robin", table, make_requests(4)) == ["e0", "e2", "e0", "e2"]
+
+
+def test_least_work_counts_what_it_has_just_placed():
+    assert place("least_work", make_table(250, 0, 100), make_requests(4)) == ["e1", "e1", "e2", "e1"]
+
+
+def test_least_work_prefers_the_emptier_engine_among_equal_queues():
+    assert place("least_work", make_table(0, 0, used=(20, 10)), make_requests(1)) == ["e1"]
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_work"])
+def test_excluded_engines_are_avoided_and_no_engine_is_a_hold(name):
+    table = make_table(0, 0)
+    assert place(name, table, make_requests(2, excluded=frozenset({EngineId("e0")}))) == ["e1", "e1"]
+    policy = PLACEMENTS[name](FlowParameters(), random.Random(0))
+    assert [decision.reason for decision in policy.assign(0.0, make_requests(1), make_table(0, chunk=0))] == [
+        "no_engine"
+    ]
+    assert isinstance(policy.assign(0.0, make_requests(1), EngineTable())[0], Hold)
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_work"])
+def test_placements_are_recorded_until_a_report_includes_them(name):
+    table = make_table(0)
+    place(name, table, make_requests(2))
+    assert table[EngineId("e0")].queued_prefill_tokens == 200
+
+
+def test_variants_of_a_strategy():
+    base = get_strategy("taichi")
+    variant = base.vary(placement="round_robin", flows=False)
+    assert (variant.placement, variant.moves_first_decodes, variant.degrades, variant.flows_back) == (
+        "round_robin",
+        False,
+        False,
+        False,
+    )
+    assert base.vary() == base
+    with pytest.raises(ValueError, match="placement 'best' is unknown; known are length_aware"):
+        base.vary(placement="best")
+    with pytest.raises(ValueError, match="has no flow to switch on"):
+        get_strategy("aggregated").vary(flows=True)

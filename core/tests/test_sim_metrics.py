@@ -1,0 +1,245 @@
+"""Metrics, workloads, the goodput search and the timeline of the simulator."""
+
+import json
+import math
+import pickle
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_simulation import SLO, make_arrivals, make_engines, run
+
+from sluice_core.records import Slo, SloClass
+from sluice_core.sim.gaps import GapHistogram
+from sluice_core.sim.goodput import NoGoodputError, bisect_rate, search_goodput
+from sluice_core.sim.metrics import compute_percentile, list_longest_tenth, make_report, summarize
+from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.setup import Arrival, Cell
+from sluice_core.sim.simulation import Simulation
+from sluice_core.sim.timeline import Timeline
+from sluice_core.sim.workload import PoissonWorkload, TraceError, TraceRow, parse_trace, scale_trace
+from sluice_core.slo import check_slo, compute_tpot_s
+from sluice_core.strategies import get_strategy
+
+ROWS = [TraceRow(prompt_tokens=10 + number, output_tokens=1 + number % 7) for number in range(200)]
+
+
+def make_cell(**changes):
+    return Cell(engines=make_engines(((2, 96), (2, 48)), blocks=200), strategy=get_strategy("taichi"), **changes)
+
+
+@pytest.fixture(scope="module")
+def simulation():
+    return run(make_cell(), make_arrivals(random.Random(1), number=200, rate=8.0))
+
+
+def test_the_summary_counts_what_slo_arithmetic_says(simulation):
+    """``sluice_core.slo`` is the router's; the simulator must judge as it does."""
+    summary = summarize(simulation)
+    met = ttft = tpot = 0
+    for request in simulation.requests:
+        outcome = check_slo(
+            Slo(ttft_s=request.ttft_slo_s, tpot_s=request.tpot_slo_s),
+            request.first_token_s - request.arrival_s,
+            compute_tpot_s(request.first_token_s, request.last_token_s, request.output_tokens),
+        )
+        met, ttft, tpot = met + outcome.met_both, ttft + outcome.met_ttft, tpot + outcome.met_tpot
+    assert 0 < met < len(simulation.requests)
+    assert (summary.num_met, summary.num_met_ttft, summary.num_met_tpot) == (met, ttft, tpot)
+    assert simulation.num_missed == summary.num_requests - met
+
+
+def test_rejected_requests_count_as_not_met():
+    arrivals = [
+        Arrival(at_s=0.0, prompt_tokens=tokens, output_tokens=2, slo=Slo(ttft_s=9.0, tpot_s=9.0))
+        for tokens in (10, 9999)
+    ]
+    summary = summarize(run(make_cell(), arrivals))
+    assert (summary.attainment, summary.num_rejected) == (0.5, 1)
+    assert summary.attainment_longest_tenth == 0.0
+
+
+def test_the_longest_tenth_is_by_prompt_and_of_equals_the_earlier():
+    requests = [
+        SimRequest(index, Arrival(at_s=0.0, prompt_tokens=tokens, output_tokens=1, slo=SLO))
+        for index, tokens in enumerate([5, 9, 9, *[1] * 17])
+    ]
+    assert [request.index for request in list_longest_tenth(requests)] == [1, 2]
+
+
+def test_a_one_token_answer_has_no_tpot_and_meets_it():
+    request = SimRequest(0, Arrival(at_s=1.0, prompt_tokens=1, output_tokens=1, slo=Slo(ttft_s=1.0, tpot_s=1e-9)))
+    request.first_token_s = request.last_token_s = 2.0
+    request.state = RequestState.FINISHED
+    assert request.tpot_s is None
+    assert request.has_met_slo
+
+
+@given(st.lists(st.floats(0, 100), min_size=1), st.floats(0, 1))
+def test_percentiles_are_nearest_rank(values, share):
+    found = compute_percentile(sorted(values), share)
+    assert sum(value <= found for value in values) >= share * len(values) - 1e-9
+    assert sum(value < found for value in values) <= max(0, math.ceil(share * len(values)) - 1)
+
+
+def test_the_report_has_the_promised_keys(simulation):
+    report = make_report([summarize(simulation)] * 2)
+    assert set(report["ttft_s"]) == set(report["tpot_s"]) == {"p50", "p90", "p99"}
+    assert {"attainment", "attainment_longest_tenth", "moves", "preemptions", "rejected"} <= set(report)
+    assert report["requests"] == 2 * len(simulation.requests)
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_a_summary_survives_the_way_between_processes(simulation):
+    summary = summarize(simulation)
+    assert pickle.loads(pickle.dumps(summary)) == summary
+
+
+def test_engine_use_adds_up(simulation):
+    for use, engine in zip(summarize(simulation).engines, simulation.engines, strict=True):
+        assert 0.0 < use.kv_use_mean <= use.kv_use_peak <= 1.0
+        assert use.utilization == pytest.approx(engine.counters.busy_s / simulation.now)
+        assert 0.0 < use.utilization <= 1.0
+
+
+def test_gaps_of_a_run_are_those_between_its_tokens(simulation):
+    """One gap less than tokens per request, and together from first to last token."""
+    num_gaps = sum(request.output_tokens - 1 for request in simulation.requests)
+    total_s = sum(request.last_token_s - request.first_token_s for request in simulation.requests)
+    assert simulation.gaps.num_gaps == num_gaps
+    assert simulation.gaps.total_s == pytest.approx(total_s)
+
+
+@given(st.lists(st.floats(1e-4, 50), min_size=1), st.sampled_from((0.01, 0.5, 0.9, 0.99, 1.0)))
+def test_gap_percentiles_are_close(gaps_s, share):
+    histogram = GapHistogram()
+    for gap_s in gaps_s:
+        histogram.add(gap_s, 1)
+    exact = compute_percentile(sorted(gaps_s), share)
+    assert histogram.compute_percentile_s(share) == pytest.approx(exact, rel=0.003)
+
+
+# --- workloads
+
+
+def test_one_seed_fixes_lengths_and_gaps_and_a_rate_divides_the_gaps():
+    slow = PoissonWorkload(ROWS, SLO, seed=1).make_arrivals(2.0, 50.0)
+    workload = PoissonWorkload(ROWS, SLO, seed=1)
+    workload.make_arrivals(9.0, 50.0)
+    fast = workload.make_arrivals(4.0, 25.0)
+    assert [arrival.at_s for arrival in slow] == pytest.approx([2 * arrival.at_s for arrival in fast])
+    assert [arrival.prompt_tokens for arrival in slow] == [arrival.prompt_tokens for arrival in fast]
+    assert [a.prompt_tokens for a in PoissonWorkload(ROWS, SLO, seed=2).make_arrivals(2.0, 50.0)] != [
+        a.prompt_tokens for a in slow
+    ]
+
+
+def test_lengths_are_drawn_without_replacement():
+    arrivals = PoissonWorkload(ROWS, SLO, seed=1).make_arrivals(10.0, 60.0)
+    assert len(arrivals) > 2 * len(ROWS)
+    for start in (0, len(ROWS)):
+        lengths = [arrival.prompt_tokens for arrival in arrivals[start : start + len(ROWS)]]
+        assert sorted(lengths) == [row.prompt_tokens for row in ROWS]
+
+
+def test_the_mean_rate_is_the_wanted_one():
+    arrivals = PoissonWorkload(ROWS, SLO, seed=1).make_arrivals(20.0, 500.0)
+    assert len(arrivals) / 500.0 == pytest.approx(20.0, rel=0.03)
+
+
+def test_traces_are_read_with_times_classes_and_objectives():
+    rows = parse_trace(["arrival_s,class,input_tokens,output_tokens,ttft_slo_s", "0.5,chat,10,2,0.4", "", "1,,7,1,3"])
+    assert rows[0] == TraceRow(prompt_tokens=10, output_tokens=2, arrival_s=0.5, slo_class="chat", ttft_slo_s=0.4)
+    assert (rows[1].arrival_s, rows[1].slo_class) == (1.0, "")
+    arrivals = scale_trace(rows, SLO, None, 60.0)
+    assert [(arrival.at_s, arrival.slo.ttft_s, arrival.slo.tpot_s) for arrival in arrivals] == [
+        (0.0, 0.4, SLO.tpot_s),
+        (0.5, 3.0, SLO.tpot_s),
+    ]
+    chat = SloClass(name="chat", slo=Slo(ttft_s=1.0, tpot_s=0.1), priority=5)
+    classed = PoissonWorkload(rows, SLO, 1, [chat]).make_arrivals(1.0, 50.0)
+    assert {(a.prompt_tokens, a.priority, a.slo.ttft_s, a.slo.tpot_s) for a in classed} == {
+        (10, 5, 0.4, 0.1),
+        (7, 0, 3.0, SLO.tpot_s),
+    }
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "line 1: columns are none"),
+        (["input_tokens"], "line 1: columns are input_tokens; known are"),
+        (["input_tokens,output_tokens,colour"], "line 1"),
+        (["input_tokens,output_tokens"], "line 2: the trace has no rows"),
+        (["input_tokens,output_tokens", "1,2", "1"], "line 3: 1 fields, the header has 2"),
+        (["input_tokens,output_tokens", "1,2", "x,2"], "line 3: input_tokens is 'x'"),
+        (["input_tokens,output_tokens", "1,0"], "line 2: output_tokens is '0'"),
+        (["arrival_s,input_tokens,output_tokens", "nan,1,2"], "line 2: arrival_s is 'nan'"),
+        (["arrival_s,input_tokens,output_tokens", "2,1,2", "1,1,2"], "line 3: arrival_s 1 is before 2"),
+    ],
+    ids=["empty", "missing", "unknown", "no rows", "short", "no number", "zero", "nan", "order"],
+)
+def test_a_wrong_row_is_named_with_its_line(lines, message):
+    with pytest.raises(TraceError, match=message.replace("(", r"\(")):
+        parse_trace(lines)
+
+
+def test_trace_times_are_stretched_to_the_rate():
+    rows = [TraceRow(prompt_tokens=1, output_tokens=1, arrival_s=10.0 + number**2) for number in range(11)]
+    arrivals = scale_trace(rows, SLO, 0.5, 1e9)
+    assert [arrival.at_s for arrival in arrivals] == pytest.approx([number**2 * 0.22 for number in range(11)])
+    with pytest.raises(ValueError, match="has no arrival_s"):
+        scale_trace(ROWS, SLO, 1.0, 10.0)
+
+
+# --- goodput
+
+
+@pytest.mark.parametrize("start_rps", [0.01, 2.9, 3.1, 500.0])
+def test_the_search_ends_within_two_percent_below_the_limit(start_rps):
+    tried = []
+
+    def attempt(rate_rps):
+        tried.append(rate_rps)
+        return "summary" if rate_rps <= 3.0 else None
+
+    found = bisect_rate(attempt, start_rps)
+    assert 3.0 / 1.02 <= found.rate_rps <= 3.0
+    assert found.rate_rps in tried
+
+
+def test_a_cell_that_never_passes_is_refused():
+    with pytest.raises(NoGoodputError, match="not even"):
+        bisect_rate(lambda _: None, 1.0)
+
+
+def test_goodput_is_a_rate_that_passes_whose_successor_fails():
+    workload = PoissonWorkload(ROWS, Slo(ttft_s=0.2, tpot_s=0.05), seed=1)
+    found = search_goodput(make_cell(), workload, duration_s=20.0, start_rps=1.0)
+    assert found.summary.attainment >= 0.9
+    simulation = run(make_cell(), workload.make_arrivals(found.rate_rps, 20.0))
+    assert summarize(simulation) == found.summary
+
+
+# --- timeline
+
+
+def test_the_timeline_is_a_chrome_trace_whose_iterations_do_not_overlap():
+    timeline = Timeline()
+    simulation = Simulation(make_cell(), make_arrivals(random.Random(1), number=60, rate=20.0), timeline)
+    simulation.run()
+    events = json.loads("".join(timeline.to_chrome_trace()))["traceEvents"]
+    tracks = {}
+    for event in events:
+        if event["ph"] == "X":
+            tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(tracks) == 4
+    for spans in tracks.values():
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(spans))
+    assert sum(len(spans) for spans in tracks.values()) == sum(e.counters.num_iterations for e in simulation.engines)
+    begins = [(e["pid"], e["id"], e["name"]) for e in events if e["ph"] == "b"]
+    assert sorted(begins) == sorted((e["pid"], e["id"], e["name"]) for e in events if e["ph"] == "e")
+    assert sum(pid == 2 for pid, _, _ in begins) == 2 * 60
+    assert sum(pid == 3 for pid, _, _ in begins) == sum(simulation.num_moves.values())
