@@ -26,6 +26,7 @@ from sluice_cli.cells import (
 )
 from sluice_cli.display import make_console
 from sluice_core.records import Slo
+from sluice_core.sim import pickling  # noqa: F401 - specs and summaries go between processes
 from sluice_core.sim.goodput import TARGET, search_goodput
 from sluice_core.sim.metrics import make_report, summarize
 from sluice_core.sim.simulation import Simulation
