@@ -44,7 +44,7 @@ demo: install model
 test: $(STAMPS)/dev $(COMPILED) model
 	@exec $(BIN)/python .ci/checks.py $(ARGS)
 
-e2e-k8s: $(STAMPS)/dev model
+e2e-k8s: $(STAMPS)/dev $(COMPILED) model
 	@PYTHONPATH=e2e/kube exec $(BIN)/python -m testbed test $(ARGS)
 
 down:

@@ -30,7 +30,8 @@ from benchmarks.local_cluster.cluster import Cluster, ClusterError, make_manifes
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.records import IterationShape
-from sluice_engine.profiles import PROFILES, Profile
+from sluice_engine.errors import SettingsError
+from sluice_engine.profiles import EmulatedGpu, load_gpu
 
 if TYPE_CHECKING:
     from benchmarks.local_cluster.client import Client
@@ -42,6 +43,7 @@ LONE_PROMPT_TOKENS, LONE_OUTPUT_TOKENS = 512, 64
 FITTING_S = 15.0
 ANSWER_TIMEOUT_S = 300.0
 TIME_SCALE = 1.0
+SHOWN_TOKENS = (8, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def make_settings(options: argparse.Namespace) -> list[Setting]:
@@ -156,12 +158,12 @@ class Run:
     async def _measure_lone(self) -> float:
         """Time per output token of a lone request, over the modelled one: is the clock right at all?"""
         arrival = Arrival(number=0, at_s=0.0, prompt_tokens=LONE_PROMPT_TOKENS, output_tokens=LONE_OUTPUT_TOKENS)
-        profile = find_profile(self._options)
+        profile = find_gpu(self._options).profile
         shape = IterationShape(num_decodes=1, decode_context_tokens=LONE_PROMPT_TOKENS + LONE_OUTPUT_TOKENS // 2)
         answers = await self._load([arrival])
         if answers[0].error or answers[0].tpot_s is None:
             raise StreamFailedError(f"the lone request failed: {answers[0].error}")
-        return answers[0].tpot_s / profile.estimate_iteration_s(shape)
+        return answers[0].tpot_s / profile.estimate_shape_s(shape)
 
     async def _fit(self) -> None:
         """Lets the router see iterations of every size; nothing of it counts."""
@@ -183,23 +185,36 @@ class Run:
         return self._num_loads
 
 
-def find_profile(options: argparse.Namespace) -> Profile:
-    """The latency model of the command line's GPU and model."""
-    return PROFILES[options.gpu.lower(), options.model.lower()]
+def find_gpu(options: argparse.Namespace) -> EmulatedGpu:
+    """What the command line's GPU and model emulate."""
+    return load_gpu(options.gpu, options.model)
 
 
 def format_model(options: argparse.Namespace) -> str:
     """States the latency model's coefficients."""
-    profile = find_profile(options)
-    linear = ", ".join(f"{tokens}: {seconds * 1e3:g}" for tokens, seconds in profile.linear_s)
+    gpu = find_gpu(options)
+    profile = gpu.profile
+    linear = ", ".join(f"{tokens}: {profile.estimate_linear_s(tokens) * 1e3:.3g}" for tokens in SHOWN_TOKENS)
     return (
         f"latency model: {options.model} on {options.gpu}, time scale {TIME_SCALE:g} (real time). Iteration of n tokens ="
-        f" linear(n) [ms at n: {linear}] + per prefill chunk {profile.chunk_s * 1e6:g} us"
-        f" + {profile.prefill_token_s * 1e6:g} us/token + {profile.attention_s * 1e9:g} ns * c * (context + c/2);"
-        f" with decodes {profile.decoding_s * 1e6:g} us + {profile.decode_s * 1e6:g} us each"
-        f" + {profile.context_s * 1e9:g} ns/context token. KV: {profile.kv_tokens} tokens,"
-        f" {profile.kv_bytes_per_token} bytes each on the link."
+        f" linear(n) [ms at n: {linear}] + per prefill chunk {profile.prefill_base_s * 1e6:.3g} us"
+        f" + {profile.prefill_token_s * 1e6:.3g} us/token + {profile.prefill_work_s * 1e9:.3g} ns * c * (context + c/2);"
+        f" with decodes {profile.decode_base_s * 1e6:.3g} us + {profile.decode_request_s * 1e6:.3g} us each"
+        f" + {profile.decode_context_s * 1e9:.3g} ns/context token; {profile.host_sequence_s * 1e6:.3g} us per chunk and"
+        f" decode. KV: {gpu.kv_tokens} tokens, {gpu.kv_bytes_per_token} bytes each on the link."
     )
+
+
+def describe_model(options: argparse.Namespace) -> dict[str, Any]:
+    """The same for the file; ``linear_s`` at a few numbers of tokens stands for the table."""
+    gpu = find_gpu(options)
+    linear_s = {tokens: gpu.profile.estimate_linear_s(tokens) for tokens in SHOWN_TOKENS}
+    return {
+        "gpu": options.gpu,
+        "model": options.model,
+        **asdict(gpu),
+        "profile": asdict(gpu.profile) | {"linear_s": linear_s},
+    }
 
 
 async def measure(
@@ -250,9 +265,10 @@ def parse_options() -> argparse.Namespace:
         options.rates, options.seeds, options.max_output_tokens = "3", "1", 64
     options.rates = [float(rate) for rate in options.rates.split(",")]
     options.seeds = [int(seed) for seed in options.seeds.split(",")]
-    if (options.gpu.lower(), options.model.lower()) not in PROFILES:
-        known = ", ".join(f"{model} on {gpu}" for gpu, model in PROFILES)
-        parser.error(f"no profile of {options.model} on {options.gpu}; known are {known}")
+    try:
+        find_gpu(options)
+    except SettingsError as error:
+        parser.error(str(error))
     if unknown := set(options.strategies.split(",")) - {"TaiChi", "Aggregated", "Disaggregated"}:
         parser.error(f"--strategies: unknown {sorted(unknown)}")
     return options
@@ -325,7 +341,7 @@ def run_benchmark(options: argparse.Namespace) -> None:
             "notes": notes,
             "objectives": {"ttft_ms": options.ttft_ms, "tpot_ms": options.tpot_ms},
             "settings": [asdict(setting) for setting in settings],
-            "latency_model": {"gpu": options.gpu, "model": options.model, **asdict(find_profile(options))},
+            "latency_model": describe_model(options),
             "time_scale": TIME_SCALE,
             "lone_request_ratio": lone_ratio,
             "phases": [phase.as_json() for phase in phases],

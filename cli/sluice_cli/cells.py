@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import gzip
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from sluice_core.latency.catalog import Assumptions, ProfileKind, load_model_on_gpu
-from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo
+from sluice_core.latency.transfer import LINKS, LinkSpeed
+from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
 from sluice_core.sim.setup import (
     BLOCK_SIZE_TOKENS,
     MAX_BATCH_TOKENS,
     MAX_NUM_SEQS,
-    NVLINK_BYTES_PER_S,
     Cell,
     EngineSetup,
     Link,
@@ -75,8 +75,9 @@ class CellSettings:
         max_batch_tokens: Largest chunk size.
         block_size: Tokens per KV block.
         kv_scale: Scales the KV capacity.
-        link_bytes_per_s: Bandwidth of each link.
-        link_latency_s: Latency of each transfer.
+        link: Kind of the links that KV moves over: a key of ``LINKS``.
+        link_bytes_per_s: Bandwidth of each; None: that of the kind.
+        link_latency_s: Latency of each transfer; None: that of the kind.
         link_shared: All engines share one link.
         host_iteration_s: The host's work per iteration; None: as the profile assumes.
         profile: Where the profile comes from; None: the best one there is.
@@ -95,8 +96,9 @@ class CellSettings:
     max_batch_tokens: int = MAX_BATCH_TOKENS
     block_size: int = BLOCK_SIZE_TOKENS
     kv_scale: float = 1.0
-    link_bytes_per_s: float = NVLINK_BYTES_PER_S
-    link_latency_s: float = 0.002
+    link: str = "nvlink"
+    link_bytes_per_s: float | None = None
+    link_latency_s: float | None = None
     link_shared: bool = False
     host_iteration_s: float | None = None
     profile: ProfileKind | None = None
@@ -114,7 +116,7 @@ class CellSpec:
         engines: P-heavy engines, then D-heavy ones.
         slo: Objectives.
         settings: Parameters.
-        priorities: Of request classes.
+        classes: Objectives and priorities of request classes.
     """
 
     model: str
@@ -124,7 +126,7 @@ class CellSpec:
     engines: tuple[EngineGroup, ...]
     slo: Slo
     settings: CellSettings = CellSettings()
-    priorities: dict[str, int] = field(default_factory=dict)
+    classes: tuple[SloClass, ...] = ()
 
 
 def parse_engines(text: str) -> tuple[EngineGroup, ...]:
@@ -200,6 +202,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "max_batch_tokens": _read_count(16, 1_000_000),
     "block_size": _read_count(1, 1024),
     "kv_scale": _read_number(1e-3, 1e3),
+    "link": _read_choice(LINKS),
     "link_bytes_per_s": _read_number(1e3, 1e15),
     "link_latency_s": _read_number(0.0, 10.0),
     "link_shared": _read_switch,
@@ -265,7 +268,14 @@ def describe_manifest(manifest: ServingCluster, model: str | None, gpu: str | No
             min_tokens_between_moves=parameters.min_tokens_between_moves,
             max_batch_tokens=spec.engine.max_batch_tokens,
         ),
-        priorities={slo_class.name: slo_class.priority for slo_class in spec.slo.classes},
+        classes=tuple(
+            SloClass(
+                name=slo_class.name,
+                slo=Slo(ttft_s=slo_class.ttft_milliseconds / 1e3, tpot_s=slo_class.tpot_milliseconds / 1e3),
+                priority=slo_class.priority,
+            )
+            for slo_class in spec.slo.classes
+        ),
     )
 
 
@@ -297,11 +307,12 @@ def build_engines(spec: CellSpec) -> list[EngineSetup]:
     """Builds the engines: P-heavy ones first."""
     settings = spec.settings
     target = _load(spec.model, spec.gpu, spec.tensor_parallel, settings.profile, settings.host_iteration_s)
-    link = Link(
-        name="shared" if settings.link_shared else "",
-        bytes_per_s=settings.link_bytes_per_s,
-        latency_s=settings.link_latency_s,
+    speed = LINKS[settings.link]
+    speed = LinkSpeed(
+        bytes_per_s=settings.link_bytes_per_s or speed.bytes_per_s,
+        latency_s=speed.latency_s if settings.link_latency_s is None else settings.link_latency_s,
     )
+    link = Link(name="shared" if settings.link_shared else "", speed=speed)
     return [
         EngineSetup(
             engine_id=EngineId(f"{role.value[0].lower()}{number}"),

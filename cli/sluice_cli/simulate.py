@@ -70,14 +70,14 @@ def carry_out(run: Run) -> tuple[float | None, RunSummary]:
     """Simulates one seed; returns the goodput if that was asked for, and the run at that rate."""
     rows = read_trace(run.trace)
     cell = build_cell(run.spec, run.seed)
-    workload = PoissonWorkload(rows, run.spec.slo, run.seed, run.spec.priorities)
+    workload = PoissonWorkload(rows, run.spec.slo, run.seed, run.spec.classes)
     if run.target is not None:
         start_rps = run.rate_rps or _START_RPS_PER_ENGINE * len(cell.engines)
         found = search_goodput(cell, workload, duration_s=run.duration_s, start_rps=start_rps, target=run.target)
         return found.rate_rps, found.summary
     arrivals: list[Arrival]
     if run.has_trace_times:
-        arrivals = scale_trace(rows, run.spec.slo, run.rate_rps, run.duration_s)
+        arrivals = scale_trace(rows, run.spec.slo, run.rate_rps, run.duration_s, run.spec.classes)
     else:
         assert run.rate_rps is not None
         arrivals = workload.make_arrivals(run.rate_rps, run.duration_s)

@@ -2,7 +2,8 @@
 
 Algorithm 2 takes, among the engines whose Q + E + T stays within the TTFT SLO, the one with the fewest queued prefill
 tokens. That is the first feasible engine in ascending order of queued prefill tokens. Ties go to P-heavy engines, then
-to one of the feasible at random, each with the same probability. Aggregation and disaggregation are the same code: with
+to the one with more KV left of two feasible ones drawn at random: at low load ties are the common case, and where decodes
+stay they would pile up by chance (simulated: goodput of aggregation -7 % with one draw). Aggregation and disaggregation are the same code: with
 equal chunk sizes roles are void and nothing is transferred; an engine with chunk size 0 has no room and is never
 feasible.
 
@@ -190,9 +191,10 @@ class LengthAwarePlacement:
     def _break_tie(
         self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], index: int, deadline_s: float
     ) -> Entry:
-        """Pick uniformly among the feasible engines that are tied with the first feasible one.
+        """Pick among the feasible engines that are tied with the first feasible one.
 
-        Random picks until one is feasible are uniform over the feasible ones; when many fail, all are looked at.
+        Of two drawn at random the one with more KV left: where the decode stays that is the one with fewer decodes, and
+        two draws keep routers that see the same reports from all choosing one engine.
         """
         first = candidates[index]
         end = index + 1
@@ -200,12 +202,24 @@ class LengthAwarePlacement:
             end = bisect_left(candidates, (first[0], first[1] + 1), end)
         if end == index + 1:
             return first
+        tied = candidates[index:end]
+        one = self._draw_feasible(round_, request, tied, deadline_s)
+        other = self._draw_feasible(round_, request, tied, deadline_s)
+        return other if other[9] > one[9] else one
+
+    def _draw_feasible(
+        self, round_: _Round, request: PrefillRequest, tied: Sequence[Entry], deadline_s: float
+    ) -> Entry:
+        """Draw uniformly among the feasible of tied engines, of which the first is feasible.
+
+        Random picks until one is feasible are uniform over the feasible ones; when many fail, all are looked at.
+        """
         for _ in range(_MAX_TIE_DRAWS):
-            entry = candidates[index + int(self._rng.random() * (end - index))]
-            if entry is first or round_.is_feasible(request, entry, deadline_s):
+            entry = tied[int(self._rng.random() * len(tied))]
+            if entry is tied[0] or round_.is_feasible(request, entry, deadline_s):
                 return entry
-        tied = [entry for entry in candidates[index:end] if round_.is_feasible(request, entry, deadline_s)]
-        return tied[int(self._rng.random() * len(tied))]
+        feasible = [entry for entry in tied if round_.is_feasible(request, entry, deadline_s)]
+        return feasible[int(self._rng.random() * len(feasible))]
 
     def _reject(
         self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float

@@ -208,7 +208,7 @@ class NaiveEngine:
             kv_blocks_granted=self.granted(),
             kv_blocks_pinned=sum(r.blocks for r in self.pinned),
             iteration_remaining_s=self.ends_at_s - now if self.batch is not None else 0.0,
-            pull_bytes_per_s=self.setup.link.bytes_per_s,
+            pull_bytes_per_s=self.setup.link.speed.bytes_per_s,
         )
 
 
@@ -372,9 +372,9 @@ class NaiveSimulation:
         request.target = target
         link = source.setup.link
         name = link.name or source.setup.engine_id
-        bytes_s = request.kv_tokens * source.setup.kv_bytes_per_token / link.bytes_per_s
+        bytes_s = request.kv_tokens * source.setup.kv_bytes_per_token / link.speed.bytes_per_s
         self.links[name] = max(self.now, self.links.get(name, 0.0)) + bytes_s
-        self.at(self.links[name] + link.latency_s, self.arrived, request)
+        self.at(self.links[name] + link.speed.latency_s, self.arrived, request)
 
     def arrived(self, request):
         source, target = request.source, request.target

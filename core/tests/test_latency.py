@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from sluice_core.latency import (
     DEFAULT_TRANSFER_BYTES_PER_S,
     TRANSFER_LATENCY_S,
+    LinkSpeed,
     OnlineLatencyModel,
     compute_attention_work,
     estimate_transfer_s,
+    find_link,
 )
+from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import IterationShape
 
 # Constant, token, token pair, chunk, decode, context token: seconds.
@@ -70,6 +73,29 @@ def test_any_engine_is_learned_in_some_hundred_iterations(coefficients):
     assert mean_error(model, coefficients) < 0.06
     assert model.relative_error < 0.1
     assert model.num_observations == 300
+
+
+def test_a_profile_is_right_before_anything_was_measured():
+    known = load_model_on_gpu("llama-3-8b", "h100-80g").profile
+    model = OnlineLatencyModel(known)
+    for tokens, decodes in ((0, 16), (2048, 0), (1024, 64)):
+        shape = IterationShape(
+            prefill_tokens=tokens,
+            attention_work=compute_attention_work(tokens, 0),
+            num_chunks=1 if tokens else 0,
+            num_decodes=decodes,
+            decode_context_tokens=decodes * 1000,
+        )
+        assert model.estimate_shape_s(shape) == pytest.approx(known.estimate_shape_s(shape), rel=0.25)
+    assert model.num_observations == 0
+
+
+@pytest.mark.parametrize("known", [("llama-3-8b", "h100-80g"), ("opt-13b", "a100-80g")], ids=" ".join)
+@pytest.mark.parametrize("coefficients", ENGINES.values(), ids=ENGINES)
+def test_an_engine_is_learned_whatever_profile_was_given(known, coefficients):
+    model = OnlineLatencyModel(load_model_on_gpu(*known).profile)
+    fit(model, coefficients, 600)
+    assert mean_error(model, coefficients) < 0.1
 
 
 @pytest.mark.parametrize("coefficients", ENGINES.values(), ids=ENGINES)
@@ -173,6 +199,25 @@ def test_prefill_estimate_is_the_sum_of_its_iterations(tokens, room, decodes):
         total += model.estimate_shape_s(shape)
         done += chunk
     assert prefill(model, tokens, room, decodes=decodes) == pytest.approx(total)
+
+
+def test_transfers_share_a_link_one_after_the_other():
+    link = LinkSpeed(bytes_per_s=100.0, latency_s=0.5)
+    free_at, first_arrives = link.schedule(10.0, 0.0, 200)
+    assert (free_at, first_arrives) == (12.0, 12.5)
+    assert link.schedule(11.0, free_at, 300) == (15.0, 15.5)
+    assert link.schedule(20.0, free_at, 100) == (21.0, 21.5)
+
+
+def test_a_long_prompt_over_nvlink_takes_the_designs_time():
+    kv_bytes = 7500 * load_model_on_gpu("qwen2.5-14b", "a100-80g").kv_bytes_per_token
+    _, arrives = find_link("NVLink").schedule(0.0, 0.0, kv_bytes)
+    assert arrives == pytest.approx(0.012, abs=0.0005)
+
+
+def test_an_unknown_link_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="nvlink, pcie, infiniband, 100gbe, 25gbe, tcp"):
+        find_link("pigeon")
 
 
 def test_transfer_time_is_latency_plus_bytes_over_the_measured_rate():

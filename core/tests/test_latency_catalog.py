@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from sluice_core.latency.architecture import MODELS, UnknownModelError, read_architecture
+from sluice_core.latency.architecture import MODELS, read_architecture
 from sluice_core.latency.catalog import GPUS, Assumptions, ProfileKind, load_model_on_gpu
+from sluice_core.latency.model import UnknownModelError
 from sluice_core.latency.profile import TABLE_STEP_TOKENS
 
 TOKENS = (8, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -251,7 +251,7 @@ def test_ties_go_to_p_heavy_engines():
         assert decide(table, make_request(), make_policy(seed=seed)).engine_id == "e1"
 
 
-def test_ties_among_equals_are_broken_uniformly_over_the_feasible_ones():
+def test_ties_among_equals_with_equal_kv_are_broken_uniformly_over_the_feasible_ones():
     policy, counts = make_policy(seed=5), Counter()
     slow = {"iteration_remaining_s": 60.0}
     table = make_table({}, slow, {}, slow, slow, {}, slow, slow, slow, slow, slow, slow, {"role": D})
@@ -261,6 +261,17 @@ def test_ties_among_equals_are_broken_uniformly_over_the_feasible_ones():
         table.cancel_placement(decision.engine_id, decision.request_id, 0.0)
     assert set(counts) == {"e0", "e2", "e5"}
     assert min(counts.values()) > 400
+
+
+def test_ties_go_to_more_kv_left_of_two_draws():
+    """The fullest of three is chosen only when both draws hit it, the emptiest unless both miss it."""
+    policy, counts = make_policy(seed=5), Counter()
+    table = make_table({"kv_blocks_used": 200}, {"kv_blocks_used": 0}, {"kv_blocks_used": 100})
+    for number in range(1800):
+        decision = decide(table, make_request(number), policy)
+        counts[decision.engine_id] += 1
+        table.cancel_placement(decision.engine_id, decision.request_id, 0.0)
+    assert [counts[name] / 1800 for name in ("e0", "e2", "e1")] == pytest.approx([1 / 9, 3 / 9, 5 / 9], abs=0.04)
 
 
 def test_equal_seeds_decide_equally():

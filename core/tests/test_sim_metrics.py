@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_simulation import SLO, make_arrivals, make_engines, run
 
-from sluice_core.records import Slo
+from sluice_core.records import Slo, SloClass
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.goodput import NoGoodputError, bisect_rate, search_goodput
 from sluice_core.sim.metrics import compute_percentile, list_longest_tenth, make_report, summarize
@@ -158,8 +158,12 @@ def test_traces_are_read_with_times_classes_and_objectives():
         (0.0, 0.4, SLO.tpot_s),
         (0.5, 3.0, SLO.tpot_s),
     ]
-    prioritized = PoissonWorkload(rows, SLO, 1, {"chat": 5}).make_arrivals(1.0, 50.0)
-    assert {(arrival.prompt_tokens, arrival.priority) for arrival in prioritized} == {(10, 5), (7, 0)}
+    chat = SloClass(name="chat", slo=Slo(ttft_s=1.0, tpot_s=0.1), priority=5)
+    classed = PoissonWorkload(rows, SLO, 1, [chat]).make_arrivals(1.0, 50.0)
+    assert {(a.prompt_tokens, a.priority, a.slo.ttft_s, a.slo.tpot_s) for a in classed} == {
+        (10, 5, 0.4, 0.1),
+        (7, 0, 3.0, SLO.tpot_s),
+    }
 
 
 @pytest.mark.parametrize(

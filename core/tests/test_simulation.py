@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_simulation import NaiveSimulation
 
-from sluice_core.latency import IterationProfile
+from sluice_core.latency.profile import IterationProfile
+from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, MoveCause, Role, Slo
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.setup import (
@@ -133,7 +134,7 @@ def test_the_fast_simulator_agrees_with_the_plain_one(name, seed, rate, blocks, 
     strategy, shape = STRATEGIES[name]
     slos = (SLO, Slo(ttft_s=0.4, tpot_s=0.03), Slo(ttft_s=9.0, tpot_s=0.2))
     arrivals = make_arrivals(rng, rate=rate, slos=slos, priorities=(0, 0, 1, -1))
-    link = Link(name="switch" if shared else "", bytes_per_s=rng.choice((1e8, 1e9, 150e9)))
+    link = Link(name="switch" if shared else "", speed=LinkSpeed(bytes_per_s=rng.choice((1e8, 1e9, 150e9))))
     cell = Cell(
         engines=make_engines(shape, blocks=blocks, link=link),
         strategy=strategy,
@@ -236,7 +237,7 @@ def test_transfers_over_a_shared_link_wait_for_one_another():
     arrivals = [Arrival(at_s=0.0, prompt_tokens=200, output_tokens=2, slo=SLO) for _ in range(2)]
     times = {}
     for name in ("", "switch"):
-        link = Link(name=name, bytes_per_s=bytes_per_s, latency_s=0.0)
+        link = Link(name=name, speed=LinkSpeed(bytes_per_s=bytes_per_s, latency_s=0.0))
         cell = Cell(
             engines=make_engines(((2, 2048), (1, 0)), link=link),
             strategy=get_strategy("disaggregated").vary(placement="round_robin"),
@@ -346,3 +347,49 @@ def test_an_engine_twice_is_refused():
     engines = make_engines(((1, 96),)) * 2
     with pytest.raises(ValueError, match="is there twice"):
         Simulation(Cell(engines=engines, strategy=get_strategy("aggregated")), [])
+
+
+@st.composite
+def cluster_events(draw, engines):
+    """Failures, additions, flips, drains of all engines but the first, which keeps serving."""
+    events = []
+    for number, setup in enumerate(engines[1:]):
+        at_s = draw(st.floats(0.0, 8.0))
+        kind = draw(st.sampled_from(("fail", "flip", "drain", "none")))
+        if kind == "fail":
+            events.append(Fail(at_s=at_s, engine_id=setup.engine_id))
+        elif kind != "none":
+            change = Configure(
+                at_s=at_s,
+                engine_id=setup.engine_id,
+                role=P if setup.role is D else D,
+                chunk_size_tokens=draw(st.sampled_from((0, 32, 300))),
+                is_draining=kind == "drain",
+            )
+            events.append(change)
+            if draw(st.booleans()):
+                events.append(
+                    replace(change, at_s=at_s + 2.0, role=setup.role, chunk_size_tokens=64, is_draining=False)
+                )
+        if draw(st.booleans()):
+            late = replace(setup, engine_id=EngineId(f"late-{number}"))
+            events.append(AddEngine(at_s=draw(st.floats(0.0, 8.0)), setup=late))
+    return events
+
+
+@pytest.mark.parametrize("name", ["taichi", "aggregated", "aggregated, least work", "disaggregated"])
+@settings(max_examples=10, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**32), no_grant=st.sampled_from(NoGrant))
+def test_every_request_ends_whatever_happens_to_the_cluster(name, data, seed, no_grant):
+    strategy, shape = STRATEGIES[name]
+    slow = Link(speed=LinkSpeed(bytes_per_s=1e8))  # transfers take long enough to be hit
+    engines = make_engines(shape, blocks=60, link=slow)
+    cell = Cell(
+        engines=engines,
+        strategy=strategy,
+        options=SimOptions(no_grant=no_grant),
+        events=data.draw(cluster_events(engines)),
+        seed=seed,
+    )
+    simulation = run(cell, make_arrivals(random.Random(seed), number=60, rate=10.0))
+    assert all(request.state is RequestState.FINISHED for request in simulation.requests)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from testbed.bed import Testbed, run_testbed
 from testbed.images import make_python_image
-from testbed.settings import ROOT, make_settings
+from testbed.settings import NODE_NAME, ROOT, make_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,6 +40,20 @@ def node(testbed: Testbed) -> Node:
     """This machine as a node, with an image of its Python."""
     testbed.node.load_image(make_python_image(PYTHON_IMAGE))
     return testbed.node
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place_for_pods(request: pytest.FixtureRequest) -> Iterator[None]:
+    """This machine takes pods of modules whose tests ask for ``node``; those of others run in name, on kwok's nodes."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    asked = {name for item in items if item.module is request.module for name in item.fixturenames}
+    bed: Testbed | None = request.getfixturevalue("testbed") if "testbed" in asked and "node" not in asked else None
+    if bed is None or not bed.settings.has_real_node:
+        yield
+        return
+    bed.client.kubectl("cordon", NODE_NAME)
+    yield
+    bed.client.kubectl("uncordon", NODE_NAME)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from conftest import make_volume
 from test_node import RESTRICTED, create
-from testbed.images import make_engine_image
+from testbed.product import make_engine_image
 from testbed.settings import ROOT
 
 from sluice.v1 import control_pb2, control_pb2_grpc

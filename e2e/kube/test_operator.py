@@ -6,7 +6,6 @@ Nodes are kwok's: pods become Ready in name, and a stand-in answers for their ro
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from kubectl_cluster import CHILDREN, KubectlCluster, make_manifest, wait_for
 from stand_in_router import StandInRouters, run_stand_in_routers
 from testbed.fake_nodes import is_ready, make_node
-from testbed.settings import ROOT
 
 from sluice_operator.access import LEASE_RULES, RULES
 
@@ -35,17 +34,6 @@ pytestmark = pytest.mark.usefixtures("crd", "open_node")
 SYSTEM = "sluice-system"
 RBAC = "rbac.authorization.k8s.io"
 FIRST_PORT = 17460
-PATIENCE_S = 60.0
-CHILDREN = "deployments,services,configmaps,serviceaccounts,poddisruptionbudgets,networkpolicies"
-
-
-def wait_for(look: Callable[[], Any], what: str) -> Any:
-    """Polls until something is the case, and returns it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := look()):
-        assert time.monotonic() < deadline, f"{what} did not come in {PATIENCE_S:.0f} s"
-        time.sleep(0.1)
-    return found
 
 
 class Operator:
@@ -181,53 +169,14 @@ def operator(start_operator: Callable[..., Operator], routers: StandInRouters) -
     return started
 
 
-class Cluster:
-    """A ServingCluster in a namespace of its own."""
+class Cluster(KubectlCluster):
+    """The example, in a namespace: nothing runs, so nothing is mounted, and no pod waits for a claim."""
 
     def __init__(self, client: Client, namespace: str) -> None:
-        self.client, self.namespace = client, namespace
-        manifest = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
-        manifest["metadata"]["namespace"] = namespace
-        # Nothing runs, so nothing is mounted: a claim would keep pods from being scheduled.
+        super().__init__(client, namespace)
+        manifest = make_manifest(router={"replicas": 2})
         manifest["spec"]["model"]["source"] = {"huggingFace": {}}
-        manifest["spec"]["router"]["replicas"] = 2
-        client.apply(manifest)
-
-    def kubectl(self, *arguments: str) -> str:
-        return self.client.kubectl("-n", self.namespace, *arguments)
-
-    def read(self, what: str) -> Any:
-        return json.loads(self.kubectl("get", what, "-o", "json"))
-
-    def edit(self, **spec: Any) -> None:
-        self.kubectl("patch", "slc", "tiny", "--type=merge", "-p", json.dumps({"spec": spec}))
-
-    def wait(self, condition: str, reason: str) -> None:
-        def look() -> bool:
-            status = self.read("slc/tiny").get("status", {})
-            generation = self.read("slc/tiny")["metadata"]["generation"]
-            found = {item["type"]: item for item in status.get("conditions", [])}
-            return condition in found and (
-                found[condition]["reason"] == reason and found[condition]["observedGeneration"] == generation
-            )
-
-        try:
-            wait_for(look, f"{condition} {reason}")
-        except AssertionError as error:
-            raise AssertionError(f"{error}: {self.read('slc/tiny').get('status')}") from error
-
-    @property
-    def engines(self) -> dict[str, dict[str, Any]]:
-        pods = json.loads(self.kubectl("get", "pods", "-l", "app.kubernetes.io/component=engine", "-o", "json"))
-        return {pod["metadata"]["uid"]: pod for pod in pods["items"]}
-
-    @property
-    def roles(self) -> list[str]:
-        return sorted(pod["metadata"]["labels"].get("sluice.dev/role", "") for pod in self.engines.values())
-
-    def versions(self) -> dict[str, str]:
-        items = self.read(f"{CHILDREN},slc,pods")["items"]
-        return {f"{item['kind']}/{item['metadata']['name']}": item["metadata"]["resourceVersion"] for item in items}
+        self.apply(manifest)
 
 
 @pytest.fixture

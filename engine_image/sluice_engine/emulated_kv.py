@@ -26,7 +26,7 @@ from sluice_core.kv import blocks_for_tokens
 from sluice_engine.connector import LEASE_S
 from sluice_engine.control import NUM_TOKENS_KEY
 from sluice_engine.handles import read_handle
-from sluice_engine.profiles import find_profile, read_settings
+from sluice_engine.profiles import find_gpu, read_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -238,8 +238,8 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             transfer.get_from_extra_config("host", ""),
             transfer.get_from_extra_config("port", 0),
         )
-        profile = find_profile(read_settings(vllm_config))
-        self._bytes_per_token = profile.kv_bytes_per_token or count_page_bytes(kv_cache_config) // self._block_size
+        gpu = find_gpu(read_settings(vllm_config))
+        self._bytes_per_token = gpu.kv_bytes_per_token or count_page_bytes(kv_cache_config) // self._block_size
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._metadata = EmulatedMetadata()
 

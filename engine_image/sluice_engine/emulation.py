@@ -24,10 +24,11 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from sluice_core.latency import compute_attention_work
+from sluice_core.latency.catalog import DEFAULT_ASSUMPTIONS
 from sluice_core.records import IterationShape
 from sluice_engine.control import decode_extras
 from sluice_engine.emulated_kv import EmulatedTransfers, KvPort
-from sluice_engine.profiles import find_profile, read_settings
+from sluice_engine.profiles import find_gpu, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 # Bytes of KV cache when neither the profile nor the settings say.
 DEFAULT_KV_BYTES = 1 << 30
 # Host's time within a modelled iteration: an iteration scheduled so late after the one before began when that one ended.
-HOST_S = 0.003
+HOST_S = DEFAULT_ASSUMPTIONS.host_iteration_s
 # Ids below it are usually special tokens.
 FIRST_TOKEN = 16
 # Odd constants of a multiplicative hash (Knuth, TAOCP 6.4); any would do.
@@ -114,7 +115,7 @@ class EmulatedExecutor(Executor):  # type: ignore[misc]
 
     def _init_executor(self) -> None:
         settings = read_settings(self.vllm_config)
-        self._profile = find_profile(settings)
+        self._gpu = find_gpu(settings)
         self._settings = settings
         # The CPU platform turns it off while the configuration is made; a GPU's engine has it.
         self.scheduler_config.async_scheduling = True
@@ -177,11 +178,11 @@ class EmulatedExecutor(Executor):  # type: ignore[misc]
         """Bytes of KV cache: explicit ones, the profile's capacity in blocks of the served model, or a default."""
         if explicit := self._settings.kv_bytes or self.cache_config.kv_cache_memory_bytes:
             return int(explicit)
-        if not self._profile.kv_tokens:
+        if not self._gpu.kv_tokens:
             return DEFAULT_KV_BYTES
         block_bytes = sum(spec.page_size_bytes for spec in self._make_kv_cache_spec().values())
         # One block more: vLLM keeps one for itself.
-        return int((self._profile.kv_tokens // self.cache_config.block_size + 1) * block_bytes)
+        return int((self._gpu.kv_tokens // self.cache_config.block_size + 1) * block_bytes)
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -215,7 +216,7 @@ class EmulatedExecutor(Executor):  # type: ignore[misc]
     def _end_iteration(self, shape: IterationShape, now_s: float) -> float:
         is_late = now_s - self._busy_until_s > HOST_S
         start_s = now_s if is_late else self._busy_until_s
-        self._busy_until_s = start_s + self._profile.estimate_iteration_s(shape)
+        self._busy_until_s = start_s + self._gpu.profile.estimate_shape_s(shape)
         return self._busy_until_s
 
     def _update_sequences(self, scheduler_output: SchedulerOutput) -> None:

@@ -17,7 +17,7 @@ import vllm
 from vllm.utils.torch_utils import get_dtype_size
 
 from sluice.v1 import engine_pb2 as wire
-from sluice_engine.profiles import find_profile
+from sluice_engine.profiles import find_gpu
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -119,7 +119,7 @@ def sample_file(path: Path, digest: hashlib._Hash) -> None:
 
 def count_kv_bytes_per_token(settings: EngineSettings, config: VllmConfig) -> int:
     """Bytes of KV cache per token, over all layers and GPUs; what an emulated link charges for it."""
-    if settings.emulation is not None and (emulated := find_profile(settings.emulation).kv_bytes_per_token):
+    if settings.emulation is not None and (emulated := find_gpu(settings.emulation).kv_bytes_per_token):
         return emulated
     model = config.model_config
     cache_dtype = config.cache_config.cache_dtype

@@ -170,7 +170,7 @@ def cpu_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 def emulated_arguments(settings: EngineSettings, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an emulated GPU: scheduled as one, with nothing to load."""
     assert settings.emulation is not None
-    profiles.find_profile(settings.emulation)
+    profiles.find_gpu(settings.emulation)
     transfer = arguments["kv_transfer_config"]
     transfer.kv_connector = "EmulatedConnector"
     transfer.kv_connector_module_path = "sluice_engine.emulated_kv"

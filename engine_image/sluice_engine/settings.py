@@ -53,8 +53,8 @@ class EmulationSettings(BaseModel):
     """What is emulated: a known GPU and model, explicit coefficients, or the first with some of the second.
 
     Args:
-        gpu: Name of a profile's GPU, such as ``h100``; with ``model``, looked up in ``profiles.PROFILES``.
-        model: Name of the profile's model, such as ``Qwen2.5-14B``.
+        gpu: Name of a profile's GPU, such as ``h100-80g``; ``a100-80gx2`` for two that share an engine.
+        model: Name of the profile's model, such as ``qwen2.5-14b``, or the path of its config.json.
         base_s: Cost of an iteration that computes anything, in seconds.
         token_s: Cost per token, prefill and decode alike, in seconds.
         attention_s: Cost per unit of prefill attention work (``c * (context + c / 2)``), in seconds.

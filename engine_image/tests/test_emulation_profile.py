@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from pydantic import ValidationError
 
+from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import IterationShape
 from sluice_engine.errors import SettingsError
-from sluice_engine.profiles import PROFILES, find_profile
+from sluice_engine.profiles import find_gpu
 from sluice_engine.settings import EmulationSettings
 
 
 def estimate_s(settings: dict, **shape) -> float:
-    return find_profile(EmulationSettings(**settings)).estimate_iteration_s(IterationShape(**shape))
+    return find_gpu(EmulationSettings(**settings)).profile.estimate_shape_s(IterationShape(**shape))
 
 
 def test_explicit_coefficients_add_up():
@@ -41,35 +40,32 @@ def test_an_iteration_that_computes_nothing_takes_no_time():
     assert estimate_s({"base_s": 0.03}) == 0.0
 
 
+def test_a_gpu_has_the_clock_that_the_simulator_has():
+    known = load_model_on_gpu("qwen2.5-14b", "h100-80g")
+    gpu = find_gpu(EmulationSettings(gpu="h100-80g", model="Qwen2.5-14B"))
+    assert gpu.profile == known.profile
+    assert (gpu.kv_tokens, gpu.kv_bytes_per_token) == (known.kv_capacity_tokens, known.kv_bytes_per_token)
+    assert find_gpu(EmulationSettings(gpu="h100", model="qwen2.5-14b")) == gpu
+
+
+def test_gpus_that_share_an_engine_are_a_suffix():
+    known = load_model_on_gpu("qwen2.5-32b", "a100-80g", 2)
+    gpu = find_gpu(EmulationSettings(gpu="a100x2", model="qwen2.5-32b"))
+    assert gpu.profile == known.profile
+
+
 @pytest.mark.parametrize(
-    ("tokens", "linear_ms"),
-    [(1, 14.3), (8, 14.3), (96, 15.75), (512, 23.8), (16384, 326 + 2 * 164)],
-    ids=["below the table", "first row", "between rows", "a row", "beyond the table"],
+    ("settings", "known"),
+    [
+        ({"gpu": "abacus", "model": "qwen2.5-14b"}, r"a100-80g, h100-80g"),
+        ({"gpu": "h100", "model": "abacus"}, r"llama-3-8b, qwen2\.5-14b"),
+        ({"gpu": "a100x3", "model": "qwen2.5-14b"}, "3 GPUs"),
+    ],
+    ids=["gpu", "model", "number"],
 )
-def test_a_profile_interpolates_its_table(tokens, linear_ms):
-    settings = {"gpu": "h100", "model": "Qwen2.5-14B", "chunk_s": 0.0, "attention_s": 0.0}
-    prefill_token_s = 0.89e-6
-    found_s = estimate_s(settings, prefill_tokens=tokens, num_chunks=1)
-    assert found_s == pytest.approx(linear_ms / 1e3 + tokens * prefill_token_s)
-
-
-@pytest.mark.parametrize("key", PROFILES, ids=" ".join)
-def test_more_work_never_takes_less_time(key):
-    times = [
-        PROFILES[key].estimate_iteration_s(IterationShape(prefill_tokens=tokens, num_chunks=1))
-        for tokens in range(1, 20_000, 97)
-    ]
-    assert all(before <= after for before, after in pairwise(times))
-
-
-def test_a_14b_prefill_of_8192_tokens_has_the_checked_rate():
-    shape = IterationShape(prefill_tokens=8192, num_chunks=1, attention_work=8192 * 4096)
-    assert 8192 / PROFILES["a100", "qwen2.5-14b"].estimate_iteration_s(shape) == pytest.approx(8160, rel=0.03)
-
-
-def test_an_unknown_gpu_is_refused_with_the_known_ones():
-    with pytest.raises(SettingsError, match=r"qwen2\.5-14b on h100"):
-        find_profile(EmulationSettings(gpu="abacus", model="Qwen2.5-14B"))
+def test_what_has_no_profile_is_refused_with_the_known_ones(settings, known):
+    with pytest.raises(SettingsError, match=known):
+        find_gpu(EmulationSettings(**settings))
 
 
 @pytest.mark.parametrize("settings", [{"base_s": -1.0}, {"link_bytes_per_s": 0}, {"bas_s": 1.0}], ids=str)
@@ -79,8 +75,15 @@ def test_settings_are_checked(settings):
 
 
 def test_explicit_coefficients_go_over_a_profile():
-    settings = {"gpu": "h100", "model": "qwen2.5-14b", "base_s": 0.5}
-    profile = find_profile(EmulationSettings(**settings))
-    assert profile.linear_s[0] == (0, 0.5)
-    assert profile.context_s == PROFILES["h100", "qwen2.5-14b"].context_s
-    assert profile.kv_tokens == 227_000
+    known = find_gpu(EmulationSettings(gpu="h100", model="qwen2.5-14b"))
+    gpu = find_gpu(EmulationSettings(gpu="h100", model="qwen2.5-14b", base_s=0.5, chunk_s=0.25, decode_s=0.125))
+    assert (gpu.profile.estimate_linear_s(8), gpu.profile.estimate_linear_s(8192)) == (0.5, 0.5)
+    chunk = {"prefill_tokens": 100, "num_chunks": 1}
+    assert gpu.profile.estimate_shape_s(IterationShape(**chunk)) == pytest.approx(
+        0.75 + 100 * known.profile.prefill_token_s
+    )
+    assert gpu.profile.estimate_shape_s(IterationShape(num_decodes=2)) == pytest.approx(
+        0.5 + known.profile.decode_base_s + 2 * 0.125
+    )
+    assert gpu.profile.decode_context_s == known.profile.decode_context_s
+    assert gpu.kv_tokens == known.kv_tokens

@@ -24,6 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sluice.v1 import control_pb2_grpc, plan_pb2
+from sluice_core.latency import OnlineLatencyModel
 from sluice_router import control, discovery
 from sluice_router.engine_link import EngineLinks
 from sluice_router.errors import PlanRefusedError, ShuttingDownError
@@ -31,6 +32,7 @@ from sluice_router.grpc_api import GrpcApi
 from sluice_router.http_api import HttpApi
 from sluice_router.http_pages import Pages
 from sluice_router.router import Router
+from sluice_router.settings import load_profile
 from sluice_router.state import RouterState
 from sluice_router.text.tokenizer import ModelText
 
@@ -47,11 +49,13 @@ CLOSE_GRACE_S = 1.0
 
 def make_router(settings: Settings) -> Router:
     """Makes the data plane, without I/O."""
+    profile = load_profile(settings.latency_profile) if settings.latency_profile else None
     state = RouterState(
         router_id=settings.router_id or f"router-{uuid.uuid4().hex[:12]}",
         limits=settings.limits,
         rng=random.Random(),  # noqa: S311 - ids, seeds and ties, nothing secret
         started_unix_s=int(time.time()),
+        make_latency_model=lambda _: OnlineLatencyModel(profile),
     )
     return Router(state, time.monotonic)
 

@@ -6,10 +6,14 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from sluice_core.latency import IterationProfile
 
 
 class Limits(BaseModel):
@@ -49,8 +53,29 @@ class Settings(BaseModel):
     engines: str = Field(description="file:PATH (a JSON list of host:port) or dns:NAME:PORT")
     plan: str = Field(default="", description="file with a plan as JSON, for a cold start")
     router_id: str = Field(default="", description="unique per router process; made up when empty")
+    latency_profile: str = Field(
+        default="",
+        description="MODEL@GPU, such as qwen2.5-14b@a100-80g: how fast engines are until they have measured it",
+    )
     grace_s: float = Field(default=30.0, ge=0, description="longest time that streams may take to finish at shutdown")
     limits: Limits = Limits()
+
+    @field_validator("latency_profile")
+    @classmethod
+    def _check_latency_profile(cls, value: str) -> str:
+        if value:
+            load_profile(value)
+        return value
+
+
+def load_profile(text: str) -> IterationProfile:
+    """Loads the profile that MODEL@GPU names.
+
+    Raises:
+        ValueError: There is none; lists the known names.
+    """
+    model, _, gpus = text.partition("@")
+    return load_model_on_gpu(model, *parse_gpus(gpus)).profile
 
 
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:

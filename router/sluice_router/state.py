@@ -25,9 +25,11 @@ from sluice_router.metrics import Metrics
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
 
     from sluice_core.engines import EngineSpec
     from sluice_core.flowing import FlowPolicy
+    from sluice_core.latency import LatencyModel
     from sluice_core.placement import PlacementPolicy
     from sluice_core.records import EngineId, MoveCause, Plan, Role
     from sluice_router.errors import RouterError
@@ -224,6 +226,7 @@ class RouterState:
         limits: Bounds.
         rng: Makes ids, seeds and breaks ties; seeded by the caller.
         started_unix_s: Unix time, for ``/v1/models``.
+        make_latency_model: Makes the latency model of a new engine; None: one that knows nothing yet.
 
     Attributes:
         engines: Streams by engine; lost ones are not in it.
@@ -241,14 +244,22 @@ class RouterState:
         version: Grows with every change worth reporting.
     """
 
-    def __init__(self, *, router_id: str, limits: Limits, rng: random.Random, started_unix_s: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        limits: Limits,
+        rng: random.Random,
+        started_unix_s: int = 0,
+        make_latency_model: Callable[[EngineId], LatencyModel] | None = None,
+    ) -> None:
         self.router_id = router_id
         self.limits = limits
         self.rng = rng
         self.started_unix_s = started_unix_s
         self.engines: dict[EngineId, Engine] = {}
         self.links: dict[str, LinkStatus] = {}
-        self.table = EngineTable()
+        self.table = EngineTable(make_latency_model)
         self.requests: dict[RequestId, LiveRequest] = {}
         self.waiting: dict[RequestId, LiveRequest] = {}
         self.deadlines: list[tuple[float, RequestId]] = []

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from sluice_core.engines import EngineSpec
+from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.records import EngineId, IterationShape, Role
 from sluice_router import errors
+from sluice_router.server import make_router
 from sluice_router.settings import parse_settings
 
 NEEDED = ["--model", "/m", "--engines", "file:/e"]
@@ -34,6 +38,22 @@ def test_environment_fills_in_and_the_command_line_wins():
 def test_value_out_of_bounds_is_refused_by_name(arguments):
     with pytest.raises(ValidationError, match=arguments[0][2:].replace("-", "_")):
         parse_settings([*NEEDED, *arguments], {})
+
+
+def test_a_latency_profile_is_what_engines_start_with():
+    settings = parse_settings([*NEEDED, "--latency-profile", "qwen2.5-32b@a100-80gx2"], {})
+    table = make_router(settings).state.table
+    spec = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
+    table.add(EngineId("a"), spec, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048)
+    shape = IterationShape(prefill_tokens=2048, num_chunks=1)
+    expected_s = load_model_on_gpu("qwen2.5-32b", "a100-80g", 2).profile.estimate_shape_s(shape)
+    assert table[EngineId("a")].latency.estimate_shape_s(shape) == pytest.approx(expected_s, rel=0.01)
+
+
+@pytest.mark.parametrize("value", ["qwen2.5-14b@abacus", "abacus@h100", "qwen2.5-14b"])
+def test_an_unknown_latency_profile_is_refused_by_name(value):
+    with pytest.raises(ValidationError, match=r"latency_profile(?s:.)*known are"):
+        parse_settings([*NEEDED, "--latency-profile", value], {})
 
 
 def test_missing_option_is_refused(capsys):

@@ -7,16 +7,26 @@ holds one as a table, and ``catalog`` builds it from measured kernels for a mode
 from sluice_core.latency.model import LatencyModel, PrefillCoefficients, compute_attention_work
 from sluice_core.latency.online import OnlineLatencyModel
 from sluice_core.latency.profile import IterationProfile, ModelOnGpu
-from sluice_core.latency.transfer import DEFAULT_TRANSFER_BYTES_PER_S, TRANSFER_LATENCY_S, estimate_transfer_s
+from sluice_core.latency.transfer import (
+    DEFAULT_TRANSFER_BYTES_PER_S,
+    LINKS,
+    TRANSFER_LATENCY_S,
+    LinkSpeed,
+    estimate_transfer_s,
+    find_link,
+)
 
 __all__ = [
     "DEFAULT_TRANSFER_BYTES_PER_S",
+    "LINKS",
     "TRANSFER_LATENCY_S",
     "IterationProfile",
     "LatencyModel",
+    "LinkSpeed",
     "ModelOnGpu",
     "OnlineLatencyModel",
     "PrefillCoefficients",
     "compute_attention_work",
     "estimate_transfer_s",
+    "find_link",
 ]

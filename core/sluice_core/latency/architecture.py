@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sluice_core.latency.model import UnknownModelError
+
 BYTES_PER_VALUE = 2  # bfloat16 and float16: what the kernels were measured with
 DTYPES = ("bfloat16", "float16")
 # Keys of configurations whose layers are not the ones that were measured.
@@ -16,10 +18,6 @@ _FOREIGN_KEYS = {
     "quantization_config": "quantized",
     "vision_config": "multimodal",
 }
-
-
-class UnknownModelError(ValueError):
-    """A model, a GPU or a pair of both has no profile; the message lists the known ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

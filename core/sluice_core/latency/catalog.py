@@ -8,6 +8,7 @@ that DistServe fitted to OPT-13B, for iterations that hold prefills or decodes a
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,12 +19,12 @@ from sluice_core.latency.architecture import (
     BYTES_PER_VALUE,
     MODELS,
     Architecture,
-    UnknownModelError,
     find_architecture,
     read_architecture,
 )
 from sluice_core.latency.fitting import fit_times
 from sluice_core.latency.kernels import NS, Kernels, interpolate, load_data, load_kernels
+from sluice_core.latency.model import UnknownModelError
 from sluice_core.latency.profile import (
     TABLE_STEP_TOKENS,
     DecodeCoefficients,
@@ -33,6 +34,7 @@ from sluice_core.latency.profile import (
 
 GPUS = ("a100-80g", "h100-80g", "h200-141g", "l40s-48g")
 TABLE_TOKENS = 16_384
+_GPUS = re.compile(r"(?P<gpu>.+?)(?:x(?P<number>[1-9]\d*))?")
 # Share of a GPU's memory that vLLM may fill, and what its activations take of it (simulation.md section 1).
 MEMORY_SHARE = 0.9
 ACTIVATION_BYTES = 3_000_000_000
@@ -122,6 +124,12 @@ def load_model_on_gpu(
         kv_capacity_tokens=kv_capacity_tokens,
         profile=profile,
     )
+
+
+def parse_gpus(text: str) -> tuple[str, int]:
+    """Read the GPUs of an engine: ``a100-80g``, or ``a100-80gx2`` for two that share it; returns name and number."""
+    match = _GPUS.fullmatch(text)
+    return (match["gpu"], int(match["number"] or 1)) if match else (text, 1)
 
 
 def find_gpu(gpu: str) -> str:

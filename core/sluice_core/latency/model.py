@@ -10,6 +10,10 @@ from typing import NamedTuple, Protocol
 from sluice_core.records import IterationShape
 
 
+class UnknownModelError(ValueError):
+    """A model, a GPU or a link has no profile; the message lists the known ones."""
+
+
 class PrefillCoefficients(NamedTuple):
     """Closed form of a prefill beside a given decode batch.
 

@@ -11,13 +11,16 @@ import math
 from operator import mul as _multiply
 
 from sluice_core.latency.model import PrefillCoefficients
+from sluice_core.latency.profile import IterationProfile
 from sluice_core.records import IterationShape
 
 # Seconds per unit of each feature: constant, token, token pair of attention, chunk, decode, token of decode context.
-# A 14B model on one A100 (simulation.md section 1, the line through 8 and 2048 tokens); only the ratios matter after the
-# first measured iteration.
+# A 14B model on one A100 (simulation.md section 1, the line through 8 and 2048 tokens), where no profile is given; only the
+# ratios matter after the first measured iteration.
 _PRIOR = (0.021, 9.2e-5, 5.2e-9, 3.7e-4, 1.2e-5, 1.3e-7)
 _NUM_FEATURES = len(_PRIOR)
+_LEAST_BASE_S = 1e-6  # no iteration is free, whatever a profile says
+_LINE_TOKENS = (8, 2048)  # a profile's table becomes the line through them
 _FORGETTING = 0.998  # per iteration: about the last 500 count, some 15 s of work
 _RIDGE = 0.002  # pull to the common multiple of the prior, in iterations with a relative error of 100 %
 _ERROR_GAIN = 0.05  # weight of the newest error in the running mean
@@ -40,6 +43,9 @@ class OnlineLatencyModel:
     Residuals far above the recent error weigh less, so a stall is ignored; a lasting bias shortens the memory, so a
     changed engine is learned.
 
+    Args:
+        profile: What is known of the engine before it has measured anything.
+
     Attributes:
         num_observations: Iterations seen.
         relative_error: Mean of abs(estimate before learning - measured) / measured over recent iterations.
@@ -52,14 +58,16 @@ class OnlineLatencyModel:
         "_log_scale",
         "_moments",
         "_multiples",
+        "_prior",
         "num_observations",
         "relative_error",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, profile: IterationProfile | None = None) -> None:
         self.num_observations = 0
         self.relative_error = 0.0
-        self._coefficients: tuple[float, ...] = _PRIOR
+        self._prior: tuple[float, ...] = _PRIOR if profile is None else _make_prior(profile)
+        self._coefficients: tuple[float, ...] = self._prior
         self._multiples = [1.0] * _NUM_FEATURES  # of the prior
         self._bias = 0.0  # mean of log(measured / estimate)
         self._log_scale = 0.0  # mean of log(measured / prior)
@@ -117,7 +125,7 @@ class OnlineLatencyModel:
         """See ``LatencyModel.observe``."""
         if not 0.0 < duration_s < math.inf:
             return
-        features = _features(shape)
+        features = self._features(shape)
         if self.num_observations == 0:
             self._log_scale = math.log(duration_s / sum(features))
             self._draw_to_prior()
@@ -153,7 +161,7 @@ class OnlineLatencyModel:
     def _draw_to_prior(self) -> None:
         """Set all coefficients to the common multiple of the prior."""
         self._multiples = [math.exp(self._log_scale)] * _NUM_FEATURES
-        self._coefficients = tuple(map(_multiply, self._multiples, _PRIOR))
+        self._coefficients = tuple(map(_multiply, self._multiples, self._prior))
 
     def _solve(self) -> None:
         """Minimize the ridge problem over non-negative multiples by coordinate descent from the last answer."""
@@ -164,17 +172,31 @@ class OnlineLatencyModel:
             for i, gram_row in enumerate(self._gram):
                 others = sum(map(_multiply, gram_row, multiples)) - gram_row[i] * multiples[i]
                 multiples[i] = max(0.0, (self._moments[i] + pull_moment - others) / (gram_row[i] + pull))
-        self._coefficients = tuple(map(_multiply, multiples, _PRIOR))
+        self._coefficients = tuple(map(_multiply, multiples, self._prior))
+
+    def _features(self, shape: IterationShape) -> tuple[float, ...]:
+        """Express a shape in the seconds that the prior gives to each of its parts."""
+        base, token, work, chunk, decode, context = self._prior
+        return (
+            base,
+            token * (shape.prefill_tokens + shape.num_decodes),
+            work * shape.attention_work,
+            chunk * shape.num_chunks,
+            decode * shape.num_decodes,
+            context * shape.decode_context_tokens,
+        )
 
 
-def _features(shape: IterationShape) -> tuple[float, ...]:
-    """Express a shape in the seconds that the prior gives to each of its parts."""
-    base, token, work, chunk, decode, context = _PRIOR
+def _make_prior(profile: IterationProfile) -> tuple[float, ...]:
+    """Draw a straight line through a profile's table; its attention per token goes to the tokens."""
+    low, high = _LINE_TOKENS
+    low_s, high_s = profile.estimate_linear_s(low), profile.estimate_linear_s(high)
+    token_s = (high_s - low_s) / (high - low)
     return (
-        base,
-        token * (shape.prefill_tokens + shape.num_decodes),
-        work * shape.attention_work,
-        chunk * shape.num_chunks,
-        decode * shape.num_decodes,
-        context * shape.decode_context_tokens,
+        max(_LEAST_BASE_S, low_s - low * token_s),
+        token_s + profile.prefill_token_s,
+        profile.prefill_work_s,
+        profile.prefill_base_s + profile.host_sequence_s,
+        profile.decode_request_s + profile.host_sequence_s,
+        profile.decode_context_s,
     )

@@ -175,7 +175,7 @@ class SimEngine:
         self._gaps = gaps
         self._joins_end_ttft = joins_end_ttft
         self._changed = changed
-        self._load = EngineLoad(kv_blocks_total=setup.kv_blocks_total, pull_bytes_per_s=setup.link.bytes_per_s)
+        self._load = EngineLoad(kv_blocks_total=setup.kv_blocks_total, pull_bytes_per_s=setup.link.speed.bytes_per_s)
         self._is_reported = True
         self.note_change()
         self._block_size = setup.block_size_tokens
@@ -254,6 +254,13 @@ class SimEngine:
         self.pinned_blocks += request.num_blocks
         self.note_change()
         return request
+
+    def resume(self, request: SimRequest) -> None:
+        """Take a request back that was handed off and has not left; it joins at the next iteration boundary."""
+        self.pinned_blocks -= request.num_blocks
+        self.num_incoming += 1
+        self._arrived.append(request)
+        self.note_change()
 
     def release(self, num_blocks: int) -> None:
         """Free the KV of a request that was handed off."""

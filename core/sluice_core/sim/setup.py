@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sluice_core.latency import TRANSFER_LATENCY_S, IterationProfile
+from sluice_core.latency.profile import IterationProfile
+from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EngineId, FlowParameters, Role, Slo
 from sluice_core.strategies import Strategy
 
 BLOCK_SIZE_TOKENS = 16  # simulation.md section 1
 MAX_NUM_SEQS = 256  # simulation.md section 1; 128 in the cells made with Vidur
 MAX_BATCH_TOKENS = 16_384  # simulation.md section 3: batch of an unchunked prefill engine
-NVLINK_BYTES_PER_S = 150e9  # simulation.md section 1
 
 
 class NoGrant(StrEnum):
@@ -51,17 +51,11 @@ class Link:
 
     Args:
         name: Empty: a link of the engine's own.
-        bytes_per_s: Bandwidth.
-        latency_s: Per transfer, beside its share of the bandwidth.
+        speed: What it does.
     """
 
     name: str = ""
-    bytes_per_s: float = NVLINK_BYTES_PER_S
-    latency_s: float = TRANSFER_LATENCY_S
-
-    def __post_init__(self) -> None:
-        if not (self.bytes_per_s > 0 and self.latency_s >= 0):
-            raise ValueError(f"link {self.name!r} has {self.bytes_per_s} bytes/s and a latency of {self.latency_s} s")
+    speed: LinkSpeed = LINKS["nvlink"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from sluice_core.batching import BatchPolicy, ChunkedPrefillPolicy, RequestKind
 from sluice_core.engines import EngineSpec, EngineTable
 from sluice_core.flowing import FlowRequest
 from sluice_core.latency import LatencyModel
-from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, RequestId
+from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, RequestId, Role
 from sluice_core.sim.engine import SimEngine
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
@@ -87,6 +87,7 @@ class Simulation:
         self._is_retry_due = False
         for setup in cell.engines:
             self._add_engine(setup)
+        self._has_targets = self._find_targets()
         for event in sorted(cell.events, key=_at_s_of):
             self._push(event.at_s, _CLUSTER, event)
 
@@ -301,7 +302,7 @@ class Simulation:
 
     def _move(self, engine: SimEngine, proposal: MoveProposal) -> bool:
         """Move a request if there is a target; returns whether it left the decode batch."""
-        must_wait = self._waits_for_grant and proposal.cause is MoveCause.PREFILL_DONE
+        must_wait = self._waits_for_grant and self._has_targets and proposal.cause is MoveCause.PREFILL_DONE
         target = None
         if not (must_wait and self._parked):
             target = self._find_target(proposal.request_id, proposal.cause, engine, proposal.num_blocks)
@@ -336,6 +337,13 @@ class Simulation:
                 continue
             assert request.source is not None
             source = self._by_id[request.source]
+            if not self._has_targets or source.role is Role.DECODE_HEAVY:
+                # A plan has changed meanwhile: its decode may stay.
+                self._parked.popleft()
+                request.state = RequestState.MOVING
+                source.resume(request)
+                self._kick(source)
+                continue
             target = self._find_target(request.request_id, MoveCause.PREFILL_DONE, source, request.num_blocks)
             if target is None:
                 break
@@ -352,9 +360,8 @@ class Simulation:
         link = source.setup.link
         name = link.name or source.engine_id
         num_bytes = (request.prompt_tokens + request.generated_tokens - 1) * source.setup.kv_bytes_per_token
-        free_at_s = max(self.now, self._link_free_at_s.get(name, 0.0)) + num_bytes / link.bytes_per_s
-        self._link_free_at_s[name] = free_at_s
-        arrives_at_s = free_at_s + link.latency_s
+        free_at_s = self._link_free_at_s.get(name, 0.0)
+        self._link_free_at_s[name], arrives_at_s = link.speed.schedule(self.now, free_at_s, num_bytes)
         self.transfer_s += arrives_at_s - self.now
         self._push(arrives_at_s, _TRANSFER, request)
         if self._timeline is not None:
@@ -410,10 +417,16 @@ class Simulation:
         else:
             assert isinstance(event, Configure)
             self._configure(event)
+        self._has_targets = self._find_targets()
         if self._parked:
             self._place_parked()
         if self._held:
             self._schedule_retry()
+
+    def _find_targets(self) -> bool:
+        """Say whether first decodes have anywhere to go at all."""
+        decode_heavy = [engine for engine in self._by_id.values() if engine.role is Role.DECODE_HEAVY]
+        return not self._table.are_roles_void and not all(engine.is_draining for engine in decode_heavy)
 
     def _configure(self, event: Configure) -> None:
         """Put a plan in force; an iteration under way keeps the batch that it has."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sluice_core.records import Slo
+from sluice_core.records import Slo, SloClass
 from sluice_core.sim.setup import Arrival
 
 _REQUIRED = ("input_tokens", "output_tokens")
@@ -117,13 +117,13 @@ class PoissonWorkload:
         rows: The trace.
         slo: Objectives, for rows without their own.
         seed: Fixes lengths and unit-rate gaps.
-        priorities: Of classes; 0 for others.
+        classes: Objectives and priorities of rows with a class; others are as if they had none.
     """
 
-    def __init__(self, rows: Sequence[TraceRow], slo: Slo, seed: int, priorities: dict[str, int] | None = None) -> None:
+    def __init__(self, rows: Sequence[TraceRow], slo: Slo, seed: int, classes: Sequence[SloClass] = ()) -> None:
         self._rows = rows
         self._slo = slo
-        self._priorities = priorities or {}
+        self._classes = {slo_class.name: slo_class for slo_class in classes}
         self._lengths_rng = random.Random(f"lengths {seed}")  # noqa: S311 - a workload
         self._gaps_rng = random.Random(f"gaps {seed}")  # noqa: S311 - a workload
         self._drawn: list[TraceRow] = []
@@ -147,7 +147,7 @@ class PoissonWorkload:
         for unit_time, row in zip(self._unit_times, self._drawn, strict=False):
             if unit_time > end:
                 break
-            arrivals.append(make_arrival(row, unit_time / rate_rps, self._slo, self._priorities))
+            arrivals.append(make_arrival(row, unit_time / rate_rps, self._slo, self._classes))
         return arrivals
 
     def _draw_until(self, end: float) -> None:
@@ -159,8 +159,12 @@ class PoissonWorkload:
             self._drawn += self._lengths_rng.sample(self._rows, len(self._rows))
 
 
-def make_arrival(row: TraceRow, at_s: float, slo: Slo, priorities: dict[str, int]) -> Arrival:
-    """Make a request of a row of a trace."""
+def make_arrival(row: TraceRow, at_s: float, slo: Slo, classes: Mapping[str, SloClass]) -> Arrival:
+    """Make a request of a row of a trace; the row's own TTFT objective wins over its class's."""
+    priority = 0
+    slo_class = classes.get(row.slo_class)
+    if slo_class is not None:
+        slo, priority = slo_class.slo, slo_class.priority
     if row.ttft_slo_s is not None:
         slo = Slo(ttft_s=row.ttft_slo_s, tpot_s=slo.tpot_s)
     return Arrival(
@@ -168,11 +172,17 @@ def make_arrival(row: TraceRow, at_s: float, slo: Slo, priorities: dict[str, int
         prompt_tokens=row.prompt_tokens,
         output_tokens=row.output_tokens,
         slo=slo,
-        priority=priorities.get(row.slo_class, 0),
+        priority=priority,
     )
 
 
-def scale_trace(rows: Sequence[TraceRow], slo: Slo, rate_rps: float | None, duration_s: float) -> list[Arrival]:
+def scale_trace(
+    rows: Sequence[TraceRow],
+    slo: Slo,
+    rate_rps: float | None,
+    duration_s: float,
+    classes: Sequence[SloClass] = (),
+) -> list[Arrival]:
     """Make requests at the trace's own times, from its start, stretched to a mean rate.
 
     That keeps the shape of bursts and changes their time scale (simulation.md, section 4).
@@ -182,6 +192,7 @@ def scale_trace(rows: Sequence[TraceRow], slo: Slo, rate_rps: float | None, dura
         slo: Objectives, for rows without their own.
         rate_rps: Mean rate; None: times as they are.
         duration_s: Length of the run.
+        classes: As for ``PoissonWorkload``.
 
     Raises:
         ValueError: A row without a time, or a trace without a duration.
@@ -193,10 +204,11 @@ def scale_trace(rows: Sequence[TraceRow], slo: Slo, rate_rps: float | None, dura
     if span_s <= 0 and rate_rps is not None:
         raise ValueError("all requests of the trace arrive at one time: no rate can be given")
     factor = 1.0 if rate_rps is None else len(rows) / span_s / rate_rps
+    by_name = {slo_class.name: slo_class for slo_class in classes}
     arrivals = []
     for row, time_s in zip(rows, times, strict=True):
         at_s = (time_s - first_s) * factor
         if at_s > duration_s:
             break
-        arrivals.append(make_arrival(row, at_s, slo, {}))
+        arrivals.append(make_arrival(row, at_s, slo, by_name))
     return arrivals

@@ -89,6 +89,7 @@ def _locked(settings: Settings) -> Iterator[list[int]]:
     """Holds a lock on the folder, and on the machine when it becomes a node; yields their descriptors."""
     paths = [settings.logs / "lock", *([NODE_LOCK] if settings.has_real_node else [])]
     with contextlib.ExitStack() as stack:
+        NODE_LOCK.parent.mkdir(parents=True, exist_ok=True)
         locks = [stack.enter_context(path.open("w")) for path in paths]
         for path, lock in zip(paths, locks, strict=True):
             try:

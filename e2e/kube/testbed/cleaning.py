@@ -37,7 +37,7 @@ def clean(settings: Settings) -> None:
     # Nothing of it is needed again, so nobody need write anything down.
     for name in ("kwok", *reversed(control_plane.PROGRAMS)):
         stop_recorded(settings, name, signal.SIGKILL)
-    for path in settings.folder.glob("*"):
+    for path in (*settings.folder.glob("*"), settings.node):
         if path.is_dir() and path != settings.logs:
             shutil.rmtree(path, ignore_errors=True)  # another cleaner may be at it
         elif path.is_file():
@@ -48,10 +48,16 @@ def find_leftovers(settings: Settings) -> list[str]:
     """What of a cluster is on this machine though it should be gone, each with its kind."""
     state = _runtime_folder(settings)
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
-    found = [f"process {command}" for command in commands if str(settings.folder) in command or str(state) in command]
+    found = [
+        f"process {command}"
+        for command in commands
+        if any(str(path) in command for path in (settings.folder, settings.node, state))
+    ]
     found += [f"mount {point}" for point in _mounts_below(settings.node, state)]
     found += [
-        f"folder {path}" for path in (*settings.folder.glob("*"), state) if path.exists() and path != settings.logs
+        f"folder {path}"
+        for path in (*settings.folder.glob("*"), settings.node, state)
+        if path.exists() and path != settings.logs
     ]
     found += [f"link {node.BRIDGE}" for path in [Path("/sys/class/net") / node.BRIDGE] if path.exists()]
     tables = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=False).stdout.splitlines()

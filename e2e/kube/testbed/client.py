@@ -84,16 +84,28 @@ class Client:
         Raises:
             TestbedError: It failed; the message is what it said.
         """
+        return self._run("kubectl", *arguments, stdin=stdin)
+
+    def helm(self, *arguments: str) -> str:
+        """Runs helm, without any configuration of this machine's user, and returns what it prints.
+
+        Raises:
+            TestbedError: It failed; the message is what it said.
+        """
+        return self._run("helm", *arguments)
+
+    def _run(self, program: str, *arguments: str, stdin: str | None = None) -> str:
+        homes = {f"HELM_{kind}_HOME": str(self.kubeconfig.parent / "helm") for kind in ("CACHE", "CONFIG", "DATA")}
         done = subprocess.run(
-            [self._path / "kubectl", *arguments],
+            [self._path / program, *arguments],
             input=stdin,
-            env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
+            env={**os.environ, **homes, "KUBECONFIG": str(self.kubeconfig)},
             capture_output=True,
             text=True,
             check=False,
         )
         if done.returncode != 0:
-            raise TestbedError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+            raise TestbedError(f"{program} {' '.join(arguments)}: {done.stderr.strip()}")
         return done.stdout
 
     def apply(self, *objects: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from testbed.errors import MissingError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 USER = 65532
 ELF = b"\x7fELF"
@@ -35,12 +35,8 @@ ACCOUNTS = {
     "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
 # Parts of Python that no program of ours runs.
-UNUSED = ("__pycache__", "test", "tests", "idlelib", "ensurepip", "turtledemo", "site-packages")
-# What binary wheels expect of every system (PEP 600, and what vLLM adds), beside what Python itself loads.
-WHEELS_NEED = (
-    *("libpthread.so.0", "libdl.so.2", "libutil.so.1", "librt.so.1", "libm.so.6", "libz.so.1"),
-    *("libgcc_s.so.1", "libstdc++.so.6", "libnuma.so.1"),
-)
+UNUSED = ("test", "tests", "idlelib", "ensurepip", "turtledemo", "site-packages")
+SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -52,6 +48,7 @@ class Image:
         name: Name with tag.
         command: Entry point and arguments.
         files: Path in the image to path on this machine; folders with all that is below them.
+        trees: As ``files``, but nothing below is left out: environments of Python.
         links: Symbolic links: path in the image to target.
         environment: Variables.
         user: User and group id, as a number: Kubernetes checks ``runAsNonRoot`` by it.
@@ -60,6 +57,7 @@ class Image:
     name: str
     command: tuple[str, ...]
     files: Mapping[str, Path]
+    trees: Mapping[str, Path] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     user: int = USER
@@ -100,11 +98,6 @@ def make_python_image(
     )
 
 
-def make_engine_image(name: str) -> Image:
-    """What engines and routers need beside the virtual environment, which a volume brings."""
-    return make_python_image(name, programs=("lscpu",), libraries=WHEELS_NEED)
-
-
 def _find_program(name: str) -> Path:
     found = shutil.which(name)
     if found is None:
@@ -133,10 +126,7 @@ def write_image(image: Image, path: Path) -> None:
         "os": "linux",
         "config": {
             "Entrypoint": list(image.command),
-            "Env": [
-                "PATH=/usr/local/bin:/usr/bin:/bin",
-                *(f"{name}={value}" for name, value in image.environment.items()),
-            ],
+            "Env": [f"{name}={value}" for name, value in ({"PATH": SEARCH_PATH} | dict(image.environment)).items()],
             "User": f"{image.user}:{image.user}",
             "WorkingDir": "/",
         },
@@ -162,7 +152,7 @@ def _make_layer(image: Image) -> bytes:
             entry = tarfile.TarInfo(link.lstrip("/"))
             entry.type, entry.linkname = tarfile.SYMTYPE, target
             layer.addfile(entry)
-        for inside, outside in sorted(_with_libraries(image.files).items()):
+        for inside, outside in sorted(_with_libraries(image).items()):
             folders.add_parents(inside)
             # Owned by root and with their times: bytecode is stale when its source's time has changed.
             layer.add(outside, inside.lstrip("/"), recursive=False, filter=_owned_by_root)
@@ -189,25 +179,26 @@ class _Folders:
             self.add(str(folder))
 
 
-def _with_libraries(files: Mapping[str, Path]) -> dict[str, Path]:
+def _with_libraries(image: Image) -> dict[str, Path]:
     """All files below the named ones, and the libraries that the programs among them load."""
     found: dict[str, Path] = {}
-    for inside, outside in files.items():
-        for path in _walk(outside):
-            found[f"{inside}{str(path)[len(str(outside)) :]}"] = path
+    for folders, left_out in ((image.files, UNUSED), (image.trees, ())):
+        for inside, outside in folders.items():
+            for path in _walk(outside, left_out):
+                found[f"{inside}{str(path)[len(str(outside)) :]}"] = path
     for path in list(found.values()):
         for library in _libraries(path):
             found.setdefault(str(library), library.resolve())
     return found
 
 
-def _walk(path: Path) -> Iterator[Path]:
+def _walk(path: Path, left_out: Collection[str]) -> Iterator[Path]:
     if not path.is_dir() or path.is_symlink():
         yield path
         return
     for child in sorted(path.iterdir()):
-        if child.name not in UNUSED and child.suffix != ".a":
-            yield from _walk(child)
+        if child.name not in left_out and child.suffix != ".a":
+            yield from _walk(child, left_out)
 
 
 def _libraries(path: Path) -> list[Path]:

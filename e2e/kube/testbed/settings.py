@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 FIRST_PORT = 16400
 NODE_NAME = "real"
+NODE_FOLDERS = Path("/var/lib/sluice-kube")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class Settings:
     """One test cluster.
 
     Args:
-        folder: Certificates, data, pids and logs; only the logs outlive the cluster.
+        folder: Certificates, data of the control plane, pids and logs; only the logs outlive the cluster.
         address: Address of this machine that pods can reach too.
         ports: Where the programs listen.
         num_fake_nodes: Nodes that kwok plays.
@@ -79,8 +81,11 @@ class Settings:
 
     @property
     def node(self) -> Path:
-        """Folder of containerd and kubelet."""
-        return self.folder / "node"
+        """Folder of containerd and kubelet, one for each checkout.
+
+        Outside of it: kubelet's sockets are 35 characters further down, and a socket's path may have 107 in all.
+        """
+        return NODE_FOLDERS / hashlib.sha256(str(self.folder).encode()).hexdigest()[:12]
 
     @property
     def api_url(self) -> str:

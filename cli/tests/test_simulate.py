@@ -1,0 +1,204 @@
+"""``sluice simulate``: its flags, its JSON, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sluice_cli.cells import (
+    CellSettings,
+    CellSpec,
+    EngineGroup,
+    build_cell,
+    change_settings,
+    describe_manifest,
+    format_engines,
+    parse_engines,
+)
+from sluice_cli.main import cli
+from sluice_core.records import EarlyRejection, Role, Slo
+from sluice_core.sim.setup import NoGrant, TtftEnd
+from sluice_operator.manifest import parse_manifest
+
+ROOT = Path(__file__).parents[2]
+TRACE = str(ROOT / "examples" / "traces" / "arxiv-16k.csv")
+MANIFEST = ROOT / "examples" / "tiny-cpu.yaml"
+CELL = (
+    "--model",
+    "qwen2.5-14b",
+    "--gpu",
+    "a100-80g",
+    "--engines",
+    "2x1024,2x256",
+    "--ttft-ms",
+    "4000",
+    "--tpot-ms",
+    "70",
+)
+SHORT = ("--duration-s", "60", "--seeds", "1,2", "--jobs", "1")
+
+
+def simulate(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, ["simulate", *arguments])
+    return result.exit_code, result.output
+
+
+def simulate_json(*arguments: str) -> dict[str, object]:
+    code, output = simulate(*arguments, "--json")
+    assert code == 0, output
+    report = json.loads(output)
+    assert isinstance(report, dict)
+    return report
+
+
+def test_a_run_reports_every_metric() -> None:
+    report = simulate_json(*CELL, "--trace", TRACE, "--rate", "1.5", *SHORT)
+    assert {"attainment", "attainment_longest_tenth", "moves", "preemptions", "rejected"} <= set(report)
+    assert set(report["ttft_s"]) == set(report["tpot_s"]) == {"p50", "p90", "p99"}  # type: ignore[call-overload]
+    assert report["engines"] == "2x1024,2x256"
+    assert 0.95 < float(str(report["attainment"])) <= 1.0
+    assert report["seeds"] == [1, 2]
+
+
+def test_goodput_is_searched_for_each_seed_and_processes_change_nothing() -> None:
+    arguments = (*CELL, "--trace", TRACE, "--goodput", "--duration-s", "20", "--seeds", "1,2")
+    report = simulate_json(*arguments, "--jobs", "1")
+    rates = report["goodput_per_seed"]
+    assert isinstance(rates, list)
+    assert len(rates) == 2
+    assert report["goodput_rps"] == pytest.approx(sum(rates) / 2)
+    assert report["goodput_sd"] == pytest.approx(abs(rates[0] - rates[1]) / 2**0.5)
+    assert float(str(report["attainment"])) >= 0.9
+    assert simulate_json(*arguments, "--jobs", "2") == report
+
+
+@pytest.mark.parametrize("rate", ["0.2", "30"])
+def test_the_start_of_the_search_does_not_clip_it(rate: str) -> None:
+    arguments = (*CELL, "--trace", TRACE, "--goodput", "--duration-s", "20", "--seeds", "1", "--jobs", "1")
+    expected = simulate_json(*arguments)["goodput_rps"]
+    assert simulate_json(*arguments, "--rate", rate)["goodput_rps"] == pytest.approx(expected, rel=0.05)
+
+
+def test_a_manifest_gives_engines_strategy_and_objectives() -> None:
+    report = simulate_json(
+        str(MANIFEST), "--model", "llama-3-8b", "--gpu", "h100-80g", "--trace", TRACE, "--rate", "2", *SHORT
+    )
+    assert (report["engines"], report["strategy"]) == ("2x512,2x64", "taichi")
+    assert (report["ttft_ms"], report["tpot_ms"]) == (2000.0, 200.0)
+
+
+def test_flags_win_over_the_manifest() -> None:
+    arguments = (str(MANIFEST), *CELL, "--strategy", "aggregated", "--trace", TRACE, "--rate", "1", *SHORT)
+    report = simulate_json(*arguments)
+    assert (report["engines"], report["strategy"], report["ttft_ms"]) == ("2x1024,2x256", "aggregated", 4000.0)
+
+
+def test_classes_of_a_manifest_keep_their_objectives() -> None:
+    spec = describe_manifest(parse_manifest(MANIFEST.read_text()), "qwen2.5-14b", "a100-80g")
+    (interactive,) = spec.classes
+    assert (interactive.name, interactive.priority, interactive.slo) == ("interactive", 10, Slo(ttft_s=0.5, tpot_s=0.1))
+
+
+def test_the_table_is_for_people() -> None:
+    code, output = simulate(*CELL, "--trace", TRACE, "--rate", "1", *SHORT)
+    assert code == 0
+    assert "qwen2.5-14b on a100-80g, taichi 2x1024,2x256" in output
+    assert "attainment longest tenth" in output
+
+
+def test_the_timeline_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    code, output = simulate(*CELL, "--trace", TRACE, "--rate", "1", *SHORT, "--timeline", str(file))
+    assert code == 0, output
+    assert len(json.loads(file.read_text())["traceEvents"]) > 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rate", "1", "--model", "gpt-9"), "model 'gpt-9' is unknown; known are llama-3-8b, qwen2.5-14b"),
+        (("--rate", "1", "--gpu", "tpu"), "GPU 'tpu' is unknown; known are a100-80g"),
+        (("--rate", "1", "--strategy", "best"), "strategy 'best' is unknown; known are taichi"),
+        (("--rate", "1", "--engines", "2x1024,2x256,1x8"), "is not COUNTxCHUNK"),
+        (("--rate", "1", "--engines", "2*1024"), "is not COUNTxCHUNK"),
+        (("--rate", "1", "--engines", "1x99999"), "chunk size 99999, not in 0..16384"),
+        (("--rate", "1", "--set", "colour=red"), "known are watermark"),
+        (("--rate", "1", "--set", "no_grant=perhaps"), "no_grant is 'perhaps'; known are in_place, wait"),
+        (("--rate", "1", "--set", "watermark=2"), "watermark is '2'; 0 to 1 is allowed"),
+        (("--rate", "1", "--seeds", "1,1"), "has a seed twice"),
+        (("--rate", "1", "--trace-times"), "the trace has no arrival_s"),
+        ((), "--rate or --goodput is needed"),
+        (("--goodput", "--timeline", "x"), "need --rate"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments: tuple[str, ...], message: str) -> None:
+    code, output = simulate(*CELL, "--trace", TRACE, *SHORT, *arguments)
+    assert code != 0
+    assert message in " ".join(output.split())
+
+
+def test_without_a_manifest_the_missing_flags_are_named() -> None:
+    code, output = simulate("--model", "qwen2.5-14b", "--trace", TRACE, "--rate", "1")
+    assert code == 1
+    assert "without a manifest, --gpu, --engines, --ttft-ms, --tpot-ms must be given" in output
+
+
+def test_a_wrong_row_is_named_with_file_and_line(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.csv"
+    trace.write_text("input_tokens,output_tokens\n10,5\n10,many\n")
+    code, output = simulate(*CELL, "--trace", str(trace), "--rate", "1", *SHORT)
+    assert code == 1
+    assert f"{trace}, line 3: output_tokens is 'many'" in " ".join(output.split())
+
+
+@pytest.mark.parametrize("text", ["4x512", "2x1024,2x256", "2xmax,2x0"])
+def test_engines_are_written_as_they_are_read(text: str) -> None:
+    assert format_engines(parse_engines(text)) == text
+
+
+def test_groups_become_engines_of_their_roles() -> None:
+    spec = CellSpec(
+        model="qwen2.5-14b",
+        gpu="a100-80g",
+        tensor_parallel=1,
+        strategy="disaggregated",
+        engines=(EngineGroup(count=1, chunk_size_tokens=None), EngineGroup(count=2, chunk_size_tokens=0)),
+        slo=Slo(ttft_s=1.0, tpot_s=0.1),
+        settings=change_settings(CellSettings(), ["kv_scale=0.5", "link=25gbe", "link_shared=on", "max_num_seqs=7"]),
+    )
+    engines = build_cell(spec, seed=1).engines
+    assert [(engine.role, engine.chunk_size_tokens) for engine in engines] == [
+        (Role.PREFILL_HEAVY, 16_384),
+        (Role.DECODE_HEAVY, 0),
+        (Role.DECODE_HEAVY, 0),
+    ]
+    assert {engine.link.name for engine in engines} == {"shared"}
+    assert {engine.link.speed.bytes_per_s for engine in engines} == {3e9}
+    assert {(engine.max_num_seqs, engine.kv_blocks_total) for engine in engines} == {(7, 227_712 // 32)}
+
+
+def test_settings_reach_the_cell() -> None:
+    changes = ["no_grant=wait", "ttft_end=decode_join", "budget=prefill", "placement=least_work", "flow=off"]
+    changes += ["early_rejection=reject", "approaching_factor=0.9", "watermark=0.8", "min_tokens_between_moves=3"]
+    spec = CellSpec(
+        model="qwen2.5-14b",
+        gpu="a100-80g",
+        tensor_parallel=2,
+        strategy="taichi",
+        engines=parse_engines("2x1024,2x256"),
+        slo=Slo(ttft_s=1.0, tpot_s=0.1),
+        settings=change_settings(CellSettings(), changes),
+    )
+    cell = build_cell(spec, seed=1)
+    assert (cell.options.no_grant, cell.options.ttft_end, cell.options.counts_decodes) == (
+        NoGrant.WAIT,
+        TtftEnd.DECODE_JOIN,
+        False,
+    )
+    assert (cell.strategy.placement, cell.strategy.degrades) == ("least_work", False)
+    assert cell.parameters.early_rejection is EarlyRejection.REJECT
+    assert (cell.parameters.approaching_factor, cell.parameters.watermark) == (0.9, 0.8)
+    assert cell.parameters.min_tokens_between_moves == 3

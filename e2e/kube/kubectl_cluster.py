@@ -1,0 +1,97 @@
+"""A ServingCluster in a namespace, seen and edited as a user does: with kubectl."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from testbed.settings import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from testbed.client import Client
+
+PATIENCE_S = 60.0
+CHILDREN = "deployments,services,configmaps,serviceaccounts,poddisruptionbudgets,networkpolicies"
+
+
+def wait_for(look: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
+    """Polls until something is the case, and returns it."""
+    deadline = time.monotonic() + patience_s
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"{what} did not come in {patience_s:.0f} s"
+        time.sleep(0.1)
+    return found
+
+
+def make_manifest(**spec: dict[str, Any]) -> dict[str, Any]:
+    """The example, with fields of parts of its spec changed."""
+    manifest: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
+    for part, fields in spec.items():
+        manifest["spec"][part].update(fields)
+    return manifest
+
+
+class KubectlCluster:
+    """The ServingCluster ``tiny`` of a namespace.
+
+    Args:
+        client: The administrator.
+        namespace: The namespace.
+        patience_s: Longest wait for what the operator or Kubernetes should do.
+    """
+
+    def __init__(self, client: Client, namespace: str, patience_s: float = PATIENCE_S) -> None:
+        self.client, self.namespace, self.patience_s = client, namespace, patience_s
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        return self.client.kubectl("-n", self.namespace, *arguments, stdin=stdin)
+
+    def read(self, what: str) -> Any:
+        return json.loads(self.kubectl("get", what, "-o", "json"))
+
+    def apply(self, manifest: dict[str, Any]) -> None:
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+
+    def edit(self, **spec: Any) -> None:
+        self.kubectl("patch", "slc", "tiny", "--type=merge", "-p", json.dumps({"spec": spec}))
+
+    def wait_for(self, look: Callable[[], Any], what: str) -> Any:
+        return wait_for(look, what, self.patience_s)
+
+    def wait(self, condition: str, reason: str) -> None:
+        """Waits until a condition of the present generation gives a reason."""
+
+        def look() -> bool:
+            body = self.read("slc/tiny")
+            found = {item["type"]: item for item in body.get("status", {}).get("conditions", [])}
+            return condition in found and (
+                found[condition]["reason"] == reason
+                and found[condition]["observedGeneration"] == body["metadata"]["generation"]
+            )
+
+        try:
+            self.wait_for(look, f"{condition} {reason}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.read('slc/tiny').get('status')}") from error
+
+    def find_pods(self, component: str) -> dict[str, dict[str, Any]]:
+        """Pods of engines or routers, by uid."""
+        label = f"sluice.dev/cluster=tiny,app.kubernetes.io/component={component}"
+        pods = json.loads(self.kubectl("get", "pods", "-l", label, "-o", "json"))
+        return {pod["metadata"]["uid"]: pod for pod in pods["items"]}
+
+    @property
+    def engines(self) -> dict[str, dict[str, Any]]:
+        return self.find_pods("engine")
+
+    @property
+    def roles(self) -> list[str]:
+        return sorted(pod["metadata"]["labels"].get("sluice.dev/role", "") for pod in self.engines.values())
+
+    def versions(self) -> dict[str, str]:
+        items = self.read(f"{CHILDREN},slc,pods")["items"]
+        return {f"{item['kind']}/{item['metadata']['name']}": item["metadata"]["resourceVersion"] for item in items}

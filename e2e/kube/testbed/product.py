@@ -1,0 +1,96 @@
+"""The product's images, made without a container engine: what the Dockerfiles install, with their user and entry points.
+
+Operator and router have an environment of their own at the Dockerfiles' path, from the hashes of ``requirements/`` and
+from the wheel that ``make`` built. The engine's (vLLM, 5.5 GB) is not copied: in its place is a link to the checkout's
+own environment, which pods mount from a volume.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from testbed.errors import MissingError, TestbedError
+from testbed.images import SEARCH_PATH, Image, make_python_image
+from testbed.settings import ROOT
+
+# Where the Dockerfiles put an image's environment.
+ENVIRONMENT = "/opt/sluice"
+WHEELS = ROOT / "build" / "wheel"
+# What binary wheels expect of every system (PEP 600), beside what Python itself loads.
+WHEELS_NEED = (
+    *("libpthread.so.0", "libdl.so.2", "libutil.so.1", "librt.so.1", "libm.so.6", "libz.so.1"),
+    *("libgcc_s.so.1", "libstdc++.so.6"),
+)
+# What vLLM loads and runs.
+VLLM_NEEDS = ("libnuma.so.1",)
+VLLM_RUNS = ("lscpu",)
+
+
+def make_service_image(name: str, part: str, folder: Path) -> Image:
+    """The image of the operator or of the router.
+
+    Args:
+        name: Name with tag.
+        part: ``operator`` or ``router``.
+        folder: Where its environment is installed first.
+
+    Raises:
+        MissingError: There is no wheel.
+        TestbedError: The installation failed.
+    """
+    return _make_image(name, part, trees={ENVIRONMENT: install_environment(part, folder)})
+
+
+def make_engine_image(name: str) -> Image:
+    """The image of the engine without GPUs; a volume brings the checkout to its own path."""
+    # There is no compiler in the image, and nothing in a tiny model that would be worth compiling.
+    environment = {"TORCH_COMPILE_DISABLE": "1"}
+    links = {ENVIRONMENT: str(ROOT / ".venv")}
+    return _make_image(name, "engine", programs=VLLM_RUNS, libraries=VLLM_NEEDS, links=links, environment=environment)
+
+
+def _make_image(
+    name: str,
+    part: str,
+    *,
+    programs: tuple[str, ...] = (),
+    libraries: tuple[str, ...] = (),
+    trees: dict[str, Path] | None = None,
+    links: dict[str, str] | None = None,
+    environment: dict[str, str] | None = None,
+) -> Image:
+    python = make_python_image(name, programs=programs, libraries=(*WHEELS_NEED, *libraries))
+    return Image(
+        name=name,
+        command=("python", "-m", f"sluice_{part}"),
+        files=python.files,
+        trees=trees or {},
+        links=links or {},
+        environment={
+            **python.environment,
+            "PATH": f"{ENVIRONMENT}/bin:{SEARCH_PATH}",
+            "HOME": "/tmp",
+            **(environment or {}),
+        },
+    )
+
+
+def install_environment(part: str, folder: Path) -> Path:
+    """Installs what the Dockerfile of a part installs; returns the folder."""
+    wheels = sorted(WHEELS.glob("*.whl"))
+    if len(wheels) != 1:
+        raise MissingError(f"{WHEELS} holds {len(wheels)} wheels instead of one; run `make build/compiled/stamp`")
+    uv = Path(sys.executable).with_name("uv")
+    install = [str(uv), "pip", "install", "--quiet", "--python", str(folder / "bin" / "python"), "--no-deps"]
+    _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
+    _run(*install, "--require-hashes", "-r", str(ROOT / "requirements" / f"{part}.txt"))
+    _run(*install, "--offline", "--compile-bytecode", str(wheels[0]))
+    return folder
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise TestbedError(f"{' '.join(command[:4])} failed:\n{done.stderr[-4000:]}")
