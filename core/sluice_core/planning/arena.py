@@ -127,6 +127,11 @@ class Arena:
             self.num_iterations += outcome.num_iterations
         return outcomes
 
+    def find_passing_rate(self, candidate: Candidate, fidelity: Fidelity) -> float | None:
+        """Find the highest rate at which a candidate is known to reach the target; None: none is."""
+        passing = [rate for rate, attainment in self.list_points(candidate, fidelity) if attainment >= self._target]
+        return max(passing, default=None)
+
     def list_points(self, candidate: Candidate, fidelity: Fidelity) -> list[tuple[float, float]]:
         """List what is known of a candidate's attainment by rate, means over the seeds that ran at it."""
         by_rate: dict[float, list[float]] = {}
@@ -187,4 +192,3 @@ class Arena:
                 self._curve(candidate, seed, fidelity).estimate_goodput_rps(self._target) for seed in fidelity.seeds
             ),
         )
-

@@ -99,7 +99,7 @@ class Space:
     prefill_heavy_tokens: tuple[int, ...]
     decode_heavy_tokens: tuple[int, ...]
     max_batch_tokens: int
-    prefill_heavy: PrefillHeavyBounds = PrefillHeavyBounds()  # noqa: RUF009 - a frozen record
+    prefill_heavy: PrefillHeavyBounds = PrefillHeavyBounds()
     watermarks: tuple[float, ...] = WATERMARKS
     approaching_factors: tuple[float, ...] = APPROACHING_FACTORS
 
@@ -231,10 +231,7 @@ def list_coarse(space: Space, replicas: int, tensor_parallel: int) -> list[Candi
 
 
 # Steps on the lattice: P-heavy engines, their chunk size, that of the others.
-_STEPS = (
-    (1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1), (0, 1, 1), (0, -1, -1), (0, 1, -1), (0, -1, 1),
-    (1, 0, 1), (-1, 0, -1), (1, 0, -1), (-1, 0, 1),
-)  # fmt: skip
+_STEPS = ((1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1), (1, 0, 1), (-1, 0, -1))
 
 
 def list_neighbours(space: Space, candidate: Candidate, count_step: int = 1) -> list[Candidate]:

@@ -8,7 +8,7 @@ which the best candidate so far is about to fail, which is where candidates diff
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sluice_core.planning.arena import Arena, Fidelity, Standing
 from sluice_core.planning.candidates import (
@@ -109,7 +109,7 @@ class Search:
         rate_rps = self._find_rate(coarse, start_rps)
         explored = self._explore(coarse, rate_rps)
         refined = self._refine(explored, warm, replicas)
-        refined = self._tune_parameters(refined)
+        refined = self._tune_parameters(refined, explored)
         return self._compare(refined, explored, warm)
 
     def _tell(self, stage: str) -> None:
@@ -133,49 +133,55 @@ class Search:
         return standings
 
     def _refine(self, explored: Sequence[Standing], warm: Sequence[Candidate], replicas: int) -> list[Standing]:
-        """Climb from the best to their neighbours until none is better."""
-        rate_rps = explored[0].goodput_rps
-        fidelity = self._shorten(rate_rps, _MIDDLE)
-        count_step = max(1, replicas // 16)
-        known = _pick(explored, _NUM_CENTRES, warm)
-        asked: set[Candidate] = set()
-        standings: list[Standing] = []
-        for _ in range(_MOST_CLIMBS):
-            centres = [standing.candidate for standing in standings[:2]] if standings else known[:_NUM_CENTRES]
-            fresh = [
-                moved
-                for centre in centres
-                if centre not in asked
-                for moved in list_neighbours(self._space, centre, count_step)
-            ]
-            asked.update(centres)
-            seen = set(known) if standings else set()
-            new = [candidate for candidate in dict.fromkeys(fresh) if candidate not in seen]
-            if not new:
+        """Go from the best to their neighbours until none of the first few has one that was not tried."""
+        fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
+        centres = _pick(explored, _NUM_CENTRES, warm)
+        standings = self._arena.climb(centres, fidelity, explored[0].goodput_rps, _FINE_FACTOR)
+        asked: set[tuple[Candidate, int]] = set()
+        count_step = max(1, replicas // _COUNT_STEPS)
+        while len(standings) < _MOST_REFINED:
+            centre = self._choose_centre(standings, asked, count_step)
+            if centre is None:
                 if count_step == 1:
                     break
                 count_step = max(1, count_step // 4)
-                asked.clear()
                 continue
-            known = list(dict.fromkeys([*known, *new]))
-            standings = self._arena.climb(known, fidelity, rate_rps, _FINE_FACTOR)
-            rate_rps = standings[0].goodput_rps
+            asked.add((centre, count_step))
+            known = {standing.candidate for standing in standings}
+            new = [moved for moved in list_neighbours(self._space, centre, count_step) if moved not in known]
+            standings = self._challenge(standings, new, fidelity)
         self._tell("refine")
-        return standings or self._arena.climb(known, fidelity, rate_rps, _FINE_FACTOR)
+        return standings
 
-    def _tune_parameters(self, refined: Sequence[Standing]) -> list[Standing]:
-        """Try other M and alpha for the best."""
-        best = refined[0]
-        fidelity = self._shorten(best.goodput_rps, _MIDDLE)
-        candidates = [best.candidate, *list_parameter_neighbours(self._space, best.candidate)]
-        standings = self._arena.climb(candidates, fidelity, best.goodput_rps, _FINE_FACTOR)
-        self._tell("parameters")
-        known = {standing.candidate: standing for standing in [*refined, *standings]}
+    def _choose_centre(
+        self, standings: Sequence[Standing], asked: set[tuple[Candidate, int]], count_step: int
+    ) -> Candidate | None:
+        """Choose whose neighbours to try: of the first few, near the best, the first that was not asked yet."""
+        least_rps = standings[0].goodput_rps * _NEAR
+        for standing in standings[:_NUM_CENTRES]:
+            if standing.goodput_rps >= least_rps and (standing.candidate, count_step) not in asked:
+                return standing.candidate
+        return None
+
+    def _challenge(self, standings: Sequence[Standing], new: Sequence[Candidate], fidelity: Fidelity) -> list[Standing]:
+        """Rank new candidates among those that were compared, from the rate on that the best one reached."""
+        if not new:
+            return list(standings)
+        best = standings[0]
+        rate_rps = self._arena.find_passing_rate(best.candidate, fidelity) or best.goodput_rps
+        climbed = self._arena.climb([best.candidate, *new], fidelity, rate_rps, _FINE_FACTOR)
+        known = {standing.candidate: standing for standing in [*standings, *climbed]}
         return sorted(known.values(), key=_by_goodput)
 
-    def _compare(
-        self, refined: Sequence[Standing], explored: Sequence[Standing], warm: Sequence[Candidate]
-    ) -> Found:
+    def _tune_parameters(self, refined: Sequence[Standing], explored: Sequence[Standing]) -> list[Standing]:
+        """Try other M and alpha for the best."""
+        fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
+        neighbours = list_parameter_neighbours(self._space, refined[0].candidate)
+        standings = self._challenge(refined, neighbours, fidelity)
+        self._tell("parameters")
+        return standings
+
+    def _compare(self, refined: Sequence[Standing], explored: Sequence[Standing], warm: Sequence[Candidate]) -> Found:
         """Look closely at the best few, at the best of each strategy, and at the plan in force."""
         everything = {standing.candidate: standing for standing in [*explored, *refined]}
         best = _pick(refined, self._effort.num_compared, warm)
@@ -195,7 +201,9 @@ class Search:
 _SHORT, _MIDDLE = 0.25, 0.6  # lengths of the first rounds' runs
 _COARSE_FACTOR, _FACTOR, _FINE_FACTOR = 1.5, 1.15, 1.06  # between rates of a round
 _NUM_CENTRES = 3
-_MOST_CLIMBS = 8
+_NEAR = 0.98  # of the best's goodput: what may still turn out to be better
+_COUNT_STEPS = 16  # P-heavy engines in how many steps at first
+_MOST_REFINED = 70
 
 
 def _pick(standings: Iterable[Standing], number: int, always: Iterable[Candidate]) -> list[Candidate]:
@@ -206,6 +214,3 @@ def _pick(standings: Iterable[Standing], number: int, always: Iterable[Candidate
 
 def _by_goodput(standing: Standing) -> float:
     return -standing.goodput_rps
-
-
-_ = replace

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sluice_core.planning.candidates import Candidate
-from sluice_core.records import EngineId, FlowParameters, Role, Slo
+from sluice_core.records import EngineId, FlowParameters, Role, Slo, SloClass
 from sluice_core.sim.metrics import RunSummary, summarize
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.setup import Cell, EngineSetup, SimOptions
@@ -30,7 +30,7 @@ class Problem:
         strategies: By name.
         parameters: Of the strategies; M and alpha do not count.
         options: Semantics.
-        priorities: Of request classes.
+        classes: Objectives and priorities of request classes.
     """
 
     rows: Sequence[TraceRow]
@@ -39,7 +39,7 @@ class Problem:
     strategies: Mapping[str, Strategy]
     parameters: FlowParameters = FlowParameters()  # noqa: RUF009 - a frozen record
     options: SimOptions = SimOptions()  # noqa: RUF009 - a frozen record
-    priorities: Mapping[str, int] | None = None
+    classes: Sequence[SloClass] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class Trial:
         duration_s: Length of the run.
         least_attainment: Give up once attainment cannot reach this any more.
         is_detailed: Keep every metric.
+        kv_scale: Scales the KV capacity, to see what more of it would change.
     """
 
     candidate: Candidate
@@ -61,6 +62,7 @@ class Trial:
     duration_s: float
     least_attainment: float = 0.0
     is_detailed: bool = False
+    kv_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +101,11 @@ class Outcome:
     detail: Detail | None = None
 
 
-def build_cell(problem: Problem, candidate: Candidate, seed: int) -> Cell:
+def build_cell(problem: Problem, candidate: Candidate, seed: int, kv_scale: float = 1.0) -> Cell:
     """Build the cluster of a candidate: P-heavy engines first."""
     template = problem.engines[candidate.tensor_parallel]
+    if kv_scale != 1.0:
+        template = replace(template, kv_blocks_total=max(1, int(template.kv_blocks_total * kv_scale)))
     groups = (
         (Role.PREFILL_HEAVY, "p", candidate.num_prefill_heavy, candidate.prefill_heavy_tokens),
         (Role.DECODE_HEAVY, "d", candidate.num_decode_heavy, candidate.decode_heavy_tokens),
@@ -136,12 +140,11 @@ class Evaluator:
         """Make a run."""
         problem = self._problem
         if trial.seed not in self._workloads:
-            priorities = dict(problem.priorities or {})
-            self._workloads[trial.seed] = PoissonWorkload(problem.rows, problem.slo, trial.seed, priorities)
+            self._workloads[trial.seed] = PoissonWorkload(problem.rows, problem.slo, trial.seed, problem.classes)
         arrivals = self._workloads[trial.seed].make_arrivals(trial.rate_rps, trial.duration_s)
         if not arrivals:
             return Outcome(trial=trial, attainment=0.0, num_iterations=0)
-        simulation = Simulation(build_cell(problem, trial.candidate, trial.seed), arrivals)
+        simulation = Simulation(build_cell(problem, trial.candidate, trial.seed, trial.kv_scale), arrivals)
         is_whole = simulation.run(most_missed=int(len(arrivals) * (1.0 - trial.least_attainment) + 1e-9))
         return Outcome(
             trial=trial,
