@@ -124,6 +124,7 @@ _RANGE_HELP = "LOW-HIGH"
 @click.option(
     "--jobs", default=os.cpu_count() or 1, type=click.IntRange(min=1), help="Processes.  [default: all cores]"
 )
+@click.option("--skip-unanswered", is_flag=True, help="Leave out requests of the trace that got no token.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
     manifest: Path | None,
@@ -132,6 +133,7 @@ def plan(
     duration_s: float | None,
     seeds: tuple[int, ...],
     jobs: int,
+    skip_unanswered: bool,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -142,7 +144,7 @@ def plan(
     """
     try:
         cluster = None if manifest is None else parse_manifest(manifest.read_text())
-        inputs = make_inputs(cluster, Flags(**given), read_trace(trace))
+        inputs = make_inputs(cluster, Flags(**given), read_trace(trace, skips_unanswered=skip_unanswered))
         result = _carry_out(inputs, Effort(seeds=seeds, duration_s=duration_s), jobs)
     except (ValueError, ManifestError) as error:
         raise click.ClickException(str(error)) from error

@@ -25,7 +25,7 @@ from sluice_core.strategies import STRATEGIES, get_strategy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sluice_core.sim.workload import TraceRow
+    from sluice_core.sim.traces import TraceRow
     from sluice_operator.spec import ServingCluster, TokenBounds
 
 _RANGE = re.compile(r"([0-9]{1,7})(%?)(?:-([0-9]{1,7})(%?))?")

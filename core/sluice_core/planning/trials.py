@@ -15,7 +15,8 @@ from sluice_core.sim.metrics import RunSummary, summarize
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.setup import Cell, EngineSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.workload import PoissonWorkload, TraceRow
+from sluice_core.sim.traces import TraceRow
+from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import Strategy
 
 
