@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from sluice_cli.cells import read_trace
 from sluice_cli.display import make_console
 from sluice_cli.plan_inputs import Flags, make_inputs, parse_range
+from sluice_cli.plan_page import make_page
 from sluice_cli.plan_report import make_plan_report, make_plan_summary
 from sluice_cli.simulate import parse_seeds
 from sluice_cli.trial_pool import TrialPool
@@ -125,6 +126,7 @@ _RANGE_HELP = "LOW-HIGH"
     "--jobs", default=os.cpu_count() or 1, type=click.IntRange(min=1), help="Processes.  [default: all cores]"
 )
 @click.option("--skip-unanswered", is_flag=True, help="Leave out requests of the trace that got no token.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with charts.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
     manifest: Path | None,
@@ -135,6 +137,7 @@ def plan(
     jobs: int,
     skip_unanswered: bool,
     as_json: bool,
+    html: Path | None,
     **given: Any,
 ) -> None:
     """Plans sliders for the requests of a trace: of MANIFEST within its bounds, or of flags.
@@ -148,6 +151,8 @@ def plan(
         result = _carry_out(inputs, Effort(seeds=seeds, duration_s=duration_s), jobs)
     except (ValueError, ManifestError) as error:
         raise click.ClickException(str(error)) from error
+    if html is not None:
+        html.write_text(make_page(inputs, result))
     if as_json:
         click.echo(json.dumps(make_plan_report(inputs, result), indent=2))
     else:

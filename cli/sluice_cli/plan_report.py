@@ -44,6 +44,11 @@ def format_candidate_engines(candidate: Candidate) -> str:
     return format_engines(groups)
 
 
+def name_candidate(candidate: Candidate) -> str:
+    """Names a candidate for people."""
+    return f"{candidate.strategy} {format_candidate_engines(candidate)}{_parameters_of(candidate)}"
+
+
 def make_patch(candidate: Candidate, inputs: PlanInputs) -> dict[str, Any]:
     """Makes the merge patch of a ServingCluster that puts a candidate in force.
 
@@ -144,10 +149,10 @@ def make_plan_summary(inputs: PlanInputs, result: PlanResult) -> RenderableType:
     chosen, prediction, binding = result.chosen, result.prediction, result.binding
     gpus = f"{chosen.num_gpus} GPUs"
     table.add_row("plan", f"{chosen.strategy} {format_candidate_engines(chosen)} on {gpus}{_parameters_of(chosen)}")
-    table.add_row("goodput", f"{_show(result.goodput_rps, '.2f')} requests/s at {100 * inputs.goal.target:g} %")
+    table.add_row("goodput", f"{show_interval(result.goodput_rps, '.2f')} requests/s at {100 * inputs.goal.target:g} %")
     table.add_row(
         "attainment",
-        f"{_show(prediction.attainment, '.1f', 100)} % at {prediction.rate_rps:.2f} requests/s, on other requests",
+        f"{show_interval(prediction.attainment, '.1f', 100)} % at {prediction.rate_rps:.2f} requests/s, on other requests",
     )
     ttfts = sorted(value for detail in prediction.details for value in detail.summary.ttfts_s)
     tpots = sorted(value for detail in prediction.details for value in detail.summary.tpots_s)
@@ -184,7 +189,7 @@ def _make_alternatives_table(result: PlanResult) -> Table:
             candidate.strategy + (" (in force)" if in_force else ""),
             format_candidate_engines(candidate) + _parameters_of(candidate),
             f"{alternative.standing.goodput_rps:.2f}",
-            f"{_show(alternative.difference, '+.1f', 100)} %",
+            f"{show_interval(alternative.difference, '+.1f', 100)} %",
         )
     return table
 
@@ -195,6 +200,7 @@ def _parameters_of(candidate: Candidate) -> str:
     return f", M {candidate.watermark:g}, alpha {candidate.approaching_factor:g}"
 
 
-def _show(interval: Interval, form: str, factor: float = 1.0) -> str:
+def show_interval(interval: Interval, form: str, factor: float = 1.0) -> str:
+    """Writes a mean and its interval."""
     ends = [f"{factor * end:{form}}" if abs(end) < float("inf") else "?" for end in (interval.low, interval.high)]
     return f"{factor * interval.mean:{form}} ({ends[0]} to {ends[1]})"
