@@ -14,12 +14,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from sluice_cli.cells import read_trace
 from sluice_cli.display import make_console
 from sluice_cli.plan_inputs import Flags, make_inputs, parse_range
-from sluice_cli.plan_page import make_page
+from sluice_cli.plan_page import choose_shown, make_page
 from sluice_cli.plan_report import make_plan_report, make_plan_summary
 from sluice_cli.simulate import parse_seeds
 from sluice_cli.trial_pool import TrialPool
 from sluice_core.planning.candidates import PrefillHeavyBounds
 from sluice_core.planning.planner import Planner
+from sluice_core.planning.prediction import measure_curves
 from sluice_core.planning.search import Effort
 from sluice_core.strategies import get_strategy
 from sluice_operator.manifest import ManifestError, parse_manifest
@@ -148,11 +149,11 @@ def plan(
     try:
         cluster = None if manifest is None else parse_manifest(manifest.read_text())
         inputs = make_inputs(cluster, Flags(**given), read_trace(trace, skips_unanswered=skip_unanswered))
-        result = _carry_out(inputs, Effort(seeds=seeds, duration_s=duration_s), jobs)
+        result, page = _carry_out(inputs, Effort(seeds=seeds, duration_s=duration_s), jobs, draws=html is not None)
     except (ValueError, ManifestError) as error:
         raise click.ClickException(str(error)) from error
     if html is not None:
-        html.write_text(make_page(inputs, result))
+        html.write_text(page)
     if as_json:
         click.echo(json.dumps(make_plan_report(inputs, result), indent=2))
     else:
@@ -164,8 +165,8 @@ def plan(
         )
 
 
-def _carry_out(inputs: PlanInputs, effort: Effort, jobs: int) -> PlanResult:
-    """Plans, with a progress bar where standard error is a terminal."""
+def _carry_out(inputs: PlanInputs, effort: Effort, jobs: int, *, draws: bool) -> tuple[PlanResult, str]:
+    """Plans, with a progress bar where standard error is a terminal; returns the plan and, if it draws, the page."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with (
@@ -178,4 +179,10 @@ def _carry_out(inputs: PlanInputs, effort: Effort, jobs: int) -> PlanResult:
             progress.update(task, completed=share, description=what)
 
         planner = Planner(inputs.problem, inputs.space, effort, pool.run, report)
-        return planner.plan(inputs.goal, inputs.in_force)
+        result = planner.plan(inputs.goal, inputs.in_force)
+        if not draws:
+            return result, ""
+        candidates, rates_rps = choose_shown(result)
+        fidelity = result.found.fidelity
+        curves = measure_curves(pool.run, candidates, rates_rps, fidelity.seeds, fidelity.duration_s)
+        return result, make_page(inputs, result, curves)

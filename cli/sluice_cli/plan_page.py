@@ -16,9 +16,14 @@ from sluice_cli.plan_report import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from sluice_cli.plan_inputs import PlanInputs
+    from sluice_core.planning.candidates import Candidate
     from sluice_core.planning.planner import PlanResult
 
+_FACTORS = (0.6, 0.75, 0.85, 0.92, 1.0, 1.08, 1.2)  # of the plan's goodput
+_MOST_LINES = len(COLOURS)
 _MOST_POINTS = 2000  # of the scatter: more make the page slow and the picture no clearer
 
 _PAGE = Template("""<!doctype html>
@@ -46,8 +51,24 @@ $heat
 """)
 
 
-def make_page(inputs: PlanInputs, result: PlanResult) -> str:
-    """Makes the page."""
+def choose_shown(result: PlanResult) -> tuple[list[Candidate], list[float]]:
+    """Chooses the candidates whose attainment is drawn, and the rates, around the plan's goodput."""
+    candidates = [standing.candidate for standing in result.found.standings[:_MOST_LINES]]
+    return candidates, [factor * result.goodput_rps.mean for factor in _FACTORS]
+
+
+def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate, Sequence[tuple[float, float]]]) -> str:
+    """Makes the page.
+
+    Args:
+        inputs: The task.
+        result: The plan.
+        curves: Attainment by rate of the candidates of ``choose_shown``.
+    """
+    series = {
+        name_candidate(candidate): [(rate, 100 * attainment) for rate, attainment in points]
+        for candidate, points in curves.items()
+    }
     spec, binding = inputs.spec, result.binding
     facts = {
         "Goodput": f"{show_interval(result.goodput_rps, '.2f')} requests/s at {100 * inputs.goal.target:g} % attainment",
@@ -60,10 +81,10 @@ def make_page(inputs: PlanInputs, result: PlanResult) -> str:
         title=escape(f"Plan for {spec.model} on {spec.gpu}: {name_candidate(result.chosen)}"),
         facts="".join(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in facts.items()),
         command=escape(make_patch_command(inputs, result)),
-        lines=_draw_lines(inputs, result),
+        lines=_draw_lines(inputs, series),
         legend="<br>".join(
             f'<span class="key" style="background:{colour}"></span>{escape(name)}'
-            for name, colour in zip(_make_series(result), COLOURS * 8, strict=False)
+            for name, colour in zip(series, COLOURS, strict=False)
         ),
         rate=f"{result.prediction.rate_rps:.2f}",
         scatter=_draw_scatter(inputs, result),
@@ -76,25 +97,14 @@ def make_page(inputs: PlanInputs, result: PlanResult) -> str:
     )
 
 
-def _make_series(result: PlanResult) -> dict[str, tuple[tuple[float, float], ...]]:
-    """Attainment by rate, in percent, of the plan and the next best."""
-    return {
-        name_candidate(standing.candidate): tuple(
-            (rate, 100 * attainment) for rate, attainment in result.points[standing.candidate]
-        )
-        for standing in result.found.standings
-    }
-
-
-def _draw_lines(inputs: PlanInputs, result: PlanResult) -> str:
-    series = _make_series(result)
+def _draw_lines(inputs: PlanInputs, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     rates = [rate for points in series.values() for rate, _ in points]
     low, high = min(rates), max(rates)
-    margin = 0.05 * (high - low) or 0.1 * high
+    margin = 0.05 * (high - low)
     return draw_lines(
         series,
         Axis(label="requests per second", low=max(0.0, low - margin), high=high + margin),
-        Axis(label="attainment, %", low=max(0.0, 100 * (1 - 3.5 * (1 - inputs.goal.target))), high=100.0),
+        Axis(label="attainment, %", low=0.0, high=100.0),
         target=100 * inputs.goal.target,
     )
 

@@ -256,7 +256,7 @@ def test_sharpening_finds_the_goodput_of_each_seed() -> None:
 
 # --- the search ----------------------------------------------------------------------------------------------------
 
-EFFORT = Effort(seeds=(1, 2), duration_s=40.0)
+EFFORT = Effort(seeds=(1,), duration_s=20.0)
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def exhaustive() -> dict[Candidate, float]:
             for decode in space.decode_heavy_tokens
         ),
     ]
-    fidelity = Fidelity(seeds=EFFORT.seeds, duration_s=40.0)
+    fidelity = Fidelity(seeds=EFFORT.seeds, duration_s=20.0)
     standings = make_arena(problem).sharpen(candidates, fidelity, estimate_start_rps(problem, 3, 1))
     return {standing.candidate: standing.goodput_rps for standing in standings}
 
@@ -298,7 +298,7 @@ def test_the_plan_in_force_is_compared_even_out_of_bounds() -> None:
     planner = Planner(
         problem,
         space,
-        Effort(seeds=(1, 2), duration_s=20.0),
+        Effort(seeds=(1, 2), duration_s=8.0),
         lambda trials: [evaluator.evaluate(trial) for trial in trials],
         lambda share, _: stages.append(share),
     )
@@ -308,7 +308,6 @@ def test_the_plan_in_force_is_compared_even_out_of_bounds() -> None:
     assert stages == sorted(stages)
     assert stages[-1] == 1.0
     assert 0.0 < result.prediction.attainment.low <= result.prediction.attainment.high <= 1.0
-    assert {trial for points in result.points.values() for trial, _ in points}
 
 
 @pytest.mark.timeout(600)
@@ -318,7 +317,7 @@ def test_a_rate_takes_the_fewest_engines_that_serve_it() -> None:
     evaluator = Evaluator(problem)
 
     def plan(rate_rps: float, most: int):
-        effort = Effort(seeds=(1, 2), duration_s=20.0)
+        effort = Effort(seeds=(1, 2), duration_s=8.0)
         planner = Planner(problem, space, effort, lambda trials: [evaluator.evaluate(trial) for trial in trials])
         return planner.plan(Goal(target=0.9, rate_rps=rate_rps, most_replicas=most))
 
@@ -339,9 +338,9 @@ def test_kv_binds_where_there_is_little_and_prefill_where_there_is_much() -> Non
     for kv_blocks in (300, 4000):
         evaluator = Evaluator(make_problem(kv_blocks))
         run = lambda trials, evaluator=evaluator: [evaluator.evaluate(trial) for trial in trials]  # noqa: E731
-        fidelity = Fidelity(seeds=(1,), duration_s=30.0)
+        fidelity = Fidelity(seeds=(1,), duration_s=12.0)
         (standing,) = Arena(run, 0.9).sharpen([candidate], fidelity, 4.0)
-        binding = find_binding(run, candidate, standing.goodput_rps, (1, 2), 30.0)
-        assert sum(binding.missed.values()) > 0.05
+        binding = find_binding(run, candidate, standing.goodput_rps, 0.9, (1, 2), 12.0)
+        assert sum(binding.missed.values()) > 0.1
         resources[kv_blocks] = binding.resource
     assert resources == {300: "kv", 4000: "prefill"}

@@ -69,7 +69,6 @@ class PlanResult:
         in_force: The plan in force; None: there is none, or it has other engines.
         is_met: The wanted rate is served at the target; True without one.
         found: All that the search compared.
-        points: Attainment by rate of the candidates of ``found.standings``.
         num_trials: Runs.
         num_iterations: Simulated iterations.
     """
@@ -82,7 +81,6 @@ class PlanResult:
     in_force: Standing | None
     is_met: bool
     found: Found
-    points: dict[Candidate, tuple[tuple[float, float], ...]]
     num_trials: int
     num_iterations: int
 
@@ -207,7 +205,9 @@ class Planner:
         rate_rps = goal.rate_rps or chosen.goodput_rps
         duration_s = found.fidelity.duration_s
         prediction = predict(self._run_trials, chosen.candidate, rate_rps, seeds, duration_s)
-        binding = find_binding(self._run_trials, chosen.candidate, chosen.goodput_rps, seeds[:2], duration_s)
+        binding = find_binding(
+            self._run_trials, chosen.candidate, chosen.goodput_rps, goal.target, seeds[:2], duration_s
+        )
         if self._report is not None:
             self._report(1.0, "done")
         others = [standing for standing in found.standings if standing is not chosen]
@@ -220,10 +220,6 @@ class Planner:
             in_force=next((one for one in found.standings if one.candidate == in_force), None),
             is_met=goal.rate_rps is None or chosen.goodput_rps >= goal.rate_rps,
             found=found,
-            points={
-                standing.candidate: tuple(arena.list_points(standing.candidate, found.fidelity))
-                for standing in found.standings
-            },
             num_trials=arena.num_trials,
             num_iterations=arena.num_iterations,
         )

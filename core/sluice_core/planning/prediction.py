@@ -19,6 +19,7 @@ from sluice_core.planning.trials import Detail, Trial
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _NORMAL = 1.96
 _OVERLOAD = 1.08  # above the goodput, where what is short shows
+_MOST_OVERLOADS = 6
 _EXTRA_SHARE = 8  # one engine in so many more
 _KV_SHARE = 0.5  # of the help of engines, from which on KV alone is what is short
 
@@ -108,47 +109,96 @@ def predict(
     )
 
 
+def measure_curves(
+    run_trials: RunTrials,
+    candidates: Sequence[Candidate],
+    rates_rps: Sequence[float],
+    seeds: Sequence[int],
+    duration_s: float,
+) -> dict[Candidate, tuple[tuple[float, float], ...]]:
+    """Measure attainment by rate, on the same requests for all candidates.
+
+    Args:
+        run_trials: Makes runs.
+        candidates: The candidates.
+        rates_rps: Rates.
+        seeds: Of the runs.
+        duration_s: Length of each run.
+
+    Returns:
+        Of each candidate, rates with the mean attainment over the seeds.
+    """
+    trials = [
+        Trial(candidate=candidate, seed=seed, rate_rps=rate_rps, duration_s=duration_s)
+        for candidate in candidates
+        for rate_rps in rates_rps
+        for seed in seeds
+    ]
+    by_point: dict[tuple[Candidate, float], list[float]] = {}
+    for outcome in run_trials(trials):
+        by_point.setdefault((outcome.trial.candidate, outcome.trial.rate_rps), []).append(outcome.attainment)
+    return {
+        candidate: tuple([(rate_rps, statistics.fmean(by_point[candidate, rate_rps])) for rate_rps in rates_rps])
+        for candidate in candidates
+    }
+
+
 def find_binding(
-    run_trials: RunTrials, candidate: Candidate, goodput_rps: float, seeds: Sequence[int], duration_s: float
+    run_trials: RunTrials,
+    candidate: Candidate,
+    start_rps: float,
+    target: float,
+    seeds: Sequence[int],
+    duration_s: float,
 ) -> Binding:
     """Find what binds a candidate just above its goodput.
 
     Args:
         run_trials: Makes runs.
         candidate: The sliders.
-        goodput_rps: Its goodput.
+        start_rps: Its goodput, as other seeds see it.
+        target: Attainment of the goodput.
         seeds: Of the runs.
         duration_s: Length of each run.
     """
-    rate_rps = goodput_rps * _OVERLOAD
     extra = max(1, candidate.replicas // _EXTRA_SHARE)
-    variants = [(candidate, 1.0), (candidate, 1.0 + extra / candidate.replicas)]
-    variants.append((replace(candidate, num_prefill_heavy=candidate.num_prefill_heavy + extra), 1.0))
-    if candidate.num_decode_heavy:
-        variants.append((replace(candidate, num_decode_heavy=candidate.num_decode_heavy + extra), 1.0))
-    trials = [
-        Trial(
-            candidate=variant,
-            seed=seed,
-            rate_rps=rate_rps,
-            duration_s=duration_s,
-            is_detailed=position == 0,
-            kv_scale=scale,
+    more_prefill = replace(candidate, num_prefill_heavy=candidate.num_prefill_heavy + extra)
+    more_decode = replace(candidate, num_decode_heavy=candidate.num_decode_heavy + extra)
+
+    def run(variant: Candidate, rate_rps: float, kv_scale: float = 1.0) -> tuple[float, list[Detail]]:
+        outcomes = run_trials(
+            [
+                Trial(
+                    candidate=variant,
+                    seed=seed,
+                    rate_rps=rate_rps,
+                    duration_s=duration_s,
+                    kv_scale=kv_scale,
+                    is_detailed=True,
+                )
+                for seed in seeds
+            ]
         )
-        for position, (variant, scale) in enumerate(variants)
-        for seed in seeds
-    ]
-    outcomes = run_trials(trials)
-    means = [
-        statistics.fmean(outcome.attainment for outcome in outcomes[start : start + len(seeds)])
-        for start in range(0, len(outcomes), len(seeds))
-    ]
-    missed = _sum_missed([outcome.detail for outcome in outcomes if outcome.detail is not None])
+        details = [outcome.detail for outcome in outcomes if outcome.detail is not None]
+        return statistics.fmean([outcome.attainment for outcome in outcomes]), details
+
+    rate_rps = start_rps
+    attainment = 1.0
+    details: list[Detail] = []
+    for _ in range(_MOST_OVERLOADS):
+        rate_rps *= _OVERLOAD
+        attainment, details = run(candidate, rate_rps)
+        if attainment < target:
+            break
+    missed = _sum_missed(details)
     objective = "ttft" if missed["ttft"] >= missed["tpot"] else "tpot"
-    relief = {"kv": means[1] - means[0]}
-    # Engines that are all alike do both; which they lack is what is missed.
-    names = ["prefill", "decode"] if candidate.num_decode_heavy else ["prefill" if objective == "ttft" else "decode"]
-    relief |= {name: mean - means[0] for name, mean in zip(names, means[2:], strict=True)}
+    relief = {"kv": run(candidate, rate_rps, 1.0 + extra / candidate.replicas)[0] - attainment}
+    if candidate.num_decode_heavy:
+        relief["prefill"] = run(more_prefill, rate_rps)[0] - attainment
+        relief["decode"] = run(more_decode, rate_rps)[0] - attainment
+    else:
+        # Engines that are all alike do both; which they lack is what is missed.
+        relief["prefill" if objective == "ttft" else "decode"] = run(more_prefill, rate_rps)[0] - attainment
     return Binding(
         objective=objective,
         resource=_choose_resource(relief),
