@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -247,10 +248,11 @@ def test_those_that_fall_behind_cost_one_run_each() -> None:
     assert [trial.candidate.prefill_heavy_tokens for trial in formula.trials] == [256, 512, 1024, 512]
 
 
-def test_sharpening_finds_the_goodput_of_each_seed() -> None:
+@pytest.mark.parametrize("start_rps", [0.05, 2.0, 90.0], ids=["far below", "near", "far above"])
+def test_sharpening_finds_the_goodput_of_each_seed(start_rps) -> None:
     formula = Formula({512: 3.0})
     fidelity = Fidelity(seeds=(1, 2), duration_s=10.0)
-    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, 2.0)
+    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, start_rps)
     assert standing.goodputs_rps == pytest.approx((3.03, 3.06), rel=0.01)
 
 
@@ -335,12 +337,15 @@ def test_a_rate_takes_the_fewest_engines_that_serve_it() -> None:
 def test_kv_binds_where_there_is_little_and_prefill_where_there_is_much() -> None:
     candidate = make_taichi(num_prefill_heavy=1, num_decode_heavy=2, prefill_heavy_tokens=1024, decode_heavy_tokens=0)
     resources = {}
-    for kv_blocks in (300, 4000):
+    for kv_blocks in (160, 4000):
         evaluator = Evaluator(make_problem(kv_blocks))
-        run = lambda trials, evaluator=evaluator: [evaluator.evaluate(trial) for trial in trials]  # noqa: E731
+
+        def run(trials, evaluator=evaluator):
+            return [evaluator.evaluate(trial) for trial in trials]
+
         fidelity = Fidelity(seeds=(1,), duration_s=12.0)
         (standing,) = Arena(run, 0.9).sharpen([candidate], fidelity, 4.0)
-        binding = find_binding(run, candidate, standing.goodput_rps, 0.9, (1, 2), 12.0)
+        binding = find_binding(run, candidate, standing.goodput_rps, 0.9, replace(fidelity, seeds=(1, 2)))
         assert sum(binding.missed.values()) > 0.1
         resources[kv_blocks] = binding.resource
-    assert resources == {300: "kv", 4000: "prefill"}
+    assert resources == {160: "kv", 4000: "prefill"}

@@ -19,7 +19,8 @@ RunTrials = Callable[[Sequence[Trial]], Sequence[Outcome]]
 PRECISION = 0.04  # of a goodput: a straight line between rates so close is good to a percent
 _LEAST_CONTENDERS = 4
 _LEAST_RATE_RPS = 1e-4
-_MOST_STEPS = 12
+_MOST_STEPS = 60
+_STRIDE = 1.25  # of rates that are far from the goodput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +176,11 @@ class Arena:
             return start_rps
         if high is None:
             assert low is not None
-            return max(low * (1.0 + PRECISION), estimate * (1.0 + PRECISION / 2))
+            is_far = curve.points[low] >= self._target + 0.5 * (1.0 - self._target)
+            return max(low * (_STRIDE if is_far else 1.0 + PRECISION), estimate * (1.0 + PRECISION / 2))
         if low is None:
-            return min(high / (1.0 + PRECISION), estimate / (1.0 + PRECISION / 2))
+            is_far = curve.points[high] <= self._target - (1.0 - self._target)
+            return min(high / (_STRIDE if is_far else 1.0 + PRECISION), estimate / (1.0 + PRECISION / 2))
         if high / low <= 1.0 + PRECISION * 1.5:
             return None
         return min(max(estimate, low * (1.0 + PRECISION / 2)), high / (1.0 + PRECISION / 2))

@@ -63,7 +63,7 @@ class PlanResult:
     Args:
         chosen: The candidate.
         goodput_rps: Its goodput.
-        prediction: At the wanted rate, or at its goodput.
+        prediction: At the wanted rate if it is met, else at its goodput.
         binding: What holds it back.
         alternatives: Others, the best first.
         in_force: The plan in force; None: there is none, or it has other engines.
@@ -202,11 +202,17 @@ class Planner:
     def _describe(self, arena: Arena, goal: Goal, found: Found, in_force: Candidate | None) -> PlanResult:
         chosen = found.best
         seeds = [seed + _FRESH for seed in self._effort.seeds]
-        rate_rps = goal.rate_rps or chosen.goodput_rps
+        is_met = goal.rate_rps is None or chosen.goodput_rps >= goal.rate_rps
+        # Far above the goodput nothing is met, and a run takes for ever.
+        rate_rps = goal.rate_rps if goal.rate_rps is not None and is_met else chosen.goodput_rps
         duration_s = found.fidelity.duration_s
         prediction = predict(self._run_trials, chosen.candidate, rate_rps, seeds, duration_s)
         binding = find_binding(
-            self._run_trials, chosen.candidate, chosen.goodput_rps, goal.target, seeds[:2], duration_s
+            self._run_trials,
+            chosen.candidate,
+            chosen.goodput_rps,
+            goal.target,
+            replace(found.fidelity, seeds=tuple(seeds[:2])),
         )
         if self._report is not None:
             self._report(1.0, "done")
@@ -218,7 +224,7 @@ class Planner:
             binding=binding,
             alternatives=tuple(_compare(standing, chosen) for standing in others),
             in_force=next((one for one in found.standings if one.candidate == in_force), None),
-            is_met=goal.rate_rps is None or chosen.goodput_rps >= goal.rate_rps,
+            is_met=is_met,
             found=found,
             num_trials=arena.num_trials,
             num_iterations=arena.num_iterations,

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.arena import RunTrials
+from sluice_core.planning.arena import Fidelity, RunTrials
 from sluice_core.planning.candidates import Candidate
 from sluice_core.planning.trials import Detail, Trial
 
@@ -148,8 +148,7 @@ def find_binding(
     candidate: Candidate,
     start_rps: float,
     target: float,
-    seeds: Sequence[int],
-    duration_s: float,
+    fidelity: Fidelity,
 ) -> Binding:
     """Find what binds a candidate just above its goodput.
 
@@ -158,8 +157,7 @@ def find_binding(
         candidate: The sliders.
         start_rps: Its goodput, as other seeds see it.
         target: Attainment of the goodput.
-        seeds: Of the runs.
-        duration_s: Length of each run.
+        fidelity: Of the runs.
     """
     extra = max(1, candidate.replicas // _EXTRA_SHARE)
     more_prefill = replace(candidate, num_prefill_heavy=candidate.num_prefill_heavy + extra)
@@ -172,11 +170,11 @@ def find_binding(
                     candidate=variant,
                     seed=seed,
                     rate_rps=rate_rps,
-                    duration_s=duration_s,
+                    duration_s=fidelity.duration_s,
                     kv_scale=kv_scale,
                     is_detailed=True,
                 )
-                for seed in seeds
+                for seed in fidelity.seeds
             ]
         )
         details = [outcome.detail for outcome in outcomes if outcome.detail is not None]
