@@ -3,6 +3,7 @@
 # make test    runs every check that CI runs
 # make down    stops what `make up` or `make demo` left running
 # make lock    resolves the dependencies anew after an edit of pyproject.toml
+# make reference writes docs/crd.md after an edit of crds/
 # make format  formats the code
 # make e2e-k8s runs the tests on a real Kubernetes, which it builds and starts (Go, root; minutes the first time)
 # make bench   runs the benchmarks
@@ -31,9 +32,9 @@ SOURCES := $(shell find core protos router engine_image operator cli -path '*/sl
 # Bytecode is compiled at the installation: where PYTHONDONTWRITEBYTECODE is set, importing vLLM would cost 25 s each time.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
 
-.PHONY: help up demo test e2e-k8s down lock format bench clean install model
+.PHONY: help up demo test e2e-k8s down lock reference format bench clean install model
 help:
-	@sed -n 's/^# //p' Makefile | head -9
+	@sed -n 's/^# //p' Makefile | head -10
 
 up: install model
 	@exec $(BIN)/sluice up $(MANIFEST) $(ARGS)
@@ -86,6 +87,9 @@ $(COMPILED): hatch_build.py pyproject.toml $(SOURCES) | $(STAMPS)/uv
 
 lock: $(STAMPS)/dev
 	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python requirements/lock.py write
+
+reference: $(STAMPS)/dev
+	@$(BIN)/python crds/reference.py write
 
 format: $(STAMPS)/dev
 	@$(BIN)/ruff check --fix .

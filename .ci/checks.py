@@ -35,6 +35,7 @@ TESTS = (
     "e2e",
     "docs/tests",
 )
+DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile")
 # What the compiled core decides, on the wheel as images install it.
 COMPILED = ROOT / "build" / "compiled"
 COMPILED_TESTS = (
@@ -47,11 +48,13 @@ IS_COMPILED = "import sys, sluice_core.engines as core; sys.exit(not core.__file
 # Name, folder, command.
 CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("locks belong to pyproject.toml", ".", ("python", "requirements/lock.py", "check")),
+    ("docs/crd.md is what the CRD says", ".", ("python", "crds/reference.py", "check")),
     ("style", ".", ("ruff", "check", ".")),
     ("format", ".", ("ruff", "format", "--check", ".")),
-    ("types", ".", ("mypy", *PACKAGES, "e2e/kube/testbed", "requirements", ".ci/checks.py")),
+    ("types", ".", ("mypy", *PACKAGES, "e2e/kube/testbed", "requirements", "crds", ".ci/checks.py")),
     ("import directions", ".", ("lint-imports",)),
     ("protos", "protos", ("buf", "lint")),
+    ("Dockerfiles", ".", ("hadolint", *DOCKERFILES)),
     ("the wheel's core is compiled", "build/compiled", ("python", "-c", IS_COMPILED)),
 )
 

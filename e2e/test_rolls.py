@@ -47,8 +47,10 @@ async def stream_until(
     return fared
 
 
-async def roll(cluster: Cluster, known: list[tuple[Request, Answer]], arguments: list[str]) -> Counter[str]:
-    """Edit the engines' arguments under load, until all run with them."""
+async def roll(
+    cluster: Cluster, known: list[tuple[Request, Answer]], change: Callable[[dict[str, Any]], None]
+) -> Counter[str]:
+    """Edit what restarts the engines under load, until all run with it."""
     before = {engine["engine_id"]: engine["pid"] for engine in cluster.status()["engines"]}
     loop = asyncio.get_running_loop()
 
@@ -57,17 +59,20 @@ async def roll(cluster: Cluster, known: list[tuple[Request, Answer]], arguments:
         return bool(status["is_ready"]) and all(pids.get(name) not in {pid, None} for name, pid in before.items())
 
     async with cluster.client() as client:
-        cluster.edit(lambda spec: spec["engine"].update(extraArgs=arguments))
+        cluster.edit(change)
         rolled = loop.run_in_executor(None, cluster.wait, "every engine has rolled", is_rolled, ROLL_S)
         fared = await stream_until(client, known, rolled.done)
         await rolled
     return fared
 
 
-async def test_a_roll_to_another_block_size_breaks_no_stream(
+async def test_a_roll_to_another_block_size_and_larger_chunks_breaks_no_stream(
     tmp_path: Path, example: dict[str, Any], models: Path, known: list[tuple[Request, Answer]]
 ) -> None:
-    """KV of 32 and 64 tokens a block cannot be exchanged: the last engine's requests are recomputed."""
+    """KV of 32 and 64 tokens a block cannot be exchanged: the last engine's requests are recomputed.
+
+    The old engines cannot run the new chunk size; the plan that names it, and drains them, is in force all the same.
+    """
     manifest = json.loads(json.dumps(example))
     manifest["metadata"]["name"] = "roll"
     spec = manifest["spec"]
@@ -75,9 +80,19 @@ async def test_a_roll_to_another_block_size_breaks_no_stream(
     spec["router"].update(replicas=1, service={"port": HTTP_PORT})
     with run_cluster(tmp_path / "roll", manifest, models=models, ports=PORTS) as cluster:
         total = cluster.wait_ready()["engines"][0]["kv_blocks_total"]
-        fared = await roll(cluster, known, ["--block-size=64"])
+
+        def change(spec: dict[str, Any]) -> None:
+            spec["engine"].update(extraArgs=["--block-size=64"], maxBatchTokens=4096)
+            spec["chunkSizes"].update(prefillHeavy=4096)
+
+        fared = await roll(cluster, known, change)
         print(f"under the roll: {dict(fared)}")
         assert fared["streams"] >= NUM_STREAMS
         status = cluster.wait_idle()
         assert all(engine["kv_blocks_total"] < total for engine in status["engines"])
         assert {engine["state"] for engine in status["engines"]} == {"ready"}
+        sizes = {engine["role"]: engine["chunk_size_tokens"] for engine in status["engines"]}
+        assert sizes == {"P-heavy": 4096, "D-heavy": spec["chunkSizes"]["decodeHeavy"]}
+        # Every plan was taken, and so every engine drained by it.
+        assert "refused plan" not in cluster.log.read_text()
+        assert "did not drain" not in cluster.log.read_text()

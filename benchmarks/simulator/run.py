@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sluice_core.sim.engine
+from sluice_cli.simulate import GC_THRESHOLD
 from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo
 from sluice_core.sim.setup import Cell, EngineSetup, NoGrant, SimOptions, TtftEnd
@@ -197,7 +198,7 @@ def main() -> None:
     print(
         f"core {'compiled' if is_compiled else 'interpreted'}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
     )
-    gc.disable()  # as workers of the command do: a run makes no cycles to speak of
+    gc.set_threshold(GC_THRESHOLD)
     results: dict[str, dict[str, float]] = {}
     print(
         f"{'cell':28}{'requests/s':>12}{'(worst)':>10}{'iterations/s':>14}{'us/iteration':>14}{'attainment':>12}{'target':>9}"

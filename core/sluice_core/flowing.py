@@ -124,7 +124,7 @@ class FlowPolicy:
         role = Role.PREFILL_HEAVY if request.cause is MoveCause.DEGRADE else Role.DECODE_HEAVY
         if engines.are_roles_void or (source is not None and source.role is role):
             return None
-        return self._pick_least_used([state for state in self._list_with_room(request, engines) if state.role is role])
+        return self._pick_least_used(self._list_with_room(request, engines, role))
 
     def _flow_back(self, now: float, engine: DecodeSet, limit: int) -> list[MoveProposal]:
         """Algorithm 1, lines 1 to 3: decodes whose TPOT so far nears the SLO, the furthest beyond it first."""
@@ -153,13 +153,17 @@ class FlowPolicy:
                 proposals.append(_propose(now, engine, decode, MoveCause.DEGRADE))
         return proposals
 
-    def _list_with_room(self, request: FlowRequest, engines: EngineTable) -> list[EngineState]:
-        """List the engines that could take a request.
+    def _list_with_room(
+        self, request: FlowRequest, engines: EngineTable, role: Role | None = None
+    ) -> list[EngineState]:
+        """List the engines, of one role if it is given, that could take a request.
 
         Room is physical on D-heavy engines; on P-heavy ones it ends at the watermark.
         """
         found = []
         for state in engines.list_loads():
+            if role is not None and state.role is not role:
+                continue
             share = self.parameters.watermark if state.role is Role.PREFILL_HEAVY else 1.0
             if (
                 state.engine_id != request.source

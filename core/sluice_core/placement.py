@@ -2,12 +2,12 @@
 
 Algorithm 2 takes, among the engines whose Q + E + T stays within the TTFT SLO, the one with the fewest queued prefill
 tokens. That is the first feasible engine in ascending order of queued prefill tokens. Ties go to P-heavy engines, then
-to the one with more KV left of two feasible ones drawn at random: at low load ties are the common case, and where decodes
-stay they would pile up by chance (simulated: goodput of aggregation -7 % with one draw). Aggregation and disaggregation are the same code: with
-equal chunk sizes roles are void and nothing is transferred; an engine with chunk size 0 has no room and is never
-feasible.
+to the one with more KV left of two feasible ones drawn at random: at low load ties are the common case, and where
+decodes stay they would pile up by chance (in the simulator one draw costs aggregation 7 % of its goodput). Aggregation
+and disaggregation are the same code: with equal chunk sizes roles are void and nothing is transferred; an engine with
+chunk size 0 has no room and is never feasible.
 
-Beyond the paper (router.md section 3): the prompt's KV must fit; nothing feasible is handled by ``EarlyRejection``;
+Beyond the paper (router.md sections 2 and 3): several routers prefer different engines by a small margin; the prompt's KV must fit; nothing feasible is handled by ``EarlyRejection``;
 recoveries go first, but take only a share of an engine's time while other prefills wait there; a prompt that waits for
 KV beyond its TTFT SLO is not overtaken any more, so that large prompts do not starve behind small ones (unless late
 ones are rejected anyway).
@@ -226,7 +226,9 @@ class LengthAwarePlacement:
     ) -> Decision:
         """Reject, unless an engine may do better than its estimate, or will once it has KV blocks."""
         done_s = [round_.estimate_done_s(request, entry[-1]) for entry in candidates]
-        unproven = [i for i, entry in enumerate(candidates) if entry[0] == 0 or not entry[-1].is_proven]
+        unproven = [
+            i for i, entry in enumerate(candidates) if entry[-1].queued_prefill_tokens == 0 or not entry[-1].is_proven
+        ]
         fitting = [i for i in unproven if candidates[i][-1].available_tokens >= request.prompt_tokens]
         if fitting:
             chosen = min(fitting, key=done_s.__getitem__)
@@ -433,6 +435,7 @@ def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> Can
         transfer_s=transfer_s,
         is_feasible=reason == "feasible",
         reason=reason,
+        is_of_others=view.is_of_others,
     )
 
 

@@ -90,6 +90,7 @@ class EngineLoad:
         kv_blocks_pinned: Blocks handed off and not yet released.
         iteration_remaining_s: Expected rest of the iteration under way.
         pull_bytes_per_s: Measured rate of KV pulls; 0 when none was measured.
+        is_of_others: Another router looks at the engine first.
     """
 
     last_submit_number: int = 0
@@ -104,6 +105,7 @@ class EngineLoad:
     kv_blocks_pinned: int = 0
     iteration_remaining_s: float = 0.0
     pull_bytes_per_s: float = 0.0
+    is_of_others: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,7 @@ class Candidate:
         transfer_s: T, seconds to move the KV; 0 on D-heavy engines.
         is_feasible: Q + E + T within what is left of the TTFT SLO.
         reason: ``feasible``, ``ttft``, ``kv``, ``room``, ``draining`` or ``excluded``.
+        is_of_others: Another router looks at it first: it stands behind one's own by ``engines.SHARE_MARGIN_TOKENS``.
     """
 
     engine_id: EngineId
@@ -155,6 +158,7 @@ class Candidate:
     transfer_s: float
     is_feasible: bool
     reason: str
+    is_of_others: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_core.engines import PROVEN_OBSERVATIONS, EngineSpec, EngineTable
+from sluice_core.engines import PROVEN_OBSERVATIONS, SHARE_MARGIN_TOKENS, EngineSpec, EngineTable
 from sluice_core.latency import TRANSFER_LATENCY_S, compute_attention_work
 from sluice_core.placement import MAX_RECORDED_ENGINES, LengthAwarePlacement, explain
 from sluice_core.records import (
@@ -127,6 +127,7 @@ def choose_by_the_book(table, request, now):
 
     def key(state):
         queue = state.load.queued_prefill_tokens + sum(p.tokens for p in state.in_flight.values())
+        queue += SHARE_MARGIN_TOKENS if state.load.is_of_others else 0  # beyond the paper: router.md, section 2
         return queue, is_ranked and state.role is D
 
     least = min(map(key, feasible), default=None)
@@ -144,6 +145,7 @@ engine_states = st.fixed_dictionaries(
         "iteration_remaining_s": st.floats(0, 0.1),
         "speed": st.sampled_from([0.5, 1.0, 1.0, 3.0]),
         "is_draining": st.sampled_from([False, False, False, True]),
+        "is_of_others": st.sampled_from([False, False, True]),
     },
     optional={"chunk": st.sampled_from([0, 64, 512, 512])},
 )
@@ -243,6 +245,27 @@ def test_a_long_prompt_goes_where_it_is_feasible_though_more_is_queued():
     assert p_heavy < d_heavy
     table = make_table({"role": P, "queued_prefill_tokens": 800}, {"role": D, "queued_prefill_tokens": 700})
     assert decide(table, make_request(tokens=6000, ttft_s=(p_heavy + d_heavy) / 2)).engine_id == "e0"
+
+
+@pytest.mark.parametrize(
+    ("own_queue", "chosen"),
+    [(0, "e0"), (SHARE_MARGIN_TOKENS - 1, "e0"), (SHARE_MARGIN_TOKENS + 1, "e1")],
+    ids=["equal", "hardly busier", "busier"],
+)
+def test_engines_of_other_routers_are_taken_when_ones_own_are_busier(own_queue, chosen):
+    table = make_table({"queued_prefill_tokens": own_queue}, {"is_of_others": True})
+    assert decide(table, make_request()).engine_id == chosen
+
+
+def test_share_is_a_preference_and_no_permission():
+    """What is infeasible or full on one's own engines goes to the others', and an idle one is never a reason to reject."""
+    late, full = {"iteration_remaining_s": 60.0}, {"kv_blocks_used": 10_000}
+    policy = make_policy(EarlyRejection.REJECT)
+    decision = decide(make_table(late, full, {"is_of_others": True}), make_request(), policy)
+    assert (decision.engine_id, decision.reason) == ("e2", "feasible")
+    assert [candidate.is_of_others for candidate in explain(policy.records[0])] == [False, False, True]
+    idle = {"is_of_others": True, "iteration_remaining_s": 60.0}
+    assert decide(make_table(idle), make_request(), make_policy(EarlyRejection.REJECT)).reason == "unproven"
 
 
 def test_ties_go_to_p_heavy_engines():

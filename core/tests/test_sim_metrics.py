@@ -15,6 +15,7 @@ from sluice_core.records import Slo, SloClass
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.goodput import NoGoodputError, bisect_rate, search_goodput
 from sluice_core.sim.metrics import compute_percentile, list_longest_tenth, make_report, summarize
+from sluice_core.sim.pickling import RECORDS
 from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.setup import Arrival, Cell
 from sluice_core.sim.simulation import Simulation
@@ -93,9 +94,10 @@ def test_the_report_has_the_promised_keys(simulation):
     assert json.loads(json.dumps(report)) == report
 
 
-def test_a_summary_survives_the_way_between_processes(simulation):
-    summary = summarize(simulation)
-    assert pickle.loads(pickle.dumps(summary)) == summary
+def test_records_survive_the_way_between_processes(simulation):
+    summary, slo_class = summarize(simulation), SloClass(name="chat", slo=SLO, priority=1)
+    assert pickle.loads(pickle.dumps((summary, slo_class))) == (summary, slo_class)
+    assert {type(summary), type(slo_class), type(SLO), type(summary.engines[0])} == set(RECORDS)
 
 
 def test_engine_use_adds_up(simulation):
@@ -199,12 +201,12 @@ def test_trace_times_are_stretched_to_the_rate():
 
 
 @pytest.mark.parametrize("start_rps", [0.01, 2.9, 3.1, 500.0])
-def test_the_search_ends_within_two_percent_below_the_limit(start_rps):
-    tried = []
+def test_the_search_ends_within_two_percent_below_the_limit(start_rps, simulation):
+    tried, summary = [], summarize(simulation)
 
     def attempt(rate_rps):
         tried.append(rate_rps)
-        return "summary" if rate_rps <= 3.0 else None
+        return summary if rate_rps <= 3.0 else None
 
     found = bisect_rate(attempt, start_rps)
     assert 3.0 / 1.02 <= found.rate_rps <= 3.0

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from testbed.bed import Testbed, run_testbed
+from testbed.helm import Helm
 from testbed.images import make_python_image
 from testbed.settings import NODE_NAME, ROOT, make_settings
+from testbed.toolchain import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,6 +56,12 @@ def place_for_pods(request: pytest.FixtureRequest) -> Iterator[None]:
     bed.client.kubectl("cordon", NODE_NAME)
     yield
     bed.client.kubectl("uncordon", NODE_NAME)
+
+
+@pytest.fixture(scope="session")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    """Helm, which needs no cluster to render."""
+    return Helm(build() / "helm", tmp_path_factory.mktemp("helm"))
 
 
 @pytest.fixture(scope="session")

@@ -7,14 +7,13 @@ objects are sent as server-side dry runs, pods too, into a namespace under Pod S
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from chart_values import EVERYTHING, LEAST, NARROW, VALUES
+from testbed.helm import CHART, RELEASE, SYSTEM
 from testbed.settings import ROOT
-from testbed.toolchain import build
 
 from sluice_operator import names
 from sluice_operator.access import LEASE_RULES, RULES
@@ -25,83 +24,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from testbed.client import Client
+    from testbed.helm import Helm
 
 Object = dict[str, Any]
 
-CHART = ROOT / "helm" / "sluice"
-RELEASE = "sluice"
-SYSTEM = "sluice-system"
-# Kinds of the Prometheus operator, which the test cluster does not know.
-FOREIGN = {"ServiceMonitor", "PrometheusRule"}
-
-EVERYTHING = {
-    "replicas": 3,
-    "image": {
-        "repository": "registry.example/sluice-operator",
-        "digest": "sha256:" + "0" * 64,
-        "pullSecrets": ["pull"],
-    },
-    "engineImage": "registry.example/engine:1",
-    "routerImage": "registry.example/router:1",
-    "allowHostAccess": True,
-    "workers": 32,
-    "resyncSeconds": 86400,
-    "requestTimeoutSeconds": 2,
-    "logLevel": "DEBUG",
-    "serviceAccount": {"annotations": {"example.org/role": "a"}},
-    "nodeSelector": {"pool": "system"},
-    "tolerations": [{"operator": "Exists"}],
-    "affinity": {"nodeAffinity": {}},
-    "priorityClassName": "system-cluster-critical",
-    "podAnnotations": {"example.org/note": "b"},
-    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}, "attainmentPercent": 95},
-    "dashboard": {"enabled": True},
-}
-LEAST = {
-    "replicas": 1,
-    "crds": {"install": False},
-    "rbac": {"create": False, "aggregate": False},
-    "serviceAccount": {"create": False, "name": "default"},
-    "resources": {"requests": None, "limits": None},
-    "networkPolicy": {"enabled": False},
-}
-NARROW = {"watchNamespaces": ["team-a", "team-b"]}
-VALUES = {"defaults": {}, "everything": EVERYTHING, "least": LEAST, "narrow": NARROW}
-
-
-class Helm:
-    """The binary, without any configuration of this machine's user.
-
-    Args:
-        path: The binary.
-        home: Folder for its caches and for values.
-    """
-
-    def __init__(self, path: Path, home: Path) -> None:
-        self._path = path
-        self._home = home
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "HOME": str(self._home), "KUBECONFIG": "/dev/null"}
-        return subprocess.run(
-            [self._path, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
-
-    def template(
-        self, values: Object, *arguments: str, release: str = RELEASE, namespace: str = SYSTEM
-    ) -> list[Object]:
-        """Renders the chart; refuses to go on when helm does."""
-        file = self._home / "values.json"
-        file.write_text(json.dumps(values))
-        done = self.run("template", release, str(CHART), "-n", namespace, "-f", str(file), *arguments)
-        assert done.returncode == 0, done.stderr
-        return [item for item in yaml.safe_load_all(done.stdout) if item]
-
-
-@pytest.fixture(scope="module")
-def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
-    return Helm(build() / "helm", tmp_path_factory.mktemp("helm"))
+# Kinds of the Prometheus operator and of cert-manager, which the test cluster does not know.
+FOREIGN = {"ServiceMonitor", "PrometheusRule", "Certificate"}
 
 
 @pytest.fixture(params=VALUES)
@@ -183,6 +111,7 @@ def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
         request_timeout_s=2,
         log_level="DEBUG",
         allow_host_access=True,
+        peer_tls="/etc/sluice/peer-tls",
     )
     defaults = read_settings(one(helm.template({}), "Deployment"))
     assert defaults == Settings(namespace=SYSTEM, identity="pod-1")
@@ -306,12 +235,31 @@ def test_toggles(helm: Helm) -> None:
     assert not kinds(EVERYTHING) & {"ServingCluster", "Lease", "Secret"}
 
 
+def test_the_operator_s_certificate_is_mounted_and_for_the_name_that_routers_know(helm: Helm) -> None:
+    def mounted(objects: list[Object]) -> dict[str, str]:
+        pod = one(objects, "Deployment")["spec"]["template"]["spec"]
+        volumes = {item["name"]: item["secret"]["secretName"] for item in pod["volumes"] if "secret" in item}
+        mounts = pod["containers"][0]["volumeMounts"]
+        return {item["mountPath"]: volumes[item["name"]] for item in mounts if item["name"] in volumes}
+
+    issued = helm.template({"tls": EVERYTHING["tls"]})
+    certificate = one(issued, "Certificate")["spec"]
+    assert certificate["dnsNames"] == [names.name_operator_peer(SYSTEM)]
+    assert mounted(issued) == {"/etc/sluice/peer-tls": certificate["secretName"]}
+    given = helm.template({"tls": {"mode": "SecretRef", "secretName": "mine"}})
+    assert mounted(given) == {"/etc/sluice/peer-tls": "mine"}
+    assert not pick(given, "Certificate")
+    assert mounted(helm.template({})) == {}
+
+
 def test_alerts_name_the_release(helm: Helm) -> None:
     text = json.dumps(one(helm.template(EVERYTHING, release="mine", namespace="ops"), "PrometheusRule")["spec"])
     assert 'namespace=\\"ops\\", service=\\"mine-operator-metrics\\"' in text
     assert "(sluice_attainment_ratio) * 100 < 95" in text
     assert "OPERATOR_" not in text
     assert "ATTAINMENT_" not in text
+    assert "docs/runbook.md#sluiceattainmentlow" in text
+    assert "RUNBOOK" not in text
     assert "{{ $labels.slo_class }}" in text
 
 

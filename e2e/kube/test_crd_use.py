@@ -170,7 +170,7 @@ def test_kubectl_refuses_in_words(client: Client, namespace: str) -> None:
         ("slc.spec.slo.ttftMilliseconds", "Objective for the time to first token, in milliseconds."),
         ("slc.spec.strategy", "ENUM: TaiChi Aggregated Disaggregated"),
         ("slc.spec.network.rdma", "-required-"),
-        ("slc.spec.engine.podTemplate", "Merged over the rendered pod template"),
+        ("slc.spec.engine.podTemplate", "Merged over the pod template that the operator renders"),
         ("slc.status.conditions.reason", "Degraded: AsExpected, ImagePullBackOff"),
     ],
 )

@@ -11,15 +11,20 @@ import importlib.metadata
 import logging
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice_engine.errors import EngineError, UnsupportedVllmError
 from sluice_engine.lifecycle import StopSignal, leave
 from sluice_engine.settings import parse_settings
+from sluice_engine.transport import TransportLog, check_devices
 from sluice_engine.versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+TERMINATION_LOG = Path("/dev/termination-log")
 
 
 def check_vllm_version() -> None:
@@ -40,6 +45,12 @@ def check_vllm_version() -> None:
         raise UnsupportedVllmError(f"vLLM {found[0]} is installed; this engine needs exactly {SUPPORTED_VLLM}")
 
 
+def tell_kubelet(message: str, log: Path = TERMINATION_LOG) -> None:
+    """Leaves word of why this process ends, where the pod's status shows it."""
+    if log.exists():
+        log.write_text(message)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs an engine until it is told to stop or its EngineCore dies; never returns."""
     stop = StopSignal()
@@ -49,11 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         settings = parse_settings(sys.argv[1:] if arguments is None else arguments)
         check_vllm_version()
-        from sluice_engine.serving import run  # noqa: PLC0415 - imports vLLM, after the signals and the version
+        check_devices(settings)
+        with tempfile.TemporaryDirectory(prefix="sluice-ucx-") as folder:
+            log = TransportLog(Path(folder))
+            # UCX reads its variables when it is loaded, which is with vLLM.
+            log.prepare(os.environ)
+            from sluice_engine.serving import run  # noqa: PLC0415 - imports vLLM, after the signals and the version
 
-        status = run(settings, stop)
+            status = run(settings, stop, log)
     except EngineError as error:
         print(f"sluice_engine: {error}", file=sys.stderr)
+        tell_kubelet(str(error))
         status = error.exit_status
     leave(status)
 

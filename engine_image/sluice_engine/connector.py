@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
 from sluice_core.kv import blocks_for_tokens
-from sluice_engine import nixl_pace
+from sluice_engine import nixl_pace, transport
 from sluice_engine.control import NUM_TOKENS_KEY
 from sluice_engine.handles import read_handle
 
@@ -138,6 +138,7 @@ class SluiceConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with keep_affinity():
             super().__init__(*args, **kwargs)
+        transport.keep_flushed()
 
     def _handle_heartbeat(self, payload: str) -> None:
         """Leases are not extended."""

@@ -6,6 +6,7 @@
       SettingsError          the command line is wrong; exit status 2
       UnsupportedVllmError   another vLLM than the one the hooks are written against; exit status 3
       StartError             a port is taken, the model cannot be loaded; exit status 4
+      RdmaError              RDMA is required and cannot be used; exit status 6
       SubmitRefusedError     one request is wrong; answered by its slot's Finished with REFUSED
 
 Everything else that escapes ends the process, because a supervisor restarts it faster than it heals.
@@ -36,6 +37,12 @@ class StartError(EngineError):
     """The engine cannot start; the message names what is in the way."""
 
     exit_status = 4
+
+
+class RdmaError(EngineError):
+    """RDMA is required and cannot be used; the message says what is missing. The operator knows the exit status."""
+
+    exit_status = 6
 
 
 class SubmitRefusedError(EngineError):

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from sluice_engine.tracking import Tracked
 
 
+# Stands for no objective: nobody is late by it, and it can be reckoned with.
+NO_OBJECTIVE_S = 1e9
+
+
 class Flow:
     """Plan in force and running decodes of one engine.
 
@@ -86,7 +90,7 @@ class Flow:
                 0, extras.output_tokens_since_reset + request.num_output_tokens - len(extras.output_token_ids)
             ),
             since_first_token_s=now_s - tracked.first_token_s,
-            tpot_slo_s=extras.tpot_slo_s,
+            tpot_slo_s=extras.tpot_slo_s or NO_OBJECTIVE_S,
             is_moved_in=tracked.is_moved_in,
         )
 

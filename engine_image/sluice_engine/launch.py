@@ -139,6 +139,7 @@ def vllm_arguments(settings: EngineSettings, epoch: int) -> dict[str, Any]:
                 engine_id=f"{settings.engine_id}-{epoch:x}",
                 device="cpu" if current_platform.is_cpu() else "cuda",
                 progress_delay_us=settings.kv_poll_us,
+                backend=settings.kv_backend,
             )
         ),
     }

@@ -1,13 +1,15 @@
 """One router's link: its requests here, the columns of the message under way, and its stream.
 
 A link outlives its streams: when one is lost, its requests go on for a lease, are listed in the hello of the next
-stream of the same router, and end with the lease. All methods are synchronous; only ``Stream.write`` waits, and it is
+stream of the same router, and are resumed there from the token that the router names; those that are not end with the
+lease. What a router has received is not known here, so that a request's tokens are kept as long as it is. All methods are synchronous; only ``Stream.write`` waits, and it is
 the one writer of its stream, because two writes at once kill a grpc.aio stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,9 +42,12 @@ class Request:
         request_id: The router's id of it.
         fence: Fencing number of its Submit.
         slot: Its slot on the stream; None while it is held for the next stream.
-        num_output_tokens: Output tokens so far, over all engines.
+        first_index: Index in the whole output of the first token made here.
         num_cached_tokens: Prompt tokens found in the prefix cache.
         held_since_s: When its stream was lost; None while it has one.
+        token_ids: Output tokens made here.
+        logprobs: One for each of them; empty when the request asked for none.
+        ended: How it ended while it was held; None while it runs.
     """
 
     link: Link
@@ -50,9 +55,17 @@ class Request:
     request_id: str
     fence: int
     slot: int | None
-    num_output_tokens: int
+    first_index: int
     num_cached_tokens: int = 0
     held_since_s: float | None = None
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    logprobs: list[wire.TokenLogprobs] = field(default_factory=list)
+    ended: wire.Finished | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far, over all engines."""
+        return self.first_index + len(self.token_ids)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,6 +167,8 @@ class Link:
         self.last_submit_number = 0
         self.sent_submit_number = 0
         self.received_submit_number = 0
+        # Submits that the EngineCore has got and not reported yet: number, tokens to prefill.
+        self.unreported: deque[tuple[int, int]] = deque()
         self._columns = Columns()
 
     # --- streams -------------------------------------------------------------------------------------------------
@@ -180,7 +195,39 @@ class Link:
             self.held[request.core_id] = request
         self.by_slot.clear()
         self.handed_off.clear()
+        self.unreported.clear()
         self._columns = Columns()
+
+    def resume(self, resume: wire.Resume) -> bool:
+        """Gives a held request its slot on the new stream, and sends what the router has not got of it.
+
+        Returns:
+            False when it is not held, or not with that fence, or begins after the token that is asked for.
+        """
+        request = next(
+            (
+                request
+                for request in self.held.values()
+                if (request.request_id, request.fence) == (resume.request_id, resume.fence)
+            ),
+            None,
+        )
+        if request is None or not request.first_index <= resume.next_output_index <= request.num_output_tokens:
+            return False
+        del self.held[request.core_id]
+        self.by_slot[resume.slot] = request
+        request.slot, request.held_since_s = resume.slot, None
+        start = resume.next_output_index - request.first_index
+        columns = self._columns
+        for offset, logprobs in enumerate(request.logprobs[start:]):
+            logprobs.column = len(columns.slots) + offset
+            columns.logprobs.append(logprobs)
+        self._add_columns(resume.slot, request.token_ids[start:], resume.next_output_index)
+        if request.ended is not None:
+            request.ended.slot = resume.slot
+            columns.finished.append(request.ended)
+            self.drop(request)
+        return True
 
     def take_held(self, request_id: str) -> list[Request]:
         """Takes the held requests of one id out of the link."""
@@ -203,6 +250,9 @@ class Link:
         request = Request(self, core_id, submit.request_id, submit.fence, submit.slot, len(submit.output_token_ids))
         self.by_slot[submit.slot] = request
         self.sent_submit_number = submit.submit_number
+        if not submit.HasField("kv"):
+            num_tokens = len(submit.prompt_token_ids) + len(submit.output_token_ids)
+            self.unreported.append((submit.submit_number, num_tokens))
         return request
 
     def drop(self, request: Request) -> None:
@@ -219,6 +269,8 @@ class Link:
         """
         if number is not None:
             self.last_submit_number = max(self.last_submit_number, number)
+            while self.unreported and self.unreported[0][0] <= number:
+                self.unreported.popleft()
         if self.last_submit_number >= self.sent_submit_number:
             self.last_submit_number = max(self.last_submit_number, self.received_submit_number)
 
@@ -227,13 +279,19 @@ class Link:
     def add_tokens(self, request: Request, token_ids: list[int], logprobs: Any) -> None:
         """Adds an iteration's tokens of one request (vLLM's ``LogprobsLists`` only if it asked for logprobs)."""
         index = request.num_output_tokens
-        request.num_output_tokens = index + len(token_ids)
-        slot = request.slot
-        if slot is None:
-            return
+        request.token_ids.extend(token_ids)
         columns = self._columns
         if logprobs is not None:
-            columns.logprobs.extend(conversion.token_logprobs(logprobs, len(columns.slots)))
+            rows = list(conversion.token_logprobs(logprobs, len(columns.slots)))
+            request.logprobs += rows
+            if request.slot is not None:
+                columns.logprobs += rows
+        if request.slot is not None:
+            self._add_columns(request.slot, token_ids, index)
+
+    def _add_columns(self, slot: int, token_ids: Iterable[int], index: int) -> None:
+        """Adds tokens of a slot, the first of which has this index in the whole output."""
+        columns = self._columns
         for token_id in token_ids:
             columns.slots.append(slot)
             columns.token_ids.append(token_id)
@@ -249,30 +307,37 @@ class Link:
         handed_off: control.HandedOff | None = None,
         error: str = "",
     ) -> None:
-        """Ends a request's slot."""
-        slot = request.slot
-        if slot is not None:
-            finished = wire.Finished(
-                slot=slot,
-                reason=reason,
-                stop_token_id=stop_token_id,
-                error=error,
-                num_cached_tokens=request.num_cached_tokens,
-                num_output_tokens=request.num_output_tokens,
-            )
+        """Ends a request's slot; a held request's end waits for the next stream, unless it was handed off to nobody."""
+        finished = wire.Finished(
+            reason=reason,
+            stop_token_id=stop_token_id,
+            error=error,
+            num_cached_tokens=request.num_cached_tokens,
+            num_output_tokens=request.num_output_tokens,
+        )
+        if request.slot is None:
+            request.ended = finished
             if handed_off is not None:
-                self.handed_off[slot] = request.core_id
-                finished.kv.engine_id = self._stamp.engine_id
-                finished.kv.epoch = self._stamp.epoch
-                finished.kv.fingerprint = self._stamp.fingerprint
-                finished.kv.num_tokens = handed_off.num_tokens
-                finished.kv.transfer_params_json = handed_off.transfer_params
-            self._columns.finished.append(finished)
+                self.drop(request)
+            return
+        finished.slot = request.slot
+        if handed_off is not None:
+            self.handed_off[request.slot] = request.core_id
+            finished.kv.engine_id = self._stamp.engine_id
+            finished.kv.epoch = self._stamp.epoch
+            finished.kv.fingerprint = self._stamp.fingerprint
+            finished.kv.num_tokens = handed_off.num_tokens
+            finished.kv.transfer_params_json = handed_off.transfer_params
+        self._columns.finished.append(finished)
         self.drop(request)
 
     def add_refusal(self, slot: int, error: str) -> None:
         """Ends the slot of a submit that cannot run."""
         self._columns.finished.append(wire.Finished(slot=slot, reason=sampling_pb2.FINISH_REASON_REFUSED, error=error))
+
+    def add_not_held(self, slot: int) -> None:
+        """Ends the slot of a request that cannot be resumed."""
+        self._columns.finished.append(wire.Finished(slot=slot, reason=sampling_pb2.FINISH_REASON_ABORTED))
 
     def add_proposal(self, request: Request, proposal: control.Proposal) -> None:
         """Proposes a move."""
@@ -321,4 +386,4 @@ class Link:
 
 def count_requests(links: Iterable[Link]) -> int:
     """Requests of all links that have not ended."""
-    return sum(len(link.by_slot) + len(link.held) for link in links)
+    return sum(len(link.by_slot) + sum(held.ended is None for held in link.held.values()) for link in links)

@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def make_transfer_config(
-    engine_id: str, device: str, progress_delay_us: int, lease_s: int | None = None
+    engine_id: str, device: str, progress_delay_us: int, lease_s: int | None = None, backend: str = "UCX"
 ) -> dict[str, Any]:
     """The ``kv_transfer_config`` of an engine.
 
@@ -36,6 +36,7 @@ def make_transfer_config(
         device: ``cpu`` or ``cuda``: where KV lies.
         progress_delay_us: Pause of NIXL's progress thread, in microseconds; 0 with RDMA.
         lease_s: Longest time that handed-off blocks wait for a reader, in seconds; ``connector.LEASE_S`` when absent.
+        backend: NIXL's.
     """
     from sluice_engine.connector import LEASE_S, PROGRESS_DELAY_KEY  # noqa: PLC0415  (imports NIXL)
 
@@ -46,7 +47,11 @@ def make_transfer_config(
         "kv_buffer_device": device,
         "engine_id": engine_id,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kv_lease_duration": lease_s or LEASE_S, PROGRESS_DELAY_KEY: progress_delay_us},
+        "kv_connector_extra_config": {
+            "kv_lease_duration": lease_s or LEASE_S,
+            "backends": [backend],
+            PROGRESS_DELAY_KEY: progress_delay_us,
+        },
     }
 
 

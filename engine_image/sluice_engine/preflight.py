@@ -8,22 +8,25 @@ reports the transport that it really uses.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import resource
 import sys
 from pathlib import Path
 
 DEVICES = Path("/dev/infiniband")
 TERMINATION_LOG = Path("/dev/termination-log")
+LIBFABRIC = "libfabric.so.1"
 # UCX registers tens of megabytes before it moves anything; containerd's default is 8 MiB.
 LEAST_MEMLOCK_BYTES = 1 << 30
 
 
-def find_problems(devices: Path, memlock_bytes: int) -> list[str]:
+def find_problems(devices: Path, memlock_bytes: int, library: str = "") -> list[str]:
     """Finds what keeps RDMA from working.
 
     Args:
         devices: Folder of the verbs devices.
         memlock_bytes: Limit of locked memory, in bytes; -1: none.
+        library: Library without which NIXL's backend cannot be loaded; empty: none.
 
     Returns:
         A line for each problem, with what to do.
@@ -39,7 +42,18 @@ def find_problems(devices: Path, memlock_bytes: int) -> list[str]:
             f"at most {memlock_bytes} bytes can be locked in memory; set LimitMEMLOCK=infinity for the node's container "
             "runtime (the capability IPC_LOCK does nothing for a container that is not root)"
         )
+    if library and not is_loadable(library):
+        problems.append(f"{library} cannot be loaded, which NIXL needs for EFA; build it into the engine's image")
     return problems
+
+
+def is_loadable(library: str) -> bool:
+    """Whether the dynamic linker finds a library and all that it needs."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def main(arguments: list[str] | None = None, *, devices: Path = DEVICES, log: Path = TERMINATION_LOG) -> int:
@@ -49,7 +63,7 @@ def main(arguments: list[str] | None = None, *, devices: Path = DEVICES, log: Pa
     parser.add_argument("--require", action="store_true", help="fail when RDMA cannot work")
     options = parser.parse_args(arguments)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    problems = find_problems(devices, soft)
+    problems = find_problems(devices, soft, LIBFABRIC if options.fabric == "EFA" else "")
     if not problems:
         print(f"RDMA over {options.fabric} can work")
         return 0

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import sampling_pb2
-from sluice_engine import control, conversion
+from sluice_engine import control, conversion, sharing
+from sluice_engine.counters import Counters
 from sluice_engine.errors import SubmitRefusedError
 from sluice_engine.link import Link, Request, Stamp, Stream, count_requests
 from sluice_engine.plan import PlanPart
@@ -47,22 +48,6 @@ class Pace:
     tick_s: float = 0.1
 
 
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start, for metrics."""
-
-    num_iterations: int = 0
-    iteration_s: float = 0.0
-    num_messages: int = 0
-    num_tokens: int = 0
-    num_submits: int = 0
-    num_refused: int = 0
-    num_foreign_kv: int = 0
-    num_lost_streams: int = 0
-    num_expired_leases: int = 0
-    finished: dict[int, int] = field(default_factory=dict)
-
-
 class EngineServer:
     """An engine, as its routers see it.
 
@@ -73,6 +58,9 @@ class EngineServer:
         clock: Monotonic seconds.
         pace: When what is sent.
         transport: KV transport in use.
+
+    Attributes:
+        transport: The same; may be set anew.
     """
 
     def __init__(
@@ -90,7 +78,7 @@ class EngineServer:
         self._builder = builder
         self._clock = clock
         self._pace = pace or Pace()
-        self._transport = transport
+        self.transport = transport
         self._stamp = Stamp(engine_id=hello.engine_id, epoch=hello.epoch, fingerprint=hello.fingerprint)
         self._links: dict[str, Link] = {}
         self._links_by_number: dict[int, Link] = {}
@@ -101,6 +89,7 @@ class EngineServer:
         self._load = control.Load()
         self._last_report_s = self._last_poll_s = clock()
         self._is_polling = False
+        self._owner = ""
         self._plan = PlanPart(hello.max_batch_tokens)
         self.is_draining = False
         self.counters = Counters()
@@ -138,10 +127,13 @@ class EngineServer:
         stream = Stream()
         now_s = self._clock()
         held = link.attach(stream, self._num_streams, now_s)
+        self._note_routers()
         hello = wire.EngineHello()
         hello.CopyFrom(self._hello)
         hello.held.extend(held)
-        stream.send(wire.AttachResponse(hello=hello, load=self._load_report(now_s), configured=self._plan.in_force))
+        stream.send(
+            wire.AttachResponse(hello=hello, load=self._load_report(link, now_s), configured=self._plan.in_force)
+        )
         link.last_sent_s = now_s
         return link, stream
 
@@ -150,15 +142,26 @@ class EngineServer:
         if link.stream is stream:
             self.counters.num_lost_streams += 1
             link.detach(self._clock())
+            self._note_routers()
+
+    def _note_routers(self) -> None:
+        """The engine is in the share of one of the routers that are here now."""
+        present = [link.router_id for link in self._links.values() if link.stream is not None]
+        self._owner = sharing.choose_owner(self._stamp.engine_id, present)
 
     async def take(self, link: Link, message: wire.AttachRequest) -> None:
-        """Carries out one batch of commands, in the order of the message's fields."""
+        """Carries out one batch of commands: what is resumed first, then in the order of the message's fields."""
+        for resume in message.resumes:
+            if resume.slot in link.by_slot or not link.resume(resume):
+                link.add_not_held(resume.slot)
         for submit in message.submits:
             replaced, request = self._open(link, submit)
             if replaced:
                 await self._client.abort_requests_async(replaced)
             if request is not None:
                 await self._client.add_request_async(request)
+        if message.submits:
+            self._tell_others(link)
         aborted = self._abort(link, message.aborts)
         if aborted:
             await self._client.abort_requests_async(aborted)
@@ -347,12 +350,10 @@ class EngineServer:
         if report is not None:
             has_submits = self._take_report(report, now_s)
             iteration = report.iteration
-        load = None
         for link in self._links.values():
             is_due = has_submits or now_s - link.last_sent_s >= self._pace.load_report_s
             if link.stream is not None and (is_due or link.has_news()):
-                load = load or self._load_report(now_s, iteration)
-                self._flush(link, load, now_s)
+                self._flush(link, now_s, iteration)
 
     def _take_output(self, request: Request, output: Any) -> None:
         if output.prefill_stats is not None:
@@ -363,12 +364,19 @@ class EngineServer:
             return
         handed_off = control.decode_hand_off(output.kv_transfer_params)
         if handed_off is not None:
+            is_held = request.slot is None
             self._finish(request, sampling_pb2.FINISH_REASON_HANDED_OFF, handed_off=handed_off)
+            if is_held:
+                # Nobody was told where the KV lies, and so nobody reads it.
+                self._start(self._release(request.core_id))
             return
         reason = conversion.FINISH_REASONS[output.finish_reason]
         stop = output.stop_reason if isinstance(output.stop_reason, int) else None
         error = "the engine could not go on with the request" if reason == sampling_pb2.FINISH_REASON_ERROR else ""
         self._finish(request, reason, stop_token_id=stop, error=error)
+
+    async def _release(self, core_id: str) -> None:
+        await self._call([control.Release(request_id=core_id)])
 
     def _take_report(self, report: control.Report, now_s: float) -> bool:
         """Takes what an iteration told; returns whether it includes new submits."""
@@ -392,23 +400,30 @@ class EngineServer:
                 link.report_submits(submit_number)
         return bool(report.last_submit_numbers)
 
-    def _flush(self, link: Link, load: wire.LoadReport, now_s: float) -> None:
+    def _flush(self, link: Link, now_s: float, iteration: control.Iteration | None = None) -> None:
         self.counters.num_messages += 1
-        self.counters.num_tokens += link.flush(load, now_s)
+        self.counters.num_tokens += link.flush(self._load_report(link, now_s, iteration), now_s)
 
     def _flush_news(self, link: Link) -> None:
         """Sends what happened between two iterations."""
         if link.has_news():
-            now_s = self._clock()
-            self._flush(link, self._load_report(now_s), now_s)
+            self._flush(link, self._clock())
 
-    def _load_report(self, now_s: float, iteration: control.Iteration | None = None) -> wire.LoadReport:
+    def _tell_others(self, link: Link) -> None:
+        """Lets the other routers know at once what a router has submitted."""
+        now_s = self._clock()
+        for other in self._links.values():
+            if other is not link and other.stream is not None:
+                self._flush(other, now_s)
+
+    def _load_report(self, link: Link, now_s: float, iteration: control.Iteration | None = None) -> wire.LoadReport:
         report = conversion.load_report(self._load)
         report.iteration_age_s = max(0.0, now_s - self._last_report_s)
-        report.transport = self._transport
+        report.transport = self.transport
         report.is_draining = report.is_draining or self.is_draining
         if iteration is not None:
             report.iteration.CopyFrom(conversion.iteration_message(iteration))
+        sharing.describe_for(link, self._links.values(), self._owner, report)
         return report
 
     # --- the clock -----------------------------------------------------------------------------------------------
@@ -429,7 +444,7 @@ class EngineServer:
             self._start(self._poll())
         for link in self._links.values():
             if link.stream is not None and now_s - link.last_sent_s >= silence_s:
-                self._flush(link, self._load_report(now_s), now_s)
+                self._flush(link, now_s)
         return self._end_leases(now_s)
 
     async def _poll(self) -> None:
@@ -459,7 +474,7 @@ class EngineServer:
         self.is_draining = True
         now_s = self._clock()
         for link in self._links.values():
-            self._flush(link, self._load_report(now_s), now_s)
+            self._flush(link, now_s)
         await self._call([self._plan.leave()])
 
     async def close(self, fault: str = "", timeout_s: float = 1.0) -> None:

@@ -165,6 +165,14 @@ class RouterStream:
         await self.send(submits=[submit])
         return slot
 
+    async def resume(self, answer: Answer, *, request_id: str, fence: int) -> int:
+        """Resumes a request that the engine holds from an earlier stream; returns its slot."""
+        slot = next(self._slots)
+        self.answers[slot] = answer
+        resume = wire.Resume(slot=slot, request_id=request_id, fence=fence, next_output_index=len(answer.tokens))
+        await self.send(resumes=[resume])
+        return slot
+
     async def until(self, condition: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """Waits until ``condition()`` is true, and returns it."""
         async with asyncio.timeout(timeout_s), self._news:

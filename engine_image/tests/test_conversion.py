@@ -69,20 +69,22 @@ def test_extras_carry_what_vllms_request_has_no_place_for():
         tpot_slo_s=0.1,
         age_s=0.5,
         since_first_token_s=0.0,
-        output_tokens_since_reset=2,
+        output_tokens_since_reset=1,
         is_recovery=True,
+        kv=wire.KvHandle(fingerprint="f", transfer_params_json="{}"),
     )
     extras = conversion.request_extras(submit, link=9, grant_key="9.1", fingerprint="f")
     assert extras == control.RequestExtras(
         link=9,
         submit_number=3,
         output_token_ids=[4, 5],
+        transfer_params="{}",
         grant_key="9.1",
         ttft_slo_s=1.0,
         tpot_slo_s=0.1,
         age_s=0.5,
         since_first_token_s=0.0,
-        output_tokens_since_reset=2,
+        output_tokens_since_reset=1,
         is_recovery=True,
     )
     submit.ClearField("since_first_token_s")

@@ -27,6 +27,14 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert "LimitMEMLOCK=infinity" in memlock
 
 
+def test_efa_needs_a_library_that_images_may_not_have(tmp_path: Path) -> None:
+    (tmp_path / "uverbs0").touch()
+    assert find_problems(tmp_path, resource.RLIM_INFINITY, "libc.so.6") == []
+    [missing] = find_problems(tmp_path, resource.RLIM_INFINITY, "libnothing.so.1")
+    assert "libnothing.so.1 cannot be loaded" in missing
+    assert "image" in missing
+
+
 @pytest.mark.parametrize(("options", "status"), [([], 0), (["--require"], 1)], ids=["warns", "refuses"])
 def test_a_finding_is_told_and_ends_the_start_only_where_rdma_is_required(tmp_path: Path, options, status) -> None:
     log = tmp_path / "termination-log"

@@ -172,6 +172,8 @@ async def test_a_running_decode_moves_to_another_engine_exactly(left, right, sam
         await is_idle(source)
         await is_idle(target)
         assert target.newest("load").num_moved_in > 0
+        # What UCX has chosen between the two.
+        await target.until(lambda: target.newest("load").transport == "tcp")
 
 
 async def test_kv_of_another_model_is_left_alone(left, right):
@@ -185,6 +187,29 @@ async def test_kv_of_another_model_is_left_alone(left, right):
         assert tokens == await source.run(PROMPT, {"max_tokens": 20})
         await source.send(released_slots=[slot])
         await is_idle(source)
+
+
+async def test_a_stream_that_breaks_loses_and_doubles_no_token(left):
+    """Seeded sampling with logprobs, cut three times: the same as in one piece."""
+    sampling = {"max_tokens": 60, "temperature": 1.0, "seed": 5, "num_logprobs": 2}
+    async with attach(left) as router:
+        slot = await router.submit(PROMPT, sampling)
+        await router.finished(slot)
+        whole = router.answers[slot]
+    async with attach(left) as router:
+        slot = await router.submit(PROMPT, sampling, request_id="cut", fence=9)
+        await router.tokens(slot, 1)
+        answer = router.answers[slot]
+    # What was on the way is lost with each stream.
+    for num_tokens in (20, 45, 60):
+        async with attach(left) as router:
+            slot = await router.resume(answer, request_id="cut", fence=9)
+            await router.tokens(slot, num_tokens)
+            if num_tokens == 60:
+                finished = await router.finished(slot)
+                await is_idle(router)
+    assert finished.reason == sampling_pb2.FINISH_REASON_LENGTH
+    assert (answer.tokens, answer.logprobs) == (whole.tokens, whole.logprobs)
 
 
 async def test_requests_of_a_lost_stream_are_held_for_the_next_one(left):

@@ -17,6 +17,7 @@ from sluice_engine import control, link
 from sluice_engine.attach import EngineService
 from sluice_engine.errors import SubmitRefusedError
 from sluice_engine.server import EngineServer
+from sluice_engine.sharing import choose_owner
 
 STOP, LENGTH, ERROR = 0, 1, 3  # vllm.v1.engine.FinishReason
 FINGERPRINT = "tiny/abc"
@@ -176,6 +177,7 @@ async def test_an_iteration_is_one_message_per_router_with_that_routers_tokens(e
     first, second = engine.attached("router-1"), engine.attached("router-2")
     await first.send(submits=[submit(4, "a"), submit(9, "b")])
     await second.send(submits=[submit(4, "c")])
+    first.receive(), second.receive()
     engine.put_out(
         output(engine.core_id("a"), [10]),
         output(engine.core_id("c"), [30]),
@@ -191,9 +193,10 @@ async def test_an_iteration_is_one_message_per_router_with_that_routers_tokens(e
     assert (list(message.slots), list(message.token_ids)) == ([4], [30])
 
 
-async def test_output_indexes_go_on_where_other_engines_stopped(engine):
+@pytest.mark.parametrize("fields", [{}, {"kv": wire.KvHandle(fingerprint=FINGERPRINT)}], ids=["recomputed", "with KV"])
+async def test_output_indexes_go_on_where_other_engines_stopped(engine, fields):
     router = engine.attached()
-    await router.send(submits=[submit(0, "a", output_token_ids=[7, 8])])
+    await router.send(submits=[submit(0, "a", output_token_ids=[7, 8], **fields)])
     engine.put_out(output(engine.core_id("a"), [9]))
     engine.put_out(output(engine.core_id("a"), [5], finish_reason=LENGTH))
     first, last = router.receive()
@@ -259,14 +262,70 @@ async def test_the_first_message_says_who_the_engine_is(engine):
     assert not message.HasField("configured")
 
 
-async def test_a_submit_is_reported_at_once_to_every_router(engine):
+async def test_a_submit_is_reported_to_every_router_when_an_iteration_includes_it(engine):
     first, second = engine.attached("router-1"), engine.attached("router-2")
     await first.send(submits=[submit(0, "a", submit_number=8)])
+    first.receive(), second.receive()
     engine.put_out(report=report(last_submit_numbers={first.link.number: 8}))
     [message] = first.receive()
     assert message.load.last_submit_number == 8
     [message] = second.receive()
     assert message.load.last_submit_number == 0
+
+
+async def test_other_routers_see_a_submit_before_the_iteration_under_way_ends(engine):
+    """Each counts its own submits itself, until a report includes them."""
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    kv = wire.KvHandle(fingerprint=FINGERPRINT)
+    moved = submit(2, "moved", kv=kv, submit_number=3)
+    await first.send(submits=[submit(0, "a"), submit(1, "b", output_token_ids=[9]), moved])
+    assert first.receive() == []
+    [message] = second.receive()
+    load = message.load
+    assert (load.queued_prefill_tokens, load.queued_requests, load.queued_attention_work) == (3 + 4, 2, 4.5 + 8)
+    engine.put_out(report=report(last_submit_numbers={first.link.number: 1}))
+    loads = [router.receive()[-1].load for router in (first, second)]
+    assert [load.queued_prefill_tokens for load in loads] == [0, 4]
+    engine.put_out(report=report(2, last_submit_numbers={first.link.number: 3}))
+    assert second.receive()[-1].load.queued_prefill_tokens == 0
+
+
+async def test_submits_of_a_lost_stream_are_news_no_more(engine):
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    await first.send(submits=[submit(0, "a")])
+    first.lose_stream()
+    second.receive()
+    engine.clock.now_s += 1
+    engine.server.tick(engine.clock.now_s)
+    assert second.receive()[-1].load.queued_prefill_tokens == 0
+
+
+async def test_an_engine_is_in_the_share_of_one_of_the_routers_that_are_here(engine):
+    def owners(*routers: Router) -> list[str]:
+        engine.clock.now_s += 1
+        engine.server.tick(engine.clock.now_s)
+        return [router.link.router_id for router in routers if not router.receive()[-1].load.is_of_others]
+
+    alone = engine.attached("router-1")
+    assert owners(alone) == ["router-1"]
+    routers = [alone, *(engine.attached(f"router-{number}") for number in (2, 3, 4))]
+    [owner] = owners(*routers)
+    leaving = next(router for router in routers if router.link.router_id == owner)
+    leaving.lose_stream()
+    staying = [router for router in routers if router is not leaving]
+    [heir] = owners(*staying)
+    assert heir != owner
+    assert owners(*staying, engine.attached(owner)) == [owner]
+
+
+def test_shares_are_about_equal_and_change_for_the_routers_concerned_only():
+    engines = [f"engine-{number}" for number in range(400)]
+    routers = [f"router-{number}" for number in range(4)]
+    owners = {name: choose_owner(name, routers) for name in engines}
+    assert all(60 < list(owners.values()).count(router) < 140 for router in routers)
+    left = {name: choose_owner(name, routers[1:]) for name in engines}
+    assert all(left[name] == owner for name, owner in owners.items() if owner != "router-0")
+    assert choose_owner("engine-0", []) == ""
 
 
 async def test_load_reports_without_news_come_every_50_ms_at_most(engine):
@@ -380,6 +439,97 @@ async def test_requests_of_a_lost_stream_are_listed_in_the_next_hello(engine):
     assert list(message.hello.held) == [wire.HeldRequest(request_id="a", fence=6, num_output_tokens=2)]
 
 
+def resume(slot: int, request_id: str, next_index: int, fence: int = 1) -> wire.Resume:
+    return wire.Resume(slot=slot, request_id=request_id, fence=fence, next_output_index=next_index)
+
+
+@pytest.mark.parametrize("next_index", [2, 3, 5], ids=["all that it made", "what was on the way", "nothing"])
+async def test_a_held_request_goes_on_from_the_token_that_its_router_names(engine, next_index):
+    router = engine.attached()
+    await router.send(submits=[submit(7, "a", output_token_ids=[90, 91])])
+    engine.put_out(output(engine.core_id("a"), [10]))
+    router.lose_stream()
+    engine.put_out(output(engine.core_id("a"), [11, 12]))
+    router = engine.attached()
+    await router.send(resumes=[resume(4, "a", next_index)])
+    engine.put_out(output(engine.core_id("a"), [13], finish_reason=LENGTH))
+    messages = router.receive()
+    columns = [column for message in messages for column in zip(message.output_indexes, message.token_ids, strict=True)]
+    assert columns == [(2, 10), (3, 11), (4, 12), (5, 13)][next_index - 2 :]
+    assert {slot for message in messages for slot in message.slots} == {4}
+    assert [(item.slot, item.num_output_tokens) for item in messages[-1].finished] == [(4, 6)]
+    assert engine.core.aborted == []
+    engine.clock.now_s += 11
+    assert engine.server.tick(engine.clock.now_s) == []
+
+
+async def test_a_request_that_ended_while_it_was_held_ends_when_it_is_resumed(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    core_id = engine.core_id("a")
+    router.lose_stream()
+    engine.put_out(output(core_id, [10, 2], finish_reason=STOP, stop_reason=2))
+    assert engine.server.num_requests == 0
+    router = engine.attach()
+    [hello] = router.receive()
+    assert list(hello.hello.held) == [wire.HeldRequest(request_id="a", fence=1, num_output_tokens=2)]
+    await router.send(resumes=[resume(3, "a", 0)])
+    [message] = router.receive()
+    assert list(message.token_ids) == [10, 2]
+    [finished] = message.finished
+    assert (finished.slot, finished.reason, finished.stop_token_id) == (3, sampling_pb2.FINISH_REASON_STOP, 2)
+    assert list(engine.attach().receive()[0].hello.held) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [resume(3, "b", 1), resume(3, "a", 1, fence=2), resume(3, "a", 9), resume(3, "a", 0)],
+    ids=["unknown", "another fence", "a token ahead of it", "a token of another engine"],
+)
+async def test_what_cannot_be_resumed_ends_its_slot(engine, wrong):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a", output_token_ids=[90])])
+    router.lose_stream()
+    router = engine.attached()
+    await router.send(resumes=[wrong])
+    [message] = router.receive()
+    assert [(item.slot, item.reason) for item in message.finished] == [(3, sampling_pb2.FINISH_REASON_ABORTED)]
+    assert not message.slots
+
+
+async def test_logprobs_are_kept_with_the_tokens_of_a_held_request(engine):
+    def rows(token: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            logprob_token_ids=np.array([[token, token]]),
+            logprobs=np.array([[-token, -token]], dtype=np.float32),
+            sampled_token_ranks=np.array([1]),
+        )
+
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a"), submit(1, "b")])
+    plain, with_logprobs = engine.core_id("a"), engine.core_id("b")
+    engine.put_out(output(with_logprobs, [20], new_logprobs=rows(20)))
+    router.lose_stream()
+    engine.put_out(output(plain, [10]), output(with_logprobs, [21], new_logprobs=rows(21)))
+    router = engine.attached()
+    await router.send(resumes=[resume(5, "a", 0), resume(6, "b", 1)])
+    [message] = router.receive()
+    assert list(zip(message.slots, message.token_ids, strict=True)) == [(5, 10), (6, 21)]
+    assert [(item.column, item.logprob) for item in message.logprobs] == [(1, -21.0)]
+
+
+async def test_kv_that_was_handed_off_to_nobody_is_freed_and_not_resumed(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    core_id = engine.core_id("a")
+    router.lose_stream()
+    params = {control.NUM_TOKENS_KEY: 3}
+    engine.put_out(output(core_id, [1], finish_reason=LENGTH, kv_transfer_params=params))
+    await settle()
+    assert engine.core.commands == [control.Release(request_id=core_id)]
+    assert list(engine.attach().receive()[0].hello.held) == []
+
+
 async def test_requests_of_a_lost_stream_end_with_its_lease(engine):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])
@@ -466,8 +616,10 @@ async def test_a_handed_off_slot_says_where_the_kv_lies_until_it_is_released(eng
     assert engine.core.commands == [control.HandOff(request_id=core_id)]
     where = {control.NUM_TOKENS_KEY: 4, "remote_block_ids": [[1]]}
     engine.put_out(output(core_id, [1], finish_reason=LENGTH, kv_transfer_params=where))
-    [finished] = router.receive()[0].finished
-    assert finished.reason == sampling_pb2.FINISH_REASON_HANDED_OFF
+    [message] = router.receive()
+    assert (list(message.slots), list(message.token_ids)) == ([2], [1])
+    [finished] = message.finished
+    assert (finished.reason, finished.num_output_tokens) == (sampling_pb2.FINISH_REASON_HANDED_OFF, 1)
     assert (finished.kv.engine_id, finished.kv.epoch, finished.kv.fingerprint) == ("engine-1", 7, FINGERPRINT)
     assert finished.kv.num_tokens == 4
     await router.send(released_slots=[2])

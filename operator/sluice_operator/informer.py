@@ -69,8 +69,9 @@ class Informer:
     def _make_registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
 
-        # kopf swallows what handlers raise; this one only reads two fields.
-        def on_event(body: kopf.Body, **_: Any) -> None:
+        # kopf swallows what handlers raise; this one only reads two fields. Were it no coroutine, kopf would call it in
+        # threads, and the queue belongs to the event loop.
+        async def on_event(body: kopf.Body, **_: Any) -> None:
             self.take(body)
 
         def login(**arguments: Any) -> kopf.ConnectionInfo | None:

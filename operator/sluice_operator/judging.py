@@ -197,10 +197,11 @@ def _decide_network(found: Findings) -> Condition:
         return say(Reason.TCP, "KV goes over TCP, as the spec asks for", is_true=True)
     transports = {engine: report.transport for engine, report in found.reports.items() if report.transport}
     if not transports:
-        return say(Reason.NO_REPORT, "no KV has moved yet", is_true=None)
-    fallen = sorted(str(engine) for engine, transport in transports.items() if is_tcp(transport))
+        return say(Reason.NO_REPORT, "no engine knows yet how its KV goes", is_true=None)
+    fallen = sorted((str(engine), transport) for engine, transport in transports.items() if is_tcp(transport))
     if fallen:
-        message = f"KV of engine {fallen[0]} and {len(fallen) - 1} more goes over TCP; look at its pod's devices"
+        (engine, transport), more = fallen[0], len(fallen) - 1
+        message = f"KV of engine {engine} and {more} more goes over {transport}; look at its pod's devices"
         return say(Reason.RDMA_FALLBACK, message, is_true=False)
     return say(Reason.RDMA, "KV goes over RDMA, as the spec asks for", is_true=True)
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 MODEL_DIRECTORY = "/model"
 VOLUME = "model"
+FETCH_MODEL = "fetch-model"
 # What routers read: tokenizer, chat template, configuration; never weights.
 ROUTER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
@@ -81,7 +82,7 @@ def _fetch(model: ModelSpec, source: HuggingFaceSource, files: tuple[str, ...]) 
         # One folder per model, revision and set of files, so that clusters may share the claim.
         path = "--".join([*model.name.split("/"), model.revision or "main", *(["tokenizer"] if files else [])])
     fetch = {
-        "name": "fetch-model",
+        "name": FETCH_MODEL,
         "command": arguments,
         "env": environment,
         "volumeMounts": [_describe_mount(path, is_read_only=False), {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108

@@ -10,7 +10,19 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.names import CLUSTER_LABEL, COMPONENT_LABEL, ENGINE, ROLE_LABEL
+from sluice_operator.containers import CONTAINER_SECURITY, POD_SECURITY
+from sluice_operator.host_access import find_other_namespaces, find_ways_out
+from sluice_operator.model_volume import FETCH_MODEL
+from sluice_operator.names import (
+    CLUSTER_LABEL,
+    COMPONENT_LABEL,
+    ENGINE,
+    MANAGED_BY_LABEL,
+    NAME_LABEL,
+    ROLE_LABEL,
+)
+from sluice_operator.rdma import PREFLIGHT
+from sluice_operator.rules import OWNED_ENVIRONMENT, OWNED_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +42,6 @@ MERGE_KEYS = {
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
-# A pod's ways out of its namespace.
-HOST_FIELDS = ("hostNetwork", "hostPID", "hostIPC")
 # Belong to the operator: who the pod is, where it finds its model, and how it ends.
 OWNED_POD_FIELDS = (
     "serviceAccountName",
@@ -45,7 +55,22 @@ OWNED_POD_FIELDS = (
     "activeDeadlineSeconds",
 )
 OWNED_ENGINE_FIELDS = ("command", "args", "image", "lifecycle", "startupProbe", "readinessProbe", "livenessProbe")
-OWNED_LABELS = (CLUSTER_LABEL, COMPONENT_LABEL, ROLE_LABEL)
+# By these, pods are selected, watched, and let in by network policies.
+OWNED_LABELS = (CLUSTER_LABEL, COMPONENT_LABEL, ROLE_LABEL, MANAGED_BY_LABEL, NAME_LABEL)
+LISTS = ("containers", "initContainers", "volumes")
+OUR_CONTAINERS = frozenset({ENGINE, FETCH_MODEL, PREFLIGHT})
+# What is rendered that keeps an engine's pod in its place; the rest of a template is nothing to be judged by.
+LIMITS: Object = {
+    "metadata": {},
+    "spec": {
+        "securityContext": POD_SECURITY,
+        "containers": [{"name": ENGINE, "securityContext": CONTAINER_SECURITY}],
+        "initContainers": [
+            {"name": FETCH_MODEL, "securityContext": CONTAINER_SECURITY},
+            {"name": PREFLIGHT, "securityContext": CONTAINER_SECURITY},
+        ],
+    },
+}
 
 
 def merge(base: Any, over: Any, field: str = "") -> Any:
@@ -85,10 +110,32 @@ def find_refused(over: Object, *, allow_host_access: bool) -> list[str]:
         return [f"spec.engine.podTemplate is not a pod template ({error}); compare it with `kubectl explain pod.spec`"]
 
 
+def find_refused_affinity(affinity: Object, *, allow_host_access: bool) -> list[str]:
+    """Finds what ``spec.engine.affinity`` may not say; see ``find_refused``."""
+    path = "spec.engine.affinity"
+    try:
+        return [] if allow_host_access else list(find_other_namespaces(affinity, path))
+    except (AttributeError, TypeError) as error:
+        return [f"{path} is not an affinity ({error}); compare it with `kubectl explain pod.spec.affinity`"]
+
+
 def _find(over: Object, *, allow_host_access: bool) -> Iterator[str]:
     for field in set(over) - {"metadata", "spec"}:
         yield f"{field} is not a field of a pod template; use metadata or spec"
-    metadata, spec = over.get("metadata", {}), over.get("spec", {})
+    spec = over.get("spec", {})
+    yield from _find_owned(over.get("metadata", {}), spec)
+    wrong = [field for field in LISTS if not isinstance(spec.get(field, []), list)]
+    if wrong:
+        yield f"spec.{wrong[0]} is not a list; write it as `kubectl explain pod.spec.{wrong[0]}` says"
+        return
+    for container in spec.get("containers", []):
+        if container.get("name") == ENGINE:
+            yield from _find_in_engine(container)
+    if not allow_host_access:
+        yield from find_ways_out(merge(LIMITS, over), OUR_CONTAINERS)
+
+
+def _find_owned(metadata: Object, spec: Object) -> Iterator[str]:
     for field in set(metadata) - {"labels", "annotations"}:
         yield f"metadata.{field} cannot be set; remove it"
     for label in OWNED_LABELS:
@@ -97,53 +144,13 @@ def _find(over: Object, *, allow_host_access: bool) -> Iterator[str]:
     for field in OWNED_POD_FIELDS:
         if field in spec:
             yield f"spec.{field} is set by Sluice; remove it"
-    for container in spec.get("containers", []):
-        if container.get("name") == ENGINE:
-            yield from (
-                f"spec.containers[engine].{field} is set by Sluice; remove it (see spec.engine)"
-                for field in OWNED_ENGINE_FIELDS
-                if field in container
-            )
-    if not allow_host_access:
-        yield from _find_host_access(spec)
 
 
-def _find_host_access(spec: Object) -> Iterator[str]:
-    advice = "reaches the host; remove it, or have the operator started with --allow-host-access"
-    yield from (f"spec.{field} {advice}" for field in HOST_FIELDS if spec.get(field))
-    for volume in spec.get("volumes", []):
-        name = volume.get("name")
-        if "hostPath" in volume:
-            yield f"spec.volumes[{name}].hostPath {advice}"
-        sources = volume.get("projected", {}).get("sources", [])
-        if any("serviceAccountToken" in source for source in sources):
-            yield f"spec.volumes[{name}] holds a service account's token; engines have none, remove it"
-    yield from _find_privileges(spec.get("securityContext", {}), "spec.securityContext", advice)
-    for kind in ("containers", "initContainers", "ephemeralContainers"):
-        for container in spec.get(kind, []):
-            path = f"spec.{kind}[{container.get('name')}]"
-            yield from _find_privileges(container.get("securityContext", {}), f"{path}.securityContext", advice)
-            if any(port.get("hostPort") for port in container.get("ports", [])):
-                yield f"{path}.ports has a hostPort, which {advice}"
-            if container.get("volumeDevices"):
-                yield f"{path}.volumeDevices {advice}"
-
-
-def _find_privileges(context: Object, path: str, advice: str) -> Iterator[str]:
-    for field in ("privileged", "allowPrivilegeEscalation"):
-        if context.get(field):
-            yield f"{path}.{field} {advice}"
-    if context.get("procMount") not in (None, "Default"):
-        yield f"{path}.procMount {advice}"
-    if context.get("sysctls"):
-        yield f"{path}.sysctls {advice}"
-    if context.get("windowsOptions", {}).get("hostProcess"):
-        yield f"{path}.windowsOptions.hostProcess {advice}"
-    if context.get("runAsUser") == 0 or context.get("runAsNonRoot") is False:
-        yield f"{path} runs as root, which {advice}"
-    profiles = (context.get("seccompProfile", {}), context.get("appArmorProfile", {}))
-    if any(profile.get("type") == "Unconfined" for profile in profiles):
-        yield f"{path} is unconfined, which {advice}"
-    added = set(context.get("capabilities", {}).get("add", [])) - {"IPC_LOCK", "NET_BIND_SERVICE"}
-    if added:
-        yield f"{path}.capabilities.add holds {', '.join(sorted(added))}, which {advice}"
+def _find_in_engine(container: Object) -> Iterator[str]:
+    for field in OWNED_ENGINE_FIELDS:
+        if field in container:
+            yield f"spec.containers[engine].{field} is set by Sluice; remove it (see spec.engine)"
+    for variable in container.get("env", []):
+        name = variable.get("name", "")
+        if name in OWNED_ENVIRONMENT or name.startswith(OWNED_PREFIX):
+            yield f"spec.containers[engine].env[{name}] is set by Sluice; remove it"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sluice_core.records import EngineId
 from sluice_operator.conditions import Reason
 from sluice_operator.kubernetes_port import annotations_of, labels_of, name_of, uid_of
-from sluice_operator.names import DELETION_COST_ANNOTATION, ROLE_LABEL
+from sluice_operator.names import CONTROL_TLS_ANNOTATION, DELETION_COST_ANNOTATION, ROLE_LABEL
 from sluice_operator.rdma import PREFLIGHT
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # A container that ended this often is not one that was moved or killed once.
 CRASH_LOOP_RESTARTS = 2
 DELETION_COST = "-1000"
+# The engine's, where RDMA is required and KV would not go over it.
+NO_RDMA_EXIT_CODE = 6
 WAITING_REASONS = {
     "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,
     "ErrImagePull": Reason.IMAGE_PULL_BACK_OFF,
@@ -57,6 +59,7 @@ class Pod:
         is_ending: Whether it is being deleted.
         has_ended: Whether it failed or completed, and will not come back.
         trouble: What is wrong with it.
+        control_tls: Name in the certificate of a router's control port; empty: the port is in the open.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Pod:
     is_ending: bool
     has_ended: bool
     trouble: Trouble | None
+    control_tls: str = ""
 
     @property
     def is_present(self) -> bool:
@@ -89,6 +93,7 @@ def read_pod(content: Object) -> Pod:
         is_ending="deletionTimestamp" in content["metadata"],
         has_ended=status.get("phase") in ("Failed", "Succeeded"),
         trouble=next(_find_trouble(content, status), None),
+        control_tls=annotations_of(content).get(CONTROL_TLS_ANNOTATION, ""),
     )
 
 
@@ -105,12 +110,19 @@ def _find_trouble(content: Object, status: Object) -> Iterator[Trouble]:
         yield from _find_container_trouble(name, container)
 
 
+def is_rdma_refusal(container: Object, ended: Object) -> bool:
+    """Whether a container ended because RDMA cannot be used: the check before the engine, or the engine's own."""
+    if container["name"] == PREFLIGHT:
+        return bool(ended.get("exitCode"))
+    return not container.get("ready") and ended.get("exitCode") == NO_RDMA_EXIT_CODE
+
+
 def _find_container_trouble(pod: str, container: Object) -> Iterator[Trouble]:
     waiting = (container.get("state") or {}).get("waiting") or {}
     reason = WAITING_REASONS.get(waiting.get("reason", ""))
     ended = (container.get("lastState") or {}).get("terminated") or (container.get("state") or {}).get("terminated")
     where = f"container {container['name']} of pod {pod}"
-    if container["name"] == PREFLIGHT and ended and ended.get("exitCode"):
+    if ended and is_rdma_refusal(container, ended):
         what = ended.get("message") or f"exit code {ended.get('exitCode')}"
         yield Trouble(reason=Reason.PREFLIGHT_FAILED, message=f"{where}: {what}")
     elif reason is Reason.CRASH_LOOP or (

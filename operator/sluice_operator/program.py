@@ -12,10 +12,12 @@ import random
 import signal
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kubernetes.aio.client.api_client import ApiClient
 
+from sluice.certificates import CertificateFolder, keep_fresh
 from sluice_operator.election import Elector
 from sluice_operator.fencing import FencedKubernetes
 from sluice_operator.health import Health
@@ -25,6 +27,7 @@ from sluice_operator.kubernetes_port import CLUSTERS, KubernetesError, LeaseLost
 from sluice_operator.logs import current_object
 from sluice_operator.metrics import Metrics
 from sluice_operator.reconciler import Reconciler
+from sluice_operator.retrying import RetryingKubernetes
 from sluice_operator.router_links import RouterLinks
 from sluice_operator.work_queue import WorkQueue
 
@@ -49,10 +52,14 @@ class Operator:
     Args:
         settings: Its settings.
         api: The client.
+
+    Raises:
+        CertificateError: The operator's own certificate cannot be used.
     """
 
     def __init__(self, settings: Settings, api: ApiClient) -> None:
         self._settings = settings
+        self._certificates = CertificateFolder(Path(settings.peer_tls), is_mutual=True) if settings.peer_tls else None
         self._metrics = Metrics()
         self._kubernetes = KubernetesClient(
             api, timeout_s=settings.request_timeout_s, on_call=self._metrics.take_call, now=time.monotonic
@@ -101,12 +108,17 @@ class Operator:
         await self._elector.lead()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._elector.keep(), name="renew the lease")
-            fenced = FencedKubernetes(self._kubernetes, lambda: self._elector.is_leading)
+            patient = RetryingKubernetes(self._kubernetes, now=time.monotonic)
+            fenced = FencedKubernetes(patient, lambda: self._elector.is_leading)
 
             def measure(key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
                 reconciler.measure(key, status)
 
-            links = self._links = RouterLinks(group, wake=self._queue.add, measure=measure)
+            links = self._links = RouterLinks(
+                group, wake=self._queue.add, measure=measure, certificates=self._certificates
+            )
+            if self._certificates is not None:
+                group.create_task(keep_fresh([self._certificates.refresh]), name="certificates")
             reconciler = Reconciler(fenced, links, self._settings, now=time.monotonic, now_text=format_now)
             for number in range(self._settings.workers):
                 group.create_task(self._work(reconciler), name=f"worker {number}")

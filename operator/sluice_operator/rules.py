@@ -57,6 +57,7 @@ OWNED_ENVIRONMENT = frozenset(
         "UCX_TCP_PORT_RANGE",
     }
 )
+OWNED_PREFIX = "SLUICE_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,7 @@ def _arguments_are_free(spec: ServingClusterSpec) -> Iterator[Broken]:
 def _environment_is_free(spec: ServingClusterSpec) -> Iterator[Broken]:
     for index, variable in enumerate(spec.engine.env):
         path = ("engine", "env", index)
-        if variable.name in OWNED_ENVIRONMENT or variable.name.startswith("SLUICE_"):
+        if variable.name in OWNED_ENVIRONMENT or variable.name.startswith(OWNED_PREFIX):
             message = "is set by Sluice; remove it (see spec.network)"
             yield Broken(path=(*path, "name"), value=variable.name, message=message)
         if (variable.value is None) == (variable.value_from is None):
@@ -232,6 +233,16 @@ def _modes_have_what_they_need(spec: ServingClusterSpec) -> Iterator[Broken]:
         yield from _needs_mode(path, tls.mode, "CertManager", "issuerRef", tls.issuer_ref)
 
 
+def _names_are_for_cert_manager(spec: ServingClusterSpec) -> Iterator[Broken]:
+    tls = spec.router.tls
+    if tls.dns_names and tls.mode != "CertManager":
+        yield Broken(
+            path=("router", "tls", "dnsNames"),
+            value=",".join(tls.dns_names),
+            message="needs mode CertManager; remove it: a Secret's certificate has its names",
+        )
+
+
 def _needs_mode(path: tuple[str, ...], mode: str, needed: str, name: str, value: object) -> Iterator[Broken]:
     """A field that one mode requires and the others refuse."""
     if (mode == needed) != (value is not None):
@@ -288,6 +299,7 @@ RULES: tuple[Callable[[ServingClusterSpec], Iterator[Broken]], ...] = (
     _ports_differ,
     _rdma_is_whole,
     _modes_have_what_they_need,
+    _names_are_for_cert_manager,
     _bounds_are_ordered,
     _tuning_is_available,
 )

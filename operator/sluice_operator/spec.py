@@ -15,6 +15,7 @@ from sluice_operator import rules
 from sluice_operator.fields import (
     CountOrPercentage,
     Effect,
+    HostName,
     Label,
     ObjectName,
     Part,
@@ -68,7 +69,7 @@ class SloSpec(Part):
     tpot_milliseconds: Annotated[int, Field(strict=True, ge=1, le=60_000)]
     """Objective for the time per output token, in milliseconds."""
     attainment: Percentage = "90%"
-    """Share of requests that shall meet both objectives."""
+    """Share of requests that shall meet both objectives, such as 90%."""
     classes: Annotated[tuple[SloClassSpec, ...], Field(max_length=16)] = ()
     """Named objectives besides the default ones."""
 
@@ -81,7 +82,8 @@ class ParametersSpec(Part):
     approaching_factor_percent: Annotated[int, Field(strict=True, ge=50, le=100)] = 96
     """Alpha: share of the TPOT objective above which a decode on a P-heavy engine flows back."""
     early_rejection: EarlyRejectionName = "Off"
-    """What happens to a request that no engine can serve within its TTFT objective. Quote "Off" in YAML."""
+    """What happens to a request that no engine can serve within its TTFT objective. Off: it goes where it is least late.
+    Random: it goes to any engine. Reject: it is refused, with a time to try again. Quote "Off" in YAML."""
     min_tokens_between_moves: Annotated[int, Field(strict=True, ge=0, le=65_536)] = 16
     """Output tokens between two moves of one request, unless its objective is at stake."""
 
@@ -201,11 +203,11 @@ class Toleration(Part):
     key: ResourceName | None = None
     """Key of the taint; any when absent."""
     operator: Literal["Equal", "Exists"] = "Equal"
-    """How value is compared."""
+    """Equal asks for the very value, Exists for any."""
     value: Annotated[str, Field(max_length=63)] | None = None
     """Value of the taint."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint; any when absent."""
+    """Effect of the taint (NoSchedule, PreferNoSchedule, NoExecute); any when absent."""
     toleration_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] | None = None
     """Longest stay under a taint with effect NoExecute; for ever when absent."""
 
@@ -223,7 +225,7 @@ class EngineSpec(Part):
     """One engine: a vLLM instance in a pod or a local process."""
 
     image: Text | None = None
-    """Container image; the operator's own when absent."""
+    """Container image; the engine image that the operator was installed with when absent."""
     tensor_parallel_size: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
     """GPUs that share one engine."""
     max_batch_tokens: Annotated[int, Field(strict=True, ge=16, le=MOST_BATCH_TOKENS)] = 8192
@@ -249,17 +251,18 @@ class EngineSpec(Part):
     affinity: dict[str, Any] = Field(default_factory=dict)
     """Kubernetes' affinity of engine pods."""
     pod_template: dict[str, Any] = Field(default_factory=dict)
-    """Merged over the rendered pod template by server-side apply, for what has no field here. The API server checks the
-    result; it cannot reach the host or other namespaces."""
+    """Merged over the pod template that the operator renders, for what has no field here: maps by their keys, lists of
+    Kubernetes by their elements' keys; null removes a field. The API server checks the result. It cannot reach the host,
+    unless the operator was installed with allowHostAccess."""
     emulation: Emulation | None = None
-    """Emulates a GPU instead of computing."""
+    """Emulates a GPU instead of computing, for tests without one; answers are noise."""
 
 
 class RdmaSpec(Part):
     """How engines reach the RDMA fabric."""
 
     fabric: Literal["InfiniBand", "RoCE", "EFA"]
-    """Kind of fabric."""
+    """Kind of fabric: InfiniBand, RoCE or EFA."""
     resource_name: ResourceName | None = None
     """Extended resource of the network device."""
     resource_claim_template_name: ObjectName | None = None
@@ -275,8 +278,8 @@ class RdmaSpec(Part):
     transports: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
     """Transports that UCX may use (UCX_TLS); any when absent. On GPUs they must contain cuda_copy or cuda_ipc."""
     memlock: Literal["Node", "IPCLock"] = "Node"
-    """Who lifts the limit of locked memory: the node (LimitMEMLOCK=infinity), or the capability IPC_LOCK, which helps
-    containers that run as root only."""
+    """Who lifts the limit of locked memory. Node: the node does (LimitMEMLOCK=infinity). IPCLock: the capability
+    IPC_LOCK, which helps containers that run as root only."""
     require_rdma: Annotated[StrictBool, Field(alias="requireRDMA")] = False
     """Refuse to serve over TCP when RDMA cannot be used."""
     pod_annotations: StringMap = Field(default_factory=dict)
@@ -299,15 +302,22 @@ class TlsSpec(Part):
     """Disabled, a Secret of yours (SecretRef), or certificates of cert-manager's (CertManager)."""
     secret_name: ObjectName | None = None
     """Secret with tls.crt, tls.key and ca.crt; required by mode SecretRef, refused otherwise."""
-    issuer_ref: IssuerRef | None = None
+    issuer_ref: Annotated[IssuerRef | None, Effect.LIVE] = None
     """Issuer of the certificates; required by mode CertManager, refused otherwise."""
+
+
+class RouterTlsSpec(TlsSpec):
+    """Encryption of the API, and where certificates come from."""
+
+    dns_names: Annotated[tuple[HostName, ...], Effect.LIVE, Field(max_length=16)] = ()
+    """Names of the certificate that cert-manager issues; those of the Service when absent. Needs mode CertManager."""
 
 
 class NetworkSpec(Part):
     """How KV moves between engines."""
 
     mode: Literal["TCP", "RDMA"] = "TCP"
-    """How KV goes from engine to engine."""
+    """How KV goes from engine to engine. TCP works everywhere, RDMA needs devices and the field rdma."""
     kv_port: Annotated[int, Field(strict=True, ge=1024, le=65_535)] = 5600
     """Port of NIXL's side channel."""
     tcp_port_range: PortRange | None = None
@@ -315,14 +325,14 @@ class NetworkSpec(Part):
     rdma: RdmaSpec | None = None
     """Required by mode RDMA, refused otherwise."""
     tls: Annotated[TlsSpec, Effect.RESTARTS_ALL] = TlsSpec()
-    """Mutual TLS between routers and engines. KV itself is not encrypted."""
+    """Mutual TLS among routers, engines and operator. KV itself is not encrypted."""
 
 
 class ServiceSpec(Part):
     """The Service in front of the routers."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
-    """Kind of Service."""
+    """ClusterIP is reached within the cluster, NodePort by the nodes, LoadBalancer from outside."""
     port: Port = 8000
     """Port of the OpenAI API; also the local port of `sluice up`."""
     annotations: StringMap = Field(default_factory=dict)
@@ -349,17 +359,17 @@ class RouterSpec(Part):
     """The routers."""
 
     replicas: Annotated[int, Effect.LIVE, Field(strict=True, ge=1, le=64)] = 2
-    """Router processes."""
+    """Routers in all. In force without a restart."""
     image: Text | None = None
-    """Container image; the operator's own when absent."""
+    """Container image; the router image that the operator was installed with when absent."""
     resources: Resources = Resources()
     """Resources of the router container."""
     service: ServiceSpec = ServiceSpec()
     """The Service in front of them."""
     auth: AuthSpec = AuthSpec()
     """Who may use the API."""
-    tls: TlsSpec = TlsSpec()
-    """Encryption of the API."""
+    tls: RouterTlsSpec = RouterTlsSpec()
+    """Encryption of the API. A Secret for it needs no ca.crt."""
 
 
 class CountBounds(Part):
@@ -413,7 +423,8 @@ class AutotuneSpec(Part):
     """The search for better sliders."""
 
     mode: Literal["Off", "Recommend", "Apply"] = "Off"
-    """Off, write recommendations to the status, or apply them; only Off is available yet. Quote "Off" in YAML."""
+    """Off; Recommend writes what it finds to the status; Apply runs on it too. Only Off is available yet. Quote "Off" in
+    YAML."""
     bounds: AutotuneBounds = AutotuneBounds()
     """How far it may go."""
     cooldown_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 300

@@ -7,13 +7,21 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_operator.kubernetes_port import PODS
 from sluice_operator.names import COMPONENT_LABEL, ENGINE
+from sluice_operator.router_links import NO_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fake_kubernetes import FakeKubernetes
 
+    from sluice_operator.kubernetes_port import Object
     from sluice_operator.names import ClusterKey
+
+
+def largest_batch(pod: Object) -> int:
+    """Largest chunk size that an engine's command lets it run."""
+    command = pod["template"]["spec"]["containers"][0]["command"]
+    return int(command[command.index("--max-batch-tokens") + 1])
 
 
 class FakeRouters:
@@ -30,22 +38,27 @@ class FakeRouters:
         self.plans: dict[str, plan_pb2.Plan] = {}
         # Every plan that a router was offered, in order.
         self.offered: list[plan_pb2.Plan] = []
+        # What each engine has in force: the plan's number and its part of the plan.
+        self.acknowledged: dict[str, tuple[int, plan_pb2.EnginePlan]] = {}
         self.loads: dict[str, int] = {}
         self.counters: list[control_pb2.ClassCounters] = []
         self.transport = "tcp"
-        # Engines that never finish draining, and routers that do not answer.
+        self.server_names: dict[str, str] = {}
+        # Engines that never finish draining, engines that do not take up new plans, and routers that do not answer.
         self.stuck: set[str] = set()
+        self.late: set[str] = set()
         self.is_silent = False
 
     def restart(self) -> FakeRouters:
         """The same routers, as a new process of the operator finds them."""
-        fresh = FakeRouters(self.kubernetes)
+        fresh = type(self)(self.kubernetes)
         fresh.plans, fresh.loads, fresh.stuck, fresh.offered = self.plans, self.loads, self.stuck, self.offered
-        fresh.counters = self.counters
+        fresh.counters, fresh.late, fresh.acknowledged = self.counters, self.late, self.acknowledged
         return fresh
 
-    def follow(self, key: ClusterKey, addresses: Mapping[str, str]) -> None:
+    def follow(self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES) -> None:
         self.addresses[key] = dict(addresses)
+        self.server_names = dict(server_names)
 
     def offer(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
         self.offered.append(plan)
@@ -74,6 +87,9 @@ class FakeRouters:
                 continue
             uid = pod["metadata"]["uid"]
             part = parts.get(uid, plan_pb2.EnginePlan(chunk_size_tokens=plan.unnamed_chunk_size_tokens))
+            if uid not in self.late:
+                self.acknowledged[uid] = plan.generation, part
+            generation, part = self.acknowledged.get(uid, (0, part))
             state = control_pb2.ENGINE_STATE_READY
             if part.is_draining:
                 is_stuck = uid in self.stuck
@@ -84,8 +100,8 @@ class FakeRouters:
                     address=pod["status"]["podIP"],
                     state=state,
                     role=part.role,
-                    chunk_size_tokens=part.chunk_size_tokens,
-                    acknowledged_generation=plan.generation,
+                    chunk_size_tokens=min(part.chunk_size_tokens, largest_batch(pod)),
+                    acknowledged_generation=generation,
                     running_decodes=self.loads.get(uid, 0),
                     transport=self.transport,
                 )

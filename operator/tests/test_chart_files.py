@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import pytest
 import yaml
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
 from sluice_engine.metrics import EngineCollector
 from sluice_operator.access import LEASE_RULES, RULES
@@ -136,6 +139,8 @@ def test_every_value_has_a_schema_and_a_default() -> None:
         ("replicas", "two"),
         ("replica", 2),
         ("image.repository", ""),
+        ("image.repository", "sluice-operator:1"),
+        ("image.repository", "sluice-operator@sha256:" + "0" * 64),
         ("image.tag", "a b"),
         ("image.digest", "sha256:1"),
         ("image.pullPolicy", "Sometimes"),
@@ -145,6 +150,13 @@ def test_every_value_has_a_schema_and_a_default() -> None:
         ("watchNamespaces", ["a", "a"]),
         ("watchNamespaces", ["kube*"]),
         ("allowHostAccess", "yes"),
+        ("tls.mode", "Enabled"),
+        ("tls", {"mode": "SecretRef"}),
+        ("tls", {"mode": "SecretRef", "secretName": ""}),
+        ("tls", {"mode": "CertManager", "issuerRef": {"kind": "Issuer", "name": ""}}),
+        ("tls", {"mode": "CertManager", "issuerRef": {"kind": "Issuer"}}),
+        ("tls", {"mode": "CertManager"}),
+        ("tls.issuerRef.kind", "AWSPCAIssuer"),
         ("workers", 257),
         ("resyncSeconds", 0),
         ("requestTimeoutSeconds", 6),
@@ -157,12 +169,20 @@ def test_every_value_has_a_schema_and_a_default() -> None:
         ("serviceAccount.annotations", {"a": 1}),
         ("resources.limits", {"memory": "much"}),
         ("resources.request", {}),
+        ("resources.limits", {"memory": "-1Gi"}),
         ("tolerations", {}),
+        ("tolerations", [{"operator": "Exist"}]),
+        ("tolerations", [{"effect": "NoSchedul"}]),
+        ("affinity", {"nodeAfinity": {}}),
+        ("priorityClassName", "High Priority"),
+        ("podAnnotations", ["a"]),
         ("nodeSelector", {"gpu": True}),
         ("networkPolicy", {}),
         ("podDisruptionBudget.minAvailable", 1),
         ("serviceMonitor.intervalSeconds", "30s"),
         ("prometheusRule.attainmentPercent", 0.9),
+        ("prometheusRule.runbookUrl", ""),
+        ("prometheusRule.runbookUrl", "https://example.org/runbook#top"),
         ("dashboard.enabled", 1),
     ],
 )
@@ -180,6 +200,8 @@ def test_nonsense_is_refused(path: str, value: Any) -> None:
         ("serviceAccount", {"create": False, "name": "mine", "annotations": {}}),
         ("resources.limits", {"cpu": 2, "memory": "1.5Gi"}),
         ("tolerations", [{"operator": "Exists"}]),
+        ("tls", {"mode": "SecretRef", "secretName": "mine"}),
+        ("tls", {"mode": "CertManager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}}),
         ("global", {"anything": 1}),
     ],
 )
@@ -263,6 +285,42 @@ def test_counters_and_histograms_are_read_as_rates() -> None:
                 assert re.search(rf"(?:rate|increase)\({name}\{{?", str(expression)), expression
 
 
+def find_losses(given: Any, kept: Any, path: str = "") -> list[str]:
+    """What is in one value and not, or otherwise, in the other."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        return [
+            loss
+            for name, value in given.items()
+            for loss in (find_losses(value, kept[name], f"{path}.{name}") if name in kept else [f"{path}.{name}"])
+        ]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        return [
+            loss
+            for at, pair in enumerate(zip(given, kept, strict=True))
+            for loss in find_losses(*pair, f"{path}[{at}]")
+        ]
+    return [] if given == kept else [path]
+
+
+def read_as_grafana(dashboard: Any) -> Any:
+    """A dashboard, through Grafana's own model of dashboards, panels and queries, and back."""
+    plugins.register_default_plugins()
+    return json.loads(JSONEncoder().encode(GrafanaDashboard.from_json(dashboard)))
+
+
+def test_grafana_knows_every_field_of_the_dashboard() -> None:
+    assert find_losses(DASHBOARD, read_as_grafana(DASHBOARD)) == []
+
+
+def test_a_field_that_grafana_does_not_know_is_seen() -> None:
+    wrong = copy.deepcopy(DASHBOARD)
+    wrong["titel"] = "Sluice"
+    wrong["panels"][1]["gridPos"]["width"] = 12
+    wrong["panels"][1]["targets"][0]["expression"] = "up"
+    expected = [".panels[1].gridPos.width", ".panels[1].targets[0].expression", ".titel"]
+    assert sorted(find_losses(wrong, read_as_grafana(wrong))) == expected
+
+
 def test_panels_are_complete_and_do_not_overlap() -> None:
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -291,3 +349,5 @@ def test_alerts_say_how_bad_it_is_and_what_it_means() -> None:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"].endswith(".")
         assert rule["annotations"]["description"].endswith(".")
+        # Headings of docs/runbook.md, which docs/tests holds to the alerts.
+        assert rule["annotations"]["runbook_url"] == f"RUNBOOK#{rule['alert'].lower()}"

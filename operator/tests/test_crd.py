@@ -160,6 +160,18 @@ def test_every_field_of_the_crd_is_described() -> None:
     assert bare == [".metadata", ".metadata.name"]
 
 
+@pytest.mark.parametrize("path", [path for path, node in NODES.items() if "description" in node])
+def test_descriptions_are_sentences(path: str) -> None:
+    """As `kubectl explain` shows them, one below the other."""
+    assert re.fullmatch(r"[A-Z].*[.]", NODES[path]["description"])
+
+
+@pytest.mark.parametrize("path", [path for path, node in NODES.items() if "enum" in node and path.startswith(".spec")])
+def test_each_choice_of_a_field_is_named_where_the_field_is_described(path: str) -> None:
+    words = re.findall(r"\w+", NODES[path]["description"])
+    assert set(NODES[path]["enum"]) <= set(words)
+
+
 def test_the_crd_is_small() -> None:
     assert len(yaml.safe_dump(read_crd())) < 100_000
     assert CRD.stat().st_size < 100_000

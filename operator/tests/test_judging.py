@@ -55,6 +55,20 @@ TROUBLES: dict[str, tuple[dict[str, Any], Reason | None, str]] = {
         Reason.PREFLIGHT_FAILED,
         "no RDMA device",
     ),
+    "engine-without-rdma": (
+        waiting("CrashLoopBackOff", lastState={"terminated": {"exitCode": 6, "message": "KV would go over tcp"}}),
+        Reason.PREFLIGHT_FAILED,
+        "KV would go over tcp",
+    ),
+    "engine-has-rdma-again": (
+        {
+            "containerStatuses": [
+                {"name": "engine", "ready": True, "lastState": {"terminated": {"exitCode": 6, "message": "tcp"}}}
+            ]
+        },
+        None,
+        "",
+    ),
 }
 
 

@@ -138,6 +138,15 @@ async def test_each_status_is_its_error_with_the_servers_words(server, client, c
     assert calls == [("apply", "deployments", status)]
 
 
+async def test_a_field_that_no_such_object_has_is_invalid_though_the_server_calls_it_its_own_fault(
+    server, client
+) -> None:
+    words = "failed to create typed patch object (n/d; apps/v1, Kind=Deployment): .spec.x: field not declared in schema"
+    server.status, server.body = 500, {"message": words}
+    with pytest.raises(InvalidError, match="field not declared in schema"):
+        await client.apply(CONTENT)
+
+
 async def test_what_is_not_there_is_none_and_its_deletion_no_error(server, client) -> None:
     server.status = 404
     assert await client.get(DEPLOYMENTS, "n", "d") is None
@@ -172,6 +181,8 @@ async def test_what_is_served_is_asked_once_in_a_while(server) -> None:
         assert not await client.is_served(SERVICE_MONITORS)
         server.status, server.body = 200, {"resources": [{"name": "servicemonitors"}]}
         assert not await client.is_served(SERVICE_MONITORS)
-        now = 301.0
+        now = 26.0
+        assert await client.is_served(SERVICE_MONITORS)
+        now = 300.0
         assert await client.is_served(SERVICE_MONITORS)
     assert len(server.requests) == 2

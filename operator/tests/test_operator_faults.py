@@ -267,6 +267,32 @@ async def test_edits_that_come_while_a_look_is_under_way_are_in_the_next_plan() 
     assert sum(part.role == 1 for part in world.plan.engines) == 3
 
 
+async def test_a_flip_that_is_half_done_when_the_operator_crashes_is_finished_and_not_turned_back() -> None:
+    world = World()
+    await world.settle()
+    before = world.roles
+    world.routers.late = set(world.engine_uids)
+    world.edit(prefillHeavy=4)
+    await world.settle()
+    flipped = {part.engine_id for part in world.plan.engines if part.role == 1}
+    assert world.roles == before
+    # One of the two engines that change has the new setting, the other does not answer.
+    first, last = sorted(uid for uid in flipped if before[uid] == "d-heavy")
+    world.routers.late = {last}
+    await world.settle()
+    assert world.roles == {**before, first: "p-heavy"}
+    assert world.conditions["Progressing"] == ("True", "ApplyingPlan")
+    generation = world.plan.generation
+    world.start_operator()
+    await world.settle()
+    assert world.plan.generation == generation
+    assert world.roles == {**before, first: "p-heavy"}
+    world.routers.late.clear()
+    await world.settle()
+    assert set(world.roles.values()) == {"p-heavy"}
+    assert world.conditions["Progressing"] == ("False", "Settled")
+
+
 async def test_the_number_of_a_plan_never_falls_even_if_two_operators_find_it_gone() -> None:
     world = World()
     await world.settle()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 
 import aiohttp
 import pytest
+from kopf._core.actions.invocation import invoke
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
@@ -55,6 +57,18 @@ def test_every_event_of_a_cluster_or_its_children_wakes_it(body, key) -> None:
     assert keys == ([key] if key else [])
     assert find_key(body) == key
     assert informer.last_event_s == 5.0
+
+
+async def test_events_are_taken_on_the_event_loop() -> None:
+    """The queue that they go to is not made for threads."""
+    taken: list[tuple[ClusterKey, threading.Thread]] = []
+    informer = Informer(add=lambda key: taken.append((key, threading.current_thread())), now=lambda: 5.0)
+    handlers = informer._make_registry()._watching.get_all_handlers()
+    assert len(handlers) == len(WATCHED)
+    body = {"kind": "ServingCluster", "metadata": {"name": "c", "namespace": "n"}}
+    for handler in handlers:
+        await invoke(handler.fn, kwargs={"body": body})
+    assert taken == [(ClusterKey("n", "c"), threading.current_thread())] * len(WATCHED)
 
 
 def test_only_objects_of_ours_are_watched_and_nothing_is_written() -> None:

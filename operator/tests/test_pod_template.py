@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice_operator.pod_template import find_refused, merge
+from sluice_operator.pod_template import find_refused, find_refused_affinity, merge
 
 RENDERED = {
     "metadata": {"labels": {"a": "b"}},
@@ -66,12 +66,29 @@ def engine(**fields):
     return {"spec": {"containers": [{"name": "engine", **fields}]}}
 
 
+def volume(**source):
+    return {"spec": {"volumes": [{"name": "x", **source}]}}
+
+
+ELSEWHERE = {"topologyKey": "kubernetes.io/hostname", "namespaceSelector": {}}
+EVERYWHERE = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [ELSEWHERE]}}
+PREFERRED_ELSEWHERE = {
+    "podAffinity": {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": 1, "podAffinityTerm": {"topologyKey": "kubernetes.io/hostname", "namespaces": ["kube-system"]}}
+        ]
+    }
+}
 OWNED = {
     "unknown": {"kind": "Pod"},
     "name": {"metadata": {"name": "x"}},
     "namespace": {"metadata": {"namespace": "kube-system"}},
     "label": {"metadata": {"labels": {"sluice.dev/cluster": "other"}}},
     "role": {"metadata": {"labels": {"sluice.dev/role": "p-heavy"}}},
+    "watched-label": {"metadata": {"labels": {"app.kubernetes.io/managed-by": "me"}}},
+    "operator-s-label": {"metadata": {"labels": {"app.kubernetes.io/name": "sluice-operator"}}},
+    "variable": engine(env=[{"name": "SLUICE_ENGINE_ID", "value": "another"}]),
+    "network-variable": engine(env=[{"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "value": "0.0.0.0"}]),
     "account": {"spec": {"serviceAccountName": "admin"}},
     "token": {"spec": {"automountServiceAccountToken": True}},
     "grace": {"spec": {"terminationGracePeriodSeconds": 1}},
@@ -81,6 +98,7 @@ OWNED = {
     "probe": engine(readinessProbe={}),
     "not-a-template": {"spec": {"containers": "engine"}},
     "not-a-map": {"spec": []},
+    "no-init-containers": {"spec": {"initContainers": None}},
 }
 HOST = {
     "network": {"spec": {"hostNetwork": True}},
@@ -98,6 +116,28 @@ HOST = {
     "sysctl": {"spec": {"securityContext": {"sysctls": [{"name": "kernel.x", "value": "1"}]}}},
     "port": container(ports=[{"containerPort": 1, "hostPort": 1}]),
     "device": container(volumeDevices=[{"devicePath": "/dev/sda", "name": "x"}]),
+    "drivers-of-the-node": volume(flexVolume={"driver": "x/y"}),
+    "another-machine-s-files": volume(nfs={"server": "s", "path": "/"}),
+    "replaced-volume": {"spec": {"volumes": [{"name": "tmp", "emptyDir": None, "hostPath": {"path": "/"}}]}},
+    "another-namespace-s-data": volume(
+        ephemeral={"volumeClaimTemplate": {"spec": {"dataSourceRef": {"name": "d", "namespace": "n"}}}}
+    ),
+    "other-pods": {"spec": {"affinity": EVERYWHERE}},
+    "other-pods-preferred": {"spec": {"affinity": PREFERRED_ELSEWHERE}},
+    "selinux": container(securityContext={"seLinuxOptions": {"type": "spc_t"}}),
+    "selinux-role": {"spec": {"securityContext": {"seLinuxOptions": {"role": "sysadm_r"}}}},
+    "apparmor": container(securityContext={"appArmorProfile": {"type": "Unconfined"}}),
+    "apparmor-annotation": {
+        "metadata": {"annotations": {"container.apparmor.security.beta.kubernetes.io/engine": "unconfined"}}
+    },
+    # To take a limit away is to ask for what it keeps away.
+    "pod-root-by-omission": {"spec": {"securityContext": {"runAsNonRoot": None}}},
+    "pod-seccomp-by-omission": {"spec": {"securityContext": {"seccompProfile": None}}},
+    "escalation-by-omission": engine(securityContext={"allowPrivilegeEscalation": None}),
+    "capabilities-by-omission": engine(securityContext={"capabilities": {"drop": []}}),
+    "capabilities-in-preparation": {
+        "spec": {"initContainers": [{"name": "fetch-model", "securityContext": {"capabilities": None}}]}
+    },
     "init": {"spec": {"initContainers": [{"name": "i", "securityContext": {"privileged": True}}]}},
 }
 FREE = {
@@ -107,6 +147,17 @@ FREE = {
     "volume": {"spec": {"volumes": [{"name": "x", "persistentVolumeClaim": {"claimName": "c"}}]}},
     "mount": engine(volumeMounts=[{"name": "x", "mountPath": "/x"}]),
     "labels": {"metadata": {"labels": {"team": "a"}, "annotations": {"n": "v"}}},
+    "own-pods": {
+        "spec": {
+            "affinity": {
+                "nodeAffinity": {},
+                "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone"}]},
+            }
+        }
+    },
+    "generic-volume": volume(ephemeral={"volumeClaimTemplate": {"spec": {"storageClassName": "fast"}}}),
+    "confined-selinux": container(securityContext={"seLinuxOptions": {"type": "container_t", "level": "s0:c1"}}),
+    "sidecar-s-own-capabilities": container(securityContext={"capabilities": {"drop": ["NET_RAW"]}}),
     "group": {"spec": {"securityContext": {"fsGroup": 1000, "runAsUser": 1000}}},
 }
 
@@ -128,3 +179,10 @@ def test_ways_to_the_host_are_refused_unless_the_administrator_allows_them(over)
 @pytest.mark.parametrize("over", FREE.values(), ids=FREE)
 def test_the_rest_is_free(over) -> None:
     assert find_refused(over, allow_host_access=False) == []
+
+
+@pytest.mark.parametrize("affinity", [EVERYWHERE, {"podAffinity": 1}], ids=["namespaces", "no-affinity"])
+def test_the_engines_affinity_stays_in_its_namespace(affinity) -> None:
+    (line,) = find_refused_affinity(affinity, allow_host_access=False)
+    assert line.startswith("spec.engine.affinity")
+    assert find_refused_affinity(affinity, allow_host_access=True) == []

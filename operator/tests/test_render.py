@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 from google.protobuf.json_format import MessageToDict
 
 from sluice_core.records import EngineId, Role
@@ -104,6 +105,28 @@ def test_the_environment_holds_the_network_and_the_users_own() -> None:
         "UCX_IB_GID_INDEX": "3",
         "A": "1",
     }
+
+
+@pytest.mark.parametrize(
+    ("rdma", "options"),
+    [
+        ({"fabric": "InfiniBand"}, []),
+        ({"fabric": "RoCE", "requireRDMA": True}, ["--require-rdma", "true"]),
+        ({"fabric": "EFA", "requireRDMA": True}, ["--kv-backend", "LIBFABRIC", "--require-rdma", "true"]),
+    ],
+    ids=["InfiniBand", "RoCE, required", "EFA, required"],
+)
+def test_engines_are_told_the_backend_of_the_fabric_and_whether_tcp_will_do(rdma, options) -> None:
+    content = copy.deepcopy(CONTENT)
+    content["spec"]["network"] = {"mode": "RDMA", "rdma": {"resourceName": "a/b", **rdma}}
+    command = render_engine_command(check_manifest(content).spec, SITE)
+    given = [
+        part
+        for name in ("--kv-backend", "--require-rdma")
+        if name in command
+        for part in (name, command[command.index(name) + 1])
+    ]
+    assert given == options
 
 
 def test_the_router_command() -> None:

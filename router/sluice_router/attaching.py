@@ -33,18 +33,26 @@ def forget(state: RouterState, address: str) -> None:
         state.touch()
 
 
-def note_fault(state: RouterState, address: str, fault: str) -> None:
-    """Notes why an address has no stream."""
+def note_fault(state: RouterState, address: str, fault: str, now: float) -> bool:
+    """Notes why an address has no stream; whoever waits for the engine behind it waits no longer.
+
+    Returns:
+        Whether the fault is news.
+    """
     link = state.links.get(address)
-    if link is not None and link.last_fault != fault:
-        link.last_fault = fault
-        state.touch()
+    if link is not None and link.engine is not None:
+        recovery.give_up_holds(state, link.engine.engine_id, now)
+    if link is None or link.last_fault == fault:
+        return False
+    link.last_fault = fault
+    state.touch()
+    return True
 
 
 def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now: float) -> Engine:
     """Takes a new stream into service.
 
-    Requests that the engine kept from an earlier stream of this router have gone on elsewhere: they are aborted there.
+    Requests that the engine kept from an earlier stream of this router go on on this one, unless they went on elsewhere.
 
     Args:
         state: The router's state.
@@ -74,8 +82,7 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
     state.engines[engine_id] = engine
     link = state.links.setdefault(address, LinkStatus())
     link.engine, link.last_fault = engine, ""
-    for held in hello.held:
-        state.message_to(engine).aborts.add(held_request_id=held.request_id)
+    recovery.resume_held(state, engine, hello.held, now)
     plan.judge_model(state, engine)
     plan.configure(state, engine)
     state.touch()

@@ -94,6 +94,7 @@ def load_from(report: engine_pb2.LoadReport, iteration_remaining_s: float) -> En
         kv_blocks_pinned=report.kv_blocks_pinned,
         iteration_remaining_s=iteration_remaining_s,
         pull_bytes_per_s=report.pull_bytes_per_s,
+        is_of_others=report.is_of_others,
     )
 
 

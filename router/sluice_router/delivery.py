@@ -213,6 +213,8 @@ def _take_proposal(state: RouterState, engine: Engine, proposal: engine_pb2.Prop
 def _take_load(state: RouterState, engine: Engine, load: engine_pb2.LoadReport, now: float) -> None:
     """Takes a load report, and the iteration that it measured."""
     engine_id = EngineId(engine.engine_id)
+    if load.transport != engine.load.transport:
+        state.touch()
     engine.load = load
     # Iterations for other routers count too; they show in the age alone when their message was not for us.
     engine.progress_s = max(engine.progress_s, now - load.iteration_age_s)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
+    from sluice_router.engine_stream import PeerTls
     from sluice_router.router import Router
     from sluice_router.state import Engine
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # First and longest pause before the next attempt; an engine that starts again should be found at once.
 MIN_BACKOFF_S = 0.1
+# Pause after a stream that served: its requests wait for the answer whether the engine still has them.
+RESUME_PAUSE_S = 0.02
 MAX_BACKOFF_S = 2.0
 
 
@@ -35,10 +38,19 @@ class EngineLinks:
         router: Takes what comes.
         hello_timeout_s: Longest wait for an engine's first message.
         rng: Jitter.
+        tls: How new streams are encrypted; None: they are not.
     """
 
-    def __init__(self, router: Router, *, hello_timeout_s: float, rng: random.Random) -> None:
+    def __init__(
+        self,
+        router: Router,
+        *,
+        hello_timeout_s: float,
+        rng: random.Random,
+        tls: Callable[[], PeerTls] | None = None,
+    ) -> None:
         self._router = router
+        self._tls = tls
         self._hello_timeout_s = hello_timeout_s
         self._rng = rng
         self._streams: dict[Engine, EngineStream] = {}
@@ -79,16 +91,18 @@ class EngineLinks:
 
     async def keep(self, address: str) -> None:
         """Keeps a stream to an address for as long as it is wanted."""
-        backoff_s = MIN_BACKOFF_S
+        loop, backoff_s = asyncio.get_running_loop(), MIN_BACKOFF_S
         while address in self._wanted:
+            started_s = loop.time()
             try:
                 if await self._attach(address):
-                    backoff_s = MIN_BACKOFF_S
+                    has_served = loop.time() - started_s > MAX_BACKOFF_S
+                    backoff_s = RESUME_PAUSE_S if has_served else MIN_BACKOFF_S
             except Exception:  # outermost frame: one link's fault must not stop the router
                 logger.exception("link to %s failed", address)
             # Half of the pause is jitter, so that routers do not come in step.
             await asyncio.sleep(backoff_s * (0.5 + self._rng.random() / 2))
-            backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
+            backoff_s = min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, backoff_s * 2))
         self._router.forget(address)
 
     async def _attach(self, address: str) -> bool:
@@ -96,7 +110,8 @@ class EngineLinks:
         stream: EngineStream | None = None
         try:
             async with asyncio.timeout(self._hello_timeout_s):
-                stream = await connect(address)
+                tls = self._tls() if self._tls else None
+                stream = await connect(address, self._router.traffic_of(address), tls)
                 stream.send(engine_pb2.AttachRequest(hello=self._make_hello()))
                 first = await stream.read_first()
             if not first.HasField("hello"):

@@ -1,19 +1,21 @@
 """What the router counts, and how Prometheus sees it.
 
 The data plane changes plain numbers (a histogram costs one bisection), and ``Metrics.collect`` turns them into families
-when a scrape asks. Labels are bounded: engines, roles, causes, reasons, SLO classes of the plan; never a request.
+when a scrape asks. Labels are bounded: engines, roles, causes, reasons, SLO classes of the plan, owners of API keys;
+never a request.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from prometheus_client.core import Metric
 
@@ -41,6 +43,7 @@ _TTFT_BOUNDS = (
 )
 _TPOT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _SHORT_BOUNDS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_LAG_BOUNDS = (1e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1, 1.0, 2.0)
 _DECISION_BOUNDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 1e-1)
 _SIGNED_BOUNDS = (-10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -74,6 +77,19 @@ class Histogram:
         return buckets
 
 
+@dataclass(slots=True)
+class LinkTraffic:
+    """Bytes that went over one engine's link, all of its streams together; mutable, changed by the stream.
+
+    Args:
+        num_bytes_up: From the engine.
+        num_bytes_down: To it.
+    """
+
+    num_bytes_up: int = 0
+    num_bytes_down: int = 0
+
+
 def _histograms(bounds: Sequence[float]) -> defaultdict[str, Histogram]:
     return defaultdict(lambda: Histogram(bounds))
 
@@ -97,11 +113,18 @@ class Metrics:
         # By why the engine was lost.
         self.recovery_stall_s = _histograms(_SHORT_BOUNDS)
         self.decision_s = Histogram(_DECISION_BOUNDS)
+        self.loop_lag_s = Histogram(_LAG_BOUNDS)
         self.counters: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in _COUNTERS}
 
     def count(self, name: str, *labels: str, by: int = 1) -> None:
         """Add to a counter of ``_COUNTERS``."""
         self.counters[name][labels] += by
+
+    def keep_owners(self, owners: Collection[str]) -> None:
+        """Forgets the counters of API keys' owners that are no longer among these, so that labels stay bounded."""
+        for name in ("key_requests", "key_tokens"):
+            kept = {labels: count for labels, count in self.counters[name].items() if labels[0] in owners}
+            self.counters[name] = Counter(kept)
 
     def collect(self) -> Iterator[Metric]:
         """Yields every family; called by ``prometheus_client`` at a scrape."""
@@ -110,9 +133,15 @@ class Metrics:
             for value, histogram in sorted(getattr(self, attribute).items()):
                 family.add_metric((value,), histogram.format_buckets(), histogram.total)
             yield family
-        decisions = HistogramMetricFamily("sluice_decision_seconds", "Admission and placement of a new request.")
-        decisions.add_metric((), self.decision_s.format_buckets(), self.decision_s.total)
-        yield decisions
+        for name, text, histogram in (
+            ("sluice_decision_seconds", "Admission and placement of a new request.", self.decision_s),
+            (
+                "sluice_loop_lag_seconds",
+                "Time by which the event loop is late, sampled at every tick.",
+                self.loop_lag_s,
+            ),
+        ):
+            yield HistogramMetricFamily(name, text, buckets=histogram.format_buckets(), sum_value=histogram.total)
         for name, (text, label_names) in _COUNTERS.items():
             counter = CounterMetricFamily(f"sluice_{name}", text, labels=label_names)
             for labels, count in sorted(self.counters[name].items()):
@@ -142,10 +171,13 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("Requests that ended.", ("slo_class", "result")),
     "rejected": ("Requests refused or failed by the router.", ("reason",)),
     "tokens": ("Tokens in and out.", ("kind",)),
+    "key_requests": ("Requests that ended, by owner of their API key.", ("owner", "result")),
+    "key_tokens": ("Tokens of requests that ended well, by owner of their API key.", ("owner", "kind")),
     "placements": ("Prefills placed.", ("role", "reason")),
     "moves": ("Moves that ended.", ("cause", "result")),
     "flow_blocked": ("Moves that did not begin.", ("cause", "reason")),
     "recoveries": ("Requests that went on elsewhere.", ("reason",)),
+    "resumed": ("Requests that went on where they were after their engine's stream broke.", ()),
     "engine_losses": ("Engine streams lost.", ("reason",)),
     "stale_tokens": ("Tokens of a former owner, dropped.", ()),
     "sink_faults": ("Answers given up because writing them failed.", ()),

@@ -121,6 +121,7 @@ def take_handed_off(state: RouterState, stay: Stay, finished: engine_pb2.Finishe
         return
     if move is None or move.phase is not MovePhase.HANDING_OFF:
         raise StreamBrokenError(f"slot {stay.slot} was handed off, and nobody had asked for it")
+    _check_complete(stay, request, finished)
     stay.request, request.stay = None, None
     target = move.target
     if target is None:
@@ -143,6 +144,18 @@ def take_handed_off(state: RouterState, stay: Stay, finished: engine_pb2.Finishe
         request.fence,
         len(request.output_token_ids),
     )
+
+
+def _check_complete(stay: Stay, request: LiveRequest, finished: engine_pb2.Finished) -> None:
+    """Makes sure that every token of the source has come: the target goes on after the last one that is known here.
+
+    Raises:
+        StreamBrokenError: The source counts more, or has KV of more, which is of all but the last.
+    """
+    num_output, num_prompt = len(request.output_token_ids), len(request.new.prompt_token_ids)
+    num_made = max(finished.num_output_tokens, finished.kv.num_tokens + 1 - num_prompt)
+    if num_made > num_output:
+        raise StreamBrokenError(f"slot {stay.slot} was handed off with {num_made} tokens, {num_output} came")
 
 
 def complete(state: RouterState, move: Move, now: float) -> None:
@@ -230,9 +243,9 @@ def _pick_target(
     """Picks the engine to ask; or says why there is none."""
     request, source = stay.request, stay.engine
     assert request is not None
-    cap = state.limits.max_moves_per_engine
-    if state.flow is None:
+    if state.flow is None or state.plan is None:
         return None, "no_plan"
+    cap = max(1, state.limits.max_moves_per_engine // state.plan.num_routers)
     if source.moves_out >= cap:
         return None, "source_busy"
     if _is_too_soon(state, request, cause):

@@ -1,7 +1,7 @@
 """Who owns a request: slots, fencing numbers, the queue.
 
-A request has one owner at a time. It gets one in ``submit`` alone, with a new fencing number, and is without one in
-``RouterState.waiting`` (``enqueue``). What a former owner still sends is dropped, because its stay has no request.
+A request has one owner at a time. It gets one in ``submit``, with a new fencing number, or its last one back in
+``resume``, and is without one in ``RouterState.waiting`` (``enqueue``). What a former owner still sends is dropped, because its stay has no request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sluice_router.state import Stay
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
     from sluice_router.requests import LiveRequest
-    from sluice_router.state import Engine, RouterState
+    from sluice_router.state import Engine, Hold, RouterState
 
 
 def submit(
@@ -40,6 +40,7 @@ def submit(
     slot = engine.take_slot()
     engine.num_submits += 1
     request.fence += 1
+    request.hold = None
     request.stay = engine.slots[slot] = Stay(
         engine=engine,
         slot=slot,
@@ -56,6 +57,41 @@ def submit(
         kv=kv,
         grant_id=grant_id,
     )
+
+
+def resume(state: RouterState, request: LiveRequest, hold: Hold, engine: Engine, now: float) -> None:
+    """Lets an engine go on with a request whose stream broke: it is the owner as before, with the same fencing number.
+
+    Args:
+        state: The router's state.
+        request: Waits.
+        hold: Its hold, on this engine.
+        engine: The engine's new stream; its hello named the request.
+        now: The router's clock, in seconds.
+    """
+    assert request.stay is None
+    del state.waiting[request.request_id]
+    state.held.pop(request.request_id, None)
+    request.hold = None
+    slot = engine.take_slot()
+    request.stay = engine.slots[slot] = Stay(
+        engine=engine,
+        slot=slot,
+        request=request,
+        request_id=request.request_id,
+        submit_number=0,
+        has_token=hold.stay.has_token,
+    )
+    num_output = len(request.output_token_ids)
+    state.message_to(engine).resumes.add(
+        slot=slot, request_id=request.request_id, fence=request.fence, next_output_index=num_output
+    )
+    stall_s = 0.0
+    if request.lost_since_s is not None:
+        stall_s, request.lost_since_s = now - request.lost_since_s, None
+        state.metrics.recovery_stall_s["link"].observe(stall_s)
+    state.metrics.count("resumed")
+    state.ring.record(now, request.request_id, "resumed", engine.engine_id, num_output, stall_s)
 
 
 def enqueue(state: RouterState, request: LiveRequest, now: float) -> None:

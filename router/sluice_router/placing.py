@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from sluice_core.placement import PlacementPolicy, PlacementRecord
-    from sluice_core.records import Plan, SloClass
+    from sluice_core.records import EngineId, Plan, SloClass
     from sluice_router.requests import NewRequest, ResponseSink
     from sluice_router.state import RouterState
 
@@ -89,7 +89,8 @@ def assign(state: RouterState, now: float) -> None:
     if placement is None or not state.waiting:
         return
     state.last_assign_s = now
-    prefills = [_describe(state, request) for request in _pick(state.waiting.values())]
+    free = _find_free(state)
+    prefills = [_describe(state, request) for request in _pick(free)]
     decisions = placement.assign(now, prefills, state.table)
     for decision, record in zip(decisions, _take_records(placement, len(decisions)), strict=True):
         request = state.waiting[decision.request_id]
@@ -137,8 +138,9 @@ def _check_capacity(state: RouterState, now: float) -> Plan:
         raise ShuttingDownError("this router is about to leave", retry_after_s=MIN_RETRY_S)
     if state.plan is None:
         raise NoEngineError("no plan is in force yet", retry_after_s=MIN_RETRY_S)
-    if len(state.waiting) >= state.limits.max_waiting:
-        message = f"{len(state.waiting)} requests wait for an engine, the limit is {state.limits.max_waiting}"
+    limit = max(1, state.limits.max_waiting // state.plan.num_routers)
+    if len(state.waiting) >= limit:
+        message = f"{len(state.waiting)} requests wait for an engine, the limit is {limit}"
         oldest = next(iter(state.waiting.values()))
         # The queue moves by its length in about the time that its head has waited.
         raise QueueFullError(message, retry_after_s=max(MIN_RETRY_S, now - oldest.waiting_since_s))
@@ -196,6 +198,13 @@ def _take_records(placement: PlacementPolicy, number: int) -> list[PlacementReco
     return [*[None] * (number - len(newest)), *reversed(newest)]
 
 
+def _find_free(state: RouterState) -> Collection[LiveRequest]:
+    """What any engine may take: all that waits, but for those that wait for the engine whose stream they lost."""
+    if not state.held:
+        return state.waiting.values()
+    return [request for request_id, request in state.waiting.items() if request_id not in state.held]
+
+
 def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
     """Picks what one look may cover: all, or the most urgent recoveries and new prefills; the policy orders them."""
     if len(waiting) <= MAX_ASSIGNED_AT_ONCE:
@@ -213,9 +222,6 @@ def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
 
 
 def _describe(state: RouterState, request: LiveRequest) -> PrefillRequest:
-    avoided = request.excluded | request.died_on
-    usable = [engine.engine_id for engine in state.table if not engine.is_draining]
-    has_others = any(engine_id not in avoided for engine_id in usable)
     return PrefillRequest(
         request_id=request.request_id,
         arrival_s=request.new.arrival_s,
@@ -223,9 +229,17 @@ def _describe(state: RouterState, request: LiveRequest) -> PrefillRequest:
         slo=request.slo,
         priority=request.priority,
         is_recovery=request.first_token_s is not None,
-        excluded=frozenset(avoided) if avoided and has_others else frozenset(),
+        # Most have nothing to avoid, and then the engines need not be looked at.
+        excluded=_find_avoided(state, request) if request.excluded or request.died_on else frozenset(),
         next_token_due_s=request.next_token_due_s,
     )
+
+
+def _find_avoided(state: RouterState, request: LiveRequest) -> frozenset[EngineId]:
+    """Engines that a request is better not given to; none while there are no others."""
+    avoided = request.excluded | request.died_on
+    has_others = any(engine.engine_id not in avoided for engine in state.table if not engine.is_draining)
+    return frozenset(avoided) if has_others else frozenset()
 
 
 def _place(state: RouterState, request: LiveRequest, decision: Place, now: float) -> None:

@@ -3,10 +3,14 @@
 The highest (cluster uid, generation) wins, so that two routers on different generations for a second are harmless. A role
 counts from the engine's acknowledgement: only then is the engine in ``RouterState.table``, and only with what it
 acknowledged. A drain counts at once.
+
+A chunk size above the most that an engine said it can run is cut to that, for this engine alone: in the midst of a roll
+that raises ``maxBatchTokens`` the plan is in force on old and new engines alike. What each runs with is in the status.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, plan_pb2
@@ -64,9 +68,12 @@ def configure(state: RouterState, engine: Engine) -> None:
 
 
 def part_of(plan: Plan, engine: Engine) -> EnginePlan:
-    """Returns an engine's part of a plan; one that is not named serves with the D setting."""
+    """Returns an engine's part of a plan, as far as it can run it; one that is not named serves with the D setting."""
     unnamed = EnginePlan(role=Role.DECODE_HEAVY, chunk_size_tokens=plan.unnamed_chunk_size_tokens)
-    return plan.engines.get(engine.engine_id, unnamed)
+    part = plan.engines.get(engine.engine_id, unnamed)
+    if part.chunk_size_tokens <= engine.spec.max_batch_tokens:
+        return part
+    return dataclasses.replace(part, chunk_size_tokens=engine.spec.max_batch_tokens)
 
 
 def begin_drain(state: RouterState, engine: Engine) -> None:
@@ -206,7 +213,7 @@ def _check_plan(state: RouterState, message: plan_pb2.Plan) -> None:
     _check_parameters(message.parameters)
     _check_classes(message)
     _check_range("attainment_percent", message.attainment_percent, 1, 100)
-    _check_engines(state, message)
+    _check_engines(message)
     in_force = state.plan
     if in_force is not None and message.generation == in_force.generation and conversion.plan_from(message) != in_force:
         raise PlanRefusedError(f"generation is {message.generation}, which is in force with other contents")
@@ -231,7 +238,7 @@ def _check_classes(message: plan_pb2.Plan) -> None:
         _check_range(f"slo_classes[{number}].tpot_milliseconds", item.tpot_milliseconds, 1, _UNLIMITED)
 
 
-def _check_engines(state: RouterState, message: plan_pb2.Plan) -> None:
+def _check_engines(message: plan_pb2.Plan) -> None:
     seen: set[str] = set()
     for number, item in enumerate(message.engines):
         field = f"engines[{number}]"
@@ -240,9 +247,7 @@ def _check_engines(state: RouterState, message: plan_pb2.Plan) -> None:
         seen.add(item.engine_id)
         if item.role not in conversion.ROLES:
             raise PlanRefusedError(f"{field}.role is {item.role}, known are {sorted(conversion.ROLES)}")
-        known = {str(engine.engine_id): engine for engine in state.engines.values()}.get(item.engine_id)
-        limit = known.spec.max_batch_tokens if known is not None else _UNLIMITED
-        _check_range(f"{field}.chunk_size_tokens", item.chunk_size_tokens, 0, limit)
+        _check_range(f"{field}.chunk_size_tokens", item.chunk_size_tokens, 0, _UNLIMITED)
     _check_range("unnamed_chunk_size_tokens", message.unnamed_chunk_size_tokens, 0, _UNLIMITED)
 
 

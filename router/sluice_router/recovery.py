@@ -2,7 +2,8 @@
 
 An engine is lost when its stream ends, when it says hello with another epoch, when it is silent, when it stands still, or
 when it breaks the protocol. What it owned returns to the queue; the next owner gets a higher fencing number, so tokens of
-the old one can never count. A request that was running on two engines when they failed is given up instead of risking a third.
+the old one can never count. Where only the stream broke, the engine goes on meanwhile and keeps the results: requests
+wait a moment for it (``Hold``), and resume there token by token if it says that it has them. A request that was running on two engines when they failed is given up instead of risking a third.
 """
 
 from __future__ import annotations
@@ -10,12 +11,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, sampling_pb2
-from sluice_core.records import IterationShape
+from sluice_core.records import IterationShape, RequestId
 from sluice_router import ending, moves, ownership
 from sluice_router.errors import EngineFaultError
-from sluice_router.state import MovePhase
+from sluice_router.state import Hold, MovePhase
+
+# A stream that broke or went silent says nothing about the engine behind it.
+RESUMABLE = frozenset({"stream", "silence"})
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sluice.v1 import engine_pb2
+    from sluice_core.records import EngineId
     from sluice_router.requests import LiveRequest
     from sluice_router.state import Engine, Move, RouterState, Stay
 
@@ -48,6 +56,49 @@ def lose_engine(state: RouterState, engine: Engine, reason: str, now: float, *, 
     if reason in {"silence", "hang"}:
         # A process that stands still keeps its connections: whoever reads from it would wait for ever.
         _give_up_pulls_from(state, engine, now)
+
+
+def resume_held(state: RouterState, engine: Engine, held: Iterable[engine_pb2.HeldRequest], now: float) -> None:
+    """A new stream's hello names what the engine kept of the last one's requests.
+
+    Those that still wait here go on there; the rest are aborted there. What waits for that engine in vain goes elsewhere.
+    """
+    for item in held:
+        request = state.waiting.get(RequestId(item.request_id))
+        hold = None if request is None else request.hold
+        is_ours = (
+            request is not None
+            and hold is not None
+            and (hold.stay.engine.engine_id, hold.stay.engine.epoch) == (engine.engine_id, engine.epoch)
+            and item.fence == request.fence
+            and item.num_output_tokens >= len(request.output_token_ids)
+        )
+        if is_ours:
+            assert request is not None
+            assert hold is not None
+            ownership.resume(state, request, hold, engine, now)
+        else:
+            state.message_to(engine).aborts.add(held_request_id=item.request_id)
+    give_up_holds(state, engine.engine_id, now)
+
+
+def give_up_holds(state: RouterState, engine_id: EngineId, now: float) -> None:
+    """The engine does not have them, or cannot be reached: what waits for it goes elsewhere."""
+    for request in list(state.held.values()):
+        if request.hold is not None and request.hold.stay.engine.engine_id == engine_id:
+            _end_hold(state, request, request.hold, now)
+
+
+def expire_holds(state: RouterState, now: float) -> None:
+    """Lets requests go elsewhere whose engine has not come back in time."""
+    for request in list(state.held.values()):
+        if request.hold is not None and now >= request.hold.until_s:
+            _end_hold(state, request, request.hold, now)
+
+
+def _end_hold(state: RouterState, request: LiveRequest, hold: Hold, now: float) -> None:
+    del state.held[request.request_id], state.waiting[request.request_id]
+    _go_elsewhere(state, hold.stay, request, hold.reason, now)
 
 
 def expire_pulls(state: RouterState, engine: Engine, now: float) -> None:
@@ -120,10 +171,27 @@ def _save(state: RouterState, stay: Stay, request: LiveRequest, reason: str, now
     """Takes a request off a lost engine."""
     engine = stay.engine
     stay.request, request.stay = None, None
+    # Once it was told to hand off, or while it pulls KV that the source frees now, an engine's copy is not to be trusted.
+    is_whole = request.move is None or request.move.phase is MovePhase.GRANT_ASKED
     if request.move is not None:
         in_time = request.move.phase is MovePhase.SUBMITTED
         moves.abandon(state, request.move, "target_lost" if in_time else "source_lost", now)
     ownership.note_loss(state, engine, request, reason, now)
+    if not is_whole or reason not in RESUMABLE:
+        _go_elsewhere(state, stay, request, reason, now)
+        return
+    # A silent engine has had its time already.
+    grace_s = state.limits.resume_grace_s if reason == "stream" else 0.0
+    request.hold = Hold(stay=stay, reason=reason, until_s=now + grace_s)
+    state.held[request.request_id] = request
+    ownership.enqueue(state, request, now)
+    if not grace_s:
+        _end_hold(state, request, request.hold, now)
+
+
+def _go_elsewhere(state: RouterState, stay: Stay, request: LiveRequest, reason: str, now: float) -> None:
+    """Sends a request without an owner on its way to another engine, unless that makes no sense any more."""
+    engine = stay.engine
     if stay.submit_number <= engine.load.last_submit_number or stay.has_token:
         # It had reached the scheduler: it may be what killed the engine.
         request.num_deaths += 1

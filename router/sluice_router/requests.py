@@ -4,8 +4,9 @@ The edge (HTTP, gRPC) prepares a ``NewRequest`` and a ``ResponseSink``, calls ``
 called back. All of it happens on the event loop's thread; nothing here awaits, and no method of the seam blocks.
 
     admitted ── waiting ── running ──► finished | failed | cancelled
-                   ▲          │ ▲
-                   └─ lost ───┘ └── moved (the sink never notices)
+                   ▲ │        │ ▲
+              lost └─│────────┘ ├── moved (the sink never notices)
+                     └──────────┴── resumed, when only the stream had broken
 
 Order of calls on a sink: ``on_tokens`` any number of times, ``flush`` at most once per engine message that brought
 tokens, then exactly one of ``on_finished`` and ``on_error``, which carries all that is still held back. After that, and after
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from sluice_core.records import EngineId, RequestId, Slo
     from sluice_router.errors import RouterError
     from sluice_router.metrics import Histogram
-    from sluice_router.state import Move, Stay
+    from sluice_router.state import Hold, Move, Stay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class NewRequest:
         arrival_s: When the first byte came, on ``DataPlane.now``'s clock: HTTP, template and tokenizing count.
         deadline_s: When the caller gives up, on the same clock; None: never.
         client_request_id: The caller's own id (``x-request-id``), at most 128 characters; empty: none. Never a key.
+        owner: Whose API key it came with; empty where none is asked for.
     """
 
     prompt_token_ids: array[int]
@@ -56,6 +58,7 @@ class NewRequest:
     arrival_s: float
     deadline_s: float | None = None
     client_request_id: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +235,7 @@ class LiveRequest:
         fence: Fencing number of the last submit.
         stay: Where it runs.
         move: The move in progress.
+        hold: What the engine may have of it whose stream it lost; None from its next owner on.
         waiting_since_s: When it began to wait for an engine.
         wait_reason: Why it waits.
         first_token_s: When the first token came.
@@ -258,6 +262,7 @@ class LiveRequest:
     fence: int = 0
     stay: Stay | None = None
     move: Move | None = None
+    hold: Hold | None = None
     waiting_since_s: float = 0.0
     wait_reason: str = ""
     first_token_s: float | None = None

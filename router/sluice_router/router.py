@@ -16,7 +16,7 @@ from prometheus_client.exposition import generate_latest
 
 from sluice_router import attaching, delivery, ending, moves, placing, plan, recovery, status
 from sluice_router.requests import ServedModel
-from sluice_router.state import StreamBrokenError
+from sluice_router.state import LinkStatus, StreamBrokenError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2, engine_pb2, plan_pb2
     from sluice_core.records import EngineId, RequestId
     from sluice_router.errors import RouterError
+    from sluice_router.metrics import LinkTraffic
     from sluice_router.requests import LiveRequest, NewRequest, ResponseSink
     from sluice_router.state import Engine, RouterState
 
@@ -121,6 +122,13 @@ class Router:
         """See ``DataPlane.explain``."""
         return self.state.ring.explain(request_id)
 
+    def set_edge_fault(self, fault: str) -> None:
+        """Says why clients cannot be served, whatever the engines; empty: they can."""
+        if fault != self.state.edge_fault:
+            self.state.edge_fault = fault
+            self.state.touch()
+            self._act()
+
     # --- links ---------------------------------------------------------------------------------------------------
 
     def set_addresses(self, addresses: frozenset[str]) -> None:
@@ -128,9 +136,17 @@ class Router:
         attaching.set_addresses(self.state, addresses)
         self._act()
 
+    def traffic_of(self, address: str) -> LinkTraffic:
+        """Where the bytes of an address's streams are counted."""
+        return self.state.links.setdefault(address, LinkStatus()).traffic
+
     def note_fault(self, address: str, fault: str) -> None:
         """An address has no stream, for this reason."""
-        attaching.note_fault(self.state, address, fault)
+        now, has_held = self.now(), bool(self.state.held)
+        if attaching.note_fault(self.state, address, fault, now):
+            logger.info("engine at %s: no stream: %s", address, fault)
+        if has_held:
+            placing.assign(self.state, now)
         self._act()
 
     def attach(self, address: str, hello: engine_pb2.EngineHello, register: Callable[[Engine], object]) -> Engine:
@@ -188,6 +204,7 @@ class Router:
             recovery.expire_pulls(state, engine, now)
             if engine.is_draining:
                 moves.drain(state, engine, now)
+        recovery.expire_holds(state, now)
         plan.reconsider_refused(state)
         placing.expire(state, now)
         placing.assign_if_due(state, now)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
 
@@ -24,12 +24,21 @@ class Limits(BaseModel):
     silence_limit_s: float = Field(default=2.0, gt=0, description="longest silence of an engine's stream")
     iteration_age_floor_s: float = Field(default=2.0, gt=0, description="least time without progress that means a hang")
     iteration_age_factor: float = Field(default=5.0, ge=1, description="longest predicted iterations that mean a hang")
+    resume_grace_s: float = Field(
+        default=0.3,
+        ge=0,
+        description="longest wait of a request for the engine whose stream broke, before it goes elsewhere",
+    )
     hello_timeout_s: float = Field(default=10.0, gt=0, description="longest wait for an engine's first message")
     wait_limit_s: float = Field(default=30.0, gt=0, description="longest wait of a request for an engine")
-    max_waiting: int = Field(default=4096, ge=1, description="most requests that wait for an engine")
+    max_waiting: int = Field(
+        default=4096, ge=1, description="most requests that wait for an engine, in all routers of the plan together"
+    )
     max_recoveries: int = Field(default=3, ge=0, description="most times a request goes on elsewhere after a failure")
     max_deaths: int = Field(default=2, ge=1, description="engines that fail under a request until it is given up")
-    max_moves_per_engine: int = Field(default=16, ge=1, description="most moves in flight from or to an engine")
+    max_moves_per_engine: int = Field(
+        default=16, ge=1, description="most moves in flight from or to an engine, by all routers of the plan together"
+    )
     grant_timeout_s: float = Field(default=2.0, gt=0, description="longest wait for an answer to a grant request")
     pull_timeout_s: float = Field(default=10.0, gt=0, description="longest wait for a moved request's next token")
     drain_retry_s: float = Field(
@@ -58,7 +67,27 @@ class Settings(BaseModel):
         description="MODEL@GPU, such as qwen2.5-14b@a100-80g: how fast engines are until they have measured it",
     )
     grace_s: float = Field(default=30.0, ge=0, description="longest time that streams may take to finish at shutdown")
+    api_keys: str = Field(
+        default="", description="folder with a file of API keys per owner; everybody is served when empty"
+    )
+    front_tls: str = Field(
+        default="", description="folder with tls.crt and tls.key of the clients' ports; not encrypted when empty"
+    )
+    peer_tls: str = Field(
+        default="",
+        description="folder with tls.crt, tls.key and ca.crt for engines and the control port; not encrypted when empty",
+    )
+    engine_name: str = Field(default="", description="DNS name that engines' certificates must be for, with --peer-tls")
+    control_name: str = Field(
+        default="", description="DNS name that certificates of the control port's clients must be for, with --peer-tls"
+    )
     limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _name_peers(self) -> Self:
+        if self.peer_tls and not (self.engine_name and self.control_name):
+            raise ValueError("--peer-tls needs --engine-name and --control-name")
+        return self
 
     @field_validator("latency_profile")
     @classmethod

@@ -21,7 +21,7 @@ from sluice_core.engines import EngineTable
 from sluice_core.records import RequestId
 from sluice_core.slo import AttainmentCounters
 from sluice_router.explain import DecisionRing
-from sluice_router.metrics import Metrics
+from sluice_router.metrics import LinkTraffic, Metrics
 
 if TYPE_CHECKING:
     import random
@@ -66,6 +66,21 @@ class Stay:
     is_aborted: bool = False
     is_pinned: bool = False
     not_before_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Hold:
+    """What an engine may still have of a request, because only the stream to it broke.
+
+    Args:
+        stay: The stay that the stream's end cut off.
+        reason: Why the stream was lost.
+        until_s: Until when the request waits for that engine alone; later any may take it, and this one while none has.
+    """
+
+    stay: Stay
+    reason: str
+    until_s: float
 
 
 class MovePhase(IntEnum):
@@ -211,11 +226,13 @@ class LinkStatus:
         state: How its link stands.
         engine: The stream, present or last.
         last_fault: Why there is none.
+        traffic: What went over its streams.
     """
 
     state: control_pb2.EngineState.ValueType = control_pb2.ENGINE_STATE_CONNECTING
     engine: Engine | None = None
     last_fault: str = ""
+    traffic: LinkTraffic = field(default_factory=LinkTraffic)
 
 
 class RouterState:
@@ -234,10 +251,12 @@ class RouterState:
         table: What placement and flow see: acknowledged engines that are not refused.
         requests: Every request that has not ended.
         waiting: Of these, the ones without an engine, in order of arrival in the queue.
+        held: Of these, the ones that wait for the engine whose stream they lost.
         plan: Plan in force.
         placement: Placement policy of its strategy.
         flow: Flow policy of its strategy.
         model: Model that the engines agree on; empty: none yet.
+        edge_fault: Why clients cannot be served, whatever the engines; empty: they can.
         dirty: Engines with a message under way, or with slots that became free.
         last_assign_s: When all waiting requests were last looked at.
         deadlines: Heap of (deadline, request).
@@ -262,6 +281,7 @@ class RouterState:
         self.table = EngineTable(make_latency_model)
         self.requests: dict[RequestId, LiveRequest] = {}
         self.waiting: dict[RequestId, LiveRequest] = {}
+        self.held: dict[RequestId, LiveRequest] = {}
         self.deadlines: list[tuple[float, RequestId]] = []
         self.plan: Plan | None = None
         self.placement: PlacementPolicy | None = None
@@ -269,6 +289,7 @@ class RouterState:
         self.model = ""
         self.max_model_len_tokens = 0
         self.is_accepting = True
+        self.edge_fault = ""
         self.dirty: dict[EngineId, Engine] = {}
         self.actions = Actions()
         self.rotation = 0

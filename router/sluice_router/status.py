@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector as CollectorBase
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
@@ -26,6 +26,8 @@ def why_not_ready(state: RouterState) -> str:
     """Says why the router is not ready; empty when it is."""
     if not state.is_accepting:
         return "shutting down"
+    if state.edge_fault:
+        return state.edge_fault
     if state.plan is None:
         return "no plan yet"
     if len(state.table) == 0:
@@ -85,6 +87,7 @@ def _describe_link(state: RouterState, address: str, link: LinkStatus) -> contro
         state=engine.status,
         role=plan_pb2.ROLE_UNSPECIFIED if engine.role is None else conversion.ROLE_VALUES[engine.role],
         chunk_size_tokens=engine.chunk_size_tokens,
+        max_batch_tokens=engine.spec.max_batch_tokens,
         acknowledged_generation=engine.acknowledged_generation,
         running_decodes=load.running_decodes,
         waiting_requests=load.queued_requests,
@@ -134,6 +137,7 @@ class Collector(CollectorBase):
         for engine in state.table:
             error.add_metric((engine.engine_id,), engine.latency.relative_error)
         yield error
+        yield self._collect_traffic()
 
     def _collect_plain(self) -> Iterator[Metric]:
         state = self._state
@@ -160,6 +164,17 @@ class Collector(CollectorBase):
             ratio = attainment.window(now, [name]).attainment
             if ratio is not None:
                 family.add_metric((name,), ratio)
+        return family
+
+    def _collect_traffic(self) -> Metric:
+        """An address of the discovery has one link, so that series are as many as engines, whatever their ids were."""
+        family = CounterMetricFamily(
+            "sluice_engine_link_bytes", "Bytes on engine streams.", labels=("engine", "address", "direction")
+        )
+        for address, link in sorted(self._state.links.items()):
+            engine_id = "" if link.engine is None else link.engine.engine_id
+            family.add_metric((engine_id, address, "up"), link.traffic.num_bytes_up)
+            family.add_metric((engine_id, address, "down"), link.traffic.num_bytes_down)
         return family
 
     def _count_engines(self) -> dict[tuple[str, str], int]:

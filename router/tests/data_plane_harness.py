@@ -132,6 +132,11 @@ class Harness:
 
     def attach(self, name: str, **fields) -> FakeCore:
         core = self.cores[name] = FakeCore(name, **fields)
+        self._attach(core)
+        return core
+
+    def _attach(self, core: FakeCore) -> None:
+        name = core.engine_id
         self.down[name], self.up[name] = deque(), deque()
         self.num_attached += 1
         address = f"127.0.0.1:{self.num_attached}"
@@ -143,7 +148,6 @@ class Harness:
 
         engine = self.router.attach(address, hello.hello, register)
         self.router.on_step(engine, hello)
-        return core
 
     def kill(self, name: str) -> None:
         """The engine's process is gone."""
@@ -151,6 +155,21 @@ class Harness:
         self.cores.pop(name, None)
         if engine is not None:
             self.router.lose(engine, "killed")
+            self.router.note_fault(engine.address, "refused")
+
+    def cut(self, name: str) -> None:
+        """The stream breaks and takes along what is on the wires; the engine goes on."""
+        engine = self.engines.pop(name, None)
+        self.down[name].clear()
+        self.up[name].clear()
+        if engine is not None:
+            self.cores[name].hold()
+            self.router.lose(engine, "cut")
+
+    def reconnect(self, name: str) -> None:
+        """A new stream to the same process."""
+        if name not in self.engines:
+            self._attach(self.cores[name])
 
     def deliver_down(self, name: str) -> None:
         if self.down[name] and name in self.engines:
@@ -171,13 +190,15 @@ class Harness:
                 self.deliver_up(name)
 
     def step(self, name: str) -> None:
-        self.up[name].append(self.cores[name].step())
+        message = self.cores[name].step()
+        if name in self.engines:
+            self.up[name].append(message)
 
     def step_all(self) -> None:
         """One iteration of every engine, 10 ms later."""
         self.deliver()
         self.clock.advance(0.01)
-        for name in list(self.engines):
+        for name in list(self.cores):
             self.step(name)
         self.deliver()
         self.router.tick()

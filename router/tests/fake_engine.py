@@ -53,6 +53,7 @@ class FakeCore:
     model: str = ""
     kv_blocks_total: int = 1000
     max_num_seqs: int = 64
+    max_batch_tokens: int = 8192
     refuse_grants: str = ""
     refuse_hand_offs: str = ""
     acknowledges: bool = True
@@ -61,6 +62,7 @@ class FakeCore:
     pinned: dict[int, FakeRequest] = field(default_factory=dict)
     grants: dict[int, int] = field(default_factory=dict)
     held: list[engine_pb2.HeldRequest] = field(default_factory=list)
+    kept: dict[str, FakeRequest] = field(default_factory=dict)
     configured: engine_pb2.Configured = field(default_factory=engine_pb2.Configured)
     strategy: int = 0
     outbox: list[engine_pb2.AttachResponse] = field(default_factory=list)
@@ -70,6 +72,7 @@ class FakeCore:
     iteration_age_s: float = 0.0
     commands: list[engine_pb2.AttachRequest] = field(default_factory=list)
     submitted: list[engine_pb2.Submit] = field(default_factory=list)
+    resumed: list[engine_pb2.Resume] = field(default_factory=list)
     aborted_held: list[str] = field(default_factory=list)
     released_grants: list[int] = field(default_factory=list)
 
@@ -79,14 +82,41 @@ class FakeCore:
             epoch=self.epoch,
             fingerprint=self.fingerprint,
             model=self.model,
-            max_batch_tokens=8192,
+            max_batch_tokens=self.max_batch_tokens,
             max_num_seqs=self.max_num_seqs,
             max_model_len_tokens=4096,
             block_size_tokens=BLOCK_SIZE,
             kv_bytes_per_token=1024,
-            held=self.held,
+            held=[*self.held, *(self._describe_held(request) for request in self.kept.values())],
         )
         return engine_pb2.AttachResponse(hello=hello, load=self.load())
+
+    def _take_moves(self, message: engine_pb2.AttachRequest, answer: engine_pb2.AttachResponse) -> None:
+        for grant_request in message.grant_requests:
+            answer.grants.append(self._grant(grant_request))
+        for hand_off in message.hand_offs:
+            self._hand_off(hand_off, answer)
+        for slot in message.released_slots:
+            self.pinned.pop(slot)
+        for grant_id in message.released_grant_ids:
+            self.released_grants.append(grant_id)
+            self.grants.pop(grant_id, None)
+
+    @staticmethod
+    def _describe_held(request: FakeRequest) -> engine_pb2.HeldRequest:
+        return engine_pb2.HeldRequest(
+            request_id=request.submit.request_id, fence=request.submit.fence, num_output_tokens=request.num_output
+        )
+
+    def hold(self) -> None:
+        """The stream is lost: what runs goes on, unless it was told to hand off."""
+        for request in self.running.values():
+            if not request.is_handing_off:
+                self.kept[request.submit.request_id] = request
+        self.running.clear()
+        self.pinned.clear()
+        self.grants.clear()
+        self.last_submit_number = 0
 
     def load(self) -> engine_pb2.LoadReport:
         waiting = [request for request in self.running.values() if request.num_steps == 0]
@@ -111,32 +141,41 @@ class FakeCore:
 
     @property
     def is_idle(self) -> bool:
-        return not self.running and not self.pinned and not self.grants
+        return not self.running and not self.pinned and not self.grants and not self.kept
 
     def take(self, message: engine_pb2.AttachRequest) -> None:
         """Carries out a batch in the order of its fields, as the engine does."""
         self.commands.append(message)
         answer = engine_pb2.AttachResponse()
+        for resume in message.resumes:
+            self._resume(resume, answer)
         for submit in message.submits:
             self._submit(submit)
         for abort in message.aborts:
             if abort.held_request_id:
                 self.aborted_held.append(abort.held_request_id)
+                self.kept.pop(abort.held_request_id, None)
             elif (request := self.running.pop(abort.slot, None)) is not None:
                 self._add_finished(answer, request, sampling_pb2.FINISH_REASON_ABORTED)
-        for grant_request in message.grant_requests:
-            answer.grants.append(self._grant(grant_request))
-        for hand_off in message.hand_offs:
-            self._hand_off(hand_off, answer)
-        for slot in message.released_slots:
-            self.pinned.pop(slot)
-        for grant_id in message.released_grant_ids:
-            self.released_grants.append(grant_id)
-            self.grants.pop(grant_id, None)
+        self._take_moves(message, answer)
         if message.HasField("configure"):
             self._configure(message.configure, answer)
         answer.load.CopyFrom(self.load())
         self.outbox.append(answer)
+
+    def _resume(self, resume: engine_pb2.Resume, answer: engine_pb2.AttachResponse) -> None:
+        request = self.kept.pop(resume.request_id, None)
+        if request is None or request.submit.fence != resume.fence:
+            answer.finished.add(slot=resume.slot, reason=sampling_pb2.FINISH_REASON_ABORTED)
+            return
+        self.resumed.append(resume)
+        request.submit.slot = resume.slot
+        for index in range(resume.next_output_index, request.num_output):
+            self._add_token(request, answer, index)
+        if request.num_output >= request.submit.sampling.max_tokens:
+            self._add_finished(answer, request, sampling_pb2.FINISH_REASON_LENGTH)
+        else:
+            self.running[resume.slot] = request
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
         assert submit.slot not in self.running, f"{self.engine_id}: slot {submit.slot} is in use"
@@ -174,6 +213,10 @@ class FakeCore:
 
     def _configure(self, configure: engine_pb2.Configure, answer: engine_pb2.AttachResponse) -> None:
         if not self.acknowledges:
+            return
+        if configure.chunk_size_tokens > self.max_batch_tokens:
+            answer.configured.generation = configure.generation
+            answer.configured.error = f"chunk size {configure.chunk_size_tokens} is not in 0..{self.max_batch_tokens}"
             return
         if configure.generation >= self.configured.generation:
             self.is_draining = configure.is_draining
@@ -224,10 +267,14 @@ class FakeCore:
             else:
                 num_decodes += 1
             request.num_steps += 1
-            self._add_token(request, message)
+            self._add_token(request, message, request.num_output)
+            request.num_output += 1
             if request.num_output >= request.submit.sampling.max_tokens:
                 del self.running[slot]
                 self._add_finished(message, request, sampling_pb2.FINISH_REASON_LENGTH)
+        for request in self.kept.values():
+            request.num_steps += 1
+            request.num_output = min(request.num_output + 1, request.submit.sampling.max_tokens)
         message.load.CopyFrom(self.load())
         if prefill_tokens or num_decodes:
             message.load.iteration.CopyFrom(
@@ -253,14 +300,13 @@ class FakeCore:
         )
         self._add_finished(message, request, sampling_pb2.FINISH_REASON_HANDED_OFF, kv=kv)
 
-    def _add_token(self, request: FakeRequest, message: engine_pb2.AttachResponse) -> None:
-        token_id = expected_token(request.submit.prompt_token_ids, request.num_output)
+    def _add_token(self, request: FakeRequest, message: engine_pb2.AttachResponse, index: int) -> None:
+        token_id = expected_token(request.submit.prompt_token_ids, index)
         if request.submit.sampling.HasField("num_logprobs"):
-            message.logprobs.add(column=len(message.slots), logprob=-float(request.num_output), rank=1)
+            message.logprobs.add(column=len(message.slots), logprob=-float(index), rank=1)
         message.slots.append(request.submit.slot)
         message.token_ids.append(token_id)
-        message.output_indexes.append(request.num_output)
-        request.num_output += 1
+        message.output_indexes.append(index)
 
 
 class FakeEngine(engine_pb2_grpc.EngineServicer):
@@ -269,12 +315,25 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
     Args:
         core: The core.
         step_s: Pause between two iterations.
+        idle_s: Longest silence.
+        credentials: Of its server; None: nothing is encrypted.
+        interceptors: Of its server.
     """
 
-    def __init__(self, core: FakeCore, *, step_s: float = 0.005, idle_s: float = 0.2) -> None:
+    def __init__(
+        self,
+        core: FakeCore,
+        *,
+        step_s: float = 0.005,
+        idle_s: float = 0.2,
+        credentials: grpc.ServerCredentials | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
         self.core = core
         self.step_s = step_s
         self.idle_s = idle_s
+        self._credentials = credentials
+        self._interceptors = interceptors
         self.is_stepping = True
         self.is_silent = False
         self.address = ""
@@ -283,9 +342,13 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self._queue: asyncio.Queue[engine_pb2.AttachResponse | None] = asyncio.Queue()
 
     async def start(self, port: int = 0) -> str:
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(interceptors=self._interceptors)
         engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
-        number = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        address = f"127.0.0.1:{port}"
+        if self._credentials is None:
+            number = self._server.add_insecure_port(address)
+        else:
+            number = self._server.add_secure_port(address, self._credentials)
         await self._server.start()
         self.address = f"127.0.0.1:{number}"
         return self.address
@@ -310,10 +373,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         assert first.hello.router_id
         self.num_streams += 1
         self._queue = asyncio.Queue()
-        self.core.running.clear()
-        self.core.pinned.clear()
-        self.core.grants.clear()
-        self.core.last_submit_number = 0
+        self.core.hold()
         await context.write(self.core.hello())
         tasks = [asyncio.create_task(self._read(request_iterator)), asyncio.create_task(self._run())]
         try:
@@ -341,7 +401,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         last_step_s = loop.time()
         while True:
             self.core.iteration_age_s = loop.time() - last_step_s
-            if self.core.running and self.is_stepping:
+            if (self.core.running or self.core.kept) and self.is_stepping:
                 last_step_s, self.core.iteration_age_s = loop.time(), 0.0
                 self._queue.put_nowait(self.core.step())
                 idle_s = 0.0

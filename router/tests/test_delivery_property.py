@@ -89,7 +89,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
     @rule(name=names, num_steps=st.integers(1, 3))
     def step(self, name, num_steps):
         self.harness.clock.advance(0.01)
-        for _ in range(num_steps if name in self.harness.engines else 0):
+        for _ in range(num_steps if name in self.harness.cores else 0):
             self.harness.step(name)
 
     @rule(num_steps=st.integers(1, 4))
@@ -134,6 +134,18 @@ class DataPlaneMachine(RuleBasedStateMachine):
         self.epoch += 1
         self.harness.attach(name, epoch=self.epoch)
 
+    @precondition(lambda self: not self.is_calm)
+    @rule(name=names)
+    def cut(self, name):
+        """The stream breaks, and with it what was on the way in both directions; the engine goes on."""
+        if name in self.harness.engines:
+            self.harness.cut(name)
+
+    @rule(name=names)
+    def reconnect(self, name):
+        if name in self.harness.cores:
+            self.harness.reconnect(name)
+
     @rule(name=names, reason=st.sampled_from(["", "kv"]))
     def refuse_grants(self, name, reason):
         if name in self.harness.engines:
@@ -162,11 +174,13 @@ class DataPlaneMachine(RuleBasedStateMachine):
     @invariant()
     def each_request_is_in_one_place(self):
         state = self.harness.state
+        assert state.held.keys() <= state.waiting.keys()
         for request_id, request in state.requests.items():
             places = (request.stay is not None) + (request_id in state.waiting)
             assert places == 1, f"{request_id} is in {places} places"
             if request.stay is not None:
                 assert not request.stay.engine.is_lost
+                assert request.hold is None
                 assert request.stay.request is request
                 assert request.stay.engine.slots[request.stay.slot] is request.stay
 

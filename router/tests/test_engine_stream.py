@@ -13,6 +13,7 @@ import pytest
 from sluice.v1 import engine_pb2, engine_pb2_grpc
 from sluice_router import engine_stream
 from sluice_router.engine_stream import EngineStream, StreamEndedError, connect
+from sluice_router.metrics import LinkTraffic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -43,8 +44,8 @@ async def serving(serve: Serve) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def calling(address: str) -> AsyncIterator[EngineStream]:
-    stream = await connect(address)
+async def calling(address: str, traffic: LinkTraffic | None = None) -> AsyncIterator[EngineStream]:
+    stream = await connect(address, traffic or LinkTraffic())
     try:
         yield stream
     finally:
@@ -200,7 +201,7 @@ async def test_port_that_speaks_something_else_is_a_fault(answer):
 
 async def test_port_that_nobody_listens_on_is_a_fault():
     with pytest.raises(StreamEndedError, match="unavailable"):
-        await connect("127.0.0.1:1")
+        await connect("127.0.0.1:1", LinkTraffic())
 
 
 async def test_compressed_message_ends_the_stream():
@@ -245,3 +246,24 @@ async def test_cancel_reaches_the_engine_and_drops_what_waits():
         async with asyncio.timeout(20):
             assert await stream.serve(lambda _message: None) == "enough"
             await cancelled.wait()
+
+
+async def test_bytes_are_counted_in_both_directions():
+    """What goes over the wire: the messages, and what HTTP/2 adds to them."""
+
+    async def answer(requests, _context):
+        async for _ in requests:
+            yield make_message(0, 50_000)
+
+    request = engine_pb2.AttachRequest()
+    request.submits.add().prompt_token_ids.extend([7] * 20_000)
+    traffic = LinkTraffic()
+    async with serving(answer) as address, calling(address, traffic) as stream:
+        assert 0 < traffic.num_bytes_down < 1000
+        stream.send(request)
+        await stream.read_first()
+        for counted, size in (
+            (traffic.num_bytes_down, request.ByteSize()),
+            (traffic.num_bytes_up, make_message(0, 50_000).ByteSize()),
+        ):
+            assert size < counted < size + 2000

@@ -6,7 +6,7 @@ import pytest
 from data_plane_harness import Harness
 from fake_engine import expected_output, make_plan
 
-from sluice.v1 import control_pb2, engine_pb2, plan_pb2
+from sluice.v1 import control_pb2, engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId
 from sluice_router.settings import Limits
 from sluice_router.state import MovePhase
@@ -148,6 +148,31 @@ def test_degradation_and_backflow_go_back_and_forth_and_backflow_resets_the_leng
     assert fences == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("field", ["num_output_tokens", "kv"])
+def test_token_that_a_hand_off_lost_is_noticed_and_computed_again(field):
+    """The source's count, or its KV, is of a token that never came."""
+    harness = Harness({"d0": "D", "d1": "D"})
+    request_id, sink = start_on(harness, "d0")
+    for _ in range(3):
+        harness.step_all()
+    assert harness.router.move(request_id, "d1") == ""
+    harness.deliver()
+    harness.step("d0")
+    (finished,) = harness.up["d0"][-1].finished
+    assert finished.reason == sampling_pb2.FINISH_REASON_HANDED_OFF
+    if field == "kv":
+        finished.kv.num_tokens += 1
+    else:
+        finished.num_output_tokens += 1
+    harness.deliver()
+    assert harness.closed == [("d0", "protocol")]
+    assert harness.engine_of(request_id) == "d1"
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, len(sink.token_ids))
+    assert sink.finish is not None
+    assert sink.finish.usage.num_recoveries == 1
+
+
 def test_degradation_soon_after_a_move_is_blocked():
     harness = Harness(PD)
     request_id, sink = start_on(harness, "p0")
@@ -263,8 +288,11 @@ def test_client_gone_in_any_phase_of_a_move_frees_everything(phase):
     harness.assert_idle()
 
 
-def test_moves_in_flight_are_capped_per_engine():
-    harness = Harness(PD, limits=Limits(max_moves_per_engine=2))
+@pytest.mark.parametrize("num_routers", [1, 3])
+def test_moves_in_flight_are_capped_per_engine_for_all_routers_together(num_routers):
+    harness = Harness(PD, limits=Limits(max_moves_per_engine=2 * num_routers), plan=False)
+    harness.router.apply_plan(make_plan(PD, num_routers=num_routers))
+    harness.deliver()
     for number in range(5):
         start_on(harness, "p0")
         del number

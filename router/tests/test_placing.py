@@ -6,7 +6,7 @@ import pytest
 from data_plane_harness import CheckingSink, Harness, make_request
 from fake_engine import expected_output, make_plan
 
-from sluice.v1 import plan_pb2, sampling_pb2
+from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_router.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -70,9 +70,10 @@ def test_request_at_shutdown_is_told_to_come_back():
         harness.admit()
 
 
-def test_queue_is_bounded():
-    harness = Harness({}, limits=Limits(max_waiting=2))
-    harness.router.apply_plan(make_plan(ONE))
+@pytest.mark.parametrize("num_routers", [1, 2, 4])
+def test_queue_is_bounded_by_this_routers_part_of_the_limit(num_routers):
+    harness = Harness({}, limits=Limits(max_waiting=2 * num_routers))
+    harness.router.apply_plan(make_plan(ONE, num_routers=num_routers))
     harness.admit()
     harness.admit()
     with pytest.raises(QueueFullError, match="limit is 2"):
@@ -178,6 +179,15 @@ def test_infeasible_request_is_rejected_with_an_estimate_when_the_plan_says_so()
     assert core.is_idle
     harness.run(1000)
     harness.assert_idle()
+
+
+def test_engine_of_another_routers_share_is_taken_when_ones_own_is_busier():
+    harness = Harness({"d0": "D", "d1": "D"})
+    load = harness.cores["d0"].load()
+    load.is_of_others = True
+    harness.router.on_step(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+    engines = [harness.engine_of(harness.admit(200, 4, first=number)[0]) for number in range(3)]
+    assert engines == ["d1", "d1", "d0"]
 
 
 def test_prefills_go_where_the_fewest_tokens_are_queued():

@@ -51,7 +51,7 @@ DEFAULT = plan_pb2.SloClass(ttft_milliseconds=1, tpot_milliseconds=1)
         ({"engines": [engine_plan(), engine_plan()]}, ["engines[1].engine_id", "d0", "unique"]),
         ({"engines": [engine_plan(engine_id="")]}, ["engines[0].engine_id"]),
         ({"engines": [engine_plan(role=0)]}, ["engines[0].role", "0"]),
-        ({"engines": [engine_plan(chunk_size_tokens=9000)]}, ["engines[0].chunk_size_tokens", "9000", "8192"]),
+        ({"engines": [engine_plan(chunk_size_tokens=2**31)]}, ["engines[0].chunk_size_tokens", "2147483648"]),
     ],
 )
 def test_bad_plan_is_refused_whole(changes, words):
@@ -124,6 +124,40 @@ def test_engine_is_seen_with_the_load_that_it_reported_before_its_acknowledgemen
     assert seen.load.kv_blocks_total == 1000
     assert seen.view is not None
     assert seen.view.blocked_reason == ""
+
+
+def test_chunk_size_above_what_an_engine_can_run_is_cut_for_that_engine_alone():
+    """In the midst of a roll that raises the largest batch together with a slider."""
+    harness = Harness()
+    for name, largest in (("old", 2048), ("new", 4096), ("unnamed", 128)):
+        harness.attach(name, max_batch_tokens=largest)
+    engines = [
+        plan_pb2.EnginePlan(engine_id=name, role=plan_pb2.ROLE_PREFILL_HEAVY, chunk_size_tokens=4096)
+        for name in ("old", "new")
+    ]
+    harness.router.apply_plan(make_plan({}, generation=3, engines=engines))
+    harness.deliver()
+    status = harness.router.describe()
+    assert status.generation == status.acknowledged_generation == 3
+    assert {item.engine_id: (item.chunk_size_tokens, item.max_batch_tokens) for item in status.engines} == {
+        "old": (2048, 2048),
+        "new": (4096, 4096),
+        "unnamed": (128, 128),
+    }
+    assert {item.last_fault for item in status.engines} == {""}
+    assert [item.chunk_size_tokens for item in harness.state.table] == [2048, 4096, 128]
+
+
+def test_drain_is_in_force_on_an_engine_whose_chunk_size_is_cut():
+    harness = Harness(PD)
+    part = plan_pb2.EnginePlan(
+        engine_id="p0", role=plan_pb2.ROLE_PREFILL_HEAVY, chunk_size_tokens=10_000, is_draining=True
+    )
+    harness.router.apply_plan(make_plan({}, generation=2, engines=[part, engine_plan()]))
+    harness.deliver()
+    assert harness.cores["p0"].is_draining
+    states = {item.engine_id: item.state for item in harness.router.describe().engines}
+    assert states == {"p0": control_pb2.ENGINE_STATE_DRAINED, "d0": control_pb2.ENGINE_STATE_READY}
 
 
 def test_unnamed_engine_serves_with_the_decode_heavy_setting():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from data_plane_harness import Harness
 from fake_engine import expected_output
 
@@ -63,12 +64,153 @@ def test_restarted_engine_is_not_taken_for_its_predecessor():
     harness.assert_idle()
 
 
-def test_requests_kept_from_an_earlier_stream_are_aborted():
+def test_requests_kept_from_an_earlier_stream_that_are_unknown_are_aborted():
     harness = Harness(TWO)
     held = [engine_pb2.HeldRequest(request_id="req-old", fence=1, num_output_tokens=3)]
     core = harness.attach("d2", held=held)
     harness.deliver()
     assert core.aborted_held == ["req-old"]
+
+
+@pytest.mark.parametrize("steps_meanwhile", [0, 1, 5, 40], ids=["none", "one", "some", "to its end"])
+def test_request_goes_on_where_it_was_when_only_the_stream_broke(steps_meanwhile):
+    """What was on the way and what came meanwhile is sent again, from the token that the router names."""
+    harness = Harness(TWO, limits=Limits(resume_grace_s=10))
+    request_id, sink = harness.admit(20, 30)
+    name = harness.engine_of(request_id)
+    for _ in range(4):
+        harness.step_all()
+    harness.step(name)
+    harness.cut(name)
+    for _ in range(steps_meanwhile):
+        harness.step_all()
+        assert harness.state.requests[request_id].stay is None
+    harness.reconnect(name)
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, 30)
+    assert sink.finish is not None
+    assert sink.finish.usage.num_recoveries == 0
+    (core,) = [core for core in harness.cores.values() if core.submitted]
+    assert core.engine_id == name
+    assert len(core.submitted) == 1
+    assert [resume.next_output_index for resume in core.resumed] == [4]
+    assert harness.count("resumed") == 1
+    assert sum(harness.state.metrics.recovery_stall_s["link"].counts) == 1
+    harness.assert_idle()
+
+
+def test_logprobs_come_along_when_a_request_is_resumed():
+    harness = Harness({"d0": "D"})
+    sampling = sampling_pb2.SamplingParams(max_tokens=10, num_logprobs=1)
+    _, sink = harness.admit(sampling=sampling)
+    harness.step_all()
+    harness.cut("d0")
+    harness.step_all()
+    harness.reconnect("d0")
+    harness.run()
+    assert [entry.logprob for entry in sink.logprobs] == [-float(index) for index in range(10)]
+
+
+def test_request_that_never_reached_the_engine_is_placed_at_once_when_its_stream_comes_back():
+    harness = Harness({"d0": "D"})
+    _, sink = harness.admit()
+    harness.cut("d0")
+    harness.reconnect("d0")
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, 8)
+    assert harness.count("resumed") == 0
+    assert harness.count("recoveries", "stream") == 1
+
+
+def test_request_waits_for_its_engine_only_so_long():
+    harness = Harness(TWO, limits=Limits(resume_grace_s=0.3))
+    request_id, sink = harness.admit(20, 60)
+    name = harness.engine_of(request_id)
+    other = next(item for item in TWO if item != name)
+    harness.step_all()
+    harness.cut(name)
+    harness.clock.advance(0.29)
+    harness.router.tick()
+    assert request_id in harness.state.waiting
+    harness.clock.advance(0.02)
+    harness.router.tick()
+    assert harness.engine_of(request_id) == other
+    harness.reconnect(name)
+    harness.run()
+    assert harness.cores[name].aborted_held == [request_id]
+    assert sink.token_ids == expected_output(sink.prompt, 60)
+    assert harness.count("recoveries", "stream") == 1
+    harness.assert_idle()
+
+
+def test_engine_that_cannot_be_reached_is_not_waited_for():
+    harness = Harness(TWO)
+    request_id, _ = harness.admit(20, 60)
+    name = harness.engine_of(request_id)
+    harness.step_all()
+    address = harness.engines[name].address
+    harness.cut(name)
+    assert request_id in harness.state.waiting
+    harness.router.note_fault(address, "unavailable: refused")
+    assert harness.engine_of(request_id) != name
+
+
+def test_router_that_was_cut_off_from_all_engines_takes_up_what_they_kept():
+    """Silence has cost the time that a broken stream would be given; but nobody else has taken the request."""
+    harness = Harness({"d0": "D"}, limits=Limits(silence_limit_s=2, iteration_age_floor_s=50))
+    request_id, sink = harness.admit(20, 30)
+    for _ in range(3):
+        harness.step_all()
+    for _ in range(21):
+        tick_with(harness)
+    assert harness.closed == [("d0", "silence")]
+    harness.cores["d0"].hold()
+    harness.cores["d0"].step()
+    harness.clock.advance(5)
+    harness.router.tick()
+    assert request_id in harness.state.waiting
+    harness.reconnect("d0")
+    harness.run()
+    assert sink.token_ids == expected_output(sink.prompt, 30)
+    assert len(harness.cores["d0"].submitted) == 1
+    harness.assert_idle()
+
+
+@pytest.mark.parametrize("phase", ["asked", "handing off", "pulling"])
+def test_request_in_the_midst_of_a_move_is_resumed_only_if_its_kv_is_untouched(phase):
+    harness = Harness(TWO)
+    request_id, sink = harness.admit(20, 30)
+    source = harness.engine_of(request_id)
+    target = next(name for name in TWO if name != source)
+    harness.step_all()
+    assert harness.router.move(request_id, target) == ""
+    if phase != "asked":
+        harness.deliver()
+    victim = source
+    if phase == "pulling":
+        harness.step(source)
+        harness.deliver_up(source)
+        harness.deliver_down(target)
+        victim = target
+    harness.cut(victim)
+    harness.reconnect(victim)
+    harness.run()
+    assert harness.count("resumed") == (phase == "asked")
+    assert sink.token_ids == expected_output(sink.prompt, 30)
+    harness.assert_idle()
+
+
+def test_client_that_leaves_while_its_engine_is_away_is_aborted_there():
+    harness = Harness({"d0": "D"})
+    request_id, sink = harness.admit(20, 30)
+    harness.step_all()
+    harness.cut("d0")
+    sink.is_cancelled = True
+    harness.router.cancel(request_id)
+    harness.reconnect("d0")
+    harness.deliver()
+    assert harness.cores["d0"].aborted_held == [request_id]
+    harness.assert_idle()
 
 
 def test_silent_engine_is_lost_after_its_limit():

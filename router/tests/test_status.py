@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from data_plane_harness import Harness
-from fake_engine import make_plan
+from fake_engine import make_plan, make_rng
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.v1 import control_pb2
+from sluice.v1 import control_pb2, engine_pb2
+from sluice_router.edge_metrics import EdgeMetrics
+from sluice_router.settings import Limits
+from sluice_router.slow_readers import SlowReaderLimits, SlowReaders
+from sluice_router.state import RouterState
+from sluice_router.status import Collector
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
+METRIC = re.compile(r"^\| `(\S+)` \| (histogram|counter|gauge) \| (.*?) ?\| .+ \|$", re.MULTILINE)
 
 PD = {"p0": "P", "d0": "D"}
 
@@ -27,6 +38,8 @@ NAMES = [
     "sluice_flow_blocked",
     "sluice_latency_model_error_ratio",
     "sluice_grpc_messages",
+    "sluice_engine_link_bytes",
+    "sluice_loop_lag_seconds",
     "sluice_decision_seconds",
     "sluice_engines",
     "sluice_plan_generation",
@@ -50,6 +63,35 @@ def test_metrics_are_complete_and_parse():
         sample.name: sample.value for sample in families["sluice_ttft_seconds"].samples if not sample.labels.get("le")
     }
     assert ttft["sluice_ttft_seconds_count"] == 6
+
+
+def test_document_lists_every_metric_with_its_labels():
+    state = RouterState(router_id="r", limits=Limits(), rng=make_rng())
+    families = [*Collector(state, lambda: 0.0).collect(), *EdgeMetrics(SlowReaders(SlowReaderLimits())).collect()]
+    exposed = {
+        (family.name + "_total" * (family.type == "counter"), family.type, tuple(getattr(family, "_labelnames", ())))
+        for family in families
+    }
+    rows = METRIC.findall(DOCUMENT.read_text())
+    assert {(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows} == exposed
+
+
+def test_bytes_of_a_link_are_told_by_engine_and_address_and_outlive_a_stream():
+    harness = Harness({"d0": "D"})
+    (address,) = harness.state.links
+    harness.router.traffic_of(address).num_bytes_up += 700
+    harness.router.traffic_of(address).num_bytes_down += 30
+    harness.kill("d0")
+    harness.router.set_addresses(frozenset({address, "127.0.0.1:9"}))
+    text = harness.router.format_metrics().decode()
+    (family,) = [item for item in text_string_to_metric_families(text) if item.name == "sluice_engine_link_bytes"]
+    labels = ("engine", "address", "direction")
+    assert {tuple(map(sample.labels.get, labels)): sample.value for sample in family.samples} == {
+        ("d0", address, "up"): 700,
+        ("d0", address, "down"): 30,
+        ("", "127.0.0.1:9", "up"): 0,
+        ("", "127.0.0.1:9", "down"): 0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -108,6 +150,19 @@ def test_finished_requests_are_news_once_a_second():
     harness.clock.advance(1)
     harness.router.tick()
     assert harness.state.version == version + 1
+
+
+def test_new_transport_of_an_engine_is_news():
+    """The control plane waits for it: a fall-back from RDMA shows when engines meet."""
+    harness = Harness({"d0": "D"})
+    version = harness.state.version
+    for transport, is_news in (("fake", False), ("rc_mlx5", True), ("rc_mlx5", False), ("rc_mlx5,tcp", True)):
+        load = harness.cores["d0"].load()
+        load.transport = transport
+        harness.router.on_step(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+        assert (harness.state.version > version) is is_news
+        assert harness.router.describe().engines[0].transport == transport
+        version = harness.state.version
 
 
 def test_address_without_a_stream_says_why():

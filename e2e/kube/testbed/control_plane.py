@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import ssl
 import urllib.error
@@ -14,6 +15,19 @@ if TYPE_CHECKING:
     from testbed.settings import Settings
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
+# Requests per second of each controller and of the scheduler: the default of 20 is made for clusters that grow slowly.
+CLIENT_RATE = ("--kube-api-qps=500", "--kube-api-burst=1000")
+# Who asked for what, of service accounts that are not Kubernetes' own.
+AUDIT_POLICY = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [
+        {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]},
+        {"level": "Metadata", "userGroups": ["system:serviceaccounts"]},
+        {"level": "None"},
+    ],
+}
 
 
 class ControlPlane:
@@ -38,6 +52,7 @@ class ControlPlane:
 
     def start(self) -> None:
         """Starts everything and waits until it is ready."""
+        self._settings.audit_policy.write_text(json.dumps(AUDIT_POLICY))
         for name in PROGRAMS:
             self.start_program(name)
         self._processes.wait_for(
@@ -116,6 +131,8 @@ def render_api_server(settings: Settings) -> list[str]:
         f"--kubelet-client-key={pki / 'apiserver-kubelet.key'}",
         f"--kubelet-certificate-authority={pki / 'ca.crt'}",
         "--kubelet-preferred-address-types=InternalIP,Hostname",
+        f"--audit-policy-file={settings.audit_policy}",
+        f"--audit-log-path={settings.audit_log}",
     ]
 
 
@@ -137,6 +154,7 @@ def render_controller_manager(settings: Settings) -> list[str]:
         "--allocate-node-cidrs=false",
         f"--service-cluster-ip-range={settings.service_network}",
         "--leader-elect=false",
+        *CLIENT_RATE,
     ]
 
 
@@ -151,6 +169,7 @@ def render_scheduler(settings: Settings) -> list[str]:
         "--bind-address=127.0.0.1",
         f"--secure-port={settings.ports.scheduler}",
         "--leader-elect=false",
+        *CLIENT_RATE,
     ]
 
 

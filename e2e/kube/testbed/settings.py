@@ -80,6 +80,16 @@ class Settings:
         return self.folder / "logs"
 
     @property
+    def audit_policy(self) -> Path:
+        """What the API server notes of requests."""
+        return self.folder / "audit.json"
+
+    @property
+    def audit_log(self) -> Path:
+        """What it noted, one JSON object per line."""
+        return self.logs / "audit.log"
+
+    @property
     def node(self) -> Path:
         """Folder of containerd and kubelet, one for each checkout.
 

@@ -235,6 +235,7 @@ class EngineStatus(_message.Message):
     LAST_FAULT_FIELD_NUMBER: _builtins.int
     NUM_FITTED_ITERATIONS_FIELD_NUMBER: _builtins.int
     LATENCY_ERROR_RATIO_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Pod uid, or the launcher's name."""
     epoch: _builtins.int
@@ -246,7 +247,7 @@ class EngineStatus(_message.Message):
     role: _plan_pb2.Role.ValueType
     """Role in force (acknowledged)."""
     chunk_size_tokens: _builtins.int
-    """Chunk size in force, in tokens."""
+    """Chunk size in force, in tokens; below the plan's where that is above max_batch_tokens."""
     acknowledged_generation: _builtins.int
     """Generation it acknowledged."""
     running_decodes: _builtins.int
@@ -277,6 +278,8 @@ class EngineStatus(_message.Message):
     """Iterations the latency model was fitted on."""
     latency_error_ratio: _builtins.float
     """Mean relative error of the latency model, 0.1 is 10 %."""
+    max_batch_tokens: _builtins.int
+    """Largest chunk size that it can run, in tokens."""
     def __init__(
         self,
         *,
@@ -301,10 +304,11 @@ class EngineStatus(_message.Message):
         last_fault: _builtins.str = ...,
         num_fitted_iterations: _builtins.int = ...,
         latency_error_ratio: _builtins.float = ...,
+        max_batch_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "address", b"address", "chunk_size_tokens", b"chunk_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_fault", b"last_fault", "latency_error_ratio", b"latency_error_ratio", "num_fitted_iterations", b"num_fitted_iterations", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_decodes", b"running_decodes", "state", b"state", "transport", b"transport", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "address", b"address", "chunk_size_tokens", b"chunk_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_fault", b"last_fault", "latency_error_ratio", b"latency_error_ratio", "max_batch_tokens", b"max_batch_tokens", "num_fitted_iterations", b"num_fitted_iterations", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_decodes", b"running_decodes", "state", b"state", "transport", b"transport", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

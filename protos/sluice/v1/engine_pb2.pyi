@@ -71,6 +71,7 @@ class AttachRequest(_message.Message):
     RELEASED_SLOTS_FIELD_NUMBER: _builtins.int
     RELEASED_GRANT_IDS_FIELD_NUMBER: _builtins.int
     CONFIGURE_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """Who calls; first message only."""
@@ -103,6 +104,10 @@ class AttachRequest(_message.Message):
     def configure(self) -> Global___Configure:
         """The engine's part of a plan."""
 
+    @_builtins.property
+    def resumes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resume]:
+        """Requests kept from an earlier stream of this router that go on on this one; carried out before all else."""
+
     def __init__(
         self,
         *,
@@ -114,10 +119,11 @@ class AttachRequest(_message.Message):
         released_slots: _abc.Iterable[_builtins.int] | None = ...,
         released_grant_ids: _abc.Iterable[_builtins.int] | None = ...,
         configure: Global___Configure | None = ...,
+        resumes: _abc.Iterable[Global___Resume] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "released_grant_ids", b"released_grant_ids", "released_slots", b"released_slots", "submits", b"submits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "released_grant_ids", b"released_grant_ids", "released_slots", b"released_slots", "resumes", b"resumes", "submits", b"submits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -302,6 +308,42 @@ class Abort(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Abort: _TypeAlias = Abort  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """Binds a request that hello.held named to a slot, with its fence: the engine goes on as if no stream had ended. Answered
+    by the tokens from next_output_index on, or by Finished with ABORTED if they are not to be had any more.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    NEXT_OUTPUT_INDEX_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """Slot on this stream."""
+    request_id: _builtins.str
+    """The router's id of the request."""
+    fence: _builtins.int
+    """Must equal the fence of the Submit."""
+    next_output_index: _builtins.int
+    """Index of the next output token that the router needs."""
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        fence: _builtins.int = ...,
+        next_output_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "next_output_index", b"next_output_index", "request_id", b"request_id", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class GrantRequest(_message.Message):
@@ -536,7 +578,7 @@ class EngineHello(_message.Message):
     """
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
-        """Requests kept from an earlier stream of this router."""
+        """Requests kept from an earlier stream of this router, until it resumes or aborts them or their lease ends."""
 
     def __init__(
         self,
@@ -804,10 +846,11 @@ class LoadReport(_message.Message):
     NUM_MOVED_IN_FIELD_NUMBER: _builtins.int
     NUM_MOVED_OUT_FIELD_NUMBER: _builtins.int
     NUM_RECOMPUTED_PULLS_FIELD_NUMBER: _builtins.int
+    IS_OF_OTHERS_FIELD_NUMBER: _builtins.int
     last_submit_number: _builtins.int
     """Last submit of this router that the report includes."""
     queued_prefill_tokens: _builtins.int
-    """Prefill tokens not yet computed, waiting and running, pulls left out."""
+    """Prefill tokens not yet computed, waiting and running, pulls left out; other routers' submits are in it at once."""
     queued_requests: _builtins.int
     """Requests with such tokens."""
     queued_attention_work: _builtins.float
@@ -844,6 +887,8 @@ class LoadReport(_message.Message):
     """See num_moved_in."""
     num_recomputed_pulls: _builtins.int
     """Pulls that failed or came too late and were recomputed, since the start."""
+    is_of_others: _builtins.bool
+    """True: another router that is attached looks at this engine first. Each engine is in the share of one of its routers."""
     @_builtins.property
     def iteration(self) -> Global___Iteration:
         """The iteration that this message follows; absent in idle reports."""
@@ -872,10 +917,11 @@ class LoadReport(_message.Message):
         num_moved_in: _builtins.int = ...,
         num_moved_out: _builtins.int = ...,
         num_recomputed_pulls: _builtins.int = ...,
+        is_of_others: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["iteration", b"iteration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "is_draining", b"is_draining", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "is_draining", b"is_draining", "is_of_others", b"is_of_others", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -182,7 +182,9 @@ class EnginePlan(_message.Message):
     role: Global___Role.ValueType
     """Role, in force once the engine has acknowledged the chunk size."""
     chunk_size_tokens: _builtins.int
-    """Most tokens that one iteration may process, decodes included; 0: no new prompts."""
+    """Most tokens that one iteration may process, decodes included; 0: no new prompts. An engine that cannot run as many
+    runs as many as it can.
+    """
     is_draining: _builtins.bool
     """True: no placements, decodes are moved away, the engine reports when it is empty."""
     def __init__(

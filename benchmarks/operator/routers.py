@@ -1,0 +1,116 @@
+"""Plays the routers of any number of clusters for pods that kwok only pretends to run. Needs root, for the addresses.
+
+    python benchmarks/operator/routers.py          # prints "up", serves until its standard input is closed
+
+The addresses of such pods are made this machine's own, so that the operator's links to all of them end here. Which
+cluster a link belongs to is told by the plan that comes over it; each engine of a plan counts as one that took it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import grpc
+
+from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
+from sluice_operator.names import CONTROL_PORT
+
+POD_ADDRESSES = "10.201.0.0/16"
+LONGEST_POLL_S = 30.0
+
+
+@dataclass(slots=True)
+class Cluster:
+    """What the routers of one cluster have in force; mutable, changed by ``apply`` only."""
+
+    plan: plan_pb2.Plan = field(default_factory=plan_pb2.Plan)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def apply(self, plan: plan_pb2.Plan) -> None:
+        """Takes a plan that is newer."""
+        if plan.generation > self.plan.generation:
+            self.plan = plan
+            self.changed.set()
+            self.changed = asyncio.Event()
+
+    def describe(self, router_id: str) -> control_pb2.GetStatusResponse:
+        """What one of its routers says."""
+        plan = self.plan
+        engines = [
+            control_pb2.EngineStatus(
+                engine_id=part.engine_id,
+                state=control_pb2.ENGINE_STATE_DRAINED if part.is_draining else control_pb2.ENGINE_STATE_READY,
+                role=part.role,
+                chunk_size_tokens=part.chunk_size_tokens,
+                acknowledged_generation=plan.generation,
+                transport="tcp",
+            )
+            for part in plan.engines
+        ]
+        return control_pb2.GetStatusResponse(
+            version=plan.generation + 1,
+            router_id=router_id,
+            cluster_uid=plan.cluster_uid,
+            generation=plan.generation,
+            acknowledged_generation=plan.generation,
+            engines=engines,
+            is_ready=bool(engines),
+        )
+
+
+class Routers(control_pb2_grpc.ControlServicer):
+    """The routers of all clusters."""
+
+    def __init__(self) -> None:
+        self._clusters: dict[str, Cluster] = {}
+        self._peers: dict[str, Cluster] = {}
+
+    async def ApplyPlan(self, request, context):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, N802
+        """Takes a plan, and learns whose link this is."""
+        cluster = self._clusters.setdefault(request.plan.cluster_uid, Cluster())
+        stranger = self._peers.get(context.peer())
+        self._peers[context.peer()] = cluster
+        cluster.apply(request.plan)
+        if stranger is not None and stranger is not cluster:
+            stranger.changed.set()
+        return control_pb2.ApplyPlanResponse(generation=cluster.plan.generation, is_applied=True)
+
+    async def GetStatus(self, request, context):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, N802
+        """Long-polls."""
+        peer = context.peer()
+        cluster = self._peers.setdefault(peer, Cluster())
+        if cluster.plan.generation + 1 == request.after_version:
+            try:
+                async with asyncio.timeout(min(request.timeout_s, LONGEST_POLL_S)):
+                    await cluster.changed.wait()
+            except TimeoutError:
+                pass
+        return self._peers[peer].describe(peer)
+
+
+async def serve() -> None:
+    """Serves until standard input is closed."""
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlServicer_to_server(Routers(), server)
+    server.add_insecure_port(f"0.0.0.0:{CONTROL_PORT}")
+    await server.start()
+    print("up", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(0)
+
+
+def main() -> None:
+    """Makes the pods' addresses ours as long as it serves."""
+    route = ["local", POD_ADDRESSES, "dev", "lo"]
+    subprocess.run(["ip", "route", "replace", *route], check=True)
+    try:
+        asyncio.run(serve())
+    finally:
+        subprocess.run(["ip", "route", "del", *route], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""The operator at scale: many ServingClusters and pods on a real control plane, kwok's nodes, and routers that are played.
+
+    .venv/bin/python benchmarks/operator/run.py [--clusters 500] [--pods 10000] [--json OUT]
+
+Needs root (for the pods' addresses) and the binaries of ``make e2e-k8s``. Phases: ``create`` (all clusters at once, until
+the operator says of each that it has settled), ``idle`` (nothing happens but resyncs), ``edits`` (a slider of one cluster
+after the other), ``burst`` (a slider of all clusters at once).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "e2e" / "kube"), str(Path(__file__).parent)]
+
+from scrape import Scrape, scrape  # noqa: E402 - from folders that are no packages
+from stage import (  # noqa: E402
+    CLUSTERS,
+    MERGE,
+    OPERATOR_PORT,
+    PlanWatch,
+    make_manifest,
+    run_operator,
+    run_routers,
+    run_stage,
+    send_all,
+)
+
+if TYPE_CHECKING:
+    import psutil
+    from testbed.bed import Testbed
+
+NUM_ROUTERS = 2
+MAX_EDITS = 60
+PAUSE_S = 0.2
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run.
+
+    Args:
+        testbed: The control plane.
+        operator: The operator's process.
+        plans: When plans are stored.
+        names: The clusters.
+        num_engines: Engines of each.
+    """
+
+    testbed: Testbed
+    operator: psutil.Process
+    plans: PlanWatch
+    names: list[str]
+    num_engines: int
+
+    def measure(self, before: Scrape, started_s: float, cpu_s: float) -> dict[str, Any]:
+        """What the operator did since."""
+        took_s, did = time.monotonic() - started_s, scrape(OPERATOR_PORT) - before
+        quantiles = {name: did.look_quantile_s(share) for name, share in (("p50", 0.5), ("p99", 0.99))}
+        return {
+            "seconds": round(took_s, 2),
+            "looks": int(did.num_looks),
+            "look_ms": {name: None if value is None else round(1000 * value, 1) for name, value in quantiles.items()},
+            "calls_per_look": round(did.num_calls / did.num_looks, 2) if did.num_looks else None,
+            "writes_per_minute": round(60 * did.num_writes / took_s, 2),
+            "reads_per_minute": round(60 * (did.num_calls - did.num_writes) / took_s, 1),
+            "operator_cores": round((get_cpu_s(self.operator) - cpu_s) / took_s, 3),
+            "operator_rss_mib": round(self.operator.memory_info().rss / MEBIBYTE, 1),
+            "failed_calls": {" ".join(key): int(count) for key, count in did.calls.items() if int(key[2]) // 100 != 2},
+        }
+
+    def create(self) -> dict[str, Any]:
+        """Creates all clusters, and waits until they have settled."""
+        before, started_s, cpu_s = scrape(OPERATOR_PORT), time.monotonic(), get_cpu_s(self.operator)
+        manifests = [make_manifest(name, self.num_engines, NUM_ROUTERS) for name in self.names]
+        send_all(self.testbed, [("POST", CLUSTERS, manifest) for manifest in manifests])
+        deadline = time.monotonic() + 60 + 2 * len(self.names)
+        while (num_settled := self.count_settled()) < len(self.names):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{num_settled} of {len(self.names)} clusters settled; see the operator's log")
+            time.sleep(1.0)
+        return self.measure(before, started_s, cpu_s)
+
+    def count_settled(self) -> int:
+        """Clusters of which the operator says that they are as they should be."""
+        items = self.testbed.client.request("GET", CLUSTERS).content["items"]
+        return sum(
+            any(
+                condition["type"] == "Progressing" and condition["reason"] == "Settled"
+                for condition in item.get("status", {}).get("conditions", [])
+            )
+            for item in items
+        )
+
+    def rest(self, duration_s: float) -> dict[str, Any]:
+        """Does nothing."""
+        # What creation left to be done, such as measurements, has its time.
+        time.sleep(20.0)
+        before, started_s, cpu_s = scrape(OPERATOR_PORT), time.monotonic(), get_cpu_s(self.operator)
+        time.sleep(duration_s)
+        return self.measure(before, started_s, cpu_s)
+
+    def edit(self, name: str, number: int) -> tuple[str, str, dict[str, Any]]:
+        """An edit of a slider, as a request."""
+        return "PATCH", f"{CLUSTERS}/{name}", {"spec": {"chunkSizes": {"prefillHeavy": 600 + number}}}
+
+    def edit_in_turn(self, rng: random.Random) -> dict[str, Any]:
+        """Edits one cluster after the other."""
+        before, started_s, cpu_s = scrape(OPERATOR_PORT), time.monotonic(), get_cpu_s(self.operator)
+        times_s = []
+        for number, name in enumerate(rng.sample(self.names, min(MAX_EDITS, len(self.names)))):
+            wanted = self.plans.newest[name] + 1
+            _, path, content = self.edit(name, number)
+            sent_s = time.monotonic()
+            assert self.testbed.client.request("PATCH", path, content, MERGE).is_ok
+            times_s.append(self.plans.wait_for(name, wanted) - sent_s)
+            time.sleep(PAUSE_S)
+        return {**self.measure(before, started_s, cpu_s), "edit_to_plan_ms": summarize_ms(times_s)}
+
+    def edit_at_once(self) -> dict[str, Any]:
+        """Edits all clusters at once; each time counts from the first edit."""
+        before, started_s, cpu_s = scrape(OPERATOR_PORT), time.monotonic(), get_cpu_s(self.operator)
+        wanted = {name: self.plans.newest[name] + 1 for name in self.names}
+        send_all(self.testbed, [self.edit(name, 100) for name in self.names])
+        times_s = [self.plans.wait_for(name, number) - started_s for name, number in wanted.items()]
+        return {**self.measure(before, started_s, cpu_s), "edit_to_plan_ms": summarize_ms(times_s)}
+
+
+def get_cpu_s(process: psutil.Process) -> float:
+    """CPU time of a process, in seconds."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def summarize_ms(times_s: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and maximum, in milliseconds."""
+    ordered = sorted(1000 * time_s for time_s in times_s)
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {"p50": round(statistics.median(ordered), 1), "p99": round(p99, 1), "max": round(ordered[-1], 1)}
+
+
+def print_table(phases: dict[str, dict[str, Any]]) -> None:
+    """Prints what was measured."""
+    columns = ("looks", "look p50", "look p99", "calls/look", "writes/min", "reads/min", "cores", "RSS MiB", "edit p50")
+    print(f"{'phase':>8} {'s':>7} " + " ".join(f"{column:>10}" for column in (*columns, "edit p99")))
+    for name, row in phases.items():
+        edits = row.get("edit_to_plan_ms", {})
+        cells = (
+            row["looks"],
+            row["look_ms"]["p50"],
+            row["look_ms"]["p99"],
+            row["calls_per_look"],
+            row["writes_per_minute"],
+            row["reads_per_minute"],
+            row["operator_cores"],
+            row["operator_rss_mib"],
+            edits.get("p50", ""),
+            edits.get("p99", ""),
+        )
+        print(
+            f"{name:>8} {row['seconds']:>7.1f} " + " ".join(f"{cell if cell is not None else '':>10}" for cell in cells)
+        )
+    print("look, edit (from the edit to the plan in its ConfigMap): ms")
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clusters", type=int, default=500)
+    parser.add_argument("--pods", type=int, default=10_000, help="engines and routers of all clusters")
+    parser.add_argument("--idle-s", type=float, default=60.0, help="length of the idle phase")
+    parser.add_argument("--resync-s", type=float, default=420.0, help="the operator's resync interval")
+    parser.add_argument(
+        "--profile", type=Path, help="have cProfile watch the operator (which slows it), and write this"
+    )
+    parser.add_argument("--json", type=Path, default=ROOT / "build" / "benchmarks" / "operator.json")
+    arguments = parser.parse_args()
+    num_engines = arguments.pods // arguments.clusters - NUM_ROUTERS
+    if num_engines < 2:
+        parser.error(f"--pods must be at least {NUM_ROUTERS + 2} per cluster")
+    if os.geteuid() != 0:
+        print("left out: it needs root, for the pods' addresses")
+        return
+    names = [f"c{number:04}" for number in range(arguments.clusters)]
+    with (
+        run_stage(arguments.pods) as testbed,
+        run_routers(),
+        run_operator(testbed, arguments.resync_s, arguments.profile) as operator,
+    ):
+        trial = Trial(
+            testbed=testbed, operator=operator, plans=PlanWatch(testbed), names=names, num_engines=num_engines
+        )
+        phases = {"create": trial.create()}
+        phases["idle"] = trial.rest(arguments.idle_s)
+        phases["edits"] = trial.edit_in_turn(random.Random(1))
+        phases["burst"] = trial.edit_at_once()
+    print(f"{arguments.clusters} clusters of {num_engines} engines and {NUM_ROUTERS} routers")
+    print_table(phases)
+    result = {
+        "benchmark": "operator",
+        "python": sys.version.split()[0],
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "clusters": arguments.clusters,
+        "engines_per_cluster": num_engines,
+        "routers_per_cluster": NUM_ROUTERS,
+        "resync_s": arguments.resync_s,
+        "phases": phases,
+    }
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

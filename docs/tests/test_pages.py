@@ -1,0 +1,96 @@
+"""The pages by themselves: links lead somewhere, and the runbook knows every condition, reason and alert."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sluice_operator.conditions import REASONS
+from sluice_operator.engine_pods import render_engines
+from sluice_operator.manifest import check_manifest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+ALERTS = yaml.safe_load((ROOT / "helm" / "sluice" / "files" / "alerts.yaml").read_text())
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```$|^    .*?$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def list_anchors(page: Path) -> set[str]:
+    """What headings can be linked by: lower case, spaces as hyphens, no other signs."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def read_sections(text: str, level: str) -> dict[str, str]:
+    """Text below each heading of a level, up to the next heading of it or of a higher one."""
+    parts = re.split(rf"^(#{{1,{len(level)}}}) (.+)$", text, flags=re.MULTILINE)[1:]
+    return {
+        title: body for mark, title, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True) if mark == level
+    }
+
+
+def read_rows(text: str) -> dict[str, tuple[str, ...]]:
+    """Rows of a table by their first cell, which is code."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")
+    ]
+    assert len({name for name, *_ in rows}) == len(rows)
+    return {name.strip("`"): tuple(rest) for name, *rest in rows}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", without_code(page.read_text())):
+        if "://" in target:
+            continue  # nothing is asked of the network here
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in list_anchors(file), target
+
+
+@pytest.mark.parametrize("condition", REASONS)
+def test_the_runbook_explains_every_reason_of_a_condition(condition: str) -> None:
+    rows = read_rows(read_sections(RUNBOOK, "##")[condition])
+    assert set(rows) == set(REASONS[condition])
+    for meaning, action in rows.values():
+        assert meaning.endswith(".")
+        assert action.endswith(".")
+
+
+def test_the_runbook_explains_every_alert_and_no_other() -> None:
+    alerts = {rule["alert"] for group in ALERTS["groups"] for rule in group["rules"]}
+    sections = read_sections(RUNBOOK, "###")
+    assert set(sections) == alerts
+    assert all(text.strip() for text in sections.values())
+    # What the rules' links lead to.
+    assert {alert.lower() for alert in alerts} <= list_anchors(ROOT / "docs" / "runbook.md")
+
+
+MANIFESTS = [
+    pytest.param(yaml.safe_load(block), id=f"{page.name} {number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"^ *```yaml\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL))
+    if "kind: ServingCluster" in block
+]
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS)
+def test_manifests_that_are_shown_are_accepted_and_rendered(manifest: dict[str, Any]) -> None:
+    cluster = check_manifest(manifest)
+    pod = render_engines(cluster, cluster.spec.replicas, "engine:1")["spec"]["template"]["spec"]
+    names = [container["name"] for container in pod["initContainers"]]
+    assert ("rdma-preflight" in names) == (cluster.spec.network.mode == "RDMA")
+
+
+def test_manifests_are_shown() -> None:
+    assert len(MANIFESTS) >= 3

@@ -1,0 +1,43 @@
+"""Values of the chart that tests render it with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Object = dict[str, Any]
+
+EVERYTHING = {
+    "replicas": 3,
+    "image": {
+        "repository": "registry.example/sluice-operator",
+        "digest": "sha256:" + "0" * 64,
+        "pullSecrets": ["pull"],
+    },
+    "engineImage": "registry.example/engine:1",
+    "routerImage": "registry.example/router:1",
+    "allowHostAccess": True,
+    "tls": {"mode": "CertManager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}},
+    "workers": 32,
+    "resyncSeconds": 86400,
+    "requestTimeoutSeconds": 2,
+    "logLevel": "DEBUG",
+    "serviceAccount": {"annotations": {"example.org/role": "a"}},
+    "nodeSelector": {"pool": "system"},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "priorityClassName": "system-cluster-critical",
+    "podAnnotations": {"example.org/note": "b"},
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}, "attainmentPercent": 95},
+    "dashboard": {"enabled": True},
+}
+LEAST = {
+    "replicas": 1,
+    "crds": {"install": False},
+    "rbac": {"create": False, "aggregate": False},
+    "serviceAccount": {"create": False, "name": "default"},
+    "resources": {"requests": None, "limits": None},
+    "networkPolicy": {"enabled": False},
+}
+NARROW = {"watchNamespaces": ["team-a", "team-b"]}
+VALUES = {"defaults": {}, "everything": EVERYTHING, "least": LEAST, "narrow": NARROW}

@@ -1,0 +1,265 @@
+"""The operator's reconciler in the test's own process, on the real API server, with routers in memory.
+
+So a test chooses the very request at which the operator dies or somebody else strikes, and many clusters are at work at
+once. Nothing wakes the reconciler here but the clock: what informers add is for the tests of the whole program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from fake_routers import FakeRouters
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.config import kube_config
+from testbed.settings import ROOT
+
+from sluice_operator.kubernetes_client import KubernetesClient
+from sluice_operator.kubernetes_port import CLUSTERS, PODS, ConflictError, KubernetesError, uid_of
+from sluice_operator.names import COMPONENT_LABEL, ENGINE, ROLE_LABEL, ClusterKey
+from sluice_operator.planning import read_plan
+from sluice_operator.program import format_now
+from sluice_operator.reconciler import CHILD_KINDS, Reconciler
+from sluice_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from testbed.client import Client
+
+    from sluice_operator.kubernetes_port import Kind, Object
+
+PAUSE_S = 0.3
+PATIENCE_S = 120.0
+CLOSING_S = 0.25
+
+
+class Crash(BaseException):
+    """The end of the operator's process."""
+
+
+@asynccontextmanager
+async def connect(client: Client) -> AsyncIterator[KubernetesClient]:
+    """The operator's own client, with the administrator's rights."""
+    configuration = Configuration()
+    await kube_config.load_kube_config(config_file=str(client.kubeconfig), client_configuration=configuration)
+    configuration.connection_pool_maxsize = 16
+    async with ApiClient(configuration) as api:
+        yield KubernetesClient(api, timeout_s=30.0, on_call=lambda *_: None)
+    # Connections under TLS end a moment after they are closed; the loop must be there for it.
+    await asyncio.sleep(CLOSING_S)
+
+
+class Watched:
+    """See ``Kubernetes``: notes what was read last, and counts writes.
+
+    Args:
+        kubernetes: The API server.
+
+    Attributes:
+        num_writes: Writes so far.
+        after: Awaited after each write, with its number from 1; raises what the write shall raise.
+        seen: What each kind's last list held.
+    """
+
+    def __init__(self, kubernetes: KubernetesClient) -> None:
+        self.num_writes = 0
+        self.after: Callable[[int], Awaitable[None]] = _do_nothing
+        self.seen: dict[str, list[Object]] = {}
+        self._kubernetes = kubernetes
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        return await self._kubernetes.get(kind, namespace, name)
+
+    async def is_served(self, kind: Kind) -> bool:
+        return await self._kubernetes.is_served(kind)
+
+    async def list(self, kind: Kind, namespace: str, labels: dict[str, str]) -> list[Object]:
+        found = self.seen[kind.name] = await self._kubernetes.list(kind, namespace, labels)
+        return found
+
+    async def apply(self, content: Object) -> Object:
+        return await self._write(self._kubernetes.apply(content))
+
+    async def create(self, content: Object) -> Object:
+        return await self._write(self._kubernetes.create(content))
+
+    async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
+        return await self._write(self._kubernetes.patch(kind, namespace, name, patch))
+
+    async def patch_status(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
+        return await self._write(self._kubernetes.patch_status(kind, namespace, name, patch))
+
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
+        await self._write(self._kubernetes.delete(kind, namespace, name, uid))
+
+    def select(self, kind: Kind, namespace: str, labels: dict[str, str]) -> list[Object]:
+        """What the fake routers look at: pods as they were listed last, Ready or not, and nothing else of them."""
+        del namespace
+        found = []
+        for pod in self.seen.get(kind.name, []):
+            if labels.items() <= pod["metadata"]["labels"].items():
+                ready = [item for item in pod["status"].get("conditions") or () if item["type"] == "Ready"]
+                status = {"conditions": ready, "podIP": pod["status"].get("podIP", "")}
+                found.append({"metadata": pod["metadata"], "status": status})
+        return found
+
+    async def _write(self, write: Awaitable[Any]) -> Any:
+        answer = await write
+        self.num_writes += 1
+        await self.after(self.num_writes)
+        return answer
+
+
+async def _do_nothing(_number: int) -> None:
+    pass
+
+
+class Routers(FakeRouters):
+    """Routers in memory, whose addresses kwok gives to pods of other clusters when they are gone."""
+
+    def offer(self, key: ClusterKey, plan: Any) -> None:
+        for address, old in list(self.plans.items()):
+            if old.cluster_uid != plan.cluster_uid:
+                del self.plans[address]
+        super().offer(key, plan)
+
+
+class World:
+    """One ServingCluster and the operator that looks at it.
+
+    Args:
+        kubernetes: The API server.
+        namespace: Where it is.
+        name: Its name.
+    """
+
+    def __init__(self, kubernetes: KubernetesClient, namespace: str, name: str) -> None:
+        self.key = ClusterKey(namespace, name)
+        self.kubernetes = kubernetes
+        self.watched = Watched(kubernetes)
+        self.routers = Routers(self.watched)
+        self.num_crashes = self.num_conflicts = 0
+        self.reconciler = self.start_operator()
+
+    def start_operator(self) -> Reconciler:
+        """A new process of the operator, with nothing in its memory."""
+        self.routers = self.routers.restart()
+        self.reconciler = Reconciler(
+            self.watched,
+            self.routers,
+            Settings(identity="in-process", namespace="sluice-system"),
+            now=time.monotonic,
+            now_text=format_now,
+        )
+        return self.reconciler
+
+    async def create(self, **spec: Any) -> None:
+        """Creates the cluster; waits for one of the same name to be gone.
+
+        Args:
+            spec: Sections of the spec, over those of the example.
+        """
+        manifest = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
+        manifest["metadata"] |= {"namespace": self.key.namespace, "name": self.key.name}
+        # Nothing runs, so nothing is mounted: a claim would keep pods from being scheduled.
+        manifest["spec"]["model"]["source"] = {"huggingFace": {}}
+        for section, fields in spec.items():
+            manifest["spec"][section] |= fields
+        while True:
+            try:
+                await self.kubernetes.create(manifest)
+            except ConflictError:
+                await asyncio.sleep(PAUSE_S)
+            else:
+                return
+
+    async def edit(self, **spec: Any) -> None:
+        await self.kubernetes.patch(CLUSTERS, self.key.namespace, self.key.name, {"spec": spec})
+
+    async def read(self) -> Object:
+        body = await self.kubernetes.get(CLUSTERS, self.key.namespace, self.key.name)
+        assert body is not None
+        return body
+
+    async def delete(self) -> None:
+        await self.kubernetes.delete(CLUSTERS, self.key.namespace, self.key.name, uid_of(await self.read()))
+
+    async def look(self) -> bool:
+        """One look; errors are to be tried again, and a crash brings a new process. Returns whether it wrote nothing."""
+        before = self.watched.num_writes
+        try:
+            await self.reconciler.reconcile(self.key)
+        except Crash:
+            self.num_crashes += 1
+            self.start_operator()
+        except ConflictError:
+            self.num_conflicts += 1
+        except KubernetesError:
+            return False
+        return self.watched.num_writes == before
+
+    async def settle(self) -> None:
+        """Looks again and again until everything is as the spec asks for, and a look writes nothing any more."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if await self.look() and is_settled(await self.read()):
+                    return
+                await asyncio.sleep(PAUSE_S)
+
+    async def list_children(self) -> list[Object]:
+        """What there is with its labels, pods included."""
+        labels = {"sluice.dev/cluster": self.key.name}
+        lists = [await self.kubernetes.list(kind, self.key.namespace, labels) for kind in (*CHILD_KINDS, PODS)]
+        return [item for found in lists for item in found]
+
+    async def summarize(self) -> str:
+        """The state without what depends on the way to it: versions, names of pods, numbers of plans, times."""
+        body = await self.read()
+        status = {name: value for name, value in body["status"].items() if name in ("replicas", "effective")}
+        conditions = sorted((item["type"], item["status"], item["reason"]) for item in body["status"]["conditions"])
+        seen = [item for kind in CHILD_KINDS for item in self.watched.seen[kind.name]]
+        plan = self.plan
+        found = {
+            "status": status,
+            "conditions": conditions,
+            "children": sorted((item["kind"], item["metadata"]["name"]) for item in seen),
+            "deployments": [item["spec"] for item in seen if item["kind"] == "Deployment"],
+            "roles": sorted(pod["metadata"]["labels"].get(ROLE_LABEL, "") for pod in self.engines),
+            "plan": sorted((part.role, part.chunk_size_tokens, part.is_draining) for part in plan.engines),
+            "owners": sorted({owner["uid"] == uid_of(body) for item in seen for owner in _owners(item)}),
+            "routers": [self.routers.plans[address] == plan for address in self.routers.addresses[self.key].values()],
+        }
+        return json.dumps(found, sort_keys=True).replace(self.key.name, "NAME")
+
+    @property
+    def engines(self) -> list[Object]:
+        pods = self.watched.seen[PODS.name]
+        return [pod for pod in pods if pod["metadata"]["labels"].get(COMPONENT_LABEL) == ENGINE]
+
+    @property
+    def plan(self) -> Any:
+        (content,) = [item for item in self.watched.seen["ConfigMap"] if item["metadata"]["name"].endswith("-plan")]
+        return read_plan(content, _owners(content)[0]["uid"]).plan
+
+
+def is_settled(body: Object) -> bool:
+    """Whether the operator says of the present spec that all is done and well."""
+    conditions = {item["type"]: item for item in body.get("status", {}).get("conditions", [])}
+    wanted = {"Ready": "Serving", "Progressing": "Settled", "Degraded": "AsExpected"}
+    return all(
+        kind in conditions
+        and conditions[kind]["reason"] == reason
+        and conditions[kind]["observedGeneration"] == body["metadata"]["generation"]
+        for kind, reason in wanted.items()
+    )
+
+
+def _owners(content: Object) -> list[Object]:
+    owners: list[Object] = content["metadata"].get("ownerReferences") or []
+    return owners

@@ -1,0 +1,238 @@
+"""A ServingCluster whose pods are real: streams through its Service, and what its routers and engines say.
+
+Everything is reached from outside, at the addresses that a client, the operator or Prometheus would use: kube-proxy's
+rules and the pods' network hold for this machine too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from cluster import Client as StreamClient
+from conftest import make_volume
+from kubectl_cluster import KubectlCluster, make_manifest
+from testbed.settings import ROOT
+
+from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2_grpc
+from sluice_operator.names import CONTROL_PORT, GRPC_PORT, METRICS_PORT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from testbed.client import Client
+
+Status = control_pb2.GetStatusResponse
+
+MODELS = ROOT / ".sluice" / "volumes" / "models"
+# What gRPC's own documentation advises clients of servers that come and go: a call that has not had an answer yet is sent
+# again, by gRPC. One that has had its first token is not.
+RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+# An engine imports vLLM for half a minute where other engines want the same two cores.
+PATIENCE_S = 240.0
+
+
+def make_pods_manifest() -> dict[str, Any]:
+    """The example for two cores, with the engines' environment from a claim: their image is a thin one."""
+    volume = {"name": "checkout", "persistentVolumeClaim": {"claimName": "checkout", "readOnly": True}}
+    mount = {"name": "checkout", "mountPath": str(ROOT), "readOnly": True}
+    template = {"spec": {"volumes": [volume], "containers": [{"name": "engine", "volumeMounts": [mount]}]}}
+    # Pods that ask for no CPU get what is left over, which is nothing while an engine imports vLLM.
+    engine = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
+    router = {"requests": {"cpu": "200m", "memory": "128Mi"}}
+    manifest = make_manifest(
+        engine={"podTemplate": template, "resources": engine}, router={"replicas": 2, "resources": router}
+    )
+    manifest["spec"]["replicas"] = 2
+    return manifest
+
+
+class PodCluster(KubectlCluster):
+    """The ServingCluster ``tiny``, with two engines and two routers in pods of this machine.
+
+    Args:
+        client: The administrator.
+        namespace: Its namespace.
+    """
+
+    def __init__(self, client: Client, namespace: str) -> None:
+        super().__init__(client, namespace, PATIENCE_S)
+        self.manifest = make_pods_manifest()
+
+    def create(self) -> None:
+        """Makes it, with the volumes that its pods claim."""
+        for claim, folder in {"models": MODELS, "checkout": ROOT}.items():
+            volume, content = make_volume(self.namespace, claim, folder)
+            self.client.apply(volume)
+            self.kubectl("apply", "-f", "-", stdin=json.dumps(content))
+        self.apply(self.manifest)
+
+    # --- what is the case
+
+    @property
+    def routers(self) -> dict[str, dict[str, Any]]:
+        return self.find_pods("router")
+
+    def identify(self, component: str) -> set[tuple[str, ...]]:
+        """Who the pods are, down to their containers: equal before and after if nothing was replaced or restarted."""
+        return {
+            (uid, *(item.get("containerID", "") for item in pod["status"].get("containerStatuses", ())))
+            for uid, pod in self.find_pods(component).items()
+        }
+
+    def addresses(self, component: str) -> dict[str, str]:
+        """Address of each pod by uid; those that end are left out."""
+        return {
+            uid: pod["status"]["podIP"]
+            for uid, pod in self.find_pods(component).items()
+            if "podIP" in pod["status"] and "deletionTimestamp" not in pod["metadata"]
+        }
+
+    def statuses(self) -> list[Status]:
+        """What each router says now; none when one of them does not answer."""
+        try:
+            return [read_status(f"{address}:{CONTROL_PORT}") for address in self.addresses("router").values()]
+        except grpc.RpcError:
+            return []
+
+    def chunk_sizes(self) -> list[int]:
+        """What each engine itself says that it runs with, in tokens."""
+        found = []
+        for address in self.addresses("engine").values():
+            with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=10) as answer:
+                lines = answer.read().decode().splitlines()
+            found += [
+                int(float(line.split()[1])) for line in lines if line.startswith("sluice_engine_chunk_size_tokens ")
+            ]
+        return sorted(found)
+
+    def wait_whole(self) -> None:
+        """Waits until everything is as the manifest asks for, nothing runs, and all KV blocks are free."""
+        self.wait("Progressing", "Settled")
+        for condition, reason in {
+            "Degraded": "AsExpected",
+            "EnginesReady": "AllReady",
+            "RouterReady": "AllReady",
+        }.items():
+            self.wait(condition, reason)
+        spec = self.read("slc/tiny")["spec"]
+
+        def is_whole() -> bool:
+            statuses = self.statuses()
+            return len(statuses) == spec["router"]["replicas"] and all(
+                len(status.engines) == spec["replicas"] and is_idle(status) for status in statuses
+            )
+
+        self.wait_for(is_whole, "idle engines with all their blocks free")
+
+    # --- what to do
+
+    def reset(self) -> None:
+        """Puts the manifest back."""
+        self.kubectl("replace", "-f", "-", stdin=json.dumps(self.manifest))
+
+    def time_edit(self, is_reached: Callable[[Status], bool], **spec: Any) -> float:
+        """Edits the spec, and measures the time until every engine has acknowledged it to every router.
+
+        Args:
+            is_reached: Says of a router's status whether the edit is in force.
+            spec: The edit.
+
+        Returns:
+            Seconds, from just before the request to the API server.
+        """
+        body = json.loads(json.dumps({"spec": spec}))
+        before = max(status.generation for status in self.wait_for(self.statuses, "the routers' answers"))
+
+        def is_in_force(status: Status) -> bool:
+            return status.acknowledged_generation > before and is_reached(status)
+
+        addresses = [f"{address}:{CONTROL_PORT}" for address in self.addresses("router").values()]
+        at_the_start = threading.Barrier(len(addresses) + 1, timeout=30)
+        with ThreadPoolExecutor(len(addresses)) as pool:
+            seen = [pool.submit(follow_status, address, at_the_start, is_in_force) for address in addresses]
+            at_the_start.wait()
+            started_s = time.monotonic()
+            path = f"/apis/sluice.dev/v1alpha1/namespaces/{self.namespace}/servingclusters/tiny"
+            answer = self.client.request("PATCH", path, body, "application/merge-patch+json")
+            assert answer.is_ok, answer
+            return max(future.result() for future in seen) - started_s
+
+    def evict(self, pod: str) -> int:
+        """Evicts a pod, as `kubectl drain` does; returns the HTTP status."""
+        content = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": self.namespace},
+        }
+        return self.client.request("POST", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction", content).status
+
+    # --- streams
+
+    @contextlib.asynccontextmanager
+    async def connect(self) -> AsyncIterator[StreamClient]:
+        """A connection of its own to the Service: kube-proxy chooses a router for each."""
+        address = (await asyncio.to_thread(self.read, "service/tiny-router"))["spec"]["clusterIP"]
+        options = [
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_reconnect_backoff_ms", 500),
+            ("grpc.service_config", json.dumps(RETRIES)),
+        ]
+        async with grpc.aio.insecure_channel(f"{address}:{GRPC_PORT}", options=options) as channel:
+            # Moves are asked of routers, not of the Service.
+            yield StreamClient(router_pb2_grpc.RouterStub(channel), control_pb2_grpc.ControlStub(channel))
+
+
+def read_status(address: str) -> Status:
+    """Asks a router for its status."""
+    with grpc.insecure_channel(address) as channel:
+        return control_pb2_grpc.ControlStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=5)
+
+
+def follow_status(address: str, at_the_start: threading.Barrier, is_reached: Callable[[Status], bool]) -> float:
+    """Follows a router's status, from the barrier on, until it says what is waited for; returns when, by the monotonic clock."""
+    with grpc.insecure_channel(address) as channel:
+        stub = control_pb2_grpc.ControlStub(channel)
+        status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=10)
+        at_the_start.wait()
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_reached(status):
+            assert time.monotonic() < deadline, f"{address} did not come to it: {status}"
+            request = control_pb2.GetStatusRequest(after_version=status.version, timeout_s=5)
+            status = stub.GetStatus(request, timeout=15)
+        return time.monotonic()
+
+
+def is_idle(status: Status) -> bool:
+    """Whether a router has no request, and every engine all its blocks free, none granted and none pinned."""
+    return (
+        status.is_ready
+        and status.num_requests == 0
+        and all(
+            engine.state == control_pb2.ENGINE_STATE_READY
+            and engine.kv_blocks_total > 0
+            and not (engine.kv_blocks_used or engine.kv_blocks_granted or engine.kv_blocks_pinned)
+            and not (engine.running_decodes or engine.waiting_requests)
+            for engine in status.engines
+        )
+    )

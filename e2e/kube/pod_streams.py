@@ -1,0 +1,120 @@
+"""Streams through a cluster's Service while something happens to the cluster, each compared with stock vLLM's answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+from cluster import Result
+from test_exactness import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster import Client
+    from pod_cluster import PodCluster
+    from workload import Answer, Request
+
+T = TypeVar("T")
+
+NUM_LANES = 4
+STREAM_S = 120.0
+PAUSE_S = 0.2
+# How a stream ends whose router does: the client asks again.
+BROKEN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+
+
+async def stream_while(
+    cluster: PodCluster, known: list[tuple[Request, Answer]], act: Callable[[], T], *, may_break: bool = False
+) -> tuple[T, Counter[str]]:
+    """Keeps streams under way while something happens; every answer must be exact.
+
+    Args:
+        cluster: The cluster.
+        known: Requests and their answers.
+        act: What happens, in a thread; it begins once every lane has a stream that runs.
+        may_break: A stream may end with an error that says so, and is then asked for again.
+
+    Returns:
+        What ``act`` returns, and how the streams fared.
+    """
+    lanes = [Lane(cluster, known[number::NUM_LANES], may_break=may_break) for number in range(NUM_LANES)]
+
+    async def conduct() -> T:
+        async with asyncio.timeout(STREAM_S):
+            for lane in lanes:
+                await lane.has_begun.wait()
+        try:
+            return await asyncio.to_thread(act)
+        finally:
+            for lane in lanes:
+                lane.is_over = True
+
+    async with asyncio.TaskGroup() as tasks:
+        conducted = tasks.create_task(conduct())
+        for lane in lanes:
+            tasks.create_task(lane.run())
+    return conducted.result(), sum((lane.fared for lane in lanes), Counter())
+
+
+class Lane:
+    """One client, which asks for one stream after the other.
+
+    Args:
+        cluster: The cluster.
+        known: Requests and their answers.
+        may_break: Whether a stream may end with an error that says so.
+    """
+
+    def __init__(self, cluster: PodCluster, known: list[tuple[Request, Answer]], *, may_break: bool) -> None:
+        self._cluster = cluster
+        self._known = known
+        self._may_break = may_break
+        self.has_begun = asyncio.Event()
+        self.is_over = False
+        self.fared: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Asks until it is over; the stream that runs then is the last one."""
+        async with self._cluster.connect() as client:
+            for request, answer in itertools.cycle(self._known):
+                result = await self._insist(client, request)
+                check(result, answer)
+                self.fared["exact"] += 1
+                self.fared["moved"] += result.num_hand_offs > 0
+                if self.is_over:
+                    return
+
+    async def _insist(self, client: Client, request: Request) -> Result:
+        while True:
+            result = WatchedResult(self.has_begun, request.name)
+            try:
+                await asyncio.wait_for(client.generate(request, result=result), STREAM_S)
+            except grpc.aio.AioRpcError as error:
+                if not self._may_break or error.code() not in BROKEN:
+                    raise
+                self.fared["broken"] += 1
+                await asyncio.sleep(PAUSE_S)
+            else:
+                return result
+
+
+class WatchedResult(Result):
+    """A result that says when its stream has begun.
+
+    Args:
+        has_begun: Set with the first token.
+        name: The request's name.
+    """
+
+    def __init__(self, has_begun: asyncio.Event, name: str) -> None:
+        super().__init__(name=name)
+        self._has_begun = has_begun
+
+    def take(self, delta: Any) -> None:
+        super().take(delta)
+        if self.token_ids:
+            self._has_begun.set()

@@ -1,0 +1,104 @@
+"""The chart on the real node: installed, upgraded and uninstalled as users do, with images under their default names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from testbed.errors import TestbedError
+from testbed.helm import CHART, RELEASE, SYSTEM
+from testbed.product import make_engine_image, make_service_image
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from testbed.client import Client
+    from testbed.node import Node
+
+DEFINITION = "servingclusters.sluice.dev"
+OPERATOR = "deployment/sluice-operator"
+# What the kubelet asks for when a manifest says `sluice-engine:0.1.0`.
+LIBRARY = "docker.io/library"
+
+
+def load_images(node: Node, folder: Path) -> None:
+    """Brings the product's images, under the names that the chart has for them, to the node."""
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    for part in ("operator", "router"):
+        node.load_image(make_service_image(f"{LIBRARY}/sluice-{part}:{version}", part, folder / part))
+    node.load_image(make_engine_image(f"{LIBRARY}/sluice-engine:{version}"))
+
+
+class Release:
+    """One release of the chart.
+
+    Args:
+        client: The administrator.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def install(self) -> None:
+        self._helm("install", "--create-namespace", "--wait", "--timeout=3m", chart=CHART)
+
+    def upgrade(self, chart: Path) -> None:
+        self._helm("upgrade", "--wait", "--timeout=3m", chart=chart)
+
+    def roll_back(self) -> None:
+        self._helm("rollback", "--wait", "--timeout=3m")
+
+    def test(self) -> str:
+        return self._helm("test", "--timeout=2m")
+
+    def uninstall(self) -> str:
+        return self._helm("uninstall", "--wait", "--timeout=2m")
+
+    def is_installed(self) -> bool:
+        return bool(json.loads(self.client.helm("list", "-n", SYSTEM, "-o", "json")))
+
+    def pods(self) -> set[str]:
+        """Uids of the operator's pods."""
+        answer = self.client.kubectl(
+            *("get", "pods", "-n", SYSTEM, "-l", "app.kubernetes.io/name=sluice-operator"),
+            *("-o", "jsonpath={.items[*].metadata.uid}"),
+        )
+        return set(answer.split())
+
+    def remove_definition(self) -> None:
+        """Makes the cluster one that has never seen Sluice."""
+        self.client.kubectl("delete", "crd", DEFINITION, "--ignore-not-found", "--timeout=60s")
+
+    def describe(self) -> str:
+        """The operator's pods and logs, for people."""
+        said = [self.client.kubectl("get", "pods", "-o", "wide", "-n", SYSTEM)]
+        try:
+            said.append(self.client.kubectl("logs", "--tail=60", "--all-pods", "--prefix", "-n", SYSTEM, OPERATOR))
+        except TestbedError as error:
+            said.append(str(error))
+        return "\n".join(said)
+
+    def _helm(self, command: str, *arguments: str, chart: Path | None = None) -> str:
+        return self.client.helm(command, RELEASE, *([str(chart)] if chart else []), "-n", SYSTEM, *arguments)
+
+
+def make_next_chart(folder: Path) -> Path:
+    """A later version of the chart, whose definition has one more column and one more field."""
+    chart = folder / "sluice"
+    shutil.copytree(CHART, chart)
+    description: dict[str, Any] = yaml.safe_load((chart / "Chart.yaml").read_text())
+    description["version"] += "-next"
+    (chart / "Chart.yaml").write_text(yaml.safe_dump(description))
+    path = chart / "files" / "servingclusters.yaml"
+    definition = yaml.safe_load(path.read_text())
+    (version,) = definition["spec"]["versions"]
+    version["additionalPrinterColumns"].append({"name": "Next", "type": "string", "jsonPath": ".spec.next"})
+    version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["next"] = {
+        "type": "string",
+        "maxLength": 63,
+        "description": "What a later version of Sluice knows.",
+    }
+    path.write_text(yaml.safe_dump(definition))
+    return chart

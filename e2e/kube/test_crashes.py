@@ -1,0 +1,187 @@
+"""Crashes, deletions and second leaders at every write of a cluster's life, on a real API server with kwok's pods.
+
+A crash after a read leaves what a crash after the write before it leaves, so that every write is every request. Reads in
+between, and faults of requests, are for ``operator/tests/test_operator_faults.py``, where time costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from in_process import PAUSE_S, Crash, World, connect, is_settled
+from kubectl_cluster import wait_for
+from testbed.fake_nodes import is_ready, make_node
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+    from testbed.client import Client
+
+    from sluice_operator.kubernetes_client import KubernetesClient
+
+pytestmark = pytest.mark.usefixtures("crd", "crash_node")
+
+# More clusters at once than the API server has time for would only wait for each other.
+NUM_AT_ONCE = 16
+EDITS: tuple[dict[str, Any], ...] = (
+    {},
+    {"prefillHeavy": 1, "chunkSizes": {"prefillHeavy": 1024}},
+    {"replicas": 5},
+    {"replicas": 1, "router": {"replicas": 2}},
+)
+
+
+@pytest.fixture(scope="module")
+def crash_node(client: Client) -> Iterator[None]:
+    """A node that anything may run on, in name."""
+    node = make_node("crash")
+    del node["spec"]["taints"]
+    client.apply(node)
+    wait_for(lambda: is_ready(client, "crash"), "the open node")
+    yield
+    client.kubectl("delete", "node", "crash")
+
+
+@asynccontextmanager
+async def make_world(kubernetes: KubernetesClient, namespace: str, name: str) -> AsyncIterator[World]:
+    """A cluster that exists as long as the block lasts, and leaves nothing."""
+    world = World(kubernetes, namespace, name)
+    await world.create()
+    yield world
+    await world.delete()
+    await wait_until_gone(world)
+
+
+async def wait_until_gone(world: World) -> None:
+    async with asyncio.timeout(60):
+        while await world.list_children():
+            await world.look()
+            await asyncio.sleep(0.5)
+
+
+async def live(world: World) -> list[str]:
+    """Plays the edits; returns the state after each."""
+    states = []
+    for edit in EDITS:
+        if edit:
+            await world.edit(**edit)
+        await world.settle()
+        states.append(await world.summarize())
+    return states
+
+
+async def run_all(*runs: Callable[[], Awaitable[None]]) -> None:
+    """Runs them, some at a time; the first that fails ends all."""
+    gate = asyncio.Semaphore(NUM_AT_ONCE)
+
+    async def run(one: Callable[[], Awaitable[None]]) -> None:
+        async with gate:
+            await one()
+
+    async with asyncio.TaskGroup() as group:
+        for one in runs:
+            group.create_task(run(one))
+
+
+async def test_a_crash_after_every_write_ends_in_the_same_state(client: Client, namespace: str) -> None:
+    async with connect(client) as kubernetes:
+        async with make_world(kubernetes, namespace, "calm") as calm:
+            wanted = await live(calm)
+            num_writes = calm.watched.num_writes
+        assert num_writes > 40
+        num_crashes = 0
+
+        async def crash_after(number: int) -> None:
+            nonlocal num_crashes
+
+            async def after(write: int) -> None:
+                if write == number:
+                    raise Crash
+
+            async with make_world(kubernetes, namespace, f"c{number:03}") as world:
+                world.watched.after = after
+                assert await live(world) == wanted, f"after a crash at write {number}"
+                num_crashes += world.num_crashes
+
+        await run_all(*(lambda number=number: crash_after(number) for number in range(1, num_writes + 1)))
+        assert num_crashes > 0.8 * num_writes
+
+
+@pytest.mark.parametrize("comes_back", [False, True], ids=["deleted", "made-anew"])
+async def test_a_cluster_deleted_after_every_write_of_its_making_leaves_nothing(
+    client: Client, namespace: str, *, comes_back: bool
+) -> None:
+    async with connect(client) as kubernetes:
+        async with make_world(kubernetes, namespace, "calm") as calm:
+            await calm.settle()
+            wanted, num_writes = await calm.summarize(), calm.watched.num_writes
+        assert num_writes > 15
+        num_deleted = 0
+
+        async def delete_after(number: int) -> None:
+            nonlocal num_deleted
+            world = World(kubernetes, namespace, f"d{number:03}")
+            await world.create()
+            was_deleted = False
+
+            async def after(write: int) -> None:
+                nonlocal was_deleted
+                if write == number:
+                    was_deleted = True
+                    await world.delete()
+                    if comes_back:
+                        await world.create()
+
+            world.watched.after = after
+            # How many writes of the status there are is a matter of timing: the last ones may not come.
+            while True:
+                is_calm = await world.look()
+                if was_deleted or (is_calm and is_settled(await world.read())):
+                    break
+                await asyncio.sleep(PAUSE_S)
+            num_deleted += was_deleted
+            if comes_back:
+                await world.settle()
+                # Nothing of the cluster of the same name is left, or has been taken over.
+                assert await world.summarize() == wanted
+            if comes_back or not was_deleted:
+                await world.delete()
+            await wait_until_gone(world)
+
+        await run_all(*(lambda number=number: delete_after(number) for number in range(1, num_writes + 1)))
+        assert num_deleted > 0.8 * num_writes
+
+
+async def test_two_leaders_for_two_seconds_give_no_two_plans_one_number(client: Client, namespace: str) -> None:
+    async with connect(client) as kubernetes, make_world(kubernetes, namespace, "two") as world:
+        await world.settle()
+        second = World(kubernetes, namespace, "two")
+        second.routers.plans, second.routers.offered = world.routers.plans, world.routers.offered
+        second.start_operator()
+        rng = random.Random(1)
+        end_s = time.monotonic() + 2.0
+
+        async def lead(leader: World) -> None:
+            while time.monotonic() < end_s:
+                await leader.look()
+
+        async def edit() -> None:
+            while time.monotonic() < end_s:
+                await world.edit(prefillHeavy=rng.randrange(5), chunkSizes={"prefillHeavy": rng.randrange(256, 1024)})
+                await asyncio.sleep(0.1)
+
+        async with asyncio.TaskGroup() as group:
+            for task in (lead(world), lead(second), edit()):
+                group.create_task(task)
+        assert world.num_conflicts + second.num_conflicts > 0
+        await world.settle()
+        plans: dict[int, Any] = {}
+        for plan in world.routers.offered:
+            assert plans.setdefault(plan.generation, plan) == plan
+        assert len(plans) > 5
+        assert world.plan.generation == max(plans)

@@ -1,0 +1,376 @@
+"""The operator as a process among faults: a failing API server, silent watches, lost leases, broken pods and nodes.
+
+Requests go through ``FaultProxy``. Nodes are kwok's, or nobody's: a node without a kubelet keeps its pods as the test
+writes them. Crashes are in ``test_crashes``; children edited by hand, foreign children, API server and etcd that are
+killed, pods that fit no node and clusters made anew are in ``test_operator``.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fault_proxy import FaultProxy
+from kubectl_cluster import wait_for
+from light_cluster import MERGE, LightCluster
+from stand_in_router import StandInRouters, run_stand_in_routers
+from test_operator import SYSTEM, Operator, make_access
+from testbed.fake_nodes import is_ready, make_node
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from testbed.bed import Testbed
+    from testbed.client import Client
+
+pytestmark = pytest.mark.usefixtures("crd", "nodes")
+
+PORT = 17480
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/faults"
+SILENT = "silent"
+# kopf takes a watch for dead after so long without a bookmark (informer.py).
+INACTIVITY_S = 70.0
+
+
+class Replica:
+    """One replica as Kubernetes keeps it: started again whenever it ends by itself."""
+
+    def __init__(self, kubeconfig: Path, log: Path) -> None:
+        self._kubeconfig, self._log = kubeconfig, log
+        self.num_ends = 0
+        self._operator: Operator | None = None
+
+    @property
+    def operator(self) -> Operator:
+        if self._operator is None or self._operator.process.poll() is not None:
+            self.num_ends += self._operator is not None
+            self._operator = Operator(
+                self._kubeconfig,
+                PORT,
+                self._log,
+                identity="faults",
+                lease_name="faults",
+                request_timeout_s="2",
+                log_level="INFO",
+            )
+        return self._operator
+
+    @property
+    def leads(self) -> bool:
+        return self.operator.leads
+
+    def stop(self) -> None:
+        if self._operator:
+            self._operator.end(signal.SIGKILL)
+
+    def read_log(self) -> str:
+        return self._log.read_text()
+
+
+@pytest.fixture(scope="module")
+def nodes(client: Client) -> Iterator[None]:
+    """Two nodes that anything may run on, in name, and one that nobody plays."""
+    made = [make_node(name) for name in ("faults-a", "faults-b", SILENT)]
+    for node in made:
+        del node["spec"]["taints"]
+    del made[2]["metadata"]["annotations"]
+    client.apply(*made)
+    wait_for(lambda: all(is_ready(client, name) for name in ("faults-a", "faults-b")), "the open nodes")
+    yield
+    client.kubectl("delete", "node", "faults-a", "faults-b", SILENT, "--ignore-not-found")
+
+
+@pytest.fixture(scope="module")
+def routers(client: Client) -> Iterator[StandInRouters]:
+    with run_stand_in_routers(client) as running:
+        yield running
+    assert running.refused == []
+
+
+@pytest.fixture(scope="module")
+def proxy(testbed: Testbed) -> Iterator[FaultProxy]:
+    with FaultProxy(testbed.settings).run() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def replica(client: Client, testbed: Testbed, proxy: FaultProxy, routers: StandInRouters) -> Iterator[Replica]:
+    direct = make_access(client, testbed, "faults")
+    kubeconfig = proxy.write_kubeconfig(direct, testbed.settings.folder / "proxied.kubeconfig")
+    made = Replica(kubeconfig, testbed.settings.logs / "operator-faults.log")
+    wait_for(lambda: made.leads, "a leader")
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def cluster(client: Client, replica: Replica, proxy: FaultProxy, namespace: str) -> Iterator[LightCluster]:
+    """A cluster that has settled; faults of the API server end with the test."""
+    wait_for(lambda: replica.leads, "a leader")
+    made = LightCluster(client, namespace)
+    made.wait("Progressing", "Settled")
+    yield made
+    proxy.fail_share, proxy.is_dead = 0.0, False
+    made.kubectl("delete", "slc", "tiny", "--ignore-not-found")
+    wait_for(lambda: not made.engines or on_silent_node(made), "the end of the engines")
+
+
+def on_silent_node(cluster: LightCluster) -> bool:
+    return all(pod["spec"].get("nodeName") == SILENT for pod in cluster.engines.values())
+
+
+def edit_until(cluster: LightCluster, replica: Replica, num_prefill_heavy: int) -> None:
+    """Edits a slider, and waits until it is in force, the operator started again if it ends."""
+    cluster.edit(prefillHeavy=num_prefill_heavy)
+    wanted = ["d-heavy"] * (len(cluster.engines) - num_prefill_heavy) + ["p-heavy"] * num_prefill_heavy
+    wait_for(lambda: replica.operator and cluster.roles == wanted, "the roles")
+
+
+def test_a_fifth_of_all_requests_may_fail_or_be_slow(
+    cluster: LightCluster, proxy: FaultProxy, replica: Replica
+) -> None:
+    before = set(cluster.engines)
+    proxy.faults.clear()
+    proxy.fail_share = 0.2
+    for number in (3, 1, 4, 2):
+        edit_until(cluster, replica, number)
+    assert set(cluster.engines) == before
+    cluster.kubectl("scale", "slc/tiny", "--replicas=2")
+    wait_for(lambda: replica.operator and len(cluster.engines) == 2, "the end of two engines")
+    cluster.kubectl("delete", "service", "tiny-engines")
+    wait_for(lambda: replica.operator and "Service/tiny-engines" in cluster.versions(), "the Service")
+    proxy.fail_share = 0.0
+    wait_for(lambda: replica.leads, "a leader")
+    cluster.wait("Progressing", "Settled")
+    assert sum(proxy.faults.values()) > 20
+    assert set(proxy.faults) == {"429", "500", "503", "refused", "lost", "slow"}
+    assert "a look failed" not in replica.read_log()
+
+
+@pytest.mark.parametrize("fault", ["end_watches", "expire_watches"])
+def test_watches_that_end_lose_nothing(fault: str, cluster: LightCluster, proxy: FaultProxy, replica: Replica) -> None:
+    number_of_ends = replica.num_ends
+    for number in (1, 3, 2):
+        assert getattr(proxy, fault)() > 5
+        edit_until(cluster, replica, number)
+    assert replica.num_ends == number_of_ends
+
+
+@pytest.mark.timeout(420)
+def test_watches_that_go_silent_are_noticed(cluster: LightCluster, proxy: FaultProxy, replica: Replica) -> None:
+    number_of_ends = replica.num_ends
+    assert proxy.mute_watches() > 5
+    cluster.edit(prefillHeavy=3)
+    time.sleep(5)
+    assert cluster.roles.count("p-heavy") == 2
+    deadline = time.monotonic() + INACTIVITY_S + 30
+    while cluster.roles.count("p-heavy") != 3 and time.monotonic() < deadline:
+        time.sleep(1)
+    cluster.wait("Progressing", "Settled")
+    assert cluster.roles.count("p-heavy") == 3
+    assert replica.num_ends == number_of_ends
+
+
+def test_a_leader_whose_lease_is_taken_ends_and_writes_nothing_more(
+    client: Client, cluster: LightCluster, proxy: FaultProxy, replica: Replica
+) -> None:
+    process = replica.operator.process
+    taken = {"spec": {"holderIdentity": "thief", "leaseDurationSeconds": 3600}}
+    assert client.request("PATCH", LEASE, taken, MERGE).is_ok
+    assert process.wait(30) != 0
+    assert "no longer leads" in replica.read_log()
+    generation = json.loads(cluster.kubectl("get", "configmap", "tiny-plan", "-o", "json"))["metadata"]["annotations"]
+    cluster.edit(prefillHeavy=3)
+    proxy.requests.clear()
+    standby = replica.operator
+    wait_for(lambda: standby.read("/readyz") == "ok\n", "the next process")
+    time.sleep(3)
+    assert not standby.leads
+    assert {method for method, _ in proxy.requests} == {"GET"}
+    after = json.loads(cluster.kubectl("get", "configmap", "tiny-plan", "-o", "json"))["metadata"]["annotations"]
+    assert after == generation
+    given_back = {"spec": {"holderIdentity": None, "leaseDurationSeconds": 1}}
+    assert client.request("PATCH", LEASE, given_back, MERGE).is_ok
+    wait_for(lambda: cluster.roles.count("p-heavy") == 3, "the roles")
+
+
+def test_a_leader_that_cannot_renew_its_lease_ends_in_the_middle_of_its_work(
+    cluster: LightCluster, proxy: FaultProxy, replica: Replica
+) -> None:
+    process = replica.operator.process
+    before = set(cluster.engines)
+    cluster.edit(prefillHeavy=3, replicas=5)
+    proxy.is_dead = True
+    started_s = time.monotonic()
+    assert process.wait(40) != 0
+    # Not before its time: an API server that is away for a few seconds is no reason to end.
+    assert time.monotonic() - started_s > 5
+    proxy.is_dead = False
+    wait_for(lambda: replica.leads, "the next process as leader")
+    wait_for(lambda: cluster.roles == ["d-heavy"] * 2 + ["p-heavy"] * 3, "the roles")
+    cluster.wait("Progressing", "Settled")
+    assert before < set(cluster.engines)
+
+
+def test_many_hands_at_one_slider_end_in_the_last_edit(cluster: LightCluster, routers: StandInRouters) -> None:
+    before, generation = set(cluster.engines), routers.plan.generation
+
+    def turn(hand: int) -> None:
+        for number in range(5):
+            sizes = {"prefillHeavy": 300 + 10 * hand + number}
+            cluster.edit(prefillHeavy=hand, chunkSizes=sizes)
+
+    hands = [threading.Thread(target=turn, args=(hand,)) for hand in range(5)]
+    for hand in hands:
+        hand.start()
+    for hand in hands:
+        hand.join()
+    spec = cluster.read("slc/tiny")["spec"]
+    cluster.wait("Progressing", "Settled")
+    sizes = {part.chunk_size_tokens for part in routers.plan.engines if part.role == 1}
+    assert cluster.roles.count("p-heavy") == spec["prefillHeavy"]
+    assert sizes <= {spec["chunkSizes"]["prefillHeavy"]}
+    # Edits that come while a look is under way are one plan.
+    assert 0 < routers.plan.generation - generation <= 25
+    assert set(cluster.engines) == before
+
+
+def test_a_quota_is_said_and_healed(client: Client, replica: Replica, namespace: str) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small", "namespace": namespace}}
+    client.apply({**quota, "spec": {"hard": {"pods": "4", "services": "2"}}})
+    wait_for(
+        lambda: client.kubectl("-n", namespace, "get", "quota", "small", "-o", "jsonpath={.status.hard.pods}"),
+        "the quota",
+    )
+    cluster = LightCluster(client, namespace)
+    wait_for(lambda: replica.operator and cluster.reason("Degraded") == "QuotaExceeded", "the reason")
+    assert "exceeded quota: small" in cluster.message("Degraded")
+    client.apply({**quota, "spec": {"hard": {"pods": "4", "services": "9"}}})
+    # Kubernetes itself runs into the quota for pods, and tells of it in the Deployment or ReplicaSet.
+    wait_for(lambda: len(cluster.read("services")["items"]) == 3, "the Services")
+    wait_for(lambda: "cannot create pods" in cluster.message("Degraded"), "the other reason")
+    assert cluster.reason("Degraded") == "QuotaExceeded"
+    client.kubectl("-n", namespace, "delete", "quota", "small")
+    cluster.wait("Progressing", "Settled")
+    cluster.wait("Degraded", "AsExpected")
+    cluster.kubectl("delete", "slc", "tiny")
+
+
+def write_pod_status(cluster: LightCluster, name: str, status: dict[str, Any]) -> None:
+    """Plays the kubelet."""
+    path = f"/api/v1/namespaces/{cluster.namespace}/pods/{name}/status"
+    answer = cluster.client.request("PATCH", path, {"status": status}, "application/strategic-merge-patch+json")
+    assert answer.is_ok, answer.content
+
+
+def test_an_image_that_cannot_be_pulled_stops_the_rollout_and_a_pod_that_never_ends_does_not(
+    cluster: LightCluster, replica: Replica, client: Client
+) -> None:
+    before = set(cluster.engines)
+    cluster.edit(
+        engine={
+            "image": "registry.example/no-such-image:1",
+            "nodeSelector": {"kubernetes.io/hostname": SILENT},
+            "tolerations": [{"operator": "Exists"}],
+        }
+    )
+    bad = wait_for(
+        lambda: next((pod for pod in cluster.engines.values() if pod["spec"].get("nodeName") == SILENT), None), "a pod"
+    )["metadata"]["name"]
+
+    def fail_to_pull(attempt: int) -> None:
+        waiting = {"reason": "ImagePullBackOff", "message": f"Back-off pulling image, attempt {attempt}"}
+        container = {"name": "engine", "image": "registry.example/no-such-image:1", "imageID": "", "ready": False}
+        container |= {"restartCount": 0, "state": {"waiting": waiting}}
+        write_pod_status(cluster, bad, {"phase": "Pending", "containerStatuses": [container]})
+
+    fail_to_pull(1)
+    cluster.wait("Degraded", "ImagePullBackOff")
+    cluster.wait("Progressing", "RolloutStopped")
+    assert "registry.example/no-such-image:1" in cluster.message("Degraded")
+    assert bad in cluster.message("Degraded")
+    assert len(before & set(cluster.engines)) == 3
+    assert cluster.reason("Ready") == "Serving"
+    version = cluster.versions()["ServingCluster/tiny"]
+    for attempt in (2, 3, 4):
+        fail_to_pull(attempt)
+        time.sleep(0.5)
+    # The kubelet's words change with every attempt; the status does not.
+    assert cluster.versions()["ServingCluster/tiny"] == version
+    cluster.edit(engine={"image": None, "nodeSelector": None, "tolerations": None})
+    cluster.wait("Degraded", "AsExpected")
+    cluster.wait("Progressing", "Settled")
+    # No kubelet confirms its end.
+    assert "deletionTimestamp" in cluster.read(f"pod/{bad}")["metadata"]
+    assert len(before & set(cluster.engines)) == 3
+    edit_until_among(cluster, 3)
+    versions, writes = cluster.versions(), replica.operator.writes()
+    time.sleep(5)
+    assert (cluster.versions(), replica.operator.writes()) == (versions, writes)
+    client.kubectl("-n", cluster.namespace, "delete", "pod", bad, "--force", "--grace-period=0")
+
+
+def edit_until_among(cluster: LightCluster, num_prefill_heavy: int) -> None:
+    cluster.edit(prefillHeavy=num_prefill_heavy)
+    wait_for(lambda: cluster.roles.count("p-heavy") == num_prefill_heavy, "the roles")
+    cluster.wait("Progressing", "Settled")
+
+
+def test_a_namespace_that_ends_takes_its_cluster_and_keeps_nobody_busy(
+    client: Client, cluster: LightCluster, replica: Replica
+) -> None:
+    namespace = cluster.namespace
+    held = {"name": "held", "namespace": namespace, "finalizers": ["example.org/held"]}
+    client.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": held})
+    client.kubectl("delete", "namespace", namespace, "--wait=false")
+    wait_for(lambda: list(cluster.versions()) == ["ConfigMap/held"], "the end of all but one")
+    wait_for(lambda: "sluice_operator_clusters 0.0" in replica.operator.read("/metrics"), "the cluster to be forgotten")
+    looks = replica.operator.calls()["get", "servingclusters", "200"], replica.operator.calls()
+    time.sleep(3)
+    assert replica.operator.calls() == looks[1]
+    assert "a look failed" not in replica.read_log()
+    path = f"/api/v1/namespaces/{namespace}/configmaps/held"
+    assert client.request("PATCH", path, {"metadata": {"finalizers": None}}, MERGE).is_ok
+    wait_for(lambda: client.request("GET", f"/api/v1/namespaces/{namespace}").status == 404, "the end of the namespace")
+
+
+def test_a_node_that_stops_answering_takes_no_role_with_it_and_one_that_is_lost_is_replaced(
+    client: Client, cluster: LightCluster, routers: StandInRouters
+) -> None:
+    edit_until_among(cluster, 1)
+    engines = cluster.engines
+    (prefill,) = (pod for pod in engines.values() if pod["metadata"]["labels"]["sluice.dev/role"] == "p-heavy")
+    lost = prefill["spec"]["nodeName"]
+    gone = {uid for uid, pod in engines.items() if pod["spec"]["nodeName"] == lost}
+    assert 0 < len(gone) < 4
+    # kwok takes its hands off the node, and its kubelet is not heard of any more.
+    client.kubectl("annotate", "node", lost, "kwok.x-k8s.io/node-")
+    stop_node(client, lost)
+    cluster.wait("EnginesReady", "SomeNotReady")
+    wait_for(lambda: serving_role(routers, 1) - gone, "another P-heavy engine")
+    assert cluster.reason("Ready") == "Serving"
+    client.kubectl("delete", "node", lost)
+    wait_for(lambda: not gone & set(cluster.engines), "the end of the lost pods")
+    cluster.wait("EnginesReady", "AllReady")
+    cluster.wait("Progressing", "Settled")
+    assert set(engines) - gone <= set(cluster.engines)
+
+
+def stop_node(client: Client, name: str) -> None:
+    def write() -> bool:
+        status = {"conditions": [{"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}]}
+        path = f"/api/v1/nodes/{name}/status"
+        client.request("PATCH", path, {"status": status}, "application/strategic-merge-patch+json")
+        time.sleep(1)
+        return not is_ready(client, name)
+
+    wait_for(write, "a node that is not ready")
+
+
+def serving_role(routers: StandInRouters, role: int) -> set[str]:
+    return {part.engine_id for part in routers.plan.engines if part.role == role}

@@ -1,0 +1,190 @@
+"""What a ServingCluster cannot do: leave its namespace through the pod template, or have a secret shown anywhere.
+
+The API server here is real, and so is what it keeps of a template that nobody's schema describes: nulls, capitals,
+fields that no pod has. Whether pods obey their limits is the kubelet's matter, and tested in ``test_node``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import test_pod_template
+import yaml
+from in_process import World, connect
+from kubectl_cluster import wait_for
+from light_cluster import LightCluster
+from stand_in_router import run_stand_in_routers
+from test_operator import Operator, make_access
+from testbed.fake_nodes import is_ready, make_node
+
+from sluice_operator.kubernetes_port import DEPLOYMENTS
+from sluice_operator.program import format_now
+from sluice_operator.reconciler import Reconciler
+from sluice_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from testbed.bed import Testbed
+    from testbed.client import Client
+
+    from sluice_operator.kubernetes_client import KubernetesClient
+
+pytestmark = pytest.mark.usefixtures("crd", "security_node")
+
+PORT = 17520
+CANARIES = {"hf-token": "canary-hf-5f1c", "api-keys": "canary-key-8d2e", "other": "canary-other-3b7a"}
+# Spelled so that a lenient reader might take it for a pod's field.
+MISSPELLED = {
+    "capital-host-path": {"spec": {"volumes": [{"name": "x", "HostPath": {"path": "/"}}]}},
+    "capital-host-network": {"spec": {"HostNetwork": True}},
+    "lower-host-network": {"spec": {"hostnetwork": True}},
+    "capital-privileged": {
+        "spec": {"containers": [{"name": "side", "image": "i", "securityContext": {"Privileged": True}}]}
+    },
+}
+HATCHES = {**test_pod_template.HOST, **test_pod_template.OWNED, **MISSPELLED}
+
+
+@pytest.fixture(scope="module")
+def security_node(client: Client) -> Iterator[None]:
+    """A node that anything may run on, in name."""
+    node = make_node("security")
+    del node["spec"]["taints"]
+    client.apply(node)
+    wait_for(lambda: is_ready(client, "security"), "the open node")
+    yield
+    client.kubectl("delete", "node", "security")
+
+
+async def settle_with(kubernetes: KubernetesClient, namespace: str, name: str, template: Any, **settings: Any) -> World:
+    """Makes a cluster with a podTemplate, and looks at it until nothing is written any more."""
+    world = World(kubernetes, namespace, name)
+    world.reconciler = Reconciler(
+        world.watched,
+        world.routers,
+        Settings(identity="security", namespace="sluice-system", **settings),
+        now=time.monotonic,
+        now_text=format_now,
+    )
+    await world.create(engine={"podTemplate": template})
+    before = -1
+    while world.watched.num_writes != before:
+        before = world.watched.num_writes
+        await world.look()
+        await asyncio.sleep(1.0)
+    return world
+
+
+async def read_condition(world: World, kind: str) -> dict[str, Any]:
+    conditions = (await world.read())["status"]["conditions"]
+    return next(item for item in conditions if item["type"] == kind)
+
+
+async def test_no_pod_template_reaches_the_host_or_another_namespace(
+    client: Client, make_namespace: Callable[[str], str]
+) -> None:
+    # Nothing but the operator stands in the way: the namespace allows everything.
+    namespace = make_namespace("privileged")
+    async with connect(client) as kubernetes:
+
+        async def try_one(number: int, template: Any) -> None:
+            world = await settle_with(kubernetes, namespace, f"h{number:03}", template)
+            engines = await kubernetes.get(DEPLOYMENTS, namespace, f"h{number:03}-engine")
+            refused = [await read_condition(world, kind) for kind in ("SpecValid", "Degraded")]
+            assert "PodTemplateRefused" in {item["reason"] for item in refused}, refused
+            assert engines is None, template
+            await world.delete()
+
+        async with asyncio.TaskGroup() as group:
+            for number, template in enumerate(HATCHES.values()):
+                group.create_task(try_one(number, template))
+
+
+async def test_what_the_administrator_turned_on_is_rendered_and_still_subject_to_the_namespace_s_level(
+    client: Client, make_namespace: Callable[[str], str]
+) -> None:
+    template = test_pod_template.HOST["path"]
+    async with connect(client) as kubernetes:
+        for level in ("privileged", "restricted"):
+            namespace = make_namespace(level)
+            world = await settle_with(kubernetes, namespace, "host", template, allow_host_access=True)
+            engines = await kubernetes.get(DEPLOYMENTS, namespace, "host-engine")
+            assert engines is not None
+            assert {"hostPath": {"path": "/", "type": ""}, "name": "x"} in engines["spec"]["template"]["spec"][
+                "volumes"
+            ]
+            async with asyncio.timeout(60):
+                while not await says(world, level):
+                    await world.look()
+                    await asyncio.sleep(0.5)
+            await world.delete()
+
+
+async def says(world: World, level: str) -> bool:
+    degraded = await read_condition(world, "Degraded")
+    if level == "privileged":
+        return degraded["reason"] == "AsExpected" and len(world.engines) == 4
+    return degraded["reason"] == "Forbidden" and "violates PodSecurity" in degraded["message"] and not world.engines
+
+
+def test_secrets_are_never_shown(client: Client, testbed: Testbed, namespace: str) -> None:
+    for name, value in CANARIES.items():
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "namespace": namespace}}
+        client.apply({**secret, "stringData": {"token": value, "key": value}})
+    kubeconfig = make_access(client, testbed, "security")
+    token = yaml.safe_load(kubeconfig.read_text())["users"][0]["user"]["token"]
+    log = testbed.settings.logs / "operator-security.log"
+    with run_stand_in_routers(client):
+        operator = Operator(kubeconfig, PORT, log, identity="security", lease_name="security", log_level="DEBUG")
+        try:
+            wait_for(lambda: operator.leads, "a leader")
+            shown = use_secrets(client, namespace) + operator.read("/metrics")
+        finally:
+            operator.end(signal.SIGTERM)
+    shown += log.read_text()
+    assert "secretKeyRef" in shown
+    assert "/api/v1/pods?watch=true" in shown  # the log says much, and this not:
+    for secret in (*CANARIES.values(), token):
+        for written in (secret, base64.b64encode(secret.encode()).decode()):
+            assert written not in shown
+
+
+def use_secrets(client: Client, namespace: str) -> str:
+    """Uses secrets wherever a ServingCluster can, well and badly; returns everything that people can read of it."""
+    cluster = LightCluster(client, namespace)
+    cluster.edit(
+        model={"source": {"huggingFace": {"tokenSecretRef": {"name": "hf-token", "key": "token"}}}},
+        engine={"env": [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "other", "key": "key"}}}]},
+    )
+    cluster.wait("Progressing", "Settled")
+    read = [everything(cluster)]
+    bad = copy.deepcopy(test_pod_template.HOST["path"])
+    bad["spec"]["volumes"].append({"name": "keys", "secret": {"secretName": "api-keys"}})
+    cluster.edit(engine={"podTemplate": bad})
+    cluster.wait("SpecValid", "PodTemplateRefused")
+    read.append(everything(cluster))
+    # What the API server refuses, it quotes.
+    env = {"name": "engine", "env": [{"name": "K", "valueFrom": {"secretKeyRef": {"name": "other", "kez": "key"}}}]}
+    cluster.edit(engine={"podTemplate": {"spec": {"containers": [env]}}})
+    cluster.wait("Degraded", "PodTemplateRefused")
+    read.append(everything(cluster))
+    cluster.edit(engine={"podTemplate": None})
+    cluster.wait("Progressing", "Settled")
+    cluster.kubectl("delete", "slc", "tiny")
+    return "".join(read)
+
+
+def everything(cluster: LightCluster) -> str:
+    """Each object of the namespace but the Secrets, with what describes them."""
+    kinds = cluster.client.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
+    readable = ",".join(kind for kind in kinds if kind != "secrets")
+    return cluster.kubectl("get", readable, "-o", "json", "--ignore-not-found") + cluster.kubectl(
+        "describe", "slc,pods"
+    )

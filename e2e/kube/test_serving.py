@@ -1,0 +1,384 @@
+"""Sluice as users meet it: `helm install`, `kubectl apply`, edits while streams run. Chart, operator, routers, engines and
+vLLM are real, in pods under Pod Security ``restricted``, and every stream has the tokens of stock vLLM.
+
+One installation and one cluster for all tests: each finds them whole, and leaves them so.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from conftest import FAILED
+from kubectl_cluster import wait_for
+from pod_cluster import MODELS, PodCluster, Status
+from pod_streams import stream_while
+from release import DEFINITION, Release, load_images, make_next_chart
+from testbed.errors import TestbedError
+from testbed.helm import SYSTEM
+
+from sluice.v1 import plan_pb2, router_pb2
+from sluice_cli.tiny_model import make_tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from testbed.client import Client
+    from testbed.node import Node
+    from workload import Answer, Request
+
+    Known = list[tuple[Request, Answer]]
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+NAMESPACE = "serving"
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+P, D = plan_pb2.ROLE_PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY
+NUM_TIMED_EDITS = 40
+
+
+@pytest.fixture(scope="module")
+def release(client: Client, node: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
+    """The chart, installed into a Kubernetes that has never seen Sluice."""
+    load_images(node, tmp_path_factory.mktemp("environments"))
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": RESTRICTED}}
+    client.apply(namespace)
+    made = Release(client)
+    made.remove_definition()
+    try:
+        made.install()
+        yield made
+    except TestbedError:
+        print(made.describe())
+        raise
+    made.uninstall()
+
+
+@pytest.fixture(scope="module")
+def served(client: Client, release: Release) -> Iterator[PodCluster]:
+    """The cluster, in a namespace under Pod Security ``restricted``."""
+    assert release.is_installed()
+    make_tiny_model(MODELS / "tiny")
+    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": RESTRICTED}})
+    made = PodCluster(client, NAMESPACE)
+    started_s = time.monotonic()
+    made.create()
+    try:
+        made.wait_whole()
+    except AssertionError:
+        print(release.describe(), describe(made), sep="\n")
+        raise
+    print(f"from `kubectl apply` to two engines and two routers that serve: {time.monotonic() - started_s:.0f} s")
+    yield made
+    made.kubectl("delete", "slc", "tiny", "--timeout=120s")
+    made.wait_for(lambda: not made.engines and not made.routers, "the end of the pods")
+
+
+@pytest.fixture
+def cluster(served: PodCluster, release: Release, request: pytest.FixtureRequest) -> Iterator[PodCluster]:
+    """The cluster, whole before and after each test."""
+    served.wait_whole()
+    yield served
+    if request.node.stash.get(FAILED, False):
+        print(release.describe(), describe(served), sep="\n")
+    if not release.is_installed():
+        release.install()
+    served.reset()
+    served.wait_whole()
+
+
+def describe(cluster: PodCluster) -> str:
+    said = [cluster.kubectl(*command.split()) for command in ("get slc,pods -o wide", "get slc tiny -o yaml", "events")]
+    pods = cluster.kubectl("get", "pods", "-o", "name").split()
+    logs = [f"--- {pod}\n{cluster.kubectl('logs', '--tail=30', '--ignore-errors', pod)}" for pod in pods]
+    return "\n".join([*said, *logs])
+
+
+def count_roles(status: Status) -> tuple[int, int]:
+    roles = [engine.role for engine in status.engines]
+    return roles.count(P), roles.count(D)
+
+
+def list_sizes(status: Status) -> list[int]:
+    return sorted(engine.chunk_size_tokens for engine in status.engines)
+
+
+def test_the_release_tests_itself(release: Release) -> None:
+    assert "Succeeded" in release.test()
+    assert len(release.pods()) == 2
+
+
+def test_the_example_is_served(cluster: PodCluster) -> None:
+    cluster.kubectl("wait", "--for=condition=Ready", "--timeout=5s", "slc/tiny")
+    columns = cluster.kubectl("get", "slc", "tiny").splitlines()[1].split()
+    assert columns[:5] == ["tiny", "True", "2", "1", "1"]
+    # Its own name, where the pods carry no token of the API server.
+    pods = [*cluster.engines.values(), *cluster.routers.values()]
+    assert len(pods) == 4
+    assert not any(pod["spec"].get("automountServiceAccountToken", True) for pod in pods)
+    assert {pod["spec"]["nodeName"] for pod in pods} == {"real"}
+
+
+CHAT = """
+import json, sys, urllib.request
+body = {"model": "tiny", "stream": True, "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+request = urllib.request.Request("http://tiny-router:8000/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+with urllib.request.urlopen(request, timeout=60) as answer:
+    lines = [line.decode().strip() for line in answer]
+print(json.dumps([line.removeprefix("data: ") for line in lines if line]))
+"""
+
+
+def test_a_pod_streams_a_chat_through_the_service_by_its_name(cluster: PodCluster) -> None:
+    lines = json.loads(cluster.kubectl("exec", "deployment/tiny-router", "--", "python", "-c", CHAT))
+    assert lines[-1] == "[DONE]"
+    pieces = [json.loads(line) for line in lines[:-1]]
+    assert len(pieces) > 1
+    assert pieces[-1]["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+Edit = tuple[dict[str, Any], "Callable[[Status], bool]", list[int]]
+# The edit, how a router's status shows it, and the chunk sizes that the engines themselves then name.
+EDITS: dict[str, Edit] = {
+    "ratio": ({"prefillHeavy": 2}, lambda s: count_roles(s) == (2, 0), [512, 512]),
+    "prefill-heavy chunk": ({"chunkSizes": {"prefillHeavy": 96}}, lambda s: list_sizes(s) == [64, 96], [64, 96]),
+    "decode-heavy chunk": ({"chunkSizes": {"decodeHeavy": 200}}, lambda s: list_sizes(s) == [200, 512], [200, 512]),
+    "no prompts on D-heavy": ({"chunkSizes": {"decodeHeavy": 0}}, lambda s: list_sizes(s) == [0, 512], [0, 512]),
+    "aggregated": ({"strategy": "Aggregated"}, lambda s: list_sizes(s) == [512, 512], [512, 512]),
+    "disaggregated": ({"strategy": "Disaggregated"}, lambda s: list_sizes(s) == [0, 2048], [0, 2048]),
+    "objectives": ({"slo": {"ttftMilliseconds": 900, "tpotMilliseconds": 50}}, lambda _: True, [64, 512]),
+    "parameters": ({"parameters": {"watermarkPercent": 50}}, lambda _: True, [64, 512]),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+async def test_a_live_edit_replaces_no_pod_and_breaks_no_stream(cluster: PodCluster, known: Known, name: str) -> None:
+    edit, is_reached, sizes = EDITS[name]
+    before = cluster.identify("engine"), cluster.identify("router")
+
+    def act() -> float:
+        in_force_s = cluster.time_edit(is_reached, **edit)
+        assert cluster.chunk_sizes() == sizes
+        return in_force_s
+
+    in_force_s, fared = await stream_while(cluster, known, act)
+    print(f"{name}: in force in every engine {1e3 * in_force_s:.0f} ms after the edit; streams: {dict(fared)}")
+    assert (cluster.identify("engine"), cluster.identify("router")) == before
+
+
+async def test_every_one_of_many_edits_reaches_the_engines(cluster: PodCluster, known: Known) -> None:
+    before = cluster.identify("engine"), cluster.identify("router")
+
+    def act() -> list[float]:
+        times = []
+        for number in range(NUM_TIMED_EDITS):
+            size = 96 + 16 * (number % 2)
+            reached = [64, size]
+            times.append(
+                cluster.time_edit(
+                    lambda s, reached=reached: list_sizes(s) == reached, chunkSizes={"prefillHeavy": size}
+                )
+            )
+        assert cluster.chunk_sizes() == reached
+        return times
+
+    times, fared = await stream_while(cluster, known, act)
+    cuts = [1e3 * cut for cut in statistics.quantiles(times, n=100, method="inclusive")]
+    print(
+        f"{len(times)} edits of a slider, from the request to the API server to the engines' acknowledgement: "
+        f"p50 {cuts[49]:.0f} ms, p99 {cuts[98]:.0f} ms, most {1e3 * max(times):.0f} ms; streams: {dict(fared)}"
+    )
+    assert len(times) == NUM_TIMED_EDITS
+    assert (cluster.identify("engine"), cluster.identify("router")) == before
+
+
+async def test_an_objective_is_in_force_for_the_next_request(cluster: PodCluster, known: Known) -> None:
+    request, _ = known[0]
+
+    async def is_met() -> bool:
+        async with cluster.connect() as client:
+            prompt = router_pb2.TokenIds(values=request.prompt_token_ids)
+            sampling = request.to_proto()
+            sampling.max_tokens = 1
+            asked = router_pb2.GenerateRequest(token_ids=prompt, sampling=sampling)
+            deltas = [delta async for delta in client.api.Generate(asked)]
+        return bool(deltas[-1].usage.is_slo_met)
+
+    # What a request is held to is fixed when it is admitted: an hour is met, a millisecond is not.
+    cluster.time_edit(lambda _: True, slo={"ttftMilliseconds": 600000, "tpotMilliseconds": 60000})
+    assert [await is_met() for _ in range(8)] == [True] * 8
+    cluster.time_edit(lambda _: True, slo={"ttftMilliseconds": 1})
+    assert [await is_met() for _ in range(8)] == [False] * 8
+
+
+async def test_engines_go_and_come_while_streams_run(cluster: PodCluster, known: Known) -> None:
+    before = cluster.identify("engine")
+
+    def act() -> None:
+        cluster.kubectl("scale", "slc/tiny", "--replicas=1")
+        cluster.wait_for(lambda: len(cluster.engines) == 1, "the end of an engine")
+        cluster.wait("EnginesReady", "AllReady")
+        assert cluster.identify("engine") < before
+        cluster.kubectl("scale", "slc/tiny", "--replicas=2")
+        cluster.wait_for(lambda: len(cluster.engines) == 2, "another engine")
+        cluster.wait("EnginesReady", "AllReady")
+
+    _, fared = await stream_while(cluster, known, act)
+    print(f"scaled to one engine and back: {dict(fared)}")
+    assert len(cluster.identify("engine") & before) == 1
+
+
+async def test_a_deleted_engine_pod_is_not_noticed(cluster: PodCluster, known: Known) -> None:
+    before = set(cluster.engines)
+    victim = next(iter(cluster.engines.values()))["metadata"]["name"]
+
+    def act() -> None:
+        cluster.kubectl("delete", "pod", victim, "--wait=false")
+        cluster.wait_for(lambda: len(set(cluster.engines) - before) == 1, "another pod")
+        cluster.wait("EnginesReady", "AllReady")
+
+    _, fared = await stream_while(cluster, known, act)
+    print(f"deleted an engine pod: {dict(fared)}")
+    assert len(set(cluster.engines) & before) == 1
+
+
+async def test_an_engine_whose_core_is_killed_is_restarted_and_not_noticed(cluster: PodCluster, known: Known) -> None:
+    uid, pod = next(iter(cluster.engines.items()))
+    kill = "import os, signal; [os.kill(int(p), signal.SIGKILL) for p in os.listdir('/proc') if p.isdecimal() and int(p) not in (1, os.getpid())]"
+
+    def restarts() -> int:
+        return int(cluster.engines[uid]["status"]["containerStatuses"][0]["restartCount"])
+
+    def act() -> None:
+        cluster.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", kill)
+        cluster.wait_for(lambda: restarts() == 1, "the container's restart")
+        cluster.wait("EnginesReady", "AllReady")
+
+    _, fared = await stream_while(cluster, known, act)
+    print(f"killed an engine's core: {dict(fared)}")
+
+
+async def test_a_router_pod_that_ends_finishes_its_streams(cluster: PodCluster, known: Known) -> None:
+    before = set(cluster.routers)
+    victim = next(iter(cluster.routers.values()))["metadata"]["name"]
+
+    def act() -> None:
+        cluster.kubectl("delete", "pod", victim, "--timeout=90s")
+        cluster.wait("RouterReady", "AllReady")
+
+    _, fared = await stream_while(cluster, known, act)
+    print(f"ended a router pod: {dict(fared)}")
+    assert len(set(cluster.routers) & before) == 1
+
+
+async def test_the_end_of_a_killed_router_s_streams_is_said_and_the_others_go_on(
+    cluster: PodCluster, known: Known
+) -> None:
+    before = set(cluster.routers)
+    victim = next(iter(cluster.routers.values()))["metadata"]["name"]
+
+    def act() -> None:
+        cluster.kubectl("delete", "pod", victim, "--force", "--grace-period=0")
+        cluster.wait_for(lambda: len(set(cluster.routers) - before) == 1, "another pod")
+        cluster.wait("RouterReady", "AllReady")
+
+    _, fared = await stream_while(cluster, known, act, may_break=True)
+    print(f"killed a router pod: {dict(fared)}")
+
+
+async def test_evictions_wait_for_one_another_and_are_not_noticed(cluster: PodCluster, known: Known) -> None:
+    before = {pod["metadata"]["name"] for pod in cluster.engines.values()}
+    first, second = sorted(before)
+
+    def act() -> None:
+        assert cluster.evict(first) == 201
+        # The budget allows one engine at a time.
+        assert cluster.evict(second) == 429
+        wait_for(lambda: cluster.evict(second) == 201, "the turn of the second engine", cluster.patience_s)
+        cluster.wait_for(lambda: not before & names(cluster), "the end of both")
+        cluster.wait("EnginesReady", "AllReady")
+
+    _, fared = await stream_while(cluster, known, act)
+    print(f"evicted both engines: {dict(fared)}")
+
+
+def names(cluster: PodCluster) -> set[str]:
+    return {pod["metadata"]["name"] for pod in cluster.engines.values()}
+
+
+async def test_a_wrong_image_stops_the_rollout_and_is_rolled_back(cluster: PodCluster, known: Known) -> None:
+    before = cluster.identify("engine")
+
+    def act() -> None:
+        # Nobody listens there, and nobody is asked who does.
+        cluster.edit(engine={"image": "127.0.0.1:9/absent:1"})
+        cluster.wait("Progressing", "RolloutStopped")
+        cluster.wait("Degraded", "ImagePullBackOff")
+        kept = cluster.identify("engine") & before
+        assert len(kept) == 1
+        cluster.kubectl("wait", "--for=condition=Ready", "--timeout=5s", "slc/tiny")
+        cluster.edit(engine={"image": None})
+        cluster.wait("EnginesReady", "AllReady")
+        assert kept < cluster.identify("engine")
+
+    _, fared = await stream_while(cluster, known, act)
+    print(f"a wrong image, and back: {dict(fared)}")
+
+
+async def test_an_upgrade_of_the_operator_and_its_definition_touches_nothing_that_serves(
+    cluster: PodCluster, release: Release, known: Known, tmp_path: Path
+) -> None:
+    before = cluster.identify("engine"), cluster.identify("router")
+    operators = release.pods()
+    chart = make_next_chart(tmp_path)
+
+    def knows_next() -> bool:
+        fields = cluster.kubectl("explain", "slc.spec")
+        assert "chunkSizes" in fields
+        return "What a later version of Sluice knows." in fields and "NEXT" in cluster.kubectl("get", "slc")
+
+    def act() -> None:
+        assert not knows_next()
+        release.upgrade(chart)
+        assert knows_next()
+        wait_for(lambda: not release.pods() & operators, "the end of the old operators")
+        cluster.time_edit(lambda s: list_sizes(s) == [64, 96], chunkSizes={"prefillHeavy": 96})
+        release.roll_back()
+        assert not knows_next()
+        cluster.time_edit(lambda s: list_sizes(s) == [64, 512], chunkSizes={"prefillHeavy": 512})
+
+    _, fared = await stream_while(cluster, known, act)
+    print(f"upgraded the operator, and back: {dict(fared)}")
+    assert (cluster.identify("engine"), cluster.identify("router")) == before
+
+
+async def test_uninstalling_leaves_what_serves_and_says_so(
+    cluster: PodCluster, release: Release, client: Client, known: Known
+) -> None:
+    before = cluster.identify("engine"), cluster.identify("router")
+
+    def act() -> str:
+        said = release.uninstall()
+        wait_for(lambda: not release.pods(), "the end of the operators")
+        # Nobody looks after it, and it serves.
+        cluster.edit(chunkSizes={"prefillHeavy": 96})
+        return said
+
+    said, fared = await stream_while(cluster, known, act)
+    print(f"uninstalled: {dict(fared)}")
+    assert f"[CustomResourceDefinition] {DEFINITION}" in said
+    assert json.loads(client.kubectl("get", "slc", "-A", "-o", "json"))["items"]
+    assert cluster.chunk_sizes() == [64, 512]
+
+    def install() -> None:
+        release.install()
+        cluster.wait("Progressing", "Settled")
+
+    _, fared = await stream_while(cluster, known, install)
+    print(f"installed again: {dict(fared)}")
+    assert cluster.chunk_sizes() == [64, 96]
+    assert (cluster.identify("engine"), cluster.identify("router")) == before

@@ -1,0 +1,182 @@
+"""Schemas of Kubernetes versions, against which manifests are checked without a cluster of that version.
+
+They are part of Kubernetes' own Go module and, for monitors, rules and certificates, of the Prometheus operator's and
+cert-manager's, and are fetched like any Go module; the checksums below are what go.sum would hold. What is used of them
+is kept in ``~/.cache/sluice/schemas``, for all checkouts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+from testbed.errors import TestbedError
+from testbed.toolchain import find_go
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A file of a Go module.
+
+    Args:
+        module: The module, with its version.
+        checksum: Of the module, in the form of go.sum.
+        path: The file in it.
+    """
+
+    module: str
+    checksum: str
+    path: str
+
+    @property
+    def cached(self) -> Path:
+        """Where the file is kept."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluice" / "schemas"
+        return cache / f"{self.module.replace('/', '_')}_{Path(self.path).name}"
+
+
+def _kubernetes(version: str, checksum: str) -> Source:
+    return Source(module=f"k8s.io/kubernetes@{version}", checksum=checksum, path="api/openapi-spec/swagger.json")
+
+
+# The three newest minor versions, and the oldest that the chart takes.
+KUBERNETES = {
+    "1.37": _kubernetes("v1.37.0", "h1:TDSD+Izz9inqs7SmtJCAu7L5/DuYW9hAZ3GBdF6Ddkw="),
+    "1.36": _kubernetes("v1.36.3", "h1:qDQdoMiluAE2Eab6Fa52YV+WjiGz9mZFFoagEA6cI+o="),
+    "1.35": _kubernetes("v1.35.4", "h1:o/8dBC/pHVpYoGV4OAIytAlNPZbdYVTXJHoYvXC4qzM="),
+    "1.30": _kubernetes("v1.30.14", "h1:MrlKXh9uhLIJpyxOeXhcndzRVSvwiV9iJ8NgH8nqPsg="),
+}
+OPERATOR = (
+    "github.com/prometheus-operator/prometheus-operator@v0.85.0",
+    "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
+)
+CERT_MANAGER = Source(
+    module="github.com/cert-manager/cert-manager@v1.21.2",
+    checksum="h1:UWgoYM+KLNtRlqmoWOKjKBOBUPVHeepQ6/ac3ERJW68=",
+    path="deploy/crds/cert-manager.io_certificates.yaml",
+)
+FOREIGN = (
+    *(
+        Source(
+            module=OPERATOR[0],
+            checksum=OPERATOR[1],
+            path=f"example/prometheus-operator-crd/monitoring.coreos.com_{plural}.yaml",
+        )
+        for plural in ("servicemonitors", "prometheusrules")
+    ),
+    CERT_MANAGER,
+)
+# Kubernetes' own words for what it takes in two forms.
+QUANTITY = "io.k8s.apimachinery.pkg.api.resource.Quantity"
+GROUP_VERSION_KIND = "x-kubernetes-group-version-kind"
+
+
+class Schemas:
+    """Schemas of one version of Kubernetes, made strict: fields that are not known are refused.
+
+    Args:
+        minor: The version, such as ``1.36``.
+    """
+
+    def __init__(self, minor: str) -> None:
+        definitions = json.loads(_read(KUBERNETES[minor]))["definitions"]
+        self._definitions = {name: _make_strict(node) for name, node in definitions.items()}
+        self._definitions[QUANTITY] = {"type": ["string", "number"]}
+        self._names = {
+            _identify(kind["group"], kind["version"], kind["kind"]): name
+            for name, node in definitions.items()
+            for kind in node.get(GROUP_VERSION_KIND, ())
+        }
+        for source in FOREIGN:
+            self._add_definition(yaml.safe_load(_read(source))["spec"])
+
+    def find_faults(self, item: Object) -> list[str]:
+        """Checks an object; returns a line for each thing that the version would refuse."""
+        group, _, version = item["apiVersion"].rpartition("/")
+        name = self._names.get(_identify(group, version, item["kind"]))
+        if name is None:
+            return [f"{item['apiVersion']} {item['kind']} is not served"]
+        schema = {"$ref": f"#/definitions/{name}", "definitions": self._definitions}
+        errors = jsonschema.Draft4Validator(schema).iter_errors(item)
+        return [f"{item['kind']} {item['metadata']['name']}, {error.json_path}: {error.message}" for error in errors]
+
+    def _add_definition(self, spec: Object) -> None:
+        """Adds a kind from its CustomResourceDefinition."""
+        for version in spec["versions"]:
+            name = f"{spec['group']}.{version['name']}.{spec['names']['kind']}"
+            schema = version["schema"]["openAPIV3Schema"]
+            # A custom resource's schema says nothing of metadata, which is that of all objects.
+            metadata = {"$ref": "#/definitions/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"}
+            whole = {**schema, "properties": {**schema["properties"], "metadata": metadata}}
+            self._definitions[name] = _make_strict(whole)
+            self._names[_identify(spec["group"], version["name"], spec["names"]["kind"])] = name
+
+
+@functools.cache
+def load_schemas(minor: str) -> Schemas:
+    """Schemas of a version, fetched if they are not here yet.
+
+    Raises:
+        TestbedError: They cannot be fetched, or are not those that were pinned.
+    """
+    return Schemas(minor)
+
+
+def _identify(group: str, version: str, kind: str) -> tuple[str, str, str]:
+    return group, version, kind
+
+
+def _make_strict(node: Any) -> Any:
+    """Turns a schema of OpenAPI into one of JSON Schema that knows every field."""
+    if isinstance(node, list):
+        return [_make_strict(inner) for inner in node]
+    if not isinstance(node, dict):
+        return node
+    # Names of properties are not keywords, whatever they are.
+    strict = {
+        name: {key: _make_strict(inner) for key, inner in value.items()}
+        if name == "properties"
+        else _make_strict(value)
+        for name, value in node.items()
+    }
+    if node.get("format") == "int-or-string" or node.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    is_open = "additionalProperties" in node or node.get("x-kubernetes-preserve-unknown-fields")
+    if "properties" in node and not is_open:
+        strict["additionalProperties"] = False
+    return strict
+
+
+def _read(source: Source) -> str:
+    if not source.cached.is_file():
+        _fetch(source)
+    return source.cached.read_text()
+
+
+def _fetch(source: Source) -> None:
+    """Fetches a module for one of its files; the module cache that it goes to is thrown away, as modules are large."""
+    source.cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="sluice-schemas-") as folder:
+        environment = {**os.environ, "GOMODCACHE": folder, "GOFLAGS": "-modcacherw", "GOWORK": "off"}
+        command = [find_go(), "mod", "download", "-json", source.module]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise TestbedError(f"{source.module} cannot be fetched: {done.stdout}{done.stderr}")
+        found = json.loads(done.stdout)
+        if found["Sum"] != source.checksum:
+            raise TestbedError(f"{source.module} has the checksum {found['Sum']}, pinned is {source.checksum}")
+        whole = source.cached.with_suffix(".part")
+        shutil.copyfile(Path(found["Dir"]) / source.path, whole)
+        whole.rename(source.cached)
