@@ -15,6 +15,7 @@ from sluice_cli.bench import bench
 from sluice_cli.demo import Demo, DemoError
 from sluice_cli.detach import start_detached
 from sluice_cli.display import Display, make_console
+from sluice_cli.plan import plan
 from sluice_cli.ports import PortBook, PortError
 from sluice_cli.records import HOME, AlreadyRunningError, ClusterDirectory, find_clusters
 from sluice_cli.simulate import simulate
@@ -218,6 +219,7 @@ def demo(manifest: Path, *, keep: bool, ports: range) -> None:
             stop_cluster(directory, is_hurried=True, report=click.echo)
 
 
+cli.add_command(plan)
 cli.add_command(simulate)
 cli.add_command(bench)
 
