@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sluice_cli.papers.experiment import Bench, System, Testbed
     from sluice_cli.papers.trials import Outcome, Trial
 
-_MOST_POINTS = 400  # of a scatter plot, per series
+_MOST_POINTS = 200  # of a scatter plot, per series
 _TPOT_LIMIT_S = 0.1  # taichi.txt, section 2.3.1
 
 
