@@ -14,7 +14,8 @@ from sluice_core.sim.goodput import TARGET, NoGoodputError, search_goodput
 from sluice_core.sim.metrics import RunSummary, summarize
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.workload import PoissonWorkload, TraceRow
+from sluice_core.sim.traces import TraceRow
+from sluice_core.sim.workload import PoissonWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
