@@ -14,13 +14,14 @@ from sluice_core.sim.goodput import TARGET, NoGoodputError, search_goodput
 from sluice_core.sim.metrics import RunSummary, summarize
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.traces import TraceRow
 from sluice_core.sim.workload import PoissonWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
     from types import TracebackType
+
+    from sluice_core.sim.traces import TraceRow
 
 _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
