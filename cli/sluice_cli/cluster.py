@@ -11,20 +11,21 @@ import asyncio
 import hashlib
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2
 from sluice_cli import steps
 from sluice_cli.children import Launch
+from sluice_cli.local import describe_local_security
 from sluice_cli.planner import Planner
 from sluice_cli.ports import PortError
 from sluice_cli.program import Program
-from sluice_cli.records import ProcessRecord, start_time
-from sluice_cli.sites import HOST, Sites, list_ports
+from sluice_cli.sites import HOST, Sites
+from sluice_cli.slots import EngineSlot, RouterSlot, keep_link, list_processes, make_control_tls
 from sluice_cli.view import ClusterView, make_view, pick_engine
 from sluice_core.records import EngineId
-from sluice_operator import render
+from sluice_operator import names, render
 from sluice_operator.link import RouterLink
 from sluice_operator.sliders import resolve_sliders
 
@@ -34,48 +35,12 @@ if TYPE_CHECKING:
 
     from sluice_cli.children import Spawner
     from sluice_cli.ports import PortBook
-    from sluice_cli.records import ClusterDirectory
+    from sluice_cli.records import ClusterDirectory, ProcessRecord
     from sluice_operator.spec import ServingCluster
 
 # Between SIGTERM and SIGKILL, beyond the drain itself: interpreters take seconds to shut down under load.
 STOP_MARGIN_S = 15.0
 SERVING = (control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING)
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineSlot:
-    """An engine's place: what runs there, and whether that serves.
-
-    Args:
-        site: Its name and ports.
-        program: Runs it.
-        identity: Identifies its command and environment.
-        stale_epoch: Epoch of the process before the present one; a status that names it is old.
-    """
-
-    site: render.EngineSite
-    program: Program
-    identity: str
-    stale_epoch: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class RouterSlot:
-    """A router's place.
-
-    Args:
-        site: Its ports.
-        program: Runs it.
-        identity: Identifies its command.
-        link: Our link to it.
-        link_task: Runs the link.
-    """
-
-    site: render.RouterSite
-    program: Program
-    identity: str
-    link: RouterLink
-    link_task: asyncio.Task[None]
 
 
 class LocalCluster:
@@ -88,6 +53,7 @@ class LocalCluster:
         spawn_engine: Starts engines.
         spawn_router: Starts routers.
         find_model: Directory of a manifest's model.
+        find_secret: Directory of a Secret.
         http_port: Port of the first router instead of the manifest's.
         report: Takes a line for people.
         clock: Monotonic seconds.
@@ -103,6 +69,7 @@ class LocalCluster:
         spawn_engine: Spawner,
         spawn_router: Spawner,
         find_model: Callable[[ServingCluster], Path],
+        find_secret: Callable[[str], Path],
         http_port: int | None = None,
         report: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -116,6 +83,7 @@ class LocalCluster:
         self._spawn_engine = spawn_engine
         self._spawn_router = spawn_router
         self._find_model = find_model
+        self._find_secret = find_secret
         self._report = report
         self._clock = clock
         self._engines: dict[EngineId, EngineSlot] = {}
@@ -186,9 +154,12 @@ class LocalCluster:
             engine_id=EngineId(""), host="", port=0, metrics_port=0, kv_host="", kv_port=0, model_directory=""
         )
         return steps.Wanted(
-            world=spec.model.model_dump_json(),
+            # What speaks in the open and what does not cannot speak with one another.
+            world=spec.model.model_dump_json() + spec.network.tls.model_dump_json(),
             engine=_digest(render.render_engine_command(spec, nowhere), render.render_engine_environment(spec)),
-            router=_digest(self._sites.choose_http_port(spec.router.service.port)),
+            router=_digest(
+                self._sites.choose_http_port(spec.router.service.port), asdict(self._security(names.ROUTER))
+            ),
             num_engines=spec.replicas,
             num_routers=spec.router.replicas,
             num_prefill_heavy=resolve_sliders(spec).num_prefill_heavy,
@@ -240,7 +211,7 @@ class LocalCluster:
 
     def _engine_launch(self, site: render.EngineSite) -> Launch:
         return Launch(
-            command=tuple(render.render_engine_command(self.manifest.spec, site)),
+            command=tuple(render.render_engine_command(self.manifest.spec, site, self._security(names.ENGINE))),
             environment=render.render_engine_environment(self.manifest.spec),
             log=self._directory.log_path(site.engine_id),
         )
@@ -284,14 +255,19 @@ class LocalCluster:
         site = self._sites.make_first_router(port, model) if index == 0 else self._sites.make_further_router(model)
         self._write_engines()
         program = self._make_program(name, self._spawn_router)
-        program.launch = Launch(command=tuple(render.render_router_command(site)), log=self._directory.log_path(name))
-        link = RouterLink(name, f"{HOST}:{site.control_port}", report=self._report, on_status=self._on_status)
+        security = self._security(names.ROUTER)
+        command = render.render_router_command(site, security)
+        program.launch = Launch(command=tuple(command), log=self._directory.log_path(name))
+        tls = make_control_tls(security)
+        address = f"{HOST}:{site.control_port}"
+        link = RouterLink(name, address, report=self._report, on_status=self._on_status, tls=tls)
         self._routers[name] = RouterSlot(
             site=site,
             program=program,
             identity=wanted.router,
             link=link,
-            link_task=self._group.create_task(link.run(), name=f"link to {name}"),
+            link_task=self._group.create_task(keep_link(link, tls), name=f"link to {name}"),
+            security=security,
         )
         if self._planner.plan:
             link.offer(self._planner.plan)
@@ -315,18 +291,25 @@ class LocalCluster:
         self._on_process_change()
 
     async def _roll_router(self, name: str, wanted: steps.Wanted) -> None:
-        if name != "router-0":
-            self._routers[name].identity = wanted.router  # only the first router's port is in the manifest
+        slot, port = self._routers[name], self.manifest.spec.router.service.port
+        # Only the first router's port is in the manifest.
+        is_moving = name == "router-0" and self._sites.choose_http_port(port) != slot.site.http_port
+        if is_moving:
+            try:
+                self._sites.check_http_port(port)
+            except PortError as error:
+                self._report(f"{name} stays at its port, and as it is: {error}")
+                slot.identity = wanted.router
+                return
+        if not is_moving and slot.security == self._security(names.ROUTER):
+            slot.identity = wanted.router
             return
-        port = self.manifest.spec.router.service.port
-        try:
-            self._sites.check_http_port(port)
-        except PortError as error:
-            self._report(f"{name} stays at its port: {error}")
-            self._routers[name].identity = wanted.router
-            return
-        self._report(f"{name} stops once its streams have ended, then starts anew on port {port}")
+        where = f" on port {port}" if is_moving else ""
+        self._report(f"{name} stops once its streams have ended, then starts anew{where}")
         await self._remove_router(name)
+
+    def _security(self, component: str) -> render.Security:
+        return describe_local_security(self.manifest, component, self._find_secret)
 
     def _make_program(self, name: str, spawner: Spawner) -> Program:
         empty = Launch(command=(), log=self._directory.log_path(name))
@@ -401,10 +384,7 @@ class LocalCluster:
         return True
 
     def _list_processes(self) -> list[ProcessRecord]:
-        routers = [_record(name, "router", slot.program, list_ports(slot.site)) for name, slot in self._routers.items()]
-        return routers + [
-            _record(name, "engine", slot.program, list_ports(slot.site)) for name, slot in self._engines.items()
-        ]
+        return list_processes(self._routers, self._engines)
 
     # Events.
 
@@ -463,15 +443,3 @@ class LocalCluster:
 
 def _digest(*content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _record(name: str, kind: str, program: Program, ports: dict[str, int]) -> ProcessRecord:
-    return ProcessRecord(
-        name=name,
-        kind=kind,
-        pid=program.pid,
-        started=start_time(program.pid),
-        num_starts=program.num_starts,
-        ports=ports,
-        log=str(program.launch.log),
-    )

@@ -182,7 +182,7 @@ class Demo:
         self._console.print(Text(text, style="bold"))
 
     async def _story(self, view: ClusterView, stream: Stream) -> dict[str, Any]:
-        return await fetch_story([router.url for router in view.routers], stream.request_id)
+        return await fetch_story(view.routers, stream.request_id)
 
     def _count(self, stream: Stream, story: dict[str, Any]) -> None:
         self._totals.streams.append(stream)

@@ -14,6 +14,7 @@ import click
 from sluice_cli.demo import Demo, DemoError
 from sluice_cli.detach import start_detached
 from sluice_cli.display import Display, make_console
+from sluice_cli.plan import plan
 from sluice_cli.ports import PortBook, PortError
 from sluice_cli.records import HOME, AlreadyRunningError, ClusterDirectory, find_clusters
 from sluice_cli.simulate import simulate
@@ -29,14 +30,16 @@ class CommandError(click.ClickException):
     """Something the user can set right; the message says how."""
 
 
-def _parse_volumes(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
-    volumes = {}
+def _parse_directories(
+    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, Path]:
+    directories = {}
     for value in values:
         name, separator, directory = value.partition("=")
         if not separator or not name or not directory:
             raise click.BadParameter(f"{value!r} is not NAME=DIR")
-        volumes[name] = Path(directory)
-    return volumes
+        directories[name] = Path(directory)
+    return directories
 
 
 def _parse_ports(_context: click.Context, _parameter: click.Parameter, value: str) -> range:
@@ -87,12 +90,28 @@ def cli() -> None:
     "--http-port", type=click.IntRange(1024, 65535), help="Port of the first router instead of the manifest's."
 )
 @click.option(
-    "--volume", "volumes", multiple=True, callback=_parse_volumes, metavar="NAME=DIR", help="Directory of a claim."
+    "--volume", "volumes", multiple=True, callback=_parse_directories, metavar="NAME=DIR", help="Directory of a claim."
+)
+@click.option(
+    "--secret",
+    "secrets",
+    multiple=True,
+    callback=_parse_directories,
+    metavar="NAME=DIR",
+    help="Directory of a Secret's entries.",
 )
 @ports_option
-def up(manifest: Path, *, detach: bool, http_port: int | None, volumes: dict[str, Path], ports: range) -> None:
+def up(
+    manifest: Path,
+    *,
+    detach: bool,
+    http_port: int | None,
+    volumes: dict[str, Path],
+    secrets: dict[str, Path],
+    ports: range,
+) -> None:
     """Runs the ServingCluster of MANIFEST as local processes, and follows its edits."""
-    options = UpOptions(manifest=manifest, http_port=http_port, volumes=volumes, ports=ports)
+    options = UpOptions(manifest=manifest, http_port=http_port, volumes=volumes, secrets=secrets, ports=ports)
     try:
         if detach:
             directory = ClusterDirectory(read_manifest(options).metadata.name)
@@ -141,12 +160,13 @@ def down(name: str | None, *, is_all: bool, now: bool) -> None:
 @cli.command()
 @click.argument("request_id")
 @cluster_option
+@click.option("--api-key", envvar="SLUICE_API_KEY", default="", help="Key of a cluster that asks for one.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def explain(request_id: str, name: str | None, *, as_json: bool) -> None:
+def explain(request_id: str, name: str | None, *, api_key: str, as_json: bool) -> None:
     """Tells why a request (its x-request-id) ran where it ran."""
     view = asyncio.run(read_view(_choose_cluster(name)))
     try:
-        story = asyncio.run(fetch_story([router.url for router in view.routers], request_id))
+        story = asyncio.run(fetch_story(view.routers, request_id, api_key))
     except UnknownRequestError as error:
         raise CommandError(str(error)) from error
     if as_json:
@@ -180,7 +200,10 @@ def demo(manifest: Path, *, keep: bool, ports: range) -> None:
     options = UpOptions(manifest=copy, http_port=http_port, volumes={}, ports=ports)
     directory = ClusterDirectory("demo")
     try:
-        model = read_manifest(options).served_name
+        wanted = read_manifest(options)
+        model = wanted.served_name
+        if wanted.spec.router.auth.mode != "None" or wanted.spec.router.tls.mode != "Disabled":
+            raise CommandError("the demo shows a cluster in the open; remove spec.router.auth and spec.router.tls")
         if directory.is_running():
             stop_cluster(directory, is_hurried=True, report=click.echo)
         if start_detached(directory, options.as_arguments(), click.echo):
@@ -195,6 +218,7 @@ def demo(manifest: Path, *, keep: bool, ports: range) -> None:
             stop_cluster(directory, is_hurried=True, report=click.echo)
 
 
+cli.add_command(plan)
 cli.add_command(simulate)
 
 

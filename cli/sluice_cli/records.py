@@ -37,6 +37,10 @@ class ProcessRecord:
         num_starts: How often it was started.
         ports: Ports by purpose.
         log: Its output.
+        front_tls: Folder of the certificate that clients see; empty: nothing is encrypted.
+        needs_key: Requests must carry a key.
+        peer_tls: Folder of the certificate of its control port; empty: nothing is encrypted.
+        peer_name: Name that this certificate is for.
     """
 
     name: str
@@ -46,6 +50,10 @@ class ProcessRecord:
     num_starts: int = 0
     ports: dict[str, int] = field(default_factory=dict)
     log: str = ""
+    front_tls: str = ""
+    needs_key: bool = False
+    peer_tls: str = ""
+    peer_name: str = ""
 
     def find(self) -> psutil.Process | None:
         """The running process of this record, unless it has ended."""

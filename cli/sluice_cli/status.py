@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sluice.certificates import CertificateError, CertificateFolder
 from sluice_cli.view import ClusterView, make_view
-from sluice_operator.link import ask_status
+from sluice_operator.link import ControlTls, ask_status
 
 if TYPE_CHECKING:
-    from sluice_cli.records import ClusterDirectory
+    from sluice.v1 import control_pb2
+    from sluice_cli.records import ClusterDirectory, ProcessRecord
 
 
 async def read_view(directory: ClusterDirectory) -> ClusterView:
@@ -19,7 +22,7 @@ async def read_view(directory: ClusterDirectory) -> ClusterView:
     is_running = directory.is_running()
     processes = directory.read_processes() if is_running else []
     routers = [process for process in processes if process.kind == "router"]
-    answers = await asyncio.gather(*(ask_status(f"127.0.0.1:{router.ports['control']}") for router in routers))
+    answers = await asyncio.gather(*map(_ask, routers))
     return make_view(
         name=directory.name,
         phase=facts.get("phase", "unknown") if is_running else "stopped",
@@ -28,3 +31,15 @@ async def read_view(directory: ClusterDirectory) -> ClusterView:
         processes=processes,
         statuses={router.name: answer for router, answer in zip(routers, answers, strict=True)},
     )
+
+
+async def _ask(router: ProcessRecord) -> control_pb2.GetStatusResponse | None:
+    tls = None
+    if router.peer_tls:
+        try:
+            certificates = CertificateFolder(Path(router.peer_tls), is_mutual=True)
+        except CertificateError:
+            # The launcher says so in its log; what its processes are can be shown all the same.
+            return None
+        tls = ControlTls(certificates=certificates, server_name=router.peer_name)
+    return await ask_status(f"127.0.0.1:{router.ports['control']}", tls=tls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -11,10 +12,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from sluice.certificates import make_pinned_context
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import RenderableType
+
+    from sluice_cli.view import RouterView
 
 TIMEOUT = aiohttp.ClientTimeout(total=5)
 
@@ -23,30 +28,35 @@ class UnknownRequestError(Exception):
     """No router knows the request."""
 
 
-async def fetch_story(urls: Sequence[str], request_id: str) -> dict[str, Any]:
+async def fetch_story(routers: Sequence[RouterView], request_id: str, api_key: str = "") -> dict[str, Any]:
     """Asks each router for a request.
 
     Args:
-        urls: The routers' OpenAI APIs.
+        routers: The routers.
         request_id: The router's id (x-request-id in the answer's headers) or the client's own.
+        api_key: For routers that ask for one.
 
     Raises:
-        UnknownRequestError: None of them knows it.
+        UnknownRequestError: None of them knows it, or the key is not valid.
     """
-    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
-        answers = await asyncio.gather(*(_ask(session, url, request_id) for url in urls))
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with aiohttp.ClientSession(timeout=TIMEOUT, headers=headers) as session:
+        answers = await asyncio.gather(*(_ask(session, router, request_id) for router in routers))
     for answer in answers:
         if answer:
             return answer
-    routers = ", ".join(urls) or "none"
+    asked = ", ".join(router.url for router in routers) or "none"
     raise UnknownRequestError(
-        f"no router knows request {request_id!r} (asked: {routers}); routers keep the last few thousand decisions"
+        f"no router knows request {request_id!r} (asked: {asked}); routers keep the last few thousand decisions"
     )
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, request_id: str) -> dict[str, Any] | None:
+async def _ask(session: aiohttp.ClientSession, router: RouterView, request_id: str) -> dict[str, Any] | None:
+    trust = make_pinned_context(Path(router.front_tls)) if router.front_tls else True
     try:
-        async with session.get(f"{url}/debug/requests/{request_id}") as response:
+        async with session.get(f"{router.url}/debug/requests/{request_id}", ssl=trust) as response:
+            if response.status == 401:
+                raise UnknownRequestError(f"{router.url} asks for a valid API key; pass --api-key or SLUICE_API_KEY")
             if response.status != 200:
                 return None
             story: dict[str, Any] = await response.json()

@@ -6,14 +6,14 @@ import asyncio
 import importlib.metadata
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from sluice_cli.children import spawn
 from sluice_cli.cluster import LocalCluster
 from sluice_cli.fork_spawner import ENGINE_MODULES, ForkSpawner
-from sluice_cli.local import check_local, find_model
+from sluice_cli.local import check_local, find_model, find_secret
 from sluice_cli.ports import DEFAULT_RANGE, PortBook
 from sluice_cli.records import HOME, ClusterDirectory
 from sluice_cli.watch import follow_manifest
@@ -43,6 +43,7 @@ class UpOptions:
         manifest: The manifest's file.
         http_port: Port of the first router instead of the manifest's.
         volumes: Directories of claims that do not lie in Sluice's own.
+        secrets: Directories of Secrets that do not lie in Sluice's own.
         ports: Ports to choose from.
         home: Sluice's directory.
     """
@@ -50,6 +51,7 @@ class UpOptions:
     manifest: Path
     http_port: int | None
     volumes: Mapping[str, Path]
+    secrets: Mapping[str, Path] = field(default_factory=dict)
     ports: range = DEFAULT_RANGE
     home: Path = HOME
 
@@ -60,6 +62,8 @@ class UpOptions:
             arguments += ["--http-port", str(self.http_port)]
         for name, path in self.volumes.items():
             arguments += ["--volume", f"{name}={path}"]
+        for name, path in self.secrets.items():
+            arguments += ["--secret", f"{name}={path}"]
         return arguments
 
 
@@ -74,7 +78,7 @@ def read_manifest(options: UpOptions, text: str | None = None) -> ServingCluster
         ManifestError: It is wrong, or asks for what only Kubernetes can do.
     """
     manifest = parse_manifest(options.manifest.read_text() if text is None else text)
-    problems = check_local(manifest, options.home, options.volumes)
+    problems = check_local(manifest, options.home, options.volumes, options.secrets)
     if problems:
         raise ManifestError(problems)
     return manifest
@@ -107,6 +111,7 @@ async def run_up(options: UpOptions, display: Display) -> None:
         spawn_engine=spawn_engine,
         spawn_router=make_router_spawner(),
         find_model=partial(find_model, home=options.home, volumes=options.volumes),
+        find_secret=partial(find_secret, home=options.home, secrets=options.secrets),
         http_port=options.http_port,
         report=display.report,
     )
@@ -123,7 +128,7 @@ async def _run(
 ) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
     _handle_signals(stop, hurry, display)
-    check = partial(check_local, home=options.home, volumes=options.volumes)
+    check = partial(check_local, home=options.home, volumes=options.volumes, secrets=options.secrets)
     async with asyncio.TaskGroup() as group:
         followers = [
             group.create_task(follow_manifest(options.manifest, text, cluster, check, display.report)),

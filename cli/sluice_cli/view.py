@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -68,6 +68,8 @@ class RouterView:
     Args:
         name: The launcher's name.
         url: Of its OpenAI API.
+        front_tls: Folder of its certificate; empty: nothing is encrypted.
+        needs_key: Requests must carry a key.
         is_ready: /readyz answers 200.
         generation: Plan in force.
         acknowledged_generation: Plan that every engine acknowledged.
@@ -79,6 +81,8 @@ class RouterView:
 
     name: str
     url: str
+    front_tls: str = ""
+    needs_key: bool = False
     is_ready: bool = False
     generation: int = 0
     acknowledged_generation: int = 0
@@ -206,19 +210,23 @@ def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None
 
 
 def _view_router(process: ProcessRecord, status: control_pb2.GetStatusResponse | None) -> RouterView:
-    url = f"http://127.0.0.1:{process.ports['http']}"
-    if status is None:
-        return RouterView(name=process.name, url=url, num_restarts=_count_restarts(process), pid=process.pid)
-    return RouterView(
+    router = RouterView(
         name=process.name,
-        url=url,
+        url=f"{'https' if process.front_tls else 'http'}://127.0.0.1:{process.ports['http']}",
+        front_tls=process.front_tls,
+        needs_key=process.needs_key,
+        num_restarts=_count_restarts(process),
+        pid=process.pid,
+    )
+    if status is None:
+        return router
+    return replace(
+        router,
         is_ready=status.is_ready,
         generation=status.generation,
         acknowledged_generation=status.acknowledged_generation,
         num_requests=status.num_requests,
         num_waiting=status.num_waiting,
-        num_restarts=_count_restarts(process),
-        pid=process.pid,
     )
 
 
@@ -282,7 +290,13 @@ def make_table(view: ClusterView) -> Table:
 def make_curl_line(view: ClusterView) -> str:
     """A line to try."""
     body = '{"model": "%s", "stream": true, "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}'
-    return f"curl -N {view.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body % view.model}'"
+    options = "-N"
+    if view.routers and view.routers[0].front_tls:
+        options += f" --cacert {view.routers[0].front_tls}/tls.crt"
+    if view.routers and view.routers[0].needs_key:
+        options += ' -H "Authorization: Bearer $SLUICE_API_KEY"'
+    url = f"{view.url}/v1/chat/completions"
+    return f"curl {options} {url} -H 'Content-Type: application/json' -d '{body % view.model}'"
 
 
 def _share(num_met: int, counters: ClassView) -> str:

@@ -69,6 +69,7 @@ class Running:
             spawn_engine=spawn_stand_in,
             spawn_router=spawn_stand_in,
             find_model=lambda manifest: home,
+            find_secret=lambda name: home / name,
             report=self.report,
         )
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
@@ -221,6 +222,21 @@ async def test_the_port_of_the_router_moves_and_the_engines_stay(running: Runnin
     assert "router-0 stops once its streams have ended, then starts anew on port 25410" in running.lines
     # The old port is free again, for whoever wants it.
     assert running.ports.take(25400, "a test", "none") == 25400
+
+
+async def test_keys_are_asked_for_by_routers_that_start_anew_and_engines_stay(running: Running) -> None:
+    running.edit("router: {replicas: 1", "router: {replicas: 2")
+    await running.until(lambda: len(running.cluster.view().routers) == 2 and running.is_ready())
+    before = running.pids()
+    running.edit("port: 25400}", "port: 25400}, auth: {mode: APIKey, apiKey: {secretName: keys}}")
+    await running.until(lambda: all(router.needs_key for router in running.cluster.view().routers))
+    await running.until(lambda: len(running.cluster.view().routers) == 2 and running.is_ready())
+    after = running.pids()
+    assert {name for name, pid in after.items() if pid != before[name]} == {"router-0", "router-1"}
+    for name in ("router-0", "router-1"):
+        command = psutil.Process(after[name]).cmdline()
+        assert command[command.index("--api-keys") + 1].endswith("/keys")
+    assert running.cluster.view().url == "http://127.0.0.1:25400"
 
 
 async def test_a_port_in_use_is_said_and_the_router_stays_until_another_is_named(running: Running) -> None:

@@ -7,19 +7,24 @@ import io
 import json
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import trustme
+from aiohttp import web
+from certificate_files import make_files, mount_secret
 from click.testing import CliRunner
 from rich.console import Console
 
+from sluice.certificates import CertificateFolder, make_server_context
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_cli.client import Stream
 from sluice_cli.main import cli
 from sluice_cli.records import ClusterDirectory, ProcessRecord, start_time
-from sluice_cli.story import make_story
-from sluice_cli.view import make_curl_line, make_table, make_view
+from sluice_cli.story import UnknownRequestError, fetch_story, make_story
+from sluice_cli.view import RouterView, make_curl_line, make_table, make_view
 from sluice_cli.watch import follow_manifest
 from sluice_operator.manifest import parse_manifest
 
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from sluice_operator.spec import ServingCluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
+SECURED = EXAMPLE.with_name("tiny-secured.yaml")
 
 
 @pytest.fixture
@@ -45,6 +51,55 @@ def test_up_without_the_model_says_where_it_belongs(home: Path) -> None:
     code, output = run("up", str(EXAMPLE))
     assert code == 1
     assert f"spec.model.source: {home}/.sluice/volumes/models/tiny is not a directory; put the model there" in output
+
+
+def test_up_without_secrets_says_where_they_belong(home: Path) -> None:
+    (home / ".sluice/volumes/models/tiny").mkdir(parents=True)
+    code, output = run("up", str(SECURED))
+    assert code == 1
+    secrets = f"{home}/.sluice/secrets"
+    assert f"apiKey.secretName: {secrets}/secured-keys is not a directory; put the keys there" in output
+    assert f"spec.router.tls.secretName: {secrets}/secured-front: tls.crt cannot be read" in output
+    assert f"spec.network.tls.secretName: {secrets}/secured-peers: tls.crt cannot be read" in output
+
+
+async def test_a_story_is_fetched_through_tls_with_a_key(tmp_path: Path) -> None:
+    folder = mount_secret(tmp_path, make_files(trustme.CA(), "elsewhere.example.com"))
+    story = {"request_id": "r", "events": []}
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != "Bearer sk-1":
+            return web.Response(status=401)
+        return web.json_response(story)
+
+    application = web.Application()
+    application.router.add_get("/debug/requests/r", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    context = make_server_context(CertificateFolder(folder, is_mutual=False).current)
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    url = f"https://127.0.0.1:{runner.addresses[0][1]}"
+    router = RouterView(name="router-0", url=url, front_tls=str(folder), needs_key=True)
+    try:
+        assert await fetch_story([router], "r", "sk-1") == story
+        with pytest.raises(UnknownRequestError, match="asks for a valid API key"):
+            await fetch_story([router], "r")
+        other = mount_secret(tmp_path / "other", make_files(trustme.CA(), "elsewhere.example.com"))
+        with pytest.raises(UnknownRequestError, match="no router knows"):
+            await fetch_story([replace(router, front_tls=str(other))], "r", "sk-1")
+    finally:
+        await runner.cleanup()
+
+
+def test_the_line_to_try_carries_what_the_router_asks_for() -> None:
+    record = ProcessRecord(
+        name="router-0", kind="router", pid=1, ports={"http": 8443}, front_tls="/tls", needs_key=True
+    )
+    view = make_view(name="n", phase="ready", manifest="m", model="tiny", processes=[record], statuses={})
+    line = make_curl_line(view)
+    assert line.startswith(
+        'curl -N --cacert /tls/tls.crt -H "Authorization: Bearer $SLUICE_API_KEY" https://127.0.0.1:8443/'
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trustme
+from certificate_files import make_files, mount_secret
 
-from sluice_cli.local import check_local, find_model
+from sluice_cli.local import check_local, describe_local_security, find_model, find_secret
+from sluice_operator import names
 from sluice_operator.manifest import check_manifest
 
 if TYPE_CHECKING:
@@ -43,16 +46,12 @@ def test_a_local_manifest_is_accepted(home: Path) -> None:
     ("parts", "problem"),
     [
         (
-            {"router": {"auth": {"mode": "APIKey", "apiKey": {"secretName": "keys"}}}},
-            "spec.router.auth.mode: 'APIKey' needs pods; use None",
-        ),
-        (
-            {"router": {"tls": {"mode": "SecretRef", "secretName": "tls"}}},
-            "spec.router.tls.mode: 'SecretRef' needs pods; use Disabled",
+            {"router": {"tls": {"mode": "CertManager", "issuerRef": {"name": "ca"}}}},
+            "spec.router.tls.mode: 'CertManager' needs pods; use SecretRef",
         ),
         (
             {"network": {"tls": {"mode": "CertManager", "issuerRef": {"name": "ca"}}}},
-            "spec.network.tls.mode: 'CertManager' needs pods; use Disabled",
+            "spec.network.tls.mode: 'CertManager' needs pods; use SecretRef",
         ),
         (
             {"network": {"mode": "RDMA", "rdma": {"fabric": "InfiniBand", "resourceName": "rdma/ib"}}},
@@ -63,7 +62,7 @@ def test_a_local_manifest_is_accepted(home: Path) -> None:
             "spec.engine.env[0].valueFrom: needs pods; use value",
         ),
     ],
-    ids=["keys", "TLS", "mutual TLS", "RDMA", "value of a pod's field"],
+    ids=["TLS", "mutual TLS", "RDMA", "value of a pod's field"],
 )
 def test_what_needs_pods_is_refused_by_field(home: Path, parts: dict[str, Any], problem: str) -> None:
     assert [str(found) for found in check_local(make(**parts), home, {})] == [problem]
@@ -74,3 +73,48 @@ def test_a_model_that_is_not_here_is_refused(home: Path) -> None:
     assert problem.message.startswith("local clusters read models from volumes only; use persistentVolumeClaim")
     (problem,) = check_local(make(), home / "elsewhere", {})
     assert "is not a directory; put the model there or pass --volume models=DIR" in problem.message
+
+
+SECURED = {
+    "router": {
+        "auth": {"mode": "APIKey", "apiKey": {"secretName": "keys"}},
+        "tls": {"mode": "SecretRef", "secretName": "front"},
+    },
+    "network": {"tls": {"mode": "SecretRef", "secretName": "peers"}},
+}
+PEERS = ("test-engines.default.svc", "test-router-control.default.svc")
+
+
+def test_secrets_lie_in_folders(home: Path, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    (home / "secrets" / "keys").mkdir(parents=True)
+    mount_secret(home / "secrets" / "front", make_files(authority, "localhost"))
+    elsewhere = {"peers": mount_secret(tmp_path / "elsewhere", make_files(authority, *PEERS))}
+    manifest = make(**SECURED)
+    assert check_local(manifest, home, {}, elsewhere) == []
+    security = describe_local_security(manifest, names.ROUTER, lambda name: find_secret(name, home, elsewhere))
+    assert security.api_keys == str(home / "secrets" / "keys")
+    assert security.front_tls == str(home / "secrets" / "front")
+    assert security.peer_tls == str(tmp_path / "elsewhere")
+    assert (security.engine_name, security.router_name) == PEERS
+    # The launcher has the routers' certificate.
+    assert security.control_name == security.router_name
+
+
+def test_secrets_that_are_not_here_or_of_no_use_are_refused_by_field(home: Path) -> None:
+    authority = trustme.CA()
+    mount_secret(home / "secrets" / "peers", make_files(authority, PEERS[0]))
+    problems = {problem.field: problem.message for problem in check_local(make(**SECURED), home, {})}
+    folder = home / "secrets"
+    assert problems == {
+        "spec.router.auth.apiKey.secretName": (
+            f"{folder / 'keys'} is not a directory; put the keys there, a file per owner, or pass --secret keys=DIR"
+        ),
+        "spec.router.tls.secretName": (
+            f"{folder / 'front'}: tls.crt cannot be read: No such file or directory; pass --secret front=DIR if it lies"
+            " elsewhere"
+        ),
+        "spec.network.tls.secretName": (
+            f"{folder / 'peers'}: the certificate is not for {PEERS[1]}; pass --secret peers=DIR if it lies elsewhere"
+        ),
+    }

@@ -37,7 +37,7 @@ def place(table, engine_id, request_id, now=0.0, tokens=160, execute_s=0.5):
 
 
 def list_fields(view):
-    return {name: getattr(view, name) for name in type(view).__slots__}
+    return {name: getattr(view, name) for name in dir(view) if not name.startswith("_")}
 
 
 @pytest.fixture

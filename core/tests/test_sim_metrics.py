@@ -15,11 +15,13 @@ from sluice_core.records import Slo, SloClass
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.goodput import NoGoodputError, bisect_rate, search_goodput
 from sluice_core.sim.metrics import compute_percentile, list_longest_tenth, make_report, summarize
+from sluice_core.sim.pickling import RECORDS
 from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.setup import Arrival, Cell
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
-from sluice_core.sim.workload import PoissonWorkload, TraceError, TraceRow, parse_trace, scale_trace
+from sluice_core.sim.traces import TraceError, TraceRow, parse_trace
+from sluice_core.sim.workload import PoissonWorkload, scale_trace
 from sluice_core.slo import check_slo, compute_tpot_s
 from sluice_core.strategies import get_strategy
 
@@ -92,9 +94,10 @@ def test_the_report_has_the_promised_keys(simulation):
     assert json.loads(json.dumps(report)) == report
 
 
-def test_a_summary_survives_the_way_between_processes(simulation):
-    summary = summarize(simulation)
-    assert pickle.loads(pickle.dumps(summary)) == summary
+def test_records_survive_the_way_between_processes(simulation):
+    summary, slo_class = summarize(simulation), SloClass(name="chat", slo=SLO, priority=1)
+    assert pickle.loads(pickle.dumps((summary, slo_class))) == (summary, slo_class)
+    assert {type(summary), type(slo_class), type(SLO), type(summary.engines[0])} == set(RECORDS)
 
 
 def test_engine_use_adds_up(simulation):
@@ -169,7 +172,7 @@ def test_traces_are_read_with_times_classes_and_objectives():
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "line 1: columns are none"),
+        ([], "line 1: the trace is empty"),
         (["input_tokens"], "line 1: columns are input_tokens; known are"),
         (["input_tokens,output_tokens,colour"], "line 1"),
         (["input_tokens,output_tokens"], "line 2: the trace has no rows"),
@@ -177,7 +180,7 @@ def test_traces_are_read_with_times_classes_and_objectives():
         (["input_tokens,output_tokens", "1,2", "x,2"], "line 3: input_tokens is 'x'"),
         (["input_tokens,output_tokens", "1,0"], "line 2: output_tokens is '0'"),
         (["arrival_s,input_tokens,output_tokens", "nan,1,2"], "line 2: arrival_s is 'nan'"),
-        (["arrival_s,input_tokens,output_tokens", "2,1,2", "1,1,2"], "line 3: arrival_s 1 is before 2"),
+        (["arrival_s,input_tokens,output_tokens", "2,1,2", "1,1,2"], "line 3: arrival_s is 1 s before"),
     ],
     ids=["empty", "missing", "unknown", "no rows", "short", "no number", "zero", "nan", "order"],
 )
@@ -198,12 +201,12 @@ def test_trace_times_are_stretched_to_the_rate():
 
 
 @pytest.mark.parametrize("start_rps", [0.01, 2.9, 3.1, 500.0])
-def test_the_search_ends_within_two_percent_below_the_limit(start_rps):
-    tried = []
+def test_the_search_ends_within_two_percent_below_the_limit(start_rps, simulation):
+    tried, summary = [], summarize(simulation)
 
     def attempt(rate_rps):
         tried.append(rate_rps)
-        return "summary" if rate_rps <= 3.0 else None
+        return summary if rate_rps <= 3.0 else None
 
     found = bisect_rate(attempt, start_rps)
     assert 3.0 / 1.02 <= found.rate_rps <= 3.0

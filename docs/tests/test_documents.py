@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/api.md", "docs/simulator.md", "CONTRIBUTING.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/api.md",
+    "docs/security.md",
+    "docs/simulator.md",
+    "docs/planning.md",
+    "CONTRIBUTING.md",
+)
 URL = "http://127.0.0.1:8000"
 FENCE = re.compile(r"^```sh (ci\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -65,6 +72,8 @@ def made_up() -> Iterator[None]:
     finally:
         os.killpg(process.pid, signal.SIGINT)
         process.wait(60)
+        # What a page starts, and did not come to stop.
+        subprocess.run([ROOT / ".venv" / "bin" / "sluice", "down", "--all", "--now"], cwd=ROOT, check=False)
 
 
 def is_ready() -> bool:

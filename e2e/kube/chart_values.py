@@ -16,6 +16,7 @@ EVERYTHING = {
     "engineImage": "registry.example/engine:1",
     "routerImage": "registry.example/router:1",
     "allowHostAccess": True,
+    "tls": {"mode": "CertManager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}},
     "workers": 32,
     "resyncSeconds": 86400,
     "requestTimeoutSeconds": 2,

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 Object = dict[str, Any]
 
-# Kinds of the Prometheus operator, which the test cluster does not know.
-FOREIGN = {"ServiceMonitor", "PrometheusRule"}
+# Kinds of the Prometheus operator and of cert-manager, which the test cluster does not know.
+FOREIGN = {"ServiceMonitor", "PrometheusRule", "Certificate"}
 
 
 @pytest.fixture(params=VALUES)
@@ -111,6 +111,7 @@ def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
         request_timeout_s=2,
         log_level="DEBUG",
         allow_host_access=True,
+        peer_tls="/etc/sluice/peer-tls",
     )
     defaults = read_settings(one(helm.template({}), "Deployment"))
     assert defaults == Settings(namespace=SYSTEM, identity="pod-1")
@@ -232,6 +233,23 @@ def test_toggles(helm: Helm) -> None:
     assert "PodDisruptionBudget" not in kinds({"replicas": 1})
     # What the operator writes, users write, or is secret is not the chart's.
     assert not kinds(EVERYTHING) & {"ServingCluster", "Lease", "Secret"}
+
+
+def test_the_operator_s_certificate_is_mounted_and_for_the_name_that_routers_know(helm: Helm) -> None:
+    def mounted(objects: list[Object]) -> dict[str, str]:
+        pod = one(objects, "Deployment")["spec"]["template"]["spec"]
+        volumes = {item["name"]: item["secret"]["secretName"] for item in pod["volumes"] if "secret" in item}
+        mounts = pod["containers"][0]["volumeMounts"]
+        return {item["mountPath"]: volumes[item["name"]] for item in mounts if item["name"] in volumes}
+
+    issued = helm.template({"tls": EVERYTHING["tls"]})
+    certificate = one(issued, "Certificate")["spec"]
+    assert certificate["dnsNames"] == [names.name_operator_peer(SYSTEM)]
+    assert mounted(issued) == {"/etc/sluice/peer-tls": certificate["secretName"]}
+    given = helm.template({"tls": {"mode": "SecretRef", "secretName": "mine"}})
+    assert mounted(given) == {"/etc/sluice/peer-tls": "mine"}
+    assert not pick(given, "Certificate")
+    assert mounted(helm.template({})) == {}
 
 
 def test_alerts_name_the_release(helm: Helm) -> None:

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from testbed.helm import CHART
-from testbed.promtool import MODULE, run_promtool
+from testbed.promtool import run_promtool
+from testbed.settings import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from testbed.helm import Helm
 
-# The first use builds promtool.
-pytestmark = pytest.mark.timeout(900)
-
-TESTS = MODULE / "alerts_test.yaml"
+TESTS = ROOT / "e2e" / "kube" / "alerts_test.yaml"
 VALUES = {"prometheusRule": {"enabled": True, "runbookUrl": "https://example.org/runbook"}}
 DASHBOARD = json.loads((CHART / "files" / "dashboard.json").read_text())
 # What Grafana puts in the place of its variables.

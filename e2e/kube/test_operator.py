@@ -248,6 +248,60 @@ def test_what_restarts_replaces_all_engines_and_no_router(cluster: Cluster) -> N
     assert cluster.read("deployment/tiny-router")["spec"]["template"] == template
 
 
+@pytest.fixture
+def cert_manager(client: Client) -> Iterator[Callable[[], None]]:
+    """Installs cert-manager's definition of Certificates; nobody issues any."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    names = {"kind": "Certificate", "plural": "certificates", "singular": "certificate"}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": "certificates.cert-manager.io"},
+        "spec": {"group": "cert-manager.io", "scope": "Namespaced", "names": names, "versions": [version]},
+    }
+    yield lambda: client.apply(definition)
+    client.kubectl("delete", "crd", "certificates.cert-manager.io", "--ignore-not-found")
+
+
+def test_cert_manager_is_waited_for_and_asked_with_the_operators_rights(
+    cluster: Cluster, cert_manager: Callable[[], None]
+) -> None:
+    before = cluster.read("deployment/tiny-router")["spec"]["template"]
+    issuer = {"kind": "ClusterIssuer", "name": "ca"}
+    cluster.edit(router={"tls": {"mode": "CertManager", "issuerRef": issuer, "dnsNames": ["llm.example.com"]}})
+    cluster.wait("SpecValid", "NotAvailable")
+    assert cluster.read("deployment/tiny-router")["spec"]["template"] == before
+    cert_manager()
+    cluster.wait("SpecValid", "Valid")
+    certificate = wait_for(lambda: cluster.read("certificates")["items"], "the certificate")[0]
+    assert certificate["metadata"]["name"] == "tiny-front-tls"
+    assert certificate["spec"]["dnsNames"] == ["llm.example.com"]
+    assert certificate["spec"]["issuerRef"] == {"group": "cert-manager.io", **issuer}
+    (volume,) = [
+        item
+        for item in cluster.read("deployment/tiny-router")["spec"]["template"]["spec"]["volumes"]
+        if "secret" in item
+    ]
+    assert volume["secret"]["secretName"] == certificate["spec"]["secretName"]
+    cluster.edit(router={"tls": {"dnsNames": ["api.example.com"]}})
+    wait_for(lambda: cluster.read("certificates")["items"][0]["spec"]["dnsNames"] == ["api.example.com"], "the name")
+    cluster.edit(router={"tls": None})
+    wait_for(lambda: not cluster.read("certificates")["items"], "the end of the certificate")
+    cluster.wait("Progressing", "Settled")
+    assert cluster.read("deployment/tiny-router")["spec"]["template"]["spec"] == before["spec"]
+
+
+def test_network_tls_is_refused_while_the_operator_has_no_certificate(cluster: Cluster) -> None:
+    before = cluster.versions()
+    cluster.edit(network={"tls": {"mode": "SecretRef", "secretName": "peers"}})
+    cluster.wait("SpecValid", "NotAvailable")
+    now = cluster.versions()
+    assert {name for name in before if now[name] != before[name]} == {"ServingCluster/tiny"}
+    cluster.edit(network={"tls": None})
+    cluster.wait("SpecValid", "Valid")
+
+
 def test_children_edited_or_deleted_by_hand_are_set_right(cluster: Cluster) -> None:
     cluster.kubectl(
         "patch", "service", "tiny-engines", "--type=merge", "-p", '{"spec":{"publishNotReadyAddresses":false}}'

@@ -24,7 +24,7 @@ from testbed.fake_nodes import is_ready, make_node
 from testbed.toolchain import build
 
 from sluice_operator.access import LEASE_RULES, RULES, WATCHED
-from sluice_operator.kubernetes_port import SERVICE_MONITORS
+from sluice_operator.kubernetes_port import CERTIFICATES, SERVICE_MONITORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ Object = dict[str, Any]
 # Group, resource (with its subresource), verb.
 Right = tuple[str, str, str]
 
-pytestmark = pytest.mark.usefixtures("crd", "monitors", "rights_node")
+pytestmark = pytest.mark.usefixtures("crd", "foreign_kinds", "rights_node")
 
 SYSTEM = "rights-system"
 TEAM = "rights-team"
@@ -45,6 +45,8 @@ PORT = 17500
 VALUES = {"watchNamespaces": [TEAM], "replicas": 1, "crds": {"install": False}, "rbac": {"aggregate": False}}
 ROLE = f"{SYSTEM}:sluice-operator"
 LEASE_ROLE = "sluice-operator-lease"
+FOREIGN = (SERVICE_MONITORS, CERTIFICATES)
+TLS = {"mode": "CertManager", "issuerRef": {"name": "ca"}}
 COUNTER = itertools.count(1)
 
 
@@ -57,19 +59,19 @@ def flatten(rules: dict[Any, tuple[str, ...]]) -> list[Right]:
 
 
 @pytest.fixture(scope="module")
-def monitors(client: Client) -> Iterator[None]:
-    """ServiceMonitors as a kind, without whoever acts on them."""
-    kind = SERVICE_MONITORS
+def foreign_kinds(client: Client) -> Iterator[None]:
+    """ServiceMonitors and Certificates as kinds, without whoever acts on them."""
     schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    name = f"{kind.plural}.{kind.group}"
-    version = {"name": kind.version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-    spec = {"group": kind.group, "scope": "Namespaced", "versions": [version]}
-    spec["names"] = {"kind": kind.name, "plural": kind.plural, "singular": kind.name.lower()}
     definition = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
-    client.apply({**definition, "metadata": {"name": name}, "spec": spec})
-    client.kubectl("wait", "--for=condition=Established", "--timeout=30s", f"crd/{name}")
+    names = [f"crd/{kind.plural}.{kind.group}" for kind in FOREIGN]
+    for kind in FOREIGN:
+        version = {"name": kind.version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+        spec = {"group": kind.group, "scope": "Namespaced", "versions": [version]}
+        spec["names"] = {"kind": kind.name, "plural": kind.plural, "singular": kind.name.lower()}
+        client.apply({**definition, "metadata": {"name": f"{kind.plural}.{kind.group}"}, "spec": spec})
+    client.kubectl("wait", "--for=condition=Established", "--timeout=30s", *names)
     yield
-    client.kubectl("delete", "crd", name)
+    client.kubectl("delete", *names)
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +180,7 @@ def start(access: Access, port: int, log: Path, lease: str = "sluice-operator") 
 @pytest.fixture(scope="module")
 def cluster(client: Client, operator: Operator) -> Iterator[LightCluster]:
     made = LightCluster(client, TEAM)
+    made.edit(router={"tls": TLS})
     made.wait("Progressing", "Settled")
     yield made
     made.kubectl("delete", "slc", "tiny", "--ignore-not-found")
@@ -202,6 +205,10 @@ def shrink_routers(cluster: LightCluster) -> None:
     cluster.edit(router={"replicas": 1})
 
 
+def drop_tls(cluster: LightCluster) -> None:
+    cluster.edit(router={"tls": None})
+
+
 def break_the_spec(cluster: LightCluster) -> None:
     cluster.edit(engine={"podTemplate": {"spec": {"hostNetwork": True}}})
 
@@ -218,12 +225,14 @@ CHILDREN = {
     "networkpolicies": ("networkpolicy/tiny-engine", {"spec": {"policyTypes": ["Egress", "Ingress"]}}),
     "poddisruptionbudgets": ("pdb/tiny-engine", {"spec": {"maxUnavailable": 2}}),
     "servicemonitors": ("servicemonitor/tiny-engine", {"spec": {"endpoints": []}}),
+    "certificates": ("certificate/tiny-front-tls", {"spec": {"dnsNames": ["elsewhere.example.com"]}}),
 }
 OCCASIONS: dict[tuple[str, str], Callable[[LightCluster], None]] = {
     ("servingclusters/status", "patch"): flip,
     ("pods", "patch"): flip,
     ("events", "create"): break_the_spec,
     ("poddisruptionbudgets", "delete"): shrink_routers,
+    ("certificates", "delete"): drop_tls,
     ("leases", "create"): lose_the_lease,
     **{(plural, verb): delete(what) for plural, (what, _) in CHILDREN.items() for verb in ("create", "get")},
     **{(plural, "patch"): edit_child(what, patch) for plural, (what, patch) in CHILDREN.items()},
@@ -242,7 +251,8 @@ REMOVABLE = [
 
 def poke(cluster: LightCluster) -> None:
     """Has the operator look at once."""
-    cluster.kubectl("label", "slc", "tiny", f"touched={next(COUNTER)}", "--overwrite")
+    labels = {"metadata": {"labels": {"touched": str(next(COUNTER))}}}
+    assert cluster.client.request("PATCH", cluster.path, labels, MERGE).is_ok
 
 
 @pytest.mark.parametrize(("role", "namespace", "right"), REMOVABLE)
@@ -263,7 +273,7 @@ def test_a_right_that_is_missing_is_said_by_name_and_missed_no_longer(
             assert words in condition["message"]
     finally:
         access.write(role, namespace, all_rights)
-    cluster.edit(prefillHeavy="50%", router={"replicas": 2}, engine={"podTemplate": None})
+    cluster.edit(prefillHeavy="50%", router={"replicas": 2, "tls": TLS}, engine={"podTemplate": None})
     poke(cluster)
     cluster.wait("Degraded", "AsExpected")
     cluster.wait("Progressing", "Settled")
@@ -323,6 +333,8 @@ def test_no_right_is_unused_and_none_is_asked_for_in_vain(
     for what, _ in CHILDREN.values():
         delete(what)(cluster)
     poke(cluster)
+    drop_tls(cluster)
+    cluster.wait("Progressing", "Settled")
     lose_the_lease(cluster)
     break_the_spec(cluster)
     cluster.wait("SpecValid", "PodTemplateRefused")

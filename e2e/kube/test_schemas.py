@@ -72,6 +72,17 @@ MANIFESTS: dict[str, Object] = {
             "podTemplate": {"spec": {"priorityClassName": "high", "volumes": [{"name": "more", "emptyDir": {}}]}},
         }
     },
+    "keys and certificates": {
+        "router": {
+            "auth": {"mode": "APIKey", "apiKey": {"secretName": "keys"}},
+            "tls": {"mode": "CertManager", "issuerRef": {"name": "ca"}, "dnsNames": ["llm.example.com"]},
+        },
+        "network": {"tls": {"mode": "CertManager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}}},
+    },
+    "certificates of one's own": {
+        "router": {"tls": {"mode": "SecretRef", "secretName": "front"}},
+        "network": {"tls": {"mode": "SecretRef", "secretName": "peers"}},
+    },
     "a Service with annotations": {
         "router": {"service": {"type": "LoadBalancer", "port": 80, "annotations": {"example.org/a": "b"}}}
     },

@@ -10,40 +10,25 @@ import asyncio
 import gc
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import grpc
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
-from sluice.v1 import engine_pb2, engine_pb2_grpc
+from sluice.certificates import keep_fresh
 from sluice_engine import identity, launch, metrics, transport
-from sluice_engine.attach import EngineService
+from sluice_engine.listener import read_certificates, start_grpc
 from sluice_engine.request_builder import VllmRequestBuilder
 from sluice_engine.server import EngineServer, Pace
 from sluice_engine.warm_up import WarmUp
 
 if TYPE_CHECKING:
+    from sluice.certificates import CertificateFolder
     from sluice_engine.lifecycle import StopSignal
     from sluice_engine.settings import EngineSettings
     from sluice_engine.transport import TransportLog
 
 logger = logging.getLogger(__name__)
 
-SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
-# A prompt of a million tokens takes 4 MB.
-MAX_MESSAGE_BYTES = 64 << 20
-GRPC_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A router that vanished without a word is noticed, so that its requests' lease begins; routers may ask likewise.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    # A second engine on the same port must fail, not share it.
-    ("grpc.so_reuseport", 0),
-)
 # An iteration makes hundreds of short-lived objects and no cycles: collections are a pause for nothing.
 GC_THRESHOLDS = (50_000, 20, 20)
 DRAIN_POLL_S = 0.05
@@ -69,6 +54,8 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
     """
     launch.check_hooks()
     launch.check_ports(settings)
+    # Before the model is loaded: that takes minutes.
+    certificates = read_certificates(settings)
     epoch = identity.make_epoch()
     config = launch.make_vllm_config(settings, epoch)
     client = launch.start_core(config)
@@ -88,18 +75,25 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    status: int = uvloop.run(start_and_serve(settings, server, WarmUp(client, builder), stop, log))
+    warm_up = WarmUp(client, builder)
+    status: int = uvloop.run(start_and_serve(settings, server, warm_up, stop, log, certificates=certificates))
     return status
 
 
 async def start_and_serve(
-    settings: EngineSettings, server: EngineServer, warm_up: WarmUp, stop: StopSignal, log: TransportLog
+    settings: EngineSettings,
+    server: EngineServer,
+    warm_up: WarmUp,
+    stop: StopSignal,
+    log: TransportLog,
+    *,
+    certificates: CertificateFolder | None = None,
 ) -> int:
     """Warms up, then serves; returns the exit status."""
     await warm_up.run()
     watcher = asyncio.create_task(watch_transport(settings, server, log), name="transport")
     try:
-        return await serve(settings, server, stop)
+        return await serve(settings, server, stop, certificates)
     finally:
         watcher.cancel()
 
@@ -114,12 +108,16 @@ async def watch_transport(settings: EngineSettings, server: EngineServer, log: T
         await asyncio.sleep(TRANSPORT_POLL_S)
 
 
-async def serve(settings: EngineSettings, server: EngineServer, stop: StopSignal) -> int:
+async def serve(
+    settings: EngineSettings, server: EngineServer, stop: StopSignal, certificates: CertificateFolder | None = None
+) -> int:
     """Serves until the engine is drained or dead; returns the exit status."""
     stopped = stop.bind(asyncio.get_running_loop())
     pump = asyncio.create_task(server.pump(), name="pump")
     keeper = asyncio.create_task(server.keep_time(), name="clock")
-    listener, state = await start_grpc(settings, server)
+    listener, state = await start_grpc(settings, server, certificates)
+    refreshes = [certificates.refresh] if certificates else []
+    follower = asyncio.create_task(keep_fresh(refreshes), name="certificates")
     metrics.start_http(settings.host, settings.metrics_port, server, lambda: not stopped.is_set() and not pump.done())
     logger.info("engine %s serves on %s:%d", settings.engine_id, settings.host, settings.port)
     stopping = asyncio.create_task(stopped.wait())
@@ -129,6 +127,7 @@ async def serve(settings: EngineSettings, server: EngineServer, stop: StopSignal
         logger.info("engine %s drains", settings.engine_id)
         await wait_for_drain(server, {pump, keeper}, settings.drain_timeout_s)
     fault = describe_fault(pump, keeper)
+    follower.cancel()
     await server.close(fault)
     await listener.stop(grace=0.2)
     if fault:
@@ -136,20 +135,6 @@ async def serve(settings: EngineSettings, server: EngineServer, stop: StopSignal
         return EXIT_ENGINE_DEAD
     logger.info("engine %s leaves with %d requests", settings.engine_id, server.num_requests)
     return 0
-
-
-async def start_grpc(settings: EngineSettings, server: EngineServer) -> tuple[grpc.aio.Server, Any]:
-    """Starts the gRPC server with the engine stream, health and reflection."""
-    listener = grpc.aio.server(options=GRPC_OPTIONS)
-    engine_pb2_grpc.add_EngineServicer_to_server(EngineService(server), listener)
-    state = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(state, listener)
-    for name in ("", SERVICE):
-        await state.set(name, health_pb2.HealthCheckResponse.SERVING)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), listener)
-    listener.add_insecure_port(f"{settings.host}:{settings.port}")
-    await listener.start()
-    return listener, state
 
 
 async def wait_for_drain(server: EngineServer, vital: set[asyncio.Task[None]], timeout_s: float) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sluice_engine.errors import SettingsError
 
@@ -108,6 +108,8 @@ class EngineSettings(BaseModel):
         kv_backend: NIXL's backend; LIBFABRIC for EFA.
         require_rdma: Refuse to serve where KV would go over TCP.
         kv_poll_us: Pause of NIXL's progress thread, in microseconds; 0, with RDMA, polls without a pause.
+        peer_tls: Folder with tls.crt, tls.key and ca.crt of the gRPC server; not encrypted when absent.
+        router_name: DNS name that certificates of routers must be for; required by the former.
         emulation: Emulates a GPU instead of computing.
         vllm_args: Further arguments of vLLM.
     """
@@ -135,8 +137,16 @@ class EngineSettings(BaseModel):
     kv_backend: Literal["UCX", "LIBFABRIC"] = "UCX"
     require_rdma: bool = False
     kv_poll_us: Annotated[int, Field(ge=0)] = 100
+    peer_tls: str | None = None
+    router_name: str | None = None
     emulation: EmulationSettings | None = None
     vllm_args: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _name_peers(self) -> Self:
+        if (self.peer_tls is None) != (self.router_name is None):
+            raise ValueError("--peer-tls and --router-name need each other")
+        return self
 
     @field_validator("vllm_args")
     @classmethod
@@ -172,6 +182,8 @@ OPTIONS = {
     "kv_backend": "NIXL's backend: UCX, or LIBFABRIC for EFA",
     "require_rdma": "true: refuse to serve where KV would go over TCP",
     "kv_poll_us": "pause of NIXL's progress thread, in microseconds; 0 with RDMA",
+    "peer_tls": "folder with tls.crt, tls.key and ca.crt of the gRPC server",
+    "router_name": "DNS name that certificates of routers must be for, with --peer-tls",
     "emulation": "JSON of what to emulate instead of computing",
 }
 

@@ -8,6 +8,7 @@ import sys
 
 from pydantic import ValidationError
 
+from sluice.certificates import CertificateError
 from sluice_operator.kubernetes_port import LeaseLostError
 from sluice_operator.logs import set_up_logs
 from sluice_operator.program import run_operator
@@ -24,6 +25,9 @@ def main() -> int:
     set_up_logs(settings.log_level)
     try:
         asyncio.run(run_operator(settings))
+    except* CertificateError as errors:
+        logging.getLogger(__name__).error("cannot start: %s", errors.exceptions[0])  # noqa: TRY400 - expected
+        return_status = 2
     except* LeaseLostError as errors:
         logging.getLogger(__name__).error("exits: %s", errors.exceptions[0])  # noqa: TRY400 - expected, no trace
         return_status = 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sluice_operator.kubernetes_port import (
     BUDGETS,
+    CERTIFICATES,
     CLUSTERS,
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -20,7 +21,7 @@ from sluice_operator.kubernetes_port import (
     Kind,
 )
 
-# Kinds whose events wake the reconciler. Monitors are not among them: they may not exist, and matter little.
+# Kinds whose events wake the reconciler. Monitors and Certificates are not among them: they may not exist.
 WATCHED = (
     CLUSTERS,
     PODS,
@@ -45,6 +46,7 @@ RULES: dict[tuple[Kind, str], tuple[str, ...]] = {
     (NETWORK_POLICIES, ""): (*APPLIED, "watch"),
     (BUDGETS, ""): (*APPLIED, "delete", "watch"),
     (SERVICE_MONITORS, ""): APPLIED,
+    (CERTIFICATES, ""): (*APPLIED, "delete"),
     (EVENTS, ""): ("create",),
 }
 # In the operator's own namespace only.

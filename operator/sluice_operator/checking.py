@@ -1,13 +1,15 @@
-"""Whether a ServingCluster can be carried out: its schema, its rules, and what this version does not have yet."""
+"""Whether a ServingCluster can be carried out: its schema, its rules, and what it needs of its surroundings."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from sluice_operator.conditions import Reason
+from sluice_operator.kubernetes_port import CERTIFICATES
 from sluice_operator.manifest import ManifestError, check_manifest
 from sluice_operator.pod_template import find_refused, find_refused_affinity
 from sluice_operator.pods import Trouble
+from sluice_operator.securing import uses_cert_manager
 
 if TYPE_CHECKING:
     from sluice_operator.kubernetes_port import Object
@@ -15,12 +17,15 @@ if TYPE_CHECKING:
     from sluice_operator.spec import ServingCluster
 
 
-def check_cluster(body: Object, settings: Settings) -> tuple[ServingCluster | None, Trouble | None]:
+def check_cluster(
+    body: Object, settings: Settings, *, has_cert_manager: bool = False
+) -> tuple[ServingCluster | None, Trouble | None]:
     """Checks a ServingCluster.
 
     Args:
         body: As it is in the cluster.
-        settings: Whether the host may be reached.
+        settings: Whether the host may be reached, and whether the operator has a certificate.
+        has_cert_manager: Whether the Kubernetes cluster knows Certificates.
 
     Returns:
         The cluster, or why it cannot be carried out.
@@ -30,7 +35,7 @@ def check_cluster(body: Object, settings: Settings) -> tuple[ServingCluster | No
         cluster = check_manifest({name: value for name, value in body.items() if name != "status"})
     except ManifestError as error:
         return None, Trouble(reason=Reason.REFUSED, message="; ".join(str(problem) for problem in error.problems))
-    missing = find_unavailable(cluster)
+    missing = find_unavailable(cluster, settings, has_cert_manager=has_cert_manager)
     if missing:
         return None, Trouble(reason=Reason.NOT_AVAILABLE, message="; ".join(missing))
     engine = cluster.spec.engine
@@ -43,16 +48,18 @@ def check_cluster(body: Object, settings: Settings) -> tuple[ServingCluster | No
     return cluster, None
 
 
-def find_unavailable(cluster: ServingCluster) -> list[str]:
-    """Finds what the schema knows and pods cannot do yet; to serve without it would be less safe than asked for."""
-    spec = cluster.spec
-    modes = {
-        "spec.network.tls.mode": (spec.network.tls.mode, "Disabled"),
-        "spec.router.tls.mode": (spec.router.tls.mode, "Disabled"),
-        "spec.router.auth.mode": (spec.router.auth.mode, "None"),
-    }
-    return [
-        f"{field}: {mode} is not available yet; use {instead}"
-        for field, (mode, instead) in modes.items()
-        if mode != instead
-    ]
+def find_unavailable(cluster: ServingCluster, settings: Settings, *, has_cert_manager: bool) -> list[str]:
+    """Finds what is asked for and cannot be had here; to serve without it would be less safe than asked for."""
+    missing = []
+    if cluster.spec.network.tls.mode != "Disabled" and not settings.peer_tls:
+        missing.append(
+            "spec.network.tls: the operator has no certificate for the routers' control ports; install the chart with "
+            "tls.mode SecretRef or CertManager, or use Disabled"
+        )
+    if not has_cert_manager:
+        missing += [
+            f"{field}: cert-manager's Certificates ({CERTIFICATES.plural}.{CERTIFICATES.group}) are not known to this "
+            "Kubernetes cluster; install cert-manager, or use SecretRef"
+            for field in uses_cert_manager(cluster)
+        ]
+    return missing

@@ -9,6 +9,7 @@ from sluice_operator.conditions import Reason
 from sluice_operator.desired import adopt, find_owner, guard, is_in_force, key_of
 from sluice_operator.kubernetes_port import (
     BUDGETS,
+    CERTIFICATES,
     CLUSTERS,
     ConflictError,
     ForbiddenError,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Kinds of which a cluster does not always have one.
-OPTIONAL_KINDS = frozenset({BUDGETS.name})
+OPTIONAL_KINDS = frozenset({BUDGETS.name, CERTIFICATES.name})
 
 
 class Children:

@@ -17,6 +17,7 @@ from sluice_operator.kubernetes_port import annotations_of, name_of, uid_of
 from sluice_operator.quantities import read_quantity
 from sluice_operator.restart import keep_template
 from sluice_operator.router_pods import render_routers
+from sluice_operator.securing import render_certificates
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,13 +54,14 @@ def render_children(cluster: ServingCluster, facts: Facts, settings: Settings) -
         settings: Default images, and where the operator runs.
     """
     deployments = [
-        render_routers(cluster, settings.router_image),
+        render_routers(cluster, settings.router_image, names.name_operator_peer(settings.namespace)),
         render_engines(cluster, facts.engine_replicas, settings.engine_image),
     ]
     rendered = [
         *surroundings.render_service_accounts(cluster),
         *surroundings.render_network_policies(cluster, settings.namespace),
         *surroundings.render_services(cluster),
+        *render_certificates(cluster),
         *(keep_template(deployment, facts.live.get(key_of(deployment))) for deployment in deployments),
         *surroundings.render_budgets(cluster),
         *(surroundings.render_monitors(cluster) if facts.has_monitors else []),

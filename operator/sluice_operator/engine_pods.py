@@ -15,9 +15,11 @@ from sluice_operator.pod_template import merge
 from sluice_operator.quantities import add_bytes
 from sluice_operator.render import EngineSite, render_engine_command, render_engine_environment
 from sluice_operator.restart import RESTARTS_ENGINES, hash_restarting
+from sluice_operator.securing import describe_security, locate_in_pod, mount_secrets
 
 if TYPE_CHECKING:
     from sluice_operator.kubernetes_port import Object
+    from sluice_operator.render import Security
     from sluice_operator.spec import ServingCluster, ServingClusterSpec
 
 # The kubelet fills these in: Kubernetes replaces $(NAME) in a command by the variable's value.
@@ -70,7 +72,11 @@ def _render_template(cluster: ServingCluster, image: str) -> Object:
     labels = names.select_component(name, names.ENGINE)
     lifecycle, grace_s = containers.render_end(spec.engine.drain_timeout_seconds)
     model = mount_model(spec.model)
-    container = _render_container(spec, image, lifecycle, model.mount)
+    # Engines ask routers for certificates; the control plane speaks with routers only.
+    security = describe_security(cluster, names.ENGINE, locate_in_pod, control_name="")
+    volumes, mounts = mount_secrets(cluster, names.ENGINE)
+    container = _render_container(spec, image, lifecycle, security)
+    container["volumeMounts"] += [model.mount, *mounts]
     memory: Object = {"medium": "Memory"}
     if spec.engine.shared_memory is not None:
         memory["sizeLimit"] = str(spec.engine.shared_memory)
@@ -84,7 +90,7 @@ def _render_template(cluster: ServingCluster, image: str) -> Object:
             "terminationGracePeriodSeconds": grace_s,
             "topologySpreadConstraints": containers.spread(labels),
             "containers": [container],
-            "volumes": [model.volume, containers.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}],
+            "volumes": [model.volume, containers.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
             **_render_placement(spec),
         },
     }
@@ -100,7 +106,7 @@ def _render_template(cluster: ServingCluster, image: str) -> Object:
     return merged
 
 
-def _render_container(spec: ServingClusterSpec, image: str, lifecycle: Object, model_mount: Object) -> Object:
+def _render_container(spec: ServingClusterSpec, image: str, lifecycle: Object, security: Security) -> Object:
     site = EngineSite(
         engine_id=EngineId(f"$({ENGINE_ID_VARIABLE})"),
         host="0.0.0.0",
@@ -115,14 +121,14 @@ def _render_container(spec: ServingClusterSpec, image: str, lifecycle: Object, m
         "name": names.ENGINE,
         "image": image,
         "imagePullPolicy": "IfNotPresent",
-        "command": render_engine_command(spec, site),
+        "command": render_engine_command(spec, site, security),
         "env": _render_variables(spec),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _render_resources(spec),
         "securityContext": containers.CONTAINER_SECURITY,
         "lifecycle": lifecycle,
         **containers.render_probes("/readyz", spec.engine.startup_timeout_seconds),
-        "volumeMounts": [model_mount, containers.TMP_MOUNT, {"name": SHARED_MEMORY, "mountPath": "/dev/shm"}],  # noqa: S108
+        "volumeMounts": [containers.TMP_MOUNT, {"name": SHARED_MEMORY, "mountPath": "/dev/shm"}],  # noqa: S108
     }
 
 

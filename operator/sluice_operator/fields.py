@@ -115,6 +115,7 @@ Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 # A DNS label, and a DNS name: what Kubernetes allows in names of most things.
 Label = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
+HostName = Annotated[str, Field(pattern=r"^([*][.])?[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
 ResourceName = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/)?[A-Za-z0-9._-]+$", max_length=253)]
 Quantity = Annotated[
     int | str,

@@ -24,6 +24,8 @@ APPLY_TYPE = "application/apply-patch+yaml"
 MERGE_TYPE = "application/merge-patch+json"
 # Whether a kind is served changes when somebody installs its definition.
 DISCOVERY_S = 300.0
+# What is not served may be waited for; below the pause between two looks at a cluster that waits (reconciler.py).
+ABSENCE_S = 25.0
 MAX_CONNECTIONS = 64
 
 
@@ -87,7 +89,7 @@ class KubernetesClient:
     async def is_served(self, kind: Kind) -> bool:
         """See ``Kubernetes.is_served``."""
         asked_s, is_served = self._served.get(kind, (float("-inf"), False))
-        if self._now() - asked_s < DISCOVERY_S:
+        if self._now() - asked_s < (DISCOVERY_S if is_served else ABSENCE_S):
             return is_served
         try:
             answer = await self._request("discover", kind, kind.root)

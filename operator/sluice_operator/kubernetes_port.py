@@ -50,6 +50,7 @@ SERVICE_ACCOUNTS = Kind(api_version="v1", name="ServiceAccount", plural="service
 BUDGETS = Kind(api_version="policy/v1", name="PodDisruptionBudget", plural="poddisruptionbudgets")
 NETWORK_POLICIES = Kind(api_version="networking.k8s.io/v1", name="NetworkPolicy", plural="networkpolicies")
 SERVICE_MONITORS = Kind(api_version="monitoring.coreos.com/v1", name="ServiceMonitor", plural="servicemonitors")
+CERTIFICATES = Kind(api_version="cert-manager.io/v1", name="Certificate", plural="certificates")
 LEASES = Kind(api_version="coordination.k8s.io/v1", name="Lease", plural="leases")
 EVENTS = Kind(api_version="events.k8s.io/v1", name="Event", plural="events")
 
@@ -65,6 +66,7 @@ KINDS = {
         BUDGETS,
         NETWORK_POLICIES,
         SERVICE_MONITORS,
+        CERTIFICATES,
         LEASES,
         EVENTS,
     )

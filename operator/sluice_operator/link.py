@@ -7,26 +7,46 @@ again. A router that restarts, or that was away, therefore catches up by itself.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
 
+from sluice.credentials import describe_distrust, make_channel
 from sluice.v1 import control_pb2, control_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from sluice.certificates import CertificateFolder, Certificates
     from sluice.v1 import plan_pb2
 
 RETRY_S = 0.25
+# Certificates are renewed weeks before they end.
+RENEWAL_S = 1.0
 POLL_S = 10.0
 PUSH_TIMEOUT_S = 5.0
+# So many failures in a row, of one kind, are no accident.
+CERTAIN = 8
 # A local router that starts is found at once: gRPC's own back-off grows to minutes.
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.min_reconnect_backoff_ms", 100),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlTls:
+    """How control ports are spoken with, and who must be there.
+
+    Args:
+        certificates: Ours; somebody else refreshes them.
+        server_name: Name that the router's certificate must be for.
+    """
+
+    certificates: CertificateFolder
+    server_name: str
 
 
 class RouterLink:
@@ -37,20 +57,30 @@ class RouterLink:
         address: host:port of its control server.
         report: Takes a line for people.
         on_status: Called when ``status`` has changed; with the link down it is None.
+        tls: How it is encrypted; None: it is not.
     """
 
     def __init__(
-        self, name: str, address: str, *, report: Callable[[str], None], on_status: Callable[[], None]
+        self,
+        name: str,
+        address: str,
+        *,
+        report: Callable[[str], None],
+        on_status: Callable[[], None],
+        tls: ControlTls | None = None,
     ) -> None:
         self.name = name
         self.status: control_pb2.GetStatusResponse | None = None
         self._address = address
+        self._tls = tls
         self._report = report
         self._on_status = on_status
         self._plan: plan_pb2.Plan | None = None
         self._refused_generation = 0
         self._refusal = ""
         self._push = asyncio.Event()
+        self._distrust = ""
+        self._num_distrusted = 0
 
     @property
     def generation(self) -> int:
@@ -59,7 +89,9 @@ class RouterLink:
 
     @property
     def refusal(self) -> str:
-        """Why the router refused the newest plan; empty when it did not."""
+        """Why the router refused the newest plan, or cannot be trusted with it; empty when it did not."""
+        if self._num_distrusted >= CERTAIN:
+            return f"the connection is not trusted: {self._distrust}"
         is_refused = self._plan is not None and self._plan.generation == self._refused_generation
         return self._refusal if is_refused else ""
 
@@ -70,13 +102,22 @@ class RouterLink:
 
     async def run(self) -> None:
         """Keeps the link until cancelled."""
-        async with (
-            grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel,
-            asyncio.TaskGroup() as group,
-        ):
-            stub = control_pb2_grpc.ControlStub(channel)
-            group.create_task(self._push_plans(stub))
-            group.create_task(self._follow_status(stub))
+        while True:
+            # A channel keeps the certificate that it was made with.
+            used = self._tls.certificates.current if self._tls else None
+            async with open_channel(self._address, self._tls, CHANNEL_OPTIONS) as channel, asyncio.TaskGroup() as group:
+                stub = control_pb2_grpc.ControlStub(channel)
+                tasks = [group.create_task(self._push_plans(stub)), group.create_task(self._follow_status(stub))]
+                await self._wait_for_another(used)
+                for task in tasks:
+                    task.cancel()
+            # What is under way is asked for again.
+            self._push.set()
+
+    async def _wait_for_another(self, used: Certificates | None) -> None:
+        """Waits until there is another certificate than the one in use; for ever without any."""
+        while self._tls is None or self._tls.certificates.current is used:  # noqa: ASYNC110 - weeks
+            await asyncio.sleep(RENEWAL_S)
 
     async def _push_plans(self, stub: control_pb2_grpc.ControlAsyncStub) -> None:
         while True:
@@ -99,13 +140,23 @@ class RouterLink:
             request = control_pb2.GetStatusRequest(after_version=version, timeout_s=POLL_S)
             try:
                 self.status = await stub.GetStatus(request, timeout=POLL_S + PUSH_TIMEOUT_S)
-            except grpc.aio.AioRpcError:
+            except grpc.aio.AioRpcError as error:
                 self._lose()
+                self._note_distrust(error)
                 await asyncio.sleep(RETRY_S)
                 continue
+            self._distrust, self._num_distrusted = "", 0
             if self._plan is not None and self.status.generation != self._plan.generation:
                 self._push.set()
             self._on_status()
+
+    def _note_distrust(self, error: grpc.aio.AioRpcError) -> None:
+        """Notes that one side does not trust the other; a router that starts or ends may look alike for a moment."""
+        found = describe_distrust(error, self._tls.server_name) if self._tls else ""
+        self._num_distrusted = self._num_distrusted + 1 if found and found == self._distrust else int(bool(found))
+        self._distrust = found
+        if self._num_distrusted == CERTAIN:
+            self._report(f"{self.name}: {self.refusal}")
 
     def _lose(self) -> None:
         self._refused_generation = 0  # a router that starts anew may take what its predecessor refused
@@ -114,17 +165,27 @@ class RouterLink:
             self._on_status()
 
 
-async def ask_status(address: str, timeout_s: float = 2.0) -> control_pb2.GetStatusResponse | None:
+def open_channel(address: str, tls: ControlTls | None, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Channel:
+    """Opens a channel to a control port."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return make_channel(address, tls.certificates.current, tls.server_name, options)
+
+
+async def ask_status(
+    address: str, timeout_s: float = 2.0, *, tls: ControlTls | None = None
+) -> control_pb2.GetStatusResponse | None:
     """Asks a router for its status once.
 
     Args:
         address: host:port of its control server.
         timeout_s: Longest wait, in seconds.
+        tls: How it is encrypted; None: it is not.
 
     Returns:
         Its answer; None when it does not answer.
     """
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address, tls) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         try:
             return await stub.GetStatus(control_pb2.GetStatusRequest(after_version=0), timeout=timeout_s)

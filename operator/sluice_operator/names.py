@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sluice_core.records import Role
+
+if TYPE_CHECKING:
+    from sluice_operator.spec import Metadata
 
 GROUP = "sluice.dev"
 # Owner of what we apply, and the label that says so.
@@ -20,10 +24,14 @@ DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 RESTART_HASH_ANNOTATION = f"{GROUP}/restart-hash"
 TEMPLATE_ANNOTATION = f"{GROUP}/pod-template"
 APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
+# On routers whose control port asks for a certificate: the name that theirs is for.
+CONTROL_TLS_ANNOTATION = f"{GROUP}/control-tls"
 GENERATION_ANNOTATION = f"{GROUP}/plan-generation"
 
 ENGINE = "engine"
 ROUTER = "router"
+# The routers' ports for clients, among the certificates.
+FRONT = "front"
 PLAN_FILE = "plan.json"
 
 # Ports of pods (operator.md, section CRD).
@@ -76,6 +84,37 @@ def name_control_service(cluster: str) -> str:
 def name_plan(cluster: str) -> str:
     """Name of the ConfigMap that holds the plan."""
     return f"{cluster}-plan"
+
+
+def name_certificate(cluster: str, purpose: str) -> str:
+    """Name of a Certificate of cert-manager's, and of the Secret that it fills; for engines, routers, or the front."""
+    return f"{cluster}-{purpose}-tls"
+
+
+def name_engine_peer(metadata: Metadata) -> str:
+    """Name in the certificate of a cluster's engines."""
+    return f"{name_engine_service(metadata.name)}.{metadata.namespace}.svc"
+
+
+def name_router_peer(metadata: Metadata) -> str:
+    """Name in the certificate of a cluster's routers, as engines and control plane know them."""
+    return f"{name_control_service(metadata.name)}.{metadata.namespace}.svc"
+
+
+def name_operator_peer(namespace: str) -> str:
+    """Name in the certificate of the operator.
+
+    Args:
+        namespace: Its own.
+    """
+    return f"{MANAGER}.{namespace}.svc"
+
+
+def list_router_hosts(metadata: Metadata) -> list[str]:
+    """Names under which clients in the same Kubernetes cluster reach the routers."""
+    service = name_router_service(metadata.name)
+    within = f"{service}.{metadata.namespace}"
+    return [service, within, f"{within}.svc", f"{within}.svc.cluster.local"]
 
 
 def select_component(cluster: str, component: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sluice_core.records import EngineId
 from sluice_operator.conditions import Reason
 from sluice_operator.kubernetes_port import annotations_of, labels_of, name_of, uid_of
-from sluice_operator.names import DELETION_COST_ANNOTATION, ROLE_LABEL
+from sluice_operator.names import CONTROL_TLS_ANNOTATION, DELETION_COST_ANNOTATION, ROLE_LABEL
 from sluice_operator.rdma import PREFLIGHT
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Pod:
         is_ending: Whether it is being deleted.
         has_ended: Whether it failed or completed, and will not come back.
         trouble: What is wrong with it.
+        control_tls: Name in the certificate of a router's control port; empty: the port is in the open.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Pod:
     is_ending: bool
     has_ended: bool
     trouble: Trouble | None
+    control_tls: str = ""
 
     @property
     def is_present(self) -> bool:
@@ -91,6 +93,7 @@ def read_pod(content: Object) -> Pod:
         is_ending="deletionTimestamp" in content["metadata"],
         has_ended=status.get("phase") in ("Failed", "Succeeded"),
         trouble=next(_find_trouble(content, status), None),
+        control_tls=annotations_of(content).get(CONTROL_TLS_ANNOTATION, ""),
     )
 
 

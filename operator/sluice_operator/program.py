@@ -12,10 +12,12 @@ import random
 import signal
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kubernetes.aio.client.api_client import ApiClient
 
+from sluice.certificates import CertificateFolder, keep_fresh
 from sluice_operator.election import Elector
 from sluice_operator.fencing import FencedKubernetes
 from sluice_operator.health import Health
@@ -50,10 +52,14 @@ class Operator:
     Args:
         settings: Its settings.
         api: The client.
+
+    Raises:
+        CertificateError: The operator's own certificate cannot be used.
     """
 
     def __init__(self, settings: Settings, api: ApiClient) -> None:
         self._settings = settings
+        self._certificates = CertificateFolder(Path(settings.peer_tls), is_mutual=True) if settings.peer_tls else None
         self._metrics = Metrics()
         self._kubernetes = KubernetesClient(
             api, timeout_s=settings.request_timeout_s, on_call=self._metrics.take_call, now=time.monotonic
@@ -108,7 +114,11 @@ class Operator:
             def measure(key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
                 reconciler.measure(key, status)
 
-            links = self._links = RouterLinks(group, wake=self._queue.add, measure=measure)
+            links = self._links = RouterLinks(
+                group, wake=self._queue.add, measure=measure, certificates=self._certificates
+            )
+            if self._certificates is not None:
+                group.create_task(keep_fresh([self._certificates.refresh]), name="certificates")
             reconciler = Reconciler(fenced, links, self._settings, now=time.monotonic, now_text=format_now)
             for number in range(self._settings.workers):
                 group.create_task(self._work(reconciler), name=f"worker {number}")

@@ -16,11 +16,13 @@ from sluice_operator import names
 from sluice_operator.attainment import AttainmentWindow
 from sluice_operator.checking import check_cluster
 from sluice_operator.children import Children
+from sluice_operator.conditions import Reason
 from sluice_operator.desired import Facts, find_owner, key_of, render_children
 from sluice_operator.events import render_event
 from sluice_operator.findings import Findings
 from sluice_operator.kubernetes_port import (
     BUDGETS,
+    CERTIFICATES,
     CLUSTERS,
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -40,6 +42,7 @@ from sluice_operator.planning import StoredPlan, make_plan, read_plan
 from sluice_operator.pods import read_pod
 from sluice_operator.reports import merge_reports
 from sluice_operator.scaling import Scale, decide_scale
+from sluice_operator.securing import find_certificate_troubles
 from sluice_operator.sliders import resolve_sliders
 from sluice_operator.status import degrade, list_transitions, make_patch, render_status, without_measurements
 
@@ -94,6 +97,7 @@ class Observed:
         engines: Engine pods.
         routers: Router pods.
         has_monitors: Whether the cluster knows ServiceMonitors.
+        has_cert_manager: Whether it knows Certificates.
     """
 
     body: Object
@@ -101,6 +105,7 @@ class Observed:
     engines: tuple[Pod, ...]
     routers: tuple[Pod, ...]
     has_monitors: bool
+    has_cert_manager: bool
 
     def own(self, kind: Kind, name: str) -> Object | None:
         """A child, if it exists and is ours."""
@@ -169,8 +174,10 @@ class Reconciler:
             memory = self._memories[key] = Memory(first_look_s=self._now(), uid=uid_of(body))
         try:
             observed = await self._observe(key, body)
-            addresses = {pod.name: pod.address for pod in observed.routers if pod.address and not pod.has_ended}
-            self._routers.follow(key, addresses)
+            reachable = [pod for pod in observed.routers if pod.address and not pod.has_ended]
+            addresses = {pod.name: pod.address for pod in reachable}
+            # By pod: while TLS is turned on or off, routers of both kinds run.
+            self._routers.follow(key, addresses, {pod.name: pod.control_tls for pod in reachable if pod.control_tls})
             found = await self._act(key, observed, memory)
         except ForbiddenError as error:
             # A read that is denied. The right may come back; until then people should read why nothing happens.
@@ -187,7 +194,9 @@ class Reconciler:
     async def _observe(self, key: ClusterKey, body: Object) -> Observed:
         labels = {names.CLUSTER_LABEL: key.name}
         has_monitors = await self._kubernetes.is_served(SERVICE_MONITORS)
-        kinds = [*CHILD_KINDS, *([SERVICE_MONITORS] if has_monitors else [])]
+        has_cert_manager = await self._kubernetes.is_served(CERTIFICATES)
+        served = [(SERVICE_MONITORS, has_monitors), (CERTIFICATES, has_cert_manager)]
+        kinds = [*CHILD_KINDS, *(kind for kind, is_served in served if is_served)]
         try:
             async with asyncio.TaskGroup() as group:
                 reads = [group.create_task(self._kubernetes.list(kind, key.namespace, labels)) for kind in kinds]
@@ -205,12 +214,13 @@ class Reconciler:
             engines=tuple(sorted(by_component[names.ENGINE], key=lambda pod: pod.name)),
             routers=tuple(sorted(by_component[names.ROUTER], key=lambda pod: pod.name)),
             has_monitors=has_monitors,
+            has_cert_manager=has_cert_manager,
         )
 
     # Decide and act.
 
     async def _act(self, key: ClusterKey, observed: Observed, memory: Memory) -> Findings:
-        cluster, refusal = check_cluster(observed.body, self._settings)
+        cluster, refusal = check_cluster(observed.body, self._settings, has_cert_manager=observed.has_cert_manager)
         statuses = self._routers.statuses(key)
         memory.window.keep_routers(status.router_id for status in statuses.values())
         reports = merge_reports(statuses.values())
@@ -233,7 +243,7 @@ class Reconciler:
             if plan == stored.plan or await store_plan(children, plan_map, plan):
                 stored = StoredPlan(plan=plan, generation=plan.generation)
             await self._converge(cluster, observed, scale, children, reports)
-            troubles = children.troubles
+            troubles = [*children.troubles, *find_certificate_troubles(list(observed.live.values()))]
         if stored.plan is not None:
             self._routers.offer(key, stored.plan)
         return Findings(
@@ -332,7 +342,9 @@ class Reconciler:
             logger.warning("an event was not recorded: %s", error)
 
     def _next_look_s(self, found: Findings, memory: Memory, has_measurements: bool) -> float | None:  # noqa: FBT001
-        waits = [TROUBLE_INTERVAL_S] if found.troubles else []
+        # What surrounds us may change without a word to us: rights, names, cert-manager.
+        is_stuck = found.refusal is not None and found.refusal.reason is Reason.NOT_AVAILABLE
+        waits = [TROUBLE_INTERVAL_S] if found.troubles or is_stuck else []
         if has_measurements or found.attainment:
             waits.append(max(0.0, memory.measured_s + MEASURE_INTERVAL_S - self._now()))
         if found.cluster and found.scale.waiting:

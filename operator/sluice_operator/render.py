@@ -89,7 +89,31 @@ class RouterSite:
     plan_file: str | None = None
 
 
-def render_engine_command(spec: ServingClusterSpec, site: EngineSite) -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """Where a program's keys and certificates lie, and whom it trusts; None throughout: nothing is secured.
+
+    Args:
+        api_keys: Folder of the keys that clients must show.
+        front_tls: Folder of the certificate that clients see.
+        peer_tls: Folder of the certificate for engines, routers and control plane.
+        engine_name: Name in the certificate of engines.
+        router_name: Name in the certificate of routers.
+        control_name: Name in the certificate of the control plane.
+    """
+
+    api_keys: str | None = None
+    front_tls: str | None = None
+    peer_tls: str | None = None
+    engine_name: str | None = None
+    router_name: str | None = None
+    control_name: str | None = None
+
+
+OPEN = Security()
+
+
+def render_engine_command(spec: ServingClusterSpec, site: EngineSite, security: Security = OPEN) -> list[str]:
     """Renders the command of an engine container."""
     engine, rdma = spec.engine, spec.network.rdma
     options: dict[str, str | int | None] = {
@@ -106,6 +130,8 @@ def render_engine_command(spec: ServingClusterSpec, site: EngineSite) -> list[st
         "--tensor-parallel-size": engine.tensor_parallel_size,
         "--drain-timeout-s": engine.drain_timeout_seconds,
         "--start-timeout-s": engine.startup_timeout_seconds,
+        "--peer-tls": security.peer_tls,
+        "--router-name": security.router_name,
         "--kv-backend": KV_BACKENDS.get(rdma.fabric) if rdma else None,
         "--require-rdma": "true" if rdma and rdma.require_rdma else None,
         "--emulation": json.dumps(engine.emulation.model_dump(), sort_keys=True) if engine.emulation else None,
@@ -144,7 +170,7 @@ def render_engine_environment(spec: ServingClusterSpec) -> dict[str, str]:
     return environment | {variable.name: variable.value for variable in spec.engine.env if variable.value is not None}
 
 
-def render_router_command(site: RouterSite) -> list[str]:
+def render_router_command(site: RouterSite, security: Security = OPEN) -> list[str]:
     """Renders the command of a router container."""
     options: dict[str, str | int | None] = {
         "--host": site.host,
@@ -155,6 +181,11 @@ def render_router_command(site: RouterSite) -> list[str]:
         "--model": site.model_directory,
         "--engines": site.engines,
         "--plan": site.plan_file,
+        "--api-keys": security.api_keys,
+        "--front-tls": security.front_tls,
+        "--peer-tls": security.peer_tls,
+        "--engine-name": security.engine_name,
+        "--control-name": security.control_name,
     }
     return ["python", "-m", "sluice_router", *_flatten(options)]
 

@@ -27,17 +27,21 @@ RESTARTS_ENGINES = frozenset({Effect.RESTARTS_ENGINES, Effect.RESTARTS_ALL})
 RESTARTS_ROUTERS = frozenset({Effect.RESTARTS_ROUTERS, Effect.RESTARTS_ALL})
 
 
-def hash_restarting(spec: ServingClusterSpec, effects: frozenset[Effect], image: str) -> str:
+def hash_restarting(
+    spec: ServingClusterSpec, effects: frozenset[Effect], image: str, control_name: str | None = None
+) -> str:
     """Hashes the fields that replace pods.
 
     Args:
         spec: The spec.
         effects: Which fields count.
         image: The image in use: the operator's own is none of the spec's fields.
+        control_name: Whom routers trust as their control plane; None: everybody.
     """
     # Fields at their default are left out, so that a field that a new version adds replaces no pod.
     fields = {path: value for path, value in _walk(spec, "", Effect.LIVE, effects) if value not in (None, {}, [])}
-    text = json.dumps({"fields": fields, "image": image}, sort_keys=True)
+    other = {"image": image, **({"control": control_name} if control_name else {})}
+    text = json.dumps({"fields": fields, **other}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

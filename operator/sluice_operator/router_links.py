@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from sluice_operator.link import RouterLink
+from sluice_operator.link import ControlTls, RouterLink
 from sluice_operator.names import CONTROL_PORT
 from sluice_operator.reports import is_worth_a_look
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from sluice.certificates import CertificateFolder
     from sluice.v1 import control_pb2, plan_pb2
     from sluice_operator.names import ClusterKey
 
@@ -21,13 +23,20 @@ logger = logging.getLogger(__name__)
 
 # A link that fails is not expected to work at once.
 RESTART_S = 5.0
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class Routers(Protocol):
     """What the reconciler asks of the links."""
 
-    def follow(self, key: ClusterKey, addresses: Mapping[str, str]) -> None:
-        """Sets the routers of a cluster: address of each pod by its name; none ends all links."""
+    def follow(self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES) -> None:
+        """Sets the routers of a cluster; none ends all links.
+
+        Args:
+            key: The cluster.
+            addresses: Address of each pod by its name.
+            server_names: Name in the certificate of each pod whose control port has one, by the pod's name.
+        """
 
     def offer(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
         """Sets the newest plan of a cluster; it is pushed to each router until it is in force there."""
@@ -42,6 +51,7 @@ class Routers(Protocol):
 @dataclass(slots=True, kw_only=True)
 class _Slot:
     address: str
+    server_name: str
     link: RouterLink
     task: asyncio.Task[None]
     seen: control_pb2.GetStatusResponse | None = None
@@ -61,6 +71,7 @@ class RouterLinks:
         wake: Called with a cluster whose routers say something to act on.
         measure: Called with every status, for attainment.
         port: Control port of the routers.
+        certificates: Our own, for routers that ask for one; somebody else refreshes them.
     """
 
     def __init__(
@@ -70,23 +81,25 @@ class RouterLinks:
         wake: Callable[[ClusterKey], None],
         measure: Callable[[ClusterKey, control_pb2.GetStatusResponse], None],
         port: int = CONTROL_PORT,
+        certificates: CertificateFolder | None = None,
     ) -> None:
+        self._certificates = certificates
         self._group = group
         self._wake = wake
         self._measure = measure
         self._port = port
         self._clusters: dict[ClusterKey, _Cluster] = {}
 
-    def follow(self, key: ClusterKey, addresses: Mapping[str, str]) -> None:
+    def follow(self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES) -> None:
         """See ``Routers.follow``."""
         cluster = self._clusters.setdefault(key, _Cluster())
         for name, slot in list(cluster.slots.items()):
-            if addresses.get(name) != slot.address:
+            if addresses.get(name) != slot.address or server_names.get(name, "") != slot.server_name:
                 slot.task.cancel()
                 del cluster.slots[name]
         for name, address in addresses.items():
             if name not in cluster.slots:
-                cluster.slots[name] = self._start(key, name, address)
+                cluster.slots[name] = self._start(key, name, address, server_names.get(name, ""))
         if not addresses:
             del self._clusters[key]
 
@@ -113,7 +126,7 @@ class RouterLinks:
         """Links in all."""
         return sum(len(cluster.slots) for cluster in self._clusters.values())
 
-    def _start(self, key: ClusterKey, name: str, address: str) -> _Slot:
+    def _start(self, key: ClusterKey, name: str, address: str, server_name: str) -> _Slot:
         def on_status() -> None:
             slot = self._clusters[key].slots.get(name) if key in self._clusters else None
             if slot is None or slot.link is not link:
@@ -128,12 +141,15 @@ class RouterLinks:
             logger.warning(line, extra={"object": str(key)})
             self._wake(key)
 
-        link = RouterLink(name, f"{address}:{self._port}", report=report, on_status=on_status)
+        tls = None
+        if server_name and self._certificates:
+            tls = ControlTls(certificates=self._certificates, server_name=server_name)
+        link = RouterLink(name, f"{address}:{self._port}", report=report, on_status=on_status, tls=tls)
         plan = self._clusters[key].plan
         if plan is not None:
             link.offer(plan)
         task = self._group.create_task(_keep(link), name=f"router {key} {name}")
-        return _Slot(address=address, link=link, task=task)
+        return _Slot(address=address, server_name=server_name, link=link, task=task)
 
 
 async def _keep(link: RouterLink) -> None:

@@ -8,9 +8,11 @@ from sluice_operator import containers, names
 from sluice_operator.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
 from sluice_operator.render import RouterSite, render_router_command
 from sluice_operator.restart import RESTARTS_ROUTERS, hash_restarting
+from sluice_operator.securing import describe_security, locate_in_pod, mount_secrets
 
 if TYPE_CHECKING:
     from sluice_operator.kubernetes_port import Object
+    from sluice_operator.render import Security
     from sluice_operator.spec import ServingCluster
 
 PLAN_DIRECTORY = "/etc/sluice/plan"
@@ -21,12 +23,13 @@ GRACE_S = 30
 STARTUP_S = 120
 
 
-def render_routers(cluster: ServingCluster, default_image: str) -> Object:
+def render_routers(cluster: ServingCluster, default_image: str, control_name: str) -> Object:
     """Renders the routers' Deployment.
 
     Args:
         cluster: The manifest.
         default_image: Image of manifests that name none.
+        control_name: Name in the operator's certificate.
     """
     name, spec = cluster.metadata.name, cluster.spec
     return {
@@ -38,28 +41,35 @@ def render_routers(cluster: ServingCluster, default_image: str) -> Object:
             "selector": {"matchLabels": names.select_component(name, names.ROUTER)},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "revisionHistoryLimit": 3,
-            "template": _render_template(cluster, spec.router.image or default_image),
+            "template": _render_template(cluster, spec.router.image or default_image, control_name),
         },
     }
 
 
-def _render_template(cluster: ServingCluster, image: str) -> Object:
+def _render_template(cluster: ServingCluster, image: str, control_name: str) -> Object:
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ROUTER)
     lifecycle, grace_s = containers.render_end(GRACE_S)
     model = mount_model(spec.model, files=ROUTER_FILES)
     plan = {"name": PLAN_VOLUME, "configMap": {"name": names.name_plan(name), "optional": True}}
+    security = describe_security(cluster, names.ROUTER, locate_in_pod, control_name)
+    volumes, mounts = mount_secrets(cluster, names.ROUTER)
+    container = _render_container(cluster, image, lifecycle, security)
+    container["volumeMounts"] += [model.mount, *mounts]
     template: Object = {
         "metadata": {
             "labels": names.label_child(name, names.ROUTER),
-            "annotations": {names.RESTART_HASH_ANNOTATION: hash_restarting(spec, RESTARTS_ROUTERS, image)},
+            "annotations": {
+                names.RESTART_HASH_ANNOTATION: hash_restarting(spec, RESTARTS_ROUTERS, image, security.control_name),
+                **({names.CONTROL_TLS_ANNOTATION: security.router_name} if security.router_name else {}),
+            },
         },
         "spec": {
             **containers.render_pod_defaults(names.name_workload(name, names.ROUTER)),
             "terminationGracePeriodSeconds": grace_s,
             "topologySpreadConstraints": containers.spread(labels),
-            "containers": [_render_container(cluster, image, lifecycle, model.mount)],
-            "volumes": [model.volume, containers.TMP_VOLUME, plan],
+            "containers": [container],
+            "volumes": [model.volume, containers.TMP_VOLUME, plan, *volumes],
         },
     }
     if model.init_containers:
@@ -69,7 +79,7 @@ def _render_template(cluster: ServingCluster, image: str) -> Object:
     return template
 
 
-def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, model_mount: Object) -> Object:
+def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, security: Security) -> Object:
     site = RouterSite(
         host="0.0.0.0",
         http_port=names.HTTP_PORT,
@@ -90,7 +100,7 @@ def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, mo
         "name": names.ROUTER,
         "image": image,
         "imagePullPolicy": "IfNotPresent",
-        "command": render_router_command(site),
+        "command": render_router_command(site, security),
         "env": containers.render_variables({"HOME": containers.TMP_MOUNT["mountPath"]}),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": containers.render_resources(cluster.spec.router.resources),
@@ -98,7 +108,6 @@ def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, mo
         "lifecycle": lifecycle,
         **containers.render_probes("/livez", STARTUP_S),
         "volumeMounts": [
-            model_mount,
             containers.TMP_MOUNT,
             {"name": PLAN_VOLUME, "mountPath": PLAN_DIRECTORY, "readOnly": True},
         ],

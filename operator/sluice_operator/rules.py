@@ -233,6 +233,16 @@ def _modes_have_what_they_need(spec: ServingClusterSpec) -> Iterator[Broken]:
         yield from _needs_mode(path, tls.mode, "CertManager", "issuerRef", tls.issuer_ref)
 
 
+def _names_are_for_cert_manager(spec: ServingClusterSpec) -> Iterator[Broken]:
+    tls = spec.router.tls
+    if tls.dns_names and tls.mode != "CertManager":
+        yield Broken(
+            path=("router", "tls", "dnsNames"),
+            value=",".join(tls.dns_names),
+            message="needs mode CertManager; remove it: a Secret's certificate has its names",
+        )
+
+
 def _needs_mode(path: tuple[str, ...], mode: str, needed: str, name: str, value: object) -> Iterator[Broken]:
     """A field that one mode requires and the others refuse."""
     if (mode == needed) != (value is not None):
@@ -289,6 +299,7 @@ RULES: tuple[Callable[[ServingClusterSpec], Iterator[Broken]], ...] = (
     _ports_differ,
     _rdma_is_whole,
     _modes_have_what_they_need,
+    _names_are_for_cert_manager,
     _bounds_are_ordered,
     _tuning_is_available,
 )

@@ -34,6 +34,10 @@ class Settings(BaseModel):
     resync_s: float = Field(default=420.0, gt=0, description="longest time between two looks at a cluster")
     request_timeout_s: float = Field(default=5.0, gt=0, le=5.0, description="longest wait for the API server")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="least level of logs")
+    peer_tls: str = Field(
+        default="",
+        description="folder with tls.crt, tls.key and ca.crt for the control ports of routers with spec.network.tls",
+    )
     allow_host_access: bool = Field(
         default=False, description="lets podTemplate reach the host: paths, networks, privileges"
     )

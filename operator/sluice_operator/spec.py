@@ -15,6 +15,7 @@ from sluice_operator import rules
 from sluice_operator.fields import (
     CountOrPercentage,
     Effect,
+    HostName,
     Label,
     ObjectName,
     Part,
@@ -301,8 +302,15 @@ class TlsSpec(Part):
     """Disabled, a Secret of yours (SecretRef), or certificates of cert-manager's (CertManager)."""
     secret_name: ObjectName | None = None
     """Secret with tls.crt, tls.key and ca.crt; required by mode SecretRef, refused otherwise."""
-    issuer_ref: IssuerRef | None = None
+    issuer_ref: Annotated[IssuerRef | None, Effect.LIVE] = None
     """Issuer of the certificates; required by mode CertManager, refused otherwise."""
+
+
+class RouterTlsSpec(TlsSpec):
+    """Encryption of the API, and where certificates come from."""
+
+    dns_names: Annotated[tuple[HostName, ...], Effect.LIVE, Field(max_length=16)] = ()
+    """Names of the certificate that cert-manager issues; those of the Service when absent. Needs mode CertManager."""
 
 
 class NetworkSpec(Part):
@@ -317,7 +325,7 @@ class NetworkSpec(Part):
     rdma: RdmaSpec | None = None
     """Required by mode RDMA, refused otherwise."""
     tls: Annotated[TlsSpec, Effect.RESTARTS_ALL] = TlsSpec()
-    """Mutual TLS between routers and engines. KV itself is not encrypted."""
+    """Mutual TLS among routers, engines and operator. KV itself is not encrypted."""
 
 
 class ServiceSpec(Part):
@@ -360,8 +368,8 @@ class RouterSpec(Part):
     """The Service in front of them."""
     auth: AuthSpec = AuthSpec()
     """Who may use the API."""
-    tls: TlsSpec = TlsSpec()
-    """Encryption of the API."""
+    tls: RouterTlsSpec = RouterTlsSpec()
+    """Encryption of the API. A Secret for it needs no ca.crt."""
 
 
 class CountBounds(Part):

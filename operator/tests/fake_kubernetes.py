@@ -12,6 +12,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.kubernetes_port import (
+    CERTIFICATES,
     CLUSTERS,
     DEPLOYMENTS,
     PODS,
@@ -62,6 +63,7 @@ class FakeKubernetes:
         self.calls: list[tuple[str, str]] = []
         self.events: list[Object] = []
         self.has_monitors = False
+        self.has_cert_manager = False
         # Called before and after each call with verb and plural; raises what the call shall raise.
         self.before: Callable[[str, str], None] = lambda _verb, _plural: None
         self.after: Callable[[str, str], None] = lambda _verb, _plural: None
@@ -86,7 +88,7 @@ class FakeKubernetes:
 
     async def is_served(self, kind: Kind) -> bool:
         self._call("discover", kind)()
-        return kind is not SERVICE_MONITORS or self.has_monitors
+        return {SERVICE_MONITORS: self.has_monitors, CERTIFICATES: self.has_cert_manager}.get(kind, True)
 
     async def apply(self, content: Object) -> Object:
         kind = kind_of(content)
@@ -251,6 +253,7 @@ class FakeKubernetes:
                         "name": f"{deployment['metadata']['name']}-{number:04}",
                         "namespace": "default",
                         "labels": dict(template["metadata"]["labels"]),
+                        "annotations": dict(template["metadata"].get("annotations") or {}),
                         "ownerReferences": [owner],
                     },
                     "template": copy.deepcopy(template),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_operator.kubernetes_port import PODS
 from sluice_operator.names import COMPONENT_LABEL, ENGINE
+from sluice_operator.router_links import NO_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,6 +43,7 @@ class FakeRouters:
         self.loads: dict[str, int] = {}
         self.counters: list[control_pb2.ClassCounters] = []
         self.transport = "tcp"
+        self.server_names: dict[str, str] = {}
         # Engines that never finish draining, engines that do not take up new plans, and routers that do not answer.
         self.stuck: set[str] = set()
         self.late: set[str] = set()
@@ -54,8 +56,9 @@ class FakeRouters:
         fresh.counters, fresh.late, fresh.acknowledged = self.counters, self.late, self.acknowledged
         return fresh
 
-    def follow(self, key: ClusterKey, addresses: Mapping[str, str]) -> None:
+    def follow(self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES) -> None:
         self.addresses[key] = dict(addresses)
+        self.server_names = dict(server_names)
 
     def offer(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
         self.offered.append(plan)

@@ -36,9 +36,22 @@ def flatten(rules: object) -> set[tuple[str, str, str]]:
 
 async def test_the_rights_are_those_that_are_used_and_no_others() -> None:
     world = World()
-    world.kubernetes.has_monitors = True
+    world.kubernetes.has_monitors = world.kubernetes.has_cert_manager = True
     await world.settle()
-    for edit in ({"prefillHeavy": 1}, {"replicas": 2}, {"replicas": 1}, {"engine": {"image": "x:1"}}, {"replicas": 3}):
+    issued = {"mode": "CertManager", "issuerRef": {"name": "ca"}}
+    edits = (
+        {"router": {"tls": issued}},
+        {"router": {"tls": {**issued, "dnsNames": ["a.b"]}}},
+        {"router": {"tls": None}},
+    )
+    for edit in (
+        *edits,
+        {"prefillHeavy": 1},
+        {"replicas": 2},
+        {"replicas": 1},
+        {"engine": {"image": "x:1"}},
+        {"replicas": 3},
+    ):
         world.edit(**edit)
         await world.settle()
     world.kubernetes.remove(SERVICES, "default", "tiny-router")

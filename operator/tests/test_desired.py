@@ -71,8 +71,16 @@ def router_template(**spec: Any) -> Any:
         {"model": {"name": "m", "source": {"image": {"reference": "models/x:1", "path": "a/b"}}}},
         {"engine": {"sharedMemory": "2Gi", "resources": {"limits": {"memory": "8Gi", "cpu": 2, "nvidia.com/gpu": 1}}}},
         {"engine": {"tolerations": [{"key": "a", "operator": "Exists"}], "nodeSelector": {"a": "b"}}},
+        {
+            "router": {
+                "replicas": 1,
+                "auth": {"mode": "APIKey", "apiKey": {"secretName": "keys"}},
+                "tls": {"mode": "SecretRef", "secretName": "front"},
+            },
+            "network": {"tls": {"mode": "SecretRef", "secretName": "peers"}},
+        },
     ],
-    ids=["tcp", "rdma", "ports", "hugging-face", "image", "resources", "placement"],
+    ids=["tcp", "rdma", "ports", "hugging-face", "image", "resources", "placement", "secured"],
 )
 def test_the_clients_own_types_know_every_field(spec) -> None:
     for (kind, _), child in render(**spec).items():

@@ -132,7 +132,7 @@ def render_pods(**spec: Any) -> dict[str, Any]:
     cluster = check_manifest(make_cluster(**spec))
     engines = render_engines(cluster, 1, SETTINGS.engine_image)["spec"]["template"]["spec"]
     return {
-        "router": render_routers(cluster, SETTINGS.router_image)["spec"]["template"]["spec"],
+        "router": render_routers(cluster, SETTINGS.router_image, "operator.svc")["spec"]["template"]["spec"],
         **dict.fromkeys(ENGINES, engines),
     }
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import grpc
 import pytest
+import trustme
+from certificate_files import make_files, mount_secret
 
+from sluice.certificates import CertificateFolder
+from sluice.credentials import PeerCheck, make_server_credentials
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 from sluice_operator.names import ClusterKey
 from sluice_operator.reports import is_worth_a_look, merge_reports
@@ -59,8 +64,9 @@ async def router() -> AsyncIterator[Router]:
 class Following:
     """Links in a task group, and what they call."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, certificates: CertificateFolder | None = None) -> None:
         self.port = router.port
+        self.certificates = certificates
         self.woken, self.heard = asyncio.Event(), asyncio.Event()
         self.measured: list[control_pb2.GetStatusResponse] = []
 
@@ -72,6 +78,7 @@ class Following:
             wake=lambda _: self.woken.set(),
             measure=lambda _, status: self.measure(status),
             port=self.port,
+            certificates=self.certificates,
         )
         return self
 
@@ -97,6 +104,99 @@ async def test_a_plan_gets_there_and_its_status_comes_back(router) -> None:
         await following.wait()
         assert following.links.statuses(KEY)["pod"].generation == 3
         assert following.links.count() == 1
+
+
+ROUTER_NAME, OPERATOR_NAME = "c-router-control.n.svc", "sluice-operator.system.svc"
+
+
+async def until_following(following: Following, generation: int) -> None:
+    """Waits until the router's status with a generation has come back."""
+    async with asyncio.timeout(20):
+        while True:
+            status = following.links.statuses(KEY).get("pod")
+            if status is not None and status.generation == generation:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def test_a_control_port_with_tls_is_spoken_with_and_certificates_change_under_the_link(tmp_path) -> None:
+    authority, second = trustme.CA(), trustme.CA()
+    trusted = (authority, second)
+    folders = {}
+    for name in (ROUTER_NAME, OPERATOR_NAME):
+        mount_secret(tmp_path / name, make_files(authority, name, trusted=trusted))
+        folders[name] = CertificateFolder(tmp_path / name, is_mutual=True)
+    made = Router()
+    server = grpc.aio.server(interceptors=[PeerCheck([OPERATOR_NAME])])
+    control_pb2_grpc.add_ControlServicer_to_server(made, server)
+    made.port = server.add_secure_port("127.0.0.1:0", make_server_credentials(folders[ROUTER_NAME]))
+    await server.start()
+    async with Following(made, folders[OPERATOR_NAME]) as following:
+        following.links.follow(KEY, {"pod": "127.0.0.1"}, {"pod": ROUTER_NAME})
+        following.links.offer(KEY, plan_pb2.Plan(generation=3))
+        await until_following(following, 3)
+        before = following.links._clusters[KEY].slots["pod"].link
+        for step in ((second, trusted), (second, (second,))):
+            for name, folder in folders.items():
+                mount_secret(tmp_path / name, make_files(step[0], name, trusted=step[1]))
+                assert folder.refresh()
+        following.links.offer(KEY, plan_pb2.Plan(generation=4))
+        await until_following(following, 4)
+        # The old authority is trusted by nobody: what comes now has come over a new connection.
+        await server.stop(0)
+        again = grpc.aio.server(interceptors=[PeerCheck([OPERATOR_NAME])])
+        control_pb2_grpc.add_ControlServicer_to_server(made, again)
+        again.add_secure_port(f"127.0.0.1:{made.port}", make_server_credentials(folders[ROUTER_NAME]))
+        await again.start()
+        following.links.offer(KEY, plan_pb2.Plan(generation=5))
+        await until_following(following, 5)
+        assert following.links._clusters[KEY].slots["pod"].link is before
+        # Another name is another router.
+        following.links.follow(KEY, {"pod": "127.0.0.1"}, {"pod": "other-router-control.n.svc"})
+        following.links.offer(KEY, plan_pb2.Plan(generation=6))
+        async with asyncio.timeout(20):
+            while not following.links.refusals(KEY):
+                await following.wait()
+        (refusal,) = following.links.refusals(KEY).values()
+        assert refusal.endswith("not trusted: the certificate shown there is not for other-router-control.n.svc")
+        assert following.links.statuses(KEY) == {}
+        assert made.status.generation == 5
+    await again.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("signers", "operator_name", "words"),
+    [
+        (("second", "first"), OPERATOR_NAME, "the certificate shown there does not pass: unable to get local issuer"),
+        (("first", "second"), OPERATOR_NAME, "our certificate may not be trusted there"),
+        (("first", "first"), "sluice-operator.elsewhere.svc", f"this port serves {OPERATOR_NAME} only"),
+    ],
+    ids=["a router of a stranger's", "a router that does not know our authority", "a router of another operator's"],
+)
+async def test_distrust_is_told_in_words(tmp_path, signers, operator_name, words) -> None:
+    authorities = {"first": trustme.CA(), "second": trustme.CA()}
+    router, own = (authorities[name] for name in signers)
+    # The operator trusts its own authority alone, the router what it must to come that far.
+    folders = [
+        CertificateFolder(mount_secret(tmp_path / name, make_files(authority, name)), is_mutual=True)
+        for name, authority in ((ROUTER_NAME, router), (operator_name, own))
+    ]
+    made = Router()
+    server = grpc.aio.server(interceptors=[PeerCheck([OPERATOR_NAME])])
+    control_pb2_grpc.add_ControlServicer_to_server(made, server)
+    made.port = server.add_secure_port("127.0.0.1:0", make_server_credentials(folders[0]))
+    await server.start()
+    certificates = folders[1]
+    if words.startswith("our certificate"):
+        trusting = replace(certificates.current, authorities=router.cert_pem.bytes())
+        certificates.current = trusting
+    async with Following(made, certificates) as following:
+        following.links.follow(KEY, {"pod": "127.0.0.1"}, {"pod": ROUTER_NAME})
+        async with asyncio.timeout(20):
+            while not following.links.refusals(KEY):
+                await following.wait()
+        assert words in following.links.refusals(KEY)["pod"]
+    await server.stop(0)
 
 
 async def test_a_router_that_comes_later_gets_the_plan_too(router) -> None:

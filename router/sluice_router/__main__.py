@@ -8,6 +8,7 @@ import sys
 import uvloop
 from pydantic import ValidationError
 
+from sluice.certificates import CertificateError
 from sluice_router.server import serve
 from sluice_router.settings import parse_settings
 
@@ -20,7 +21,11 @@ def main() -> int:
     except ValidationError as error:
         print(error, file=sys.stderr)
         return 2
-    uvloop.run(serve(settings))
+    try:
+        uvloop.run(serve(settings))
+    except CertificateError as error:
+        print(f"sluice_router: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

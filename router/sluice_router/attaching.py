@@ -33,14 +33,20 @@ def forget(state: RouterState, address: str) -> None:
         state.touch()
 
 
-def note_fault(state: RouterState, address: str, fault: str, now: float) -> None:
-    """Notes why an address has no stream; whoever waits for the engine behind it waits no longer."""
+def note_fault(state: RouterState, address: str, fault: str, now: float) -> bool:
+    """Notes why an address has no stream; whoever waits for the engine behind it waits no longer.
+
+    Returns:
+        Whether the fault is news.
+    """
     link = state.links.get(address)
     if link is not None and link.engine is not None:
         recovery.give_up_holds(state, link.engine.engine_id, now)
-    if link is not None and link.last_fault != fault:
-        link.last_fault = fault
-        state.touch()
+    if link is None or link.last_fault == fault:
+        return False
+    link.last_fault = fault
+    state.touch()
+    return True
 
 
 def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now: float) -> Engine:

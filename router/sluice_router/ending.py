@@ -47,7 +47,10 @@ def finish(
     )
     slo_class, metrics = request.new.slo_class, state.metrics
     state.attainment.record(now, slo_class, RequestEnd.FINISHED, outcome)
-    metrics.count("requests", slo_class, _RESULTS[reason])
+    _count(state, request, _RESULTS[reason])
+    if request.new.owner:
+        metrics.count("key_tokens", request.new.owner, "prompt", by=usage.prompt_tokens)
+        metrics.count("key_tokens", request.new.owner, "output", by=num_output)
     metrics.count("tokens", "output", by=num_output)
     metrics.duration_s[slo_class].observe(now - request.new.arrival_s)
     if usage.tpot_s is not None:
@@ -62,7 +65,7 @@ def fail(state: RouterState, request: LiveRequest, error: RouterError, now: floa
     state.ring.record(now, request.request_id, "failed", error.code, error.message)
     end = RequestEnd.REJECTED if isinstance(error, OverloadError) else RequestEnd.FAILED
     state.attainment.record(now, request.new.slo_class, end)
-    state.metrics.count("requests", request.new.slo_class, end.value)
+    _count(state, request, end.value)
     state.metrics.count("rejected", error.code)
 
 
@@ -71,8 +74,14 @@ def cancel(state: RouterState, request: LiveRequest, reason: str, now: float) ->
     _leave(state, request, now)
     state.ring.record(now, request.request_id, "cancelled", reason)
     state.attainment.record(now, request.new.slo_class, RequestEnd.CANCELLED)
-    state.metrics.count("requests", request.new.slo_class, RequestEnd.CANCELLED.value)
+    _count(state, request, RequestEnd.CANCELLED.value)
     state.metrics.count("rejected", reason)
+
+
+def _count(state: RouterState, request: LiveRequest, result: str) -> None:
+    state.metrics.count("requests", request.new.slo_class, result)
+    if request.new.owner:
+        state.metrics.count("key_requests", request.new.owner, result)
 
 
 def _leave(state: RouterState, request: LiveRequest, now: float) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
+    from sluice_router.engine_stream import PeerTls
     from sluice_router.router import Router
     from sluice_router.state import Engine
 
@@ -37,10 +38,19 @@ class EngineLinks:
         router: Takes what comes.
         hello_timeout_s: Longest wait for an engine's first message.
         rng: Jitter.
+        tls: How new streams are encrypted; None: they are not.
     """
 
-    def __init__(self, router: Router, *, hello_timeout_s: float, rng: random.Random) -> None:
+    def __init__(
+        self,
+        router: Router,
+        *,
+        hello_timeout_s: float,
+        rng: random.Random,
+        tls: Callable[[], PeerTls] | None = None,
+    ) -> None:
         self._router = router
+        self._tls = tls
         self._hello_timeout_s = hello_timeout_s
         self._rng = rng
         self._streams: dict[Engine, EngineStream] = {}
@@ -100,7 +110,8 @@ class EngineLinks:
         stream: EngineStream | None = None
         try:
             async with asyncio.timeout(self._hello_timeout_s):
-                stream = await connect(address, self._router.traffic_of(address))
+                tls = self._tls() if self._tls else None
+                stream = await connect(address, self._router.traffic_of(address), tls)
                 stream.send(engine_pb2.AttachRequest(hello=self._make_hello()))
                 first = await stream.read_first()
             if not first.HasField("hello"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote
 
@@ -34,6 +35,7 @@ from h2.settings import SettingCodes, Settings
 from sluice.v1 import engine_pb2
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterable
 
     from h2.events import Event
@@ -49,6 +51,8 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 RECEIVE_WINDOW_BYTES = 16 * 1024 * 1024
 # A gRPC message is preceded by a flag, compressed or not, and its length (4 bytes, big endian).
 PREFIX_BYTES = 5
+# HTTP/2's name in TLS.
+ALPN = "h2"
 # How long the last bytes of a stream have to leave.
 CLOSE_S = 1.0
 STATUS_NAMES = {str(code.value[0]): code.name.lower() for code in grpc.StatusCode}
@@ -67,6 +71,19 @@ class StreamEndedError(Exception):
     """The stream is over; the message says why."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTls:
+    """How a stream is encrypted, and who must be at its other end.
+
+    Args:
+        context: Shows our certificate and knows whose to trust.
+        engine_name: Name that the engine's certificate must be for.
+    """
+
+    context: ssl.SSLContext
+    engine_name: str
+
+
 class EngineStream(asyncio.Protocol):
     """A call in progress; ``connect`` makes it.
 
@@ -74,10 +91,19 @@ class EngineStream(asyncio.Protocol):
         authority: host:port, for the engine.
         traffic: Where its bytes are counted, HTTP/2's own included.
         loop: The event loop.
+        is_encrypted: The transport is.
     """
 
-    def __init__(self, authority: str, traffic: LinkTraffic, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        authority: str,
+        traffic: LinkTraffic,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        is_encrypted: bool = False,
+    ) -> None:
         self._authority = authority
+        self._is_encrypted = is_encrypted
         self._traffic = traffic
         self._loop = loop
         self._http = H2Connection(_CONFIGURATION)
@@ -137,6 +163,9 @@ class EngineStream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begins the call."""
         self._transport = cast("asyncio.Transport", transport)
+        if self._is_encrypted and transport.get_extra_info("ssl_object").selected_alpn_protocol() != ALPN:
+            self._end("unavailable: the engine's port does not speak HTTP/2")
+            return
         self._http.local_settings = Settings(
             client=True,
             initial_values={SettingCodes.INITIAL_WINDOW_SIZE: RECEIVE_WINDOW_BYTES, SettingCodes.ENABLE_PUSH: 0},
@@ -148,7 +177,7 @@ class EngineStream(asyncio.Protocol):
             self._stream_id,
             [
                 (":method", "POST"),
-                (":scheme", "http"),
+                (":scheme", "https" if self._is_encrypted else "http"),
                 (":path", METHOD),
                 (":authority", self._authority),
                 ("te", "trailers"),
@@ -174,7 +203,11 @@ class EngineStream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the call."""
-        self._end(f"unavailable: {exc or 'the connection was closed'}")
+        fault = str(exc or "the connection was closed")
+        if self._is_encrypted and not self._has_first.done():
+            # In TLS 1.3 a server looks at the client's certificate after the client has begun to speak.
+            fault += "; the engine may have refused this router's certificate"
+        self._end(f"unavailable: {fault}")
 
     # --- inward --------------------------------------------------------------------------------------------------
 
@@ -284,21 +317,26 @@ class EngineStream(asyncio.Protocol):
         self._advance()
 
 
-async def connect(address: str, traffic: LinkTraffic) -> EngineStream:
+async def connect(address: str, traffic: LinkTraffic, tls: PeerTls | None = None) -> EngineStream:
     """Connects to an engine and begins the call.
 
     Args:
         address: host:port; an IPv6 host stands in brackets.
         traffic: Where its bytes are counted.
+        tls: How the stream is encrypted; None: it is not.
 
     Raises:
-        StreamEndedError: Nobody listens there.
+        StreamEndedError: Nobody listens there, or somebody who is no engine of ours.
     """
     loop = asyncio.get_running_loop()
     host, _, port = address.rpartition(":")
     try:
         _, stream = await loop.create_connection(
-            lambda: EngineStream(address, traffic, loop), host.removeprefix("[").removesuffix("]"), int(port)
+            lambda: EngineStream(address, traffic, loop, is_encrypted=tls is not None),
+            host.removeprefix("[").removesuffix("]"),
+            int(port),
+            ssl=tls.context if tls else None,
+            server_hostname=tls.engine_name if tls else None,
         )
     except OSError as error:
         raise StreamEndedError(f"unavailable: {error}") from error

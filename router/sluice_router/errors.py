@@ -3,6 +3,7 @@
     RouterError
     ├── RequestError            the client's doing
     │   ├── InvalidRequestError       a field is wrong, or the prompt is too long
+    │   ├── UnauthenticatedError      no API key, or nobody's
     │   ├── ModelNotFoundError
     │   ├── UnsupportedEndpointError
     │   ├── BodyTooLargeError
@@ -11,6 +12,7 @@
     │   ├── SloInfeasibleError
     │   ├── QueueFullError
     │   ├── NoEngineError
+    │   ├── KeysUnavailableError
     │   └── ShuttingDownError
     ├── DeadlineError
     └── EngineFaultError        engines failed under the request
@@ -55,6 +57,10 @@ class InvalidRequestError(RequestError):
     """A field is wrong, or the prompt is too long."""
 
 
+class UnauthenticatedError(RequestError):
+    """No API key, or one that is nobody's; the message never quotes it."""
+
+
 class ModelNotFoundError(RequestError):
     """No such model."""
 
@@ -85,6 +91,10 @@ class QueueFullError(OverloadError):
 
 class NoEngineError(OverloadError):
     """No engine takes the request, and it waited for one as long as it may."""
+
+
+class KeysUnavailableError(OverloadError):
+    """API keys are asked for, and there are none to compare with."""
 
 
 class ShuttingDownError(OverloadError):
@@ -128,6 +138,12 @@ TABLE: dict[type[RouterError], Outcome] = {
     InvalidRequestError: Outcome(
         http_status=400, type="invalid_request_error", code="invalid_value", grpc_status=_INVALID
     ),
+    UnauthenticatedError: Outcome(
+        http_status=401,
+        type="invalid_request_error",
+        code="invalid_api_key",
+        grpc_status=grpc.StatusCode.UNAUTHENTICATED,
+    ),
     ModelNotFoundError: Outcome(
         http_status=404,
         type="invalid_request_error",
@@ -151,6 +167,9 @@ TABLE: dict[type[RouterError], Outcome] = {
     ),
     QueueFullError: Outcome(http_status=429, type="rate_limit_error", code="rate_limited", grpc_status=_EXHAUSTED),
     NoEngineError: Outcome(http_status=503, type="server_error", code="no_engine", grpc_status=_UNAVAILABLE),
+    KeysUnavailableError: Outcome(
+        http_status=503, type="server_error", code="keys_unavailable", grpc_status=_UNAVAILABLE
+    ),
     ShuttingDownError: Outcome(http_status=503, type="server_error", code="draining", grpc_status=_UNAVAILABLE),
     DeadlineError: Outcome(
         http_status=504,

@@ -13,8 +13,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from sluice.credentials import make_server_credentials
 from sluice.v1 import router_pb2, router_pb2_grpc
 from sluice_router.errors import RouterError, outcome_of
+from sluice_router.front import OPEN
 from sluice_router.objectives import read_objectives
 from sluice_router.openai_schema import ChatBody, CompletionBody, FieldError, SluiceOptions, check
 from sluice_router.output import Output
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 
     from sluice.v1 import engine_pb2, sampling_pb2
     from sluice_core.records import RequestId
+    from sluice_router.api_keys import ApiKeys
     from sluice_router.edge_metrics import EdgeMetrics
+    from sluice_router.front import Front
     from sluice_router.output import Delta
     from sluice_router.requests import DataPlane, Usage
     from sluice_router.slow_readers import SlowReaders
@@ -136,9 +140,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
         plane: The data plane.
         text: The model's text side.
         metrics: Counters and limits of slow clients, shared with HTTP.
+        keys: Keys that calls must carry; None: everybody is served.
     """
 
-    def __init__(self, plane: DataPlane, text: ModelText, metrics: EdgeMetrics) -> None:
+    def __init__(self, plane: DataPlane, text: ModelText, metrics: EdgeMetrics, keys: ApiKeys | None = None) -> None:
+        self._keys = keys
         self._plane = plane
         self._text = text
         self._metrics = metrics
@@ -148,7 +154,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """Generates; see router.proto."""
         arrival_s = self._plane.now()
         try:
-            prepared = await self._prepare(request, context, arrival_s)
+            prepared = await self._prepare(request, context, arrival_s, self._find_owner(context))
             await self._run(prepared, context)
             self._metrics.count_answer("grpc", "OK", "")
         except FieldError as error:
@@ -162,16 +168,27 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def ListModels(  # noqa: N802 - gRPC's name
         self,
         request: router_pb2.ListModelsRequest,  # noqa: ARG002 - gRPC's signature
-        context: object,  # noqa: ARG002 - gRPC's signature
+        context: grpc.aio.ServicerContext[router_pb2.ListModelsRequest, router_pb2.ListModelsResponse],
     ) -> router_pb2.ListModelsResponse:
         """Lists the models; see router.proto."""
+        try:
+            self._find_owner(context)
+        except RouterError as error:
+            await self._abort(context, error)
         model = self._plane.model
         length = model.max_model_len_tokens or self._text.defaults.max_model_len_tokens or 0
         models = [router_pb2.Model(name=model.name, max_model_len_tokens=length)] if model.name else []
         return router_pb2.ListModelsResponse(models=models)
 
+    def _find_owner(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        """Whose key a call carries; empty where none is asked for."""
+        if self._keys is None:
+            return ""
+        given = dict(context.invocation_metadata() or ()).get("authorization")
+        return self._keys.find_owner(given if isinstance(given, str) else None)
+
     async def _prepare(
-        self, request: router_pb2.GenerateRequest, context: Context, arrival_s: float
+        self, request: router_pb2.GenerateRequest, context: Context, arrival_s: float, owner: str
     ) -> PreparedRequest:
         options = check(SluiceOptions, _read_options(request))
         remaining_s = context.time_remaining()
@@ -180,6 +197,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             objectives=read_objectives({}, options),
             client_request_id=check_request_id("request_id", request.request_id),
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
+            owner=owner,
         )
         fields = _read_fields(request)
         kind = request.WhichOneof("prompt")
@@ -223,7 +241,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             if sink.end is None:
                 self._plane.cancel(request_id)
 
-    async def _abort(self, context: Context, error: RouterError) -> None:
+    async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], error: RouterError) -> None:
         """Ends a call with the table's status; reason and Retry-After go with it as metadata."""
         status = outcome_of(error).grpc_status
         self._metrics.count_answer("grpc", status.name, error.code)
@@ -242,20 +260,28 @@ class GrpcApi:
         plane: The data plane.
         text: The model's text side.
         metrics: Counters and limits of slow clients, shared with HTTP.
+        front: What guards it.
         max_message_bytes: Largest request.
     """
 
     def __init__(
-        self, plane: DataPlane, text: ModelText, metrics: EdgeMetrics, *, max_message_bytes: int = 8 * 1024 * 1024
+        self,
+        plane: DataPlane,
+        text: ModelText,
+        metrics: EdgeMetrics,
+        *,
+        front: Front = OPEN,
+        max_message_bytes: int = 8 * 1024 * 1024,
     ) -> None:
         self._plane = plane
+        self._certificates = front.certificates
         self._server = grpc.aio.server(
             options=[("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)]
         )
         self._health = health.aio.HealthServicer()
         self._watch: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
-        router_pb2_grpc.add_RouterServicer_to_server(RouterService(plane, text, metrics), self._server)
+        router_pb2_grpc.add_RouterServicer_to_server(RouterService(plane, text, metrics, front.keys), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
@@ -269,7 +295,11 @@ class GrpcApi:
         Returns:
             The port.
         """
-        bound = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if self._certificates is None:
+            bound = self._server.add_insecure_port(address)
+        else:
+            bound = self._server.add_secure_port(address, make_server_credentials(self._certificates))
         await self._server.start()
         self._watch = asyncio.get_running_loop().create_task(self._report_health(), name="report health")
         return bound

@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 from pydantic import BaseModel, ConfigDict, Field
 
+from sluice.certificates import load_chain, make_server_context
 from sluice_router import sse
 from sluice_router.edge_metrics import EdgeMetrics
 from sluice_router.errors import (
@@ -26,8 +27,9 @@ from sluice_router.errors import (
     RouterError,
     UnsupportedEndpointError,
 )
-from sluice_router.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, HttpStream
-from sluice_router.http_pages import REASON_HEADER, Pages, format_ignored, refuse
+from sluice_router.front import OPEN
+from sluice_router.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, EdgeSite, HttpStream
+from sluice_router.http_pages import METRICS, PROBES, REASON_HEADER, Pages, format_ignored, refuse
 from sluice_router.objectives import read_objectives
 from sluice_router.openai_schema import ChatBody, FieldError, parse_chat, parse_completion
 from sluice_router.output import Output
@@ -36,9 +38,11 @@ from sluice_router.sinks import StreamSink, WholeSink
 from sluice_router.slow_readers import SlowReaderLimits, SlowReaders
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable
 
     from sluice_core.records import RequestId
+    from sluice_router.front import Front
     from sluice_router.openai_schema import CompletionBody
     from sluice_router.preparing import PreparedRequest
     from sluice_router.requests import DataPlane
@@ -47,6 +51,8 @@ if TYPE_CHECKING:
     Handler = Callable[[web.BaseRequest, float], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "x-request-id"
+# Where a request keeps whose key it came with.
+OWNER = web.RequestKey("owner", str)
 SERVER = "sluice"
 # OpenAI's default for completions; chats go up to the model's length.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -91,15 +97,20 @@ class HttpApi:
         plane: The data plane.
         text: The model's text side.
         settings: Limits.
+        front: What guards it.
     """
 
-    def __init__(self, plane: DataPlane, text: ModelText, settings: HttpSettings | None = None) -> None:
+    def __init__(
+        self, plane: DataPlane, text: ModelText, settings: HttpSettings | None = None, *, front: Front = OPEN
+    ) -> None:
         self._plane = plane
         self._text = text
         self._settings = settings or HttpSettings()
+        self._front = front
+        self._tls: ssl.SSLContext | None = None
         self._server: EdgeServer | None = None
         self._runner: web.ServerRunner | None = None
-        self._sites: list[web.SockSite] = []
+        self._sites: list[EdgeSite] = []
         self._num_active = 0
         self._is_idle = asyncio.Event()
         self._is_closing = False
@@ -114,7 +125,8 @@ class HttpApi:
         self.metrics = EdgeMetrics(self.slow_readers)
         plane.registry.register(self.metrics)
         self._preparer = Preparer(plane, text, self.metrics)
-        self._pages = Pages(plane, text)
+        # With keys, what is counted of one owner is not another's to read: a scraper has a port of its own.
+        self._pages = Pages(plane, text, hidden=frozenset({METRICS}) if front.keys is not None else frozenset())
         self._handlers: dict[str, Handler] = {
             "/v1/completions": self._complete,
             "/v1/chat/completions": self._chat,
@@ -149,14 +161,29 @@ class HttpApi:
         self._server = server
         self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_S)
         await self._runner.setup()
+        if self._front.certificates is not None:
+            self._tls = make_server_context(self._front.certificates.current)
+            self._tls.set_alpn_protocols(["http/1.1"])
         with _listen(host, port) as listener:
             self._sites = [
-                web.SockSite(self._runner, listener.dup(), backlog=ACCEPT_BACKLOG) for _ in range(NUM_ACCEPTORS)
+                EdgeSite(
+                    self._runner,
+                    listener.dup(),
+                    backlog=ACCEPT_BACKLOG,
+                    ssl_context=self._tls,
+                    handshake_timeout_s=settings.header_timeout_s,
+                )
+                for _ in range(NUM_ACCEPTORS)
             ]
         for site in self._sites:
             await site.start()
         self._sweeper = loop.create_task(self._sweep(), name="sweep slow readers")
         return int(self._runner.addresses[0][1])
+
+    def renew_certificate(self) -> None:
+        """Shows the newest certificate to new connections; those that exist go on with theirs."""
+        if self._tls is not None and self._front.certificates is not None:
+            load_chain(self._tls, self._front.certificates.current)
 
     def announce_close(self) -> None:
         """Says in every answer that the connection closes behind it, so that clients go elsewhere; still serves."""
@@ -223,6 +250,8 @@ class HttpApi:
 
     async def _route(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         self._check_headers(request)
+        if self._front.keys is not None and request.path not in PROBES:
+            request[OWNER] = self._front.keys.find_owner(request.headers.get("Authorization"))
         handler = self._handlers.get(request.path)
         page = None if handler is not None else self._pages.find(request.path)
         if handler is None and page is None:
@@ -270,6 +299,7 @@ class HttpApi:
             objectives=read_objectives(request.headers, body.sluice),
             client_request_id=request.headers.get(REQUEST_ID_HEADER, ""),
             default_output_tokens=None if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS,
+            owner=request.get(OWNER, ""),
         )
 
     async def _read_body(self, request: web.BaseRequest) -> bytes:

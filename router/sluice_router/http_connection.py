@@ -6,6 +6,7 @@ headers must arrive in time; what cannot be parsed is answered in OpenAI's form.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +17,7 @@ from sluice_router.errors import InvalidRequestError
 from sluice_router.sse import format_error
 
 if TYPE_CHECKING:
-    import asyncio
+    import ssl
     from collections.abc import Awaitable, Callable
 
     from sluice_router.sinks import StreamSink
@@ -206,6 +207,46 @@ class EdgeServer(web.Server):
 
     def _edge_connections(self) -> list[EdgeConnection]:
         return [connection for connection in self.connections if isinstance(connection, EdgeConnection)]
+
+
+class EdgeSite(web.SockSite):
+    """A listener whose clients must end TLS's handshake in time.
+
+    Args:
+        runner: aiohttp's.
+        sock: Listens.
+        backlog: Most connections that wait to be accepted.
+        ssl_context: Of encrypted connections; None: they are not.
+        handshake_timeout_s: Longest handshake; asyncio's own limit is a minute.
+    """
+
+    def __init__(
+        self,
+        runner: web.ServerRunner,
+        sock: socket.socket,
+        *,
+        backlog: int,
+        ssl_context: ssl.SSLContext | None,
+        handshake_timeout_s: float,
+    ) -> None:
+        super().__init__(runner, sock, backlog=backlog, ssl_context=ssl_context)
+        self._handshake_timeout_s = handshake_timeout_s
+
+    async def start(self) -> None:
+        """Listens."""
+        if self._ssl_context is None:
+            await super().start()
+            return
+        await web.BaseSite.start(self)
+        server = self._runner.server
+        assert server is not None, "the runner is set up before its sites start"
+        self._server = await asyncio.get_running_loop().create_server(
+            server,
+            sock=self._sock,
+            ssl=self._ssl_context,
+            backlog=self._backlog,
+            ssl_handshake_timeout=self._handshake_timeout_s,
+        )
 
 
 class HttpStream:

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from sluice_router.errors import InvalidRequestError, ModelNotFoundError, RouterError, outcome_of
+from sluice_router.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    RouterError,
+    UnauthenticatedError,
+    outcome_of,
+)
 from sluice_router.sse import format_error
 
 if TYPE_CHECKING:
@@ -22,10 +28,15 @@ if TYPE_CHECKING:
 REASON_HEADER = "x-sluice-reason"
 MODELS_PREFIX = "/v1/models/"
 DEBUG_PREFIX = "/debug/requests/"
+METRICS = "/metrics"
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DISTRIBUTION = "sluice-serve"
 MAX_QUOTED_ID_CHARACTERS = 128
 MAX_IGNORED_CHARACTERS = 1024
+
+
+# What says whether and how the router runs, and nothing about requests: open to those who have no key.
+PROBES = frozenset({"/health", "/livez", "/readyz"})
 
 
 class Pages:
@@ -34,9 +45,18 @@ class Pages:
     Args:
         plane: The data plane.
         text: The model's text side.
+        paths: Paths to serve; None: all.
+        hidden: Paths of these not to serve.
     """
 
-    def __init__(self, plane: DataPlane, text: ModelText) -> None:
+    def __init__(
+        self,
+        plane: DataPlane,
+        text: ModelText,
+        *,
+        paths: frozenset[str] | None = None,
+        hidden: frozenset[str] = frozenset(),
+    ) -> None:
         self._plane = plane
         self._text = text
         self.is_closing = False
@@ -46,11 +66,15 @@ class Pages:
             "/health": self._show_readiness,
             "/readyz": self._show_readiness,
             "/livez": self._show_liveness,
-            "/metrics": self._show_metrics,
+            METRICS: self._show_metrics,
         }
+        self._paths = paths
+        self._hidden = hidden
 
     def find(self, path: str) -> Callable[[], web.Response] | None:
         """Finds the page at ``path``, or None."""
+        if path in self._hidden or (self._paths is not None and path not in self._paths):
+            return None
         if path.startswith(MODELS_PREFIX):
             return partial(self._show_model, urllib.parse.unquote(path.removeprefix(MODELS_PREFIX)))
         if path.startswith(DEBUG_PREFIX):
@@ -111,6 +135,8 @@ def refuse(error: RouterError, *, status: int | None = None, headers: dict[str, 
     headers = {**(headers or {}), REASON_HEADER: error.code}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, UnauthenticatedError):
+        headers["WWW-Authenticate"] = "Bearer"
     return web.json_response(format_error(error), status=status or outcome_of(error).http_status, headers=headers)
 
 

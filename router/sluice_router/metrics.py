@@ -1,7 +1,8 @@
 """What the router counts, and how Prometheus sees it.
 
 The data plane changes plain numbers (a histogram costs one bisection), and ``Metrics.collect`` turns them into families
-when a scrape asks. Labels are bounded: engines, roles, causes, reasons, SLO classes of the plan; never a request.
+when a scrape asks. Labels are bounded: engines, roles, causes, reasons, SLO classes of the plan, owners of API keys;
+never a request.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from prometheus_client.core import Metric
 
@@ -119,6 +120,12 @@ class Metrics:
         """Add to a counter of ``_COUNTERS``."""
         self.counters[name][labels] += by
 
+    def keep_owners(self, owners: Collection[str]) -> None:
+        """Forgets the counters of API keys' owners that are no longer among these, so that labels stay bounded."""
+        for name in ("key_requests", "key_tokens"):
+            kept = {labels: count for labels, count in self.counters[name].items() if labels[0] in owners}
+            self.counters[name] = Counter(kept)
+
     def collect(self) -> Iterator[Metric]:
         """Yields every family; called by ``prometheus_client`` at a scrape."""
         for name, label, text, attribute in _HISTOGRAMS:
@@ -164,6 +171,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("Requests that ended.", ("slo_class", "result")),
     "rejected": ("Requests refused or failed by the router.", ("reason",)),
     "tokens": ("Tokens in and out.", ("kind",)),
+    "key_requests": ("Requests that ended, by owner of their API key.", ("owner", "result")),
+    "key_tokens": ("Tokens of requests that ended well, by owner of their API key.", ("owner", "kind")),
     "placements": ("Prefills placed.", ("role", "reason")),
     "moves": ("Moves that ended.", ("cause", "result")),
     "flow_blocked": ("Moves that did not begin.", ("cause", "reason")),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from sluice_core.placement import PlacementPolicy, PlacementRecord
-    from sluice_core.records import Plan, SloClass
+    from sluice_core.records import EngineId, Plan, SloClass
     from sluice_router.requests import NewRequest, ResponseSink
     from sluice_router.state import RouterState
 
@@ -222,9 +222,6 @@ def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
 
 
 def _describe(state: RouterState, request: LiveRequest) -> PrefillRequest:
-    avoided = request.excluded | request.died_on
-    usable = [engine.engine_id for engine in state.table if not engine.is_draining]
-    has_others = any(engine_id not in avoided for engine_id in usable)
     return PrefillRequest(
         request_id=request.request_id,
         arrival_s=request.new.arrival_s,
@@ -232,9 +229,17 @@ def _describe(state: RouterState, request: LiveRequest) -> PrefillRequest:
         slo=request.slo,
         priority=request.priority,
         is_recovery=request.first_token_s is not None,
-        excluded=frozenset(avoided) if avoided and has_others else frozenset(),
+        # Most have nothing to avoid, and then the engines need not be looked at.
+        excluded=_find_avoided(state, request) if request.excluded or request.died_on else frozenset(),
         next_token_due_s=request.next_token_due_s,
     )
+
+
+def _find_avoided(state: RouterState, request: LiveRequest) -> frozenset[EngineId]:
+    """Engines that a request is better not given to; none while there are no others."""
+    avoided = request.excluded | request.died_on
+    has_others = any(engine.engine_id not in avoided for engine in state.table if not engine.is_draining)
+    return frozenset(avoided) if has_others else frozenset()
 
 
 def _place(state: RouterState, request: LiveRequest, decision: Place, now: float) -> None:

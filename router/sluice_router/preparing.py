@@ -55,6 +55,7 @@ class Caller:
         client_request_id: The caller's id; empty: none.
         deadline_s: When the caller gives up, on the same clock; None: never.
         default_output_tokens: Most output tokens when neither caller nor model say; None: up to the model's length.
+        owner: Whose API key it came with; empty where none is asked for.
     """
 
     arrival_s: float
@@ -62,6 +63,7 @@ class Caller:
     client_request_id: str = ""
     deadline_s: float | None = None
     default_output_tokens: int | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,7 @@ class Preparer:
             arrival_s=caller.arrival_s,
             deadline_s=caller.deadline_s,
             client_request_id=caller.client_request_id,
+            owner=caller.owner,
         )
         return PreparedRequest(request=request, output=self._describe_output(body, sampling))
 

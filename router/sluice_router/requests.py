@@ -46,6 +46,7 @@ class NewRequest:
         arrival_s: When the first byte came, on ``DataPlane.now``'s clock: HTTP, template and tokenizing count.
         deadline_s: When the caller gives up, on the same clock; None: never.
         client_request_id: The caller's own id (``x-request-id``), at most 128 characters; empty: none. Never a key.
+        owner: Whose API key it came with; empty where none is asked for.
     """
 
     prompt_token_ids: array[int]
@@ -57,6 +58,7 @@ class NewRequest:
     arrival_s: float
     deadline_s: float | None = None
     client_request_id: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

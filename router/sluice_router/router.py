@@ -122,6 +122,13 @@ class Router:
         """See ``DataPlane.explain``."""
         return self.state.ring.explain(request_id)
 
+    def set_edge_fault(self, fault: str) -> None:
+        """Says why clients cannot be served, whatever the engines; empty: they can."""
+        if fault != self.state.edge_fault:
+            self.state.edge_fault = fault
+            self.state.touch()
+            self._act()
+
     # --- links ---------------------------------------------------------------------------------------------------
 
     def set_addresses(self, addresses: frozenset[str]) -> None:
@@ -136,7 +143,8 @@ class Router:
     def note_fault(self, address: str, fault: str) -> None:
         """An address has no stream, for this reason."""
         now, has_held = self.now(), bool(self.state.held)
-        attaching.note_fault(self.state, address, fault, now)
+        if attaching.note_fault(self.state, address, fault, now):
+            logger.info("engine at %s: no stream: %s", address, fault)
         if has_held:
             placing.assign(self.state, now)
         self._act()

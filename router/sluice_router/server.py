@@ -30,8 +30,9 @@ from sluice_router.engine_link import EngineLinks
 from sluice_router.errors import PlanRefusedError, ShuttingDownError
 from sluice_router.grpc_api import GrpcApi
 from sluice_router.http_api import HttpApi
-from sluice_router.http_pages import Pages
+from sluice_router.http_pages import METRICS, PROBES, Pages
 from sluice_router.router import Router
+from sluice_router.securing import Securing
 from sluice_router.settings import load_profile
 from sluice_router.state import RouterState
 from sluice_router.text.tokenizer import ModelText
@@ -74,18 +75,24 @@ class Server:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.router = make_router(settings)
+        self._securing = securing = Securing(settings)
+        self.router.registry.register(securing)
+        peers = securing.peers
         self._links = EngineLinks(
             self.router,
             hello_timeout_s=settings.limits.hello_timeout_s,
             rng=random.Random(),  # noqa: S311 - jitter
+            tls=(lambda: peers.engine_tls) if peers else None,
         )
         self.router.connect(self._links)
         self._text = ModelText.load(Path(settings.model))
-        self._http = HttpApi(self.router, self._text)
-        self._grpc = GrpcApi(self.router, self._text, self._http.metrics)
-        self._control = grpc.aio.server()
+        self._http = HttpApi(self.router, self._text, front=securing.front)
+        self._grpc = GrpcApi(self.router, self._text, self._http.metrics, front=securing.front)
+        self._control = grpc.aio.server(interceptors=peers.interceptors if peers else ())
         self._health = health.aio.HealthServicer()
-        self._pages = Pages(self.router, self._text)
+        # Whoever may scrape may not therefore use what clients need a key for.
+        open_paths = PROBES | {METRICS} if securing.front.keys else None
+        self._pages = Pages(self.router, self._text, paths=open_paths)
         self._pages_runner: web.ServerRunner | None = None
         self._stop = asyncio.Event()
         self.ports: dict[str, int] = {}
@@ -99,6 +106,7 @@ class Server:
                     tasks.create_task(self._tick(), name="tick"),
                     tasks.create_task(self._report_health(), name="health"),
                     tasks.create_task(self._discover(tasks), name="discovery"),
+                    tasks.create_task(self._securing.keep(self.router, self._http.renew_certificate), name="securing"),
                 ]
                 await self._stop.wait()
                 await self._drain()
@@ -142,7 +150,11 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._control)
         names = (control.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._control)
-        port = self._control.add_insecure_port(f"{self._settings.host}:{self._settings.control_port}")
+        address, peers = f"{self._settings.host}:{self._settings.control_port}", self._securing.peers
+        if peers is None:
+            port = self._control.add_insecure_port(address)
+        else:
+            port = self._control.add_secure_port(address, peers.make_server_credentials())
         await self._control.start()
         return port
 

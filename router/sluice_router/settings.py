@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
 
@@ -67,7 +67,27 @@ class Settings(BaseModel):
         description="MODEL@GPU, such as qwen2.5-14b@a100-80g: how fast engines are until they have measured it",
     )
     grace_s: float = Field(default=30.0, ge=0, description="longest time that streams may take to finish at shutdown")
+    api_keys: str = Field(
+        default="", description="folder with a file of API keys per owner; everybody is served when empty"
+    )
+    front_tls: str = Field(
+        default="", description="folder with tls.crt and tls.key of the clients' ports; not encrypted when empty"
+    )
+    peer_tls: str = Field(
+        default="",
+        description="folder with tls.crt, tls.key and ca.crt for engines and the control port; not encrypted when empty",
+    )
+    engine_name: str = Field(default="", description="DNS name that engines' certificates must be for, with --peer-tls")
+    control_name: str = Field(
+        default="", description="DNS name that certificates of the control port's clients must be for, with --peer-tls"
+    )
     limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _name_peers(self) -> Self:
+        if self.peer_tls and not (self.engine_name and self.control_name):
+            raise ValueError("--peer-tls needs --engine-name and --control-name")
+        return self
 
     @field_validator("latency_profile")
     @classmethod

@@ -256,6 +256,7 @@ class RouterState:
         placement: Placement policy of its strategy.
         flow: Flow policy of its strategy.
         model: Model that the engines agree on; empty: none yet.
+        edge_fault: Why clients cannot be served, whatever the engines; empty: they can.
         dirty: Engines with a message under way, or with slots that became free.
         last_assign_s: When all waiting requests were last looked at.
         deadlines: Heap of (deadline, request).
@@ -288,6 +289,7 @@ class RouterState:
         self.model = ""
         self.max_model_len_tokens = 0
         self.is_accepting = True
+        self.edge_fault = ""
         self.dirty: dict[EngineId, Engine] = {}
         self.actions = Actions()
         self.rotation = 0

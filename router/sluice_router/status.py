@@ -26,6 +26,8 @@ def why_not_ready(state: RouterState) -> str:
     """Says why the router is not ready; empty when it is."""
     if not state.is_accepting:
         return "shutting down"
+    if state.edge_fault:
+        return state.edge_fault
     if state.plan is None:
         return "no plan yet"
     if len(state.table) == 0:

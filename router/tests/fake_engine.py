@@ -315,12 +315,25 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
     Args:
         core: The core.
         step_s: Pause between two iterations.
+        idle_s: Longest silence.
+        credentials: Of its server; None: nothing is encrypted.
+        interceptors: Of its server.
     """
 
-    def __init__(self, core: FakeCore, *, step_s: float = 0.005, idle_s: float = 0.2) -> None:
+    def __init__(
+        self,
+        core: FakeCore,
+        *,
+        step_s: float = 0.005,
+        idle_s: float = 0.2,
+        credentials: grpc.ServerCredentials | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
         self.core = core
         self.step_s = step_s
         self.idle_s = idle_s
+        self._credentials = credentials
+        self._interceptors = interceptors
         self.is_stepping = True
         self.is_silent = False
         self.address = ""
@@ -329,9 +342,13 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self._queue: asyncio.Queue[engine_pb2.AttachResponse | None] = asyncio.Queue()
 
     async def start(self, port: int = 0) -> str:
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(interceptors=self._interceptors)
         engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
-        number = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        address = f"127.0.0.1:{port}"
+        if self._credentials is None:
+            number = self._server.add_insecure_port(address)
+        else:
+            number = self._server.add_secure_port(address, self._credentials)
         await self._server.start()
         self.address = f"127.0.0.1:{number}"
         return self.address

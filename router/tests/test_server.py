@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import json
 import time
 from typing import TYPE_CHECKING
 
@@ -13,61 +11,22 @@ import aiohttp
 import grpc
 import pytest
 from data_plane_harness import until
-from edge_fakes import write_model
-from fake_engine import FakeCore, FakeEngine, make_plan, serving
-from google.protobuf import json_format
+from fake_engine import FakeCore, FakeEngine, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from server_harness import PD, get, make_settings, running, tell_engines, until_ready
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc, sampling_pb2
-from sluice_router.server import TICK_S, Server
-from sluice_router.settings import Settings
+from sluice_router.server import TICK_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
-
-PD = {"p0": "P", "d0": "D"}
 
 
 @pytest.fixture(name="settings")
 def _settings(tmp_path: Path):
-    write_model(tmp_path)
-    (tmp_path / "plan.json").write_text(json_format.MessageToJson(make_plan(PD)))
-    yield Settings(
-        http_port=0,
-        model=str(tmp_path),
-        engines=f"file:{tmp_path / 'engines.json'}",
-        plan=str(tmp_path / "plan.json"),
-        grace_s=20,
-    )
+    yield make_settings(tmp_path)
     gc.unfreeze()
-
-
-@contextlib.asynccontextmanager
-async def running(settings: Settings) -> AsyncIterator[Server]:
-    server = Server(settings)
-    task = asyncio.create_task(server.run())
-    await until(lambda: "http" in server.ports or task.done())
-    try:
-        yield server
-    finally:
-        server.stop()
-        async with asyncio.timeout(30):
-            await task
-
-
-async def get(server: Server, path: str, port: str = "metrics") -> tuple[int, str]:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://127.0.0.1:{server.ports[port]}{path}") as answer,
-    ):
-        return answer.status, await answer.text()
-
-
-async def until_ready(server: Server) -> None:
-    await until(lambda: server.router.is_ready)
-    assert (await get(server, "/readyz"))[0] == 200
 
 
 async def test_router_becomes_ready_serves_and_lets_answers_end_at_shutdown(settings, tmp_path):
@@ -77,7 +36,7 @@ async def test_router_becomes_ready_serves_and_lets_answers_end_at_shutdown(sett
         status, text = await get(server, "/readyz")
         assert status == 503
         assert "no engine" in text
-        (tmp_path / "engines.json").write_text(json.dumps([engine.address for engine in engines]))
+        tell_engines(tmp_path, *engines)
         await until_ready(server)
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 60, "ignore_eos": True}
         async with aiohttp.ClientSession() as session:
@@ -99,7 +58,7 @@ async def test_router_becomes_ready_serves_and_lets_answers_end_at_shutdown(sett
 async def test_grpc_clients_are_told_to_connect_elsewhere_while_their_calls_go_on(settings, tmp_path):
     engine = FakeEngine(FakeCore("d0"), step_s=0.05)
     async with serving(engine), running(settings) as server:
-        (tmp_path / "engines.json").write_text(json.dumps([engine.address]))
+        tell_engines(tmp_path, engine)
         await until_ready(server)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.ports['grpc']}") as channel:
             stub = router_pb2_grpc.RouterStub(channel)
@@ -134,7 +93,7 @@ async def test_lag_of_the_event_loop_is_measured(settings):
 async def test_grace_is_limited(settings, tmp_path):
     engine = FakeEngine(FakeCore("d0"), step_s=0.05)
     async with serving(engine), running(settings.model_copy(update={"grace_s": 0.3})) as server:
-        (tmp_path / "engines.json").write_text(json.dumps([engine.address]))
+        tell_engines(tmp_path, engine)
         await until_ready(server)
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
         async with aiohttp.ClientSession() as session:

@@ -19,50 +19,12 @@ from heapq import heapify, heappop, heappush
 from sluice_core.batching import BatchLimits, BatchPolicy, EngineBatch, RequestKind
 from sluice_core.decodes import DecodeSet
 from sluice_core.records import EngineId, EngineLoad, RequestId, Role
+from sluice_core.sim.counters import EngineCounters
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.setup import EngineSetup
 
 _Waiting = tuple[int, float, int, SimRequest]
-
-
-class EngineCounters:
-    """What an engine has done; mutable, changed by its engine only.
-
-    Attributes:
-        busy_s: Time in iterations.
-        kv_block_seconds: Blocks in use, summed over that time.
-        peak_blocks: Most blocks in use.
-        num_iterations: Iterations.
-        num_output_tokens: Tokens generated.
-        num_prefill_tokens: Prompt tokens computed, recompute included.
-        num_completed_prefill_tokens: Of these, of prefills that were completed.
-        num_lost_prefill_tokens: Of these, of prefills that the engine's death cut off.
-        num_preemptions: Preemptions.
-    """
-
-    __slots__ = (
-        "busy_s",
-        "kv_block_seconds",
-        "num_completed_prefill_tokens",
-        "num_iterations",
-        "num_lost_prefill_tokens",
-        "num_output_tokens",
-        "num_preemptions",
-        "num_prefill_tokens",
-        "peak_blocks",
-    )
-
-    def __init__(self) -> None:
-        self.busy_s = 0.0
-        self.kv_block_seconds = 0.0
-        self.peak_blocks = 0
-        self.num_iterations = 0
-        self.num_output_tokens = 0
-        self.num_prefill_tokens = 0
-        self.num_completed_prefill_tokens = 0
-        self.num_lost_prefill_tokens = 0
-        self.num_preemptions = 0
 
 
 class SimEngine:

@@ -1,8 +1,8 @@
 """Schemas of Kubernetes versions, against which manifests are checked without a cluster of that version.
 
-They are part of Kubernetes' own Go module and, for monitors and rules, of the Prometheus operator's, and are fetched like
-any Go module; the checksums below are what go.sum would hold. What is used of them is kept in
-``~/.cache/sluice/schemas``, for all checkouts.
+They are part of Kubernetes' own Go module and, for monitors, rules and certificates, of the Prometheus operator's and
+cert-manager's, and are fetched like any Go module; the checksums below are what go.sum would hold. What is used of them
+is kept in ``~/.cache/sluice/schemas``, for all checkouts.
 """
 
 from __future__ import annotations
@@ -62,13 +62,21 @@ OPERATOR = (
     "github.com/prometheus-operator/prometheus-operator@v0.85.0",
     "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=",
 )
-FOREIGN = tuple(
-    Source(
-        module=OPERATOR[0],
-        checksum=OPERATOR[1],
-        path=f"example/prometheus-operator-crd/monitoring.coreos.com_{plural}.yaml",
-    )
-    for plural in ("servicemonitors", "prometheusrules")
+CERT_MANAGER = Source(
+    module="github.com/cert-manager/cert-manager@v1.21.2",
+    checksum="h1:UWgoYM+KLNtRlqmoWOKjKBOBUPVHeepQ6/ac3ERJW68=",
+    path="deploy/crds/cert-manager.io_certificates.yaml",
+)
+FOREIGN = (
+    *(
+        Source(
+            module=OPERATOR[0],
+            checksum=OPERATOR[1],
+            path=f"example/prometheus-operator-crd/monitoring.coreos.com_{plural}.yaml",
+        )
+        for plural in ("servicemonitors", "prometheusrules")
+    ),
+    CERT_MANAGER,
 )
 # Kubernetes' own words for what it takes in two forms.
 QUANTITY = "io.k8s.apimachinery.pkg.api.resource.Quantity"

@@ -18,6 +18,11 @@
 {{- end }}
 {{- end }}
 
+{{/* Filled by cert-manager, or the user's own. */}}
+{{- define "sluice.tlsSecret" -}}
+{{- if eq .Values.tls.mode "SecretRef" }}{{ .Values.tls.secretName }}{{ else }}{{ include "sluice.name" . }}-tls{{ end }}
+{{- end }}
+
 {{/* The first is what the routers' network policies know the operator by (names.py, MANAGER). */}}
 {{- define "sluice.selector" -}}
 app.kubernetes.io/name: sluice-operator

@@ -1,0 +1,144 @@
+"""How gRPC's servers and channels of ours use certificates, and whom a server serves.
+
+Trust is an authority and a name: a certificate passes that an authority of ``ca.crt`` has signed, for one of the names
+that the other side was told. The authority alone is not enough, as it may sign for others too. Pods have addresses that
+no certificate knows beforehand, so that the names are those of Services.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection
+
+    from sluice.certificates import CertificateFolder, Certificates
+
+logger = logging.getLogger(__name__)
+
+# gRPC's name of the DNS names in a peer's certificate.
+PEER_NAMES = "peer_dns"
+VERIFY_FAILED = "CERTIFICATE_VERIFY_FAILED"
+HANDLERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+def make_server_credentials(folder: CertificateFolder) -> grpc.ServerCredentials:
+    """Makes credentials that follow a folder: gRPC asks for news at each new connection.
+
+    Args:
+        folder: Somebody else refreshes it; with authorities in it, clients must show a certificate of theirs.
+    """
+    used = folder.current
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        # Called on a thread of gRPC's, which only reads; None: as before.
+        nonlocal used
+        newest = folder.current
+        if newest is used:
+            return None
+        used = newest
+        return _configure(newest)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configure(used),
+        fetch,  # type: ignore[arg-type] # gRPC takes None too
+        require_client_authentication=bool(used.authorities),
+    )
+
+
+def _configure(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    pairs = [(certificates.key, certificates.chain)]
+    return grpc.ssl_server_certificate_configuration(pairs, certificates.authorities or None)
+
+
+def make_channel(
+    address: str, certificates: Certificates, server_name: str, options: Collection[tuple[str, Any]] = ()
+) -> grpc.aio.Channel:
+    """Makes a channel that shows a certificate; a channel keeps it, so that a new one needs a new channel.
+
+    Args:
+        address: host:port.
+        certificates: With authorities.
+        server_name: Name that the server's certificate must be for, whatever the address.
+        options: Further options of gRPC's.
+    """
+    credentials = grpc.ssl_channel_credentials(certificates.authorities, certificates.key, certificates.chain)
+    named = [("grpc.ssl_target_name_override", server_name), *options]
+    return grpc.aio.secure_channel(address, credentials, options=named)
+
+
+def describe_distrust(error: grpc.aio.AioRpcError, server_name: str) -> str:
+    """Says that one side did not trust the other; empty: the server is merely away.
+
+    Args:
+        error: Of a call over ``make_channel``.
+        server_name: Whom the channel expected.
+    """
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+        return details
+    if VERIFY_FAILED in details:
+        return f"the certificate shown there does not pass: {details.rpartition(VERIFY_FAILED)[2].strip(': ')}"
+    if "Hostname Verification" in details:
+        return f"the certificate shown there is not for {server_name}"
+    if "Socket closed" in details:
+        return "connections are closed at once; our certificate may not be trusted there"
+    return ""
+
+
+class PeerCheck(grpc.aio.ServerInterceptor):
+    """Serves those only whose certificate is for one of some names.
+
+    Args:
+        names: The names.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """See gRPC's."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        make = HANDLERS[handler.request_streaming, handler.response_streaming]
+        behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        return make(self._guard(behavior), handler.request_deserializer, handler.response_serializer)
+
+    def _guard(self, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Puts the check before a call; its messages do not come through here."""
+        if not inspect.isasyncgenfunction(behavior):
+
+            async def call(request: Any, context: Any) -> Any:
+                await self._check(context)
+                return await behavior(request, context)
+
+            return call
+
+        async def generate(request: Any, context: Any) -> Any:
+            await self._check(context)
+            async for answer in behavior(request, context):
+                yield answer
+
+        return generate
+
+    async def _check(self, context: Any) -> None:
+        shown = [name.decode(errors="replace") for name in context.auth_context().get(PEER_NAMES, ())]
+        if self._names.isdisjoint(shown):
+            served = " or ".join(sorted(self._names))
+            message = f"the certificate is for {', '.join(shown) or 'no name'}; this port serves {served} only"
+            logger.warning("%s is refused: %s", context.peer(), message)
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, message)

@@ -1,0 +1,70 @@
+"""Whole routers in this process, for tests of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING
+
+import aiohttp
+from data_plane_harness import until
+from edge_fakes import write_model
+from fake_engine import make_plan
+from google.protobuf import json_format
+
+from sluice_router.server import Server
+from sluice_router.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from fake_engine import FakeEngine
+
+PD = {"p0": "P", "d0": "D"}
+
+
+def make_settings(folder: Path, **changes: object) -> Settings:
+    """Settings of a router whose model, plan (two engines, ``PD``) and list of engines lie in a folder."""
+    write_model(folder)
+    (folder / "plan.json").write_text(json_format.MessageToJson(make_plan(PD)))
+    fields: dict[str, object] = {
+        "http_port": 0,
+        "model": str(folder),
+        "engines": f"file:{folder / 'engines.json'}",
+        "plan": str(folder / "plan.json"),
+        "grace_s": 20,
+    }
+    return Settings(**{**fields, **changes})
+
+
+def tell_engines(folder: Path, *engines: FakeEngine) -> None:
+    """Lets routers find engines."""
+    (folder / "engines.json").write_text(json.dumps([engine.address for engine in engines]))
+
+
+@contextlib.asynccontextmanager
+async def running(settings: Settings) -> AsyncIterator[Server]:
+    server = Server(settings)
+    task = asyncio.create_task(server.run())
+    await until(lambda: "http" in server.ports or task.done())
+    try:
+        yield server
+    finally:
+        server.stop()
+        async with asyncio.timeout(30):
+            await task
+
+
+async def get(server: Server, path: str, port: str = "metrics") -> tuple[int, str]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{server.ports[port]}{path}") as answer,
+    ):
+        return answer.status, await answer.text()
+
+
+async def until_ready(server: Server) -> None:
+    await until(lambda: server.router.is_ready)
+    assert (await get(server, "/readyz"))[0] == 200
