@@ -33,7 +33,8 @@ from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo
 from sluice_core.sim.setup import Cell, EngineSetup, NoGrant, SimOptions, TtftEnd
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.workload import PoissonWorkload, TraceRow, parse_trace
+from sluice_core.sim.traces import TraceRow, parse_trace
+from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import get_strategy
 
 TARGETS_RPS = {"arxiv": 12_000, "chat": 30_000}  # docs/simulator.md, per core, four engines

@@ -26,7 +26,7 @@ from sluice_core.sim.setup import (
     SimOptions,
     TtftEnd,
 )
-from sluice_core.sim.workload import TraceError, TraceRow, parse_trace
+from sluice_core.sim.traces import TraceError, TraceRow, parse_trace
 from sluice_core.strategies import PLACEMENTS, get_strategy
 from sluice_operator.sliders import resolve_sliders
 
@@ -339,15 +339,19 @@ def _load(
     return load_model_on_gpu(model, gpu, tensor_parallel, kind=kind, assumptions=assumptions)
 
 
-def read_trace(path: Path) -> list[TraceRow]:
+def read_trace(path: Path, *, skips_unanswered: bool = False) -> list[TraceRow]:
     """Reads a trace, gzipped if its name ends so.
+
+    Args:
+        path: The file.
+        skips_unanswered: Leave out requests whose answer has no tokens.
 
     Raises:
         TraceError: Names the file and the line.
     """
     try:
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return parse_trace(text.decode().splitlines())
+        return parse_trace(text.decode().splitlines(), skips_unanswered=skips_unanswered)
     except TraceError as error:
         raise TraceError(f"{path}, {error}") from error
     except (OSError, EOFError, UnicodeDecodeError) as error:

@@ -14,6 +14,7 @@ import click
 from sluice_cli.demo import Demo, DemoError
 from sluice_cli.detach import start_detached
 from sluice_cli.display import Display, make_console
+from sluice_cli.plan import plan
 from sluice_cli.ports import PortBook, PortError
 from sluice_cli.records import HOME, AlreadyRunningError, ClusterDirectory, find_clusters
 from sluice_cli.simulate import simulate
@@ -217,6 +218,7 @@ def demo(manifest: Path, *, keep: bool, ports: range) -> None:
             stop_cluster(directory, is_hurried=True, report=click.echo)
 
 
+cli.add_command(plan)
 cli.add_command(simulate)
 
 

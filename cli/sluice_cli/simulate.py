@@ -196,7 +196,8 @@ def make_results_table(report: dict[str, object]) -> Table:
     return table
 
 
-def _parse_seeds(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
+def parse_seeds(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """Reads ``--seeds``."""
     try:
         seeds = tuple(int(part) for part in value.split(","))
     except ValueError:
@@ -220,7 +221,7 @@ def _parse_seeds(_context: click.Context, _parameter: click.Parameter, value: st
 @click.option("--goodput", "is_goodput", is_flag=True, help="Search the highest rate at the target; starts at --rate.")
 @click.option("--target", default=TARGET, show_default=True, type=click.FloatRange(0, 1), help="Attainment of goodput.")
 @click.option("--duration-s", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True))
-@click.option("--seeds", default="1,2,3", show_default=True, callback=_parse_seeds, help="One run for each.")
+@click.option("--seeds", default="1,2,3", show_default=True, callback=parse_seeds, help="One run for each.")
 @click.option(
     "--trace-times", is_flag=True, help="Arrivals of the trace, stretched to --rate, instead of Poisson ones."
 )

@@ -20,7 +20,8 @@ from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.setup import Arrival, Cell
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
-from sluice_core.sim.workload import PoissonWorkload, TraceError, TraceRow, parse_trace, scale_trace
+from sluice_core.sim.traces import TraceError, TraceRow, parse_trace
+from sluice_core.sim.workload import PoissonWorkload, scale_trace
 from sluice_core.slo import check_slo, compute_tpot_s
 from sluice_core.strategies import get_strategy
 
@@ -171,7 +172,7 @@ def test_traces_are_read_with_times_classes_and_objectives():
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "line 1: columns are none"),
+        ([], "line 1: the trace is empty"),
         (["input_tokens"], "line 1: columns are input_tokens; known are"),
         (["input_tokens,output_tokens,colour"], "line 1"),
         (["input_tokens,output_tokens"], "line 2: the trace has no rows"),
@@ -179,7 +180,7 @@ def test_traces_are_read_with_times_classes_and_objectives():
         (["input_tokens,output_tokens", "1,2", "x,2"], "line 3: input_tokens is 'x'"),
         (["input_tokens,output_tokens", "1,0"], "line 2: output_tokens is '0'"),
         (["arrival_s,input_tokens,output_tokens", "nan,1,2"], "line 2: arrival_s is 'nan'"),
-        (["arrival_s,input_tokens,output_tokens", "2,1,2", "1,1,2"], "line 3: arrival_s 1 is before 2"),
+        (["arrival_s,input_tokens,output_tokens", "2,1,2", "1,1,2"], "line 3: arrival_s is 1 s before"),
     ],
     ids=["empty", "missing", "unknown", "no rows", "short", "no number", "zero", "nan", "order"],
 )

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/api.md", "docs/security.md", "docs/simulator.md", "CONTRIBUTING.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/api.md",
+    "docs/security.md",
+    "docs/simulator.md",
+    "docs/planning.md",
+    "CONTRIBUTING.md",
+)
 URL = "http://127.0.0.1:8000"
 FENCE = re.compile(r"^```sh (ci\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

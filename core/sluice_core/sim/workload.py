@@ -6,105 +6,12 @@ monotone in the rate, and strategies are compared on the same requests (simulati
 
 from __future__ import annotations
 
-import csv
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from sluice_core.records import Slo, SloClass
 from sluice_core.sim.setup import Arrival
-
-_REQUIRED = ("input_tokens", "output_tokens")
-_KNOWN = (*_REQUIRED, "arrival_s", "class", "ttft_slo_s")
-
-
-class TraceError(ValueError):
-    """A trace that cannot be read; the message names the line."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRow:
-    """One request of a trace.
-
-    Args:
-        prompt_tokens: Prompt length.
-        output_tokens: Answer length.
-        arrival_s: When it arrived; None: the trace does not say.
-        slo_class: Its class; empty without.
-        ttft_slo_s: Its own TTFT objective; None: the default.
-    """
-
-    prompt_tokens: int
-    output_tokens: int
-    arrival_s: float | None = None
-    slo_class: str = ""
-    ttft_slo_s: float | None = None
-
-
-def parse_trace(lines: Iterable[str]) -> list[TraceRow]:
-    """Parse CSV with columns ``[arrival_s,] [class,] input_tokens, output_tokens [, ttft_slo_s]``.
-
-    Args:
-        lines: The header and the rows.
-
-    Raises:
-        TraceError: Unknown or missing columns, a value that is no number, a count below 1, arrivals out of order, no row.
-    """
-    reader = csv.reader(lines)
-    header = [name.strip() for name in next(reader, [])]
-    unknown = [name for name in header if name not in _KNOWN]
-    missing = [name for name in _REQUIRED if name not in header]
-    if unknown or missing or len(set(header)) != len(header):
-        raise TraceError(f"line 1: columns are {', '.join(header) or 'none'}; known are {', '.join(_KNOWN)}")
-    rows: list[TraceRow] = []
-    last_s = 0.0
-    for fields in reader:
-        if not fields:
-            continue
-        row = _parse_row(header, fields, reader.line_num)
-        if row.arrival_s is not None:
-            if row.arrival_s < last_s:
-                raise TraceError(f"line {reader.line_num}: arrival_s {row.arrival_s:g} is before {last_s:g}")
-            last_s = row.arrival_s
-        rows.append(row)
-    if not rows:
-        raise TraceError("line 2: the trace has no rows")
-    return rows
-
-
-def _parse_row(header: Sequence[str], fields: Sequence[str], line: int) -> TraceRow:
-    if len(fields) != len(header):
-        raise TraceError(f"line {line}: {len(fields)} fields, the header has {len(header)}")
-    values = dict(zip(header, fields, strict=True))
-    return TraceRow(
-        prompt_tokens=_parse_count(values, "input_tokens", line),
-        output_tokens=_parse_count(values, "output_tokens", line),
-        arrival_s=_parse_seconds(values, "arrival_s", line),
-        slo_class=values.get("class", ""),
-        ttft_slo_s=_parse_seconds(values, "ttft_slo_s", line),
-    )
-
-
-def _parse_count(values: dict[str, str], name: str, line: int) -> int:
-    try:
-        count = int(values[name])
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise TraceError(f"line {line}: {name} is {values[name]!r}, a whole number of at least 1 is needed")
-    return count
-
-
-def _parse_seconds(values: dict[str, str], name: str, line: int) -> float | None:
-    if name not in values:
-        return None
-    try:
-        seconds = float(values[name])
-    except ValueError:
-        seconds = -1.0
-    if not 0.0 <= seconds < 1e12:
-        raise TraceError(f"line {line}: {name} is {values[name]!r}, seconds of at least 0 are needed")
-    return seconds
+from sluice_core.sim.traces import TraceRow
 
 
 class PoissonWorkload:

@@ -1,0 +1,55 @@
+"""Makes the planner's runs, in processes where more than one is allowed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Self
+
+from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_evaluators: list[Evaluator] = []
+
+
+def _prepare(problem: Problem) -> None:
+    """Once per process: what all its runs share."""
+    _evaluators[:] = [Evaluator(problem)]
+
+
+def _evaluate(trial: Trial) -> Outcome:
+    return _evaluators[0].evaluate(trial)
+
+
+class TrialPool:
+    """Processes that make runs, in a ``with`` block; results do not depend on how many there are.
+
+    Args:
+        problem: What is planned for.
+        num_processes: 1: this process.
+    """
+
+    def __init__(self, problem: Problem, num_processes: int) -> None:
+        self._evaluator = Evaluator(problem)
+        self._pool = (
+            ProcessPoolExecutor(
+                num_processes, mp_context=get_context("spawn"), initializer=_prepare, initargs=(problem,)
+            )
+            if num_processes > 1
+            else None
+        )
+
+    def run(self, trials: Sequence[Trial]) -> list[Outcome]:
+        """Makes runs, in their order."""
+        if self._pool is None:
+            return [self._evaluator.evaluate(trial) for trial in trials]
+        return list(self._pool.map(_evaluate, trials))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,197 @@
+"""Compares candidates on common random numbers: the same rates, the same requests.
+
+``climb`` ranks many: whoever passes at a rate goes on to the next higher one, until nobody passes. So those that fall
+behind cost one run each, which gives up early, and the goodput of those in front is known from both sides. ``sharpen``
+finds the goodput of a few, of each seed by itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sluice_core.planning.candidates import Candidate
+from sluice_core.planning.curves import Curve
+from sluice_core.planning.trials import Outcome, Trial
+
+RunTrials = Callable[[Sequence[Trial]], Sequence[Outcome]]
+PRECISION = 0.04  # of a goodput: a straight line between rates so close is good to a percent
+_LEAST_CONTENDERS = 4
+_LEAST_RATE_RPS = 1e-4
+_MOST_STEPS = 60
+_STRIDE = 1.25  # of rates that are far from the goodput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fidelity:
+    """How well a candidate is looked at.
+
+    Args:
+        seeds: One run for each.
+        duration_s: Length of each.
+    """
+
+    seeds: tuple[int, ...]
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """A candidate and its goodput.
+
+    Args:
+        candidate: The sliders.
+        goodputs_rps: Of each seed.
+    """
+
+    candidate: Candidate
+    goodputs_rps: tuple[float, ...]
+
+    @property
+    def goodput_rps(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(self.goodputs_rps)
+
+
+class Arena:
+    """Compares candidates; mutable: it keeps what it has learned.
+
+    Args:
+        run_trials: Makes runs, in any number of processes.
+        target: Attainment of the goodput.
+    """
+
+    def __init__(self, run_trials: RunTrials, target: float) -> None:
+        self.num_trials = 0
+        self.num_iterations = 0
+        self._run_trials = run_trials
+        self._target = target
+        self._curves: dict[tuple[Candidate, int, float], Curve] = {}
+
+    def climb(
+        self, candidates: Sequence[Candidate], fidelity: Fidelity, rate_rps: float, factor: float
+    ) -> list[Standing]:
+        """Compare candidates, the best first.
+
+        Args:
+            candidates: The candidates.
+            fidelity: How well to look.
+            rate_rps: Where to begin; best where some pass and most do not.
+            factor: From a rate to the next.
+        """
+        least = max(0.0, 1.0 - 3.0 * (1.0 - self._target))
+        passing = self._find_passing(candidates, fidelity, rate_rps, least)
+        rate_down = rate_rps
+        contenders = candidates
+        while not passing:
+            contenders = self._rank(contenders, fidelity)[: max(_LEAST_CONTENDERS, len(contenders) // 2)]
+            rate_down /= factor
+            if rate_down < _LEAST_RATE_RPS:
+                break
+            passing = self._find_passing(contenders, fidelity, rate_down, least)
+        if rate_down == rate_rps:
+            while passing:
+                rate_rps *= factor
+                passing = self._find_passing(passing, fidelity, rate_rps, least)
+        return [self._describe(candidate, fidelity) for candidate in self._rank(candidates, fidelity)]
+
+    def sharpen(self, candidates: Sequence[Candidate], fidelity: Fidelity, rate_rps: float) -> list[Standing]:
+        """Find the goodput of each candidate and seed to ``PRECISION``, the best candidate first."""
+        open_ = [(candidate, seed) for candidate in candidates for seed in fidelity.seeds]
+        for _ in range(_MOST_STEPS):
+            trials = [
+                Trial(
+                    candidate=candidate,
+                    seed=seed,
+                    rate_rps=rate,
+                    duration_s=fidelity.duration_s,
+                    least_attainment=max(0.0, 1.0 - 3.0 * (1.0 - self._target)),
+                )
+                for candidate, seed in open_
+                if (rate := self._choose_rate(self._curve(candidate, seed, fidelity), rate_rps)) is not None
+            ]
+            if not trials:
+                break
+            self.run(trials)
+            open_ = [(trial.candidate, trial.seed) for trial in trials]
+        return [self._describe(candidate, fidelity) for candidate in self._rank(candidates, fidelity)]
+
+    def run(self, trials: Sequence[Trial]) -> Sequence[Outcome]:
+        """Make runs, and learn from them."""
+        outcomes = self._run_trials(trials)
+        for outcome in outcomes:
+            trial = outcome.trial
+            key = (trial.candidate, trial.seed, trial.duration_s)
+            self._curves.setdefault(key, Curve()).points[trial.rate_rps] = outcome.attainment
+            self.num_trials += 1
+            self.num_iterations += outcome.num_iterations
+        return outcomes
+
+    def find_passing_rate(self, candidate: Candidate, fidelity: Fidelity) -> float | None:
+        """Find the highest rate at which a candidate is known to reach the target; None: none is."""
+        passing = [rate for rate, attainment in self.list_points(candidate, fidelity) if attainment >= self._target]
+        return max(passing, default=None)
+
+    def list_points(self, candidate: Candidate, fidelity: Fidelity) -> list[tuple[float, float]]:
+        """List what is known of a candidate's attainment by rate, means over the seeds that ran at it."""
+        by_rate: dict[float, list[float]] = {}
+        for seed in fidelity.seeds:
+            for rate, attainment in self._curve(candidate, seed, fidelity).points.items():
+                by_rate.setdefault(rate, []).append(attainment)
+        return [(rate, statistics.fmean(attainments)) for rate, attainments in sorted(by_rate.items())]
+
+    def _curve(self, candidate: Candidate, seed: int, fidelity: Fidelity) -> Curve:
+        return self._curves.setdefault((candidate, seed, fidelity.duration_s), Curve())
+
+    def _find_passing(
+        self, candidates: Sequence[Candidate], fidelity: Fidelity, rate_rps: float, least: float
+    ) -> list[Candidate]:
+        trials = [
+            Trial(
+                candidate=candidate,
+                seed=seed,
+                rate_rps=rate_rps,
+                duration_s=fidelity.duration_s,
+                least_attainment=least,
+            )
+            for candidate in candidates
+            for seed in fidelity.seeds
+            if rate_rps not in self._curve(candidate, seed, fidelity).points
+        ]
+        if trials:
+            self.run(trials)
+        return [
+            candidate
+            for candidate in candidates
+            if statistics.fmean(self._curve(candidate, seed, fidelity).points[rate_rps] for seed in fidelity.seeds)
+            >= self._target
+        ]
+
+    def _choose_rate(self, curve: Curve, start_rps: float) -> float | None:
+        """Choose the next rate for a goodput between two close rates; None: it is."""
+        low, high = curve.find_bracket(self._target)
+        estimate = curve.estimate_goodput_rps(self._target)
+        if low is None and high is None:
+            return start_rps
+        if high is None:
+            assert low is not None
+            is_far = curve.points[low] >= self._target + 0.5 * (1.0 - self._target)
+            return max(low * (_STRIDE if is_far else 1.0 + PRECISION), estimate * (1.0 + PRECISION / 2))
+        if low is None:
+            is_far = curve.points[high] <= self._target - (1.0 - self._target)
+            return min(high / (_STRIDE if is_far else 1.0 + PRECISION), estimate / (1.0 + PRECISION / 2))
+        if high / low <= 1.0 + PRECISION * 1.5:
+            return None
+        return min(max(estimate, low * (1.0 + PRECISION / 2)), high / (1.0 + PRECISION / 2))
+
+    def _rank(self, candidates: Iterable[Candidate], fidelity: Fidelity) -> list[Candidate]:
+        return sorted(candidates, key=lambda candidate: -self._describe(candidate, fidelity).goodput_rps)
+
+    def _describe(self, candidate: Candidate, fidelity: Fidelity) -> Standing:
+        return Standing(
+            candidate=candidate,
+            goodputs_rps=tuple(
+                self._curve(candidate, seed, fidelity).estimate_goodput_rps(self._target) for seed in fidelity.seeds
+            ),
+        )

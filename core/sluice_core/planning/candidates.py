@@ -1,0 +1,286 @@
+"""What a plan may choose, within bounds.
+
+Sliders lie on a lattice: chunk sizes at powers of two and halfway between, P-heavy engines at whole numbers. Neighbours on
+it differ by a few percent of goodput near the best, which is what a search can tell apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+LEAST_CHUNK_TOKENS = 16
+WATERMARKS = (0.85, 0.9, 0.95, 0.98)
+APPROACHING_FACTORS = (0.9, 0.96, 1.0)
+DEFAULT_WATERMARK = 0.95
+DEFAULT_APPROACHING_FACTOR = 0.96
+_LEAST_LATTICE_TOKENS = 64
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A choice of every slider.
+
+    Args:
+        strategy: Its name.
+        num_prefill_heavy: P-heavy engines; under aggregation all of them.
+        num_decode_heavy: D-heavy engines.
+        prefill_heavy_tokens: Chunk size of P-heavy engines.
+        decode_heavy_tokens: Chunk size of D-heavy engines; 0 where there are none.
+        tensor_parallel: GPUs per engine.
+        watermark: M.
+        approaching_factor: Alpha.
+    """
+
+    strategy: str
+    num_prefill_heavy: int
+    num_decode_heavy: int
+    prefill_heavy_tokens: int
+    decode_heavy_tokens: int
+    tensor_parallel: int = 1
+    watermark: float = DEFAULT_WATERMARK
+    approaching_factor: float = DEFAULT_APPROACHING_FACTOR
+
+    @property
+    def replicas(self) -> int:
+        """Engines in all."""
+        return self.num_prefill_heavy + self.num_decode_heavy
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs in all."""
+        return self.replicas * self.tensor_parallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillHeavyBounds:
+    """Bounds of the P-heavy engines, as counts or as shares of the engines.
+
+    Args:
+        low: Least count, or percent.
+        high: Most.
+        is_percent: They are percent.
+    """
+
+    low: int = 0
+    high: int = 100
+    is_percent: bool = True
+
+    def resolve(self, replicas: int) -> tuple[int, int] | None:
+        """Resolve to the least and the most count, with an engine of each role; None when that is impossible."""
+        low, high = self.low, self.high
+        if self.is_percent:
+            low, high = (low * replicas + 99) // 100, high * replicas // 100
+        low, high = max(low, 1), min(high, replicas - 1)
+        return None if low > high else (low, high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What a plan may choose.
+
+    Args:
+        strategies: Names.
+        prefill_heavy_tokens: Chunk sizes that P-heavy engines (and aggregated ones) may have, ascending.
+        decode_heavy_tokens: Chunk sizes that D-heavy engines may have, ascending.
+        max_batch_tokens: Chunk size of P-heavy engines under disaggregation.
+        prefill_heavy: Bounds of the P-heavy engines.
+        watermarks: Values of M, ascending.
+        approaching_factors: Values of alpha, ascending.
+
+    Raises:
+        ValueError: Nothing to choose from.
+    """
+
+    strategies: tuple[str, ...]
+    prefill_heavy_tokens: tuple[int, ...]
+    decode_heavy_tokens: tuple[int, ...]
+    max_batch_tokens: int
+    prefill_heavy: PrefillHeavyBounds = PrefillHeavyBounds()
+    watermarks: tuple[float, ...] = WATERMARKS
+    approaching_factors: tuple[float, ...] = APPROACHING_FACTORS
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "strategies": len(self.strategies),
+            "chunk sizes of P-heavy engines": len(self.prefill_heavy_tokens),
+            "chunk sizes of D-heavy engines": len(self.decode_heavy_tokens),
+            "watermarks": len(self.watermarks),
+            "approaching factors": len(self.approaching_factors),
+        }
+        for name, size in sizes.items():
+            if size == 0:
+                raise ValueError(f"there are no {name} to choose from")
+
+    def contains(self, candidate: Candidate) -> bool:
+        """Say whether a candidate is within the bounds, with an engine of each role where both are needed."""
+        if candidate.strategy not in self.strategies:
+            return False
+        if candidate.strategy == "aggregated":
+            return candidate.num_decode_heavy == 0 and candidate.prefill_heavy_tokens in self.prefill_heavy_tokens
+        counts = self.prefill_heavy.resolve(candidate.replicas)
+        if counts is None or not counts[0] <= candidate.num_prefill_heavy <= counts[1]:
+            return False
+        if candidate.strategy == "disaggregated":
+            return (candidate.prefill_heavy_tokens, candidate.decode_heavy_tokens) == (self.max_batch_tokens, 0)
+        return (
+            candidate.prefill_heavy_tokens in self.prefill_heavy_tokens
+            and candidate.decode_heavy_tokens in self.decode_heavy_tokens
+            and candidate.decode_heavy_tokens < candidate.prefill_heavy_tokens
+        )
+
+    def make_candidate(
+        self,
+        strategy: str,
+        replicas: int,
+        tensor_parallel: int,
+        *,
+        num_prefill_heavy: int = 0,
+        prefill_heavy_tokens: int = 0,
+        decode_heavy_tokens: int = 0,
+    ) -> Candidate:
+        """Make the candidate of a strategy that uses no more of the sliders than the strategy does.
+
+        Chunk sizes go to the nearest that may be chosen; M and alpha to the nearest of their defaults.
+        """
+        if strategy == "aggregated":
+            num_prefill_heavy = replicas
+            chunks = (find_nearest(self.prefill_heavy_tokens, prefill_heavy_tokens), 0)
+        elif strategy == "disaggregated":
+            chunks = (self.max_batch_tokens, 0)
+        else:
+            chunks = (
+                find_nearest(self.prefill_heavy_tokens, prefill_heavy_tokens),
+                find_nearest(self.decode_heavy_tokens, decode_heavy_tokens),
+            )
+        return Candidate(
+            strategy=strategy,
+            num_prefill_heavy=num_prefill_heavy,
+            num_decode_heavy=replicas - num_prefill_heavy,
+            prefill_heavy_tokens=chunks[0],
+            decode_heavy_tokens=chunks[1],
+            tensor_parallel=tensor_parallel,
+            watermark=find_nearest(self.watermarks, DEFAULT_WATERMARK),
+            approaching_factor=find_nearest(self.approaching_factors, DEFAULT_APPROACHING_FACTOR),
+        )
+
+
+def find_nearest(values: Sequence[_Number], wanted: _Number) -> _Number:
+    """Find the nearest value, by ratio; of equally near ones the first."""
+    return min(values, key=lambda value: abs(math.log((value + 1.0) / (wanted + 1.0))))
+
+
+def list_chunk_sizes(low: int, high: int, extra: Iterable[int] = ()) -> tuple[int, ...]:
+    """List the chunk sizes of the lattice within bounds.
+
+    Args:
+        low: Least; 0 adds 0, no prefills.
+        high: Most.
+        extra: More values, such as the one in force; those out of bounds are left out.
+
+    Raises:
+        ValueError: No chunk size is within the bounds.
+    """
+    sizes = {size for size in extra if low <= size <= high}
+    power = _LEAST_LATTICE_TOKENS
+    while power <= high:
+        sizes |= {size for size in (power, power * 3 // 2) if low <= size <= high}
+        power *= 2
+    # The bounds themselves: somebody chose them. Below the lattice an engine makes hardly any progress.
+    sizes |= {size for size in (low, high) if size == 0 or size >= LEAST_CHUNK_TOKENS}
+    if not sizes or low > high:
+        raise ValueError(f"no chunk size is within {low} to {high} tokens; {LEAST_CHUNK_TOKENS} is the least, or 0")
+    return tuple(sorted(sizes))
+
+
+_COARSE_CHUNKS = ((512, 128), (1024, 0), (1024, 256), (2048, 128), (2048, 512), (8192, 256))
+_COARSE_AGGREGATED = (128, 256, 512, 1024, 2048)
+_COARSE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
+
+
+def list_coarse(space: Space, replicas: int, tensor_parallel: int) -> list[Candidate]:
+    """List candidates all over the space, few enough to try each."""
+    counts = space.prefill_heavy.resolve(replicas)
+    spread: list[int] = []
+    if counts is not None:
+        low, high = counts
+        spread = sorted({min(max(round(share * replicas), low), high) for share in _COARSE_SHARES})
+    found = [
+        space.make_candidate(
+            "taichi",
+            replicas,
+            tensor_parallel,
+            num_prefill_heavy=count,
+            prefill_heavy_tokens=prefill,
+            decode_heavy_tokens=decode,
+        )
+        for count in spread
+        for prefill, decode in _COARSE_CHUNKS
+    ]
+    found += [
+        space.make_candidate("aggregated", replicas, tensor_parallel, prefill_heavy_tokens=tokens)
+        for tokens in _COARSE_AGGREGATED
+    ]
+    found += [
+        space.make_candidate("disaggregated", replicas, tensor_parallel, num_prefill_heavy=count) for count in spread
+    ]
+    return [candidate for candidate in dict.fromkeys(found) if space.contains(candidate)]
+
+
+# Steps on the lattice: P-heavy engines, their chunk size, that of the others.
+_STEPS = ((1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1), (1, 0, 1), (-1, 0, -1))
+
+
+def list_neighbours(space: Space, candidate: Candidate, count_step: int = 1) -> list[Candidate]:
+    """List the candidates around one, M and alpha aside.
+
+    Args:
+        space: The bounds.
+        candidate: The one.
+        count_step: How many P-heavy engines are a step.
+    """
+    found: dict[Candidate, None] = {}
+    for by_count, by_prefill, by_decode in _STEPS:
+        moved = _step(space, candidate, by_count * count_step, by_prefill, by_decode)
+        if moved is not None and moved != candidate and space.contains(moved):
+            found[moved] = None
+    return list(found)
+
+
+def _step(space: Space, candidate: Candidate, by_count: int, by_prefill: int, by_decode: int) -> Candidate | None:
+    """Take a step that the strategy has; None at the end of the lattice."""
+    is_aggregated, is_disaggregated = candidate.strategy == "aggregated", candidate.strategy == "disaggregated"
+    if (is_aggregated and (by_count or by_decode)) or (is_disaggregated and (by_prefill or by_decode)):
+        return None
+    prefill = _walk(space.prefill_heavy_tokens, candidate.prefill_heavy_tokens, by_prefill)
+    decode = _walk(space.decode_heavy_tokens, candidate.decode_heavy_tokens, by_decode)
+    if prefill is None or decode is None:
+        return None
+    return replace(
+        candidate,
+        num_prefill_heavy=candidate.num_prefill_heavy + by_count,
+        num_decode_heavy=candidate.num_decode_heavy - by_count,
+        prefill_heavy_tokens=prefill,
+        decode_heavy_tokens=decode,
+    )
+
+
+def list_parameter_neighbours(space: Space, candidate: Candidate) -> list[Candidate]:
+    """List the candidates that differ in M or alpha alone; both work where decodes flow."""
+    if candidate.strategy != "taichi":
+        return []
+    found = [replace(candidate, watermark=value) for value in space.watermarks]
+    found += [replace(candidate, approaching_factor=value) for value in space.approaching_factors]
+    return [moved for moved in dict.fromkeys(found) if moved != candidate]
+
+
+def _walk(values: Sequence[int], value: int, by: int) -> int | None:
+    if by == 0:
+        return value
+    if value not in values:
+        return None
+    position = values.index(value) + by
+    return values[position] if 0 <= position < len(values) else None

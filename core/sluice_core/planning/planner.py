@@ -1,0 +1,269 @@
+"""A plan for a goal: the highest goodput of some GPUs, or the fewest GPUs for a rate.
+
+Goodput grows a little faster than the engines (larger clusters even bursts out), so the number for a rate is guessed from
+what an engine does in a small cluster and then tried one by one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from sluice_core.planning.arena import Arena, RunTrials, Standing
+from sluice_core.planning.candidates import Candidate, Space
+from sluice_core.planning.prediction import Binding, Interval, Prediction, estimate_interval, find_binding, predict
+from sluice_core.planning.search import Effort, Found, Search
+from sluice_core.planning.trials import Problem
+
+_FIRST_ENGINES = 4  # of the small cluster that the number for a rate is guessed from
+_MOST_SIZES = 6  # numbers of engines that are tried around the guess
+_FRESH = 1000  # seeds of predictions are those of the search and so much
+_USED_SHARE = 0.6  # of what engines could do if nobody had to wait
+_TYPICAL_CHUNK, _TYPICAL_DECODES = 1024, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What is wanted.
+
+    Args:
+        target: Least attainment.
+        rate_rps: A rate to be served by as few GPUs as can; None: the highest rate.
+        least_replicas: Fewest engines.
+        most_replicas: Most engines; without a rate the number, of engines with ``tensor_parallels[0]`` GPUs each.
+        tensor_parallels: GPUs that an engine may have.
+    """
+
+    target: float
+    most_replicas: int
+    least_replicas: int = 1
+    rate_rps: float | None = None
+    tensor_parallels: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another candidate, and how close it comes.
+
+    Args:
+        standing: It and its goodput.
+        difference: Its goodput over that of the chosen one, on the same seeds, minus 1.
+    """
+
+    standing: Standing
+    difference: Interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """The outcome.
+
+    Args:
+        chosen: The candidate.
+        goodput_rps: Its goodput.
+        prediction: At the wanted rate if it is met, else at its goodput.
+        binding: What holds it back.
+        alternatives: Others, the best first.
+        in_force: The plan in force; None: there is none, or it has other engines.
+        is_met: The wanted rate is served at the target; True without one.
+        found: All that the search compared.
+        num_trials: Runs.
+        num_iterations: Simulated iterations.
+    """
+
+    chosen: Candidate
+    goodput_rps: Interval
+    prediction: Prediction
+    binding: Binding
+    alternatives: tuple[Alternative, ...]
+    in_force: Standing | None
+    is_met: bool
+    found: Found
+    num_trials: int
+    num_iterations: int
+
+
+class Planner:
+    """Plans; mutable in what its arena has learned.
+
+    Args:
+        problem: What is planned for.
+        space: What may be chosen.
+        effort: How much is simulated.
+        run_trials: Makes runs.
+        report: Is told how far the planning is, from 0 to 1, and what it does.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        space: Space,
+        effort: Effort,
+        run_trials: RunTrials,
+        report: Callable[[float, str], None] | None = None,
+    ) -> None:
+        self._problem = problem
+        self._space = space
+        self._effort = effort
+        self._run_trials = run_trials
+        self._report = report
+        self._span = (0.0, 0.9)
+
+    def plan(self, goal: Goal, in_force: Candidate | None = None) -> PlanResult:
+        """Plan.
+
+        Args:
+            goal: What is wanted.
+            in_force: The plan in force: where the search begins, and what it is compared with.
+
+        Raises:
+            ValueError: Nothing is within the bounds.
+        """
+        arena = Arena(self._run_trials, goal.target)
+        if goal.rate_rps is None:
+            found = self._find_highest(arena, goal, in_force)
+        else:
+            found = self._find_fewest(arena, goal, goal.rate_rps, in_force)
+        return self._describe(arena, goal, found, in_force)
+
+    def _find_highest(self, arena: Arena, goal: Goal, in_force: Candidate | None) -> Found:
+        """Find the highest goodput of as many GPUs as ``goal.most_replicas`` engines have."""
+        num_gpus = goal.most_replicas * goal.tensor_parallels[0]
+        sizes = [(num_gpus // parallel, parallel) for parallel in goal.tensor_parallels if num_gpus >= parallel]
+        best: Found | None = None
+        for position, (replicas, parallel) in enumerate(sizes):
+            self._span = (0.9 * position / len(sizes), 0.9 * (position + 1) / len(sizes))
+            found = self._search(arena, replicas, parallel, None, in_force)
+            if best is None or found.best.goodput_rps > best.best.goodput_rps:
+                best = found
+        assert best is not None
+        return best
+
+    def _find_fewest(self, arena: Arena, goal: Goal, rate_rps: float, in_force: Candidate | None) -> Found:
+        """Find the fewest GPUs that serve a rate; if none do, what serves most of it."""
+        best: Found | None = None
+        for position, parallel in enumerate(goal.tensor_parallels):
+            share = 0.9 / len(goal.tensor_parallels)
+            self._span = (share * position, share * (position + 1))
+            found = self._find_fewest_engines(arena, goal, rate_rps, parallel, in_force)
+            if best is None or _rank_for_rate(found, rate_rps) < _rank_for_rate(best, rate_rps):
+                best = found
+        assert best is not None
+        return best
+
+    def _find_fewest_engines(
+        self, arena: Arena, goal: Goal, rate_rps: float, tensor_parallel: int, in_force: Candidate | None
+    ) -> Found:
+        low, high = goal.least_replicas, goal.most_replicas
+        replicas = min(max(low, _FIRST_ENGINES), high)
+        found = self._search(arena, replicas, tensor_parallel, None, in_force)
+        tried = {replicas: found}
+        guess = min(max(math.ceil(rate_rps * replicas / found.best.goodput_rps), low), high)
+        for _ in range(_MOST_SIZES):
+            if guess not in tried:
+                near = tried[min(tried, key=lambda number: abs(number - guess))].best
+                start_rps = near.goodput_rps * guess / near.candidate.replicas
+                tried[guess] = self._search(
+                    arena, guess, tensor_parallel, start_rps, resize(near.candidate, guess, self._space)
+                )
+            serves = tried[guess].best.goodput_rps >= rate_rps
+            following = guess - 1 if serves else guess + 1
+            if not low <= following <= high:
+                break
+            if following in tried and (tried[following].best.goodput_rps >= rate_rps) != serves:
+                break
+            guess = following
+        return min(tried.values(), key=lambda one: _rank_for_rate(one, rate_rps))
+
+    def _search(
+        self,
+        arena: Arena,
+        replicas: int,
+        tensor_parallel: int,
+        start_rps: float | None,
+        in_force: Candidate | None,
+    ) -> Found:
+        start, end = self._span
+
+        def report(share: float, stage: str) -> None:
+            if self._report is not None:
+                self._report(start + share * (end - start), f"{replicas} engines: {stage}")
+
+        is_same = in_force is not None and (in_force.replicas, in_force.tensor_parallel) == (replicas, tensor_parallel)
+        return Search(arena, self._space, self._effort, report).find_best(
+            replicas,
+            tensor_parallel,
+            start_rps or estimate_start_rps(self._problem, replicas, tensor_parallel),
+            in_force if is_same else None,
+        )
+
+    def _describe(self, arena: Arena, goal: Goal, found: Found, in_force: Candidate | None) -> PlanResult:
+        chosen = found.best
+        seeds = [seed + _FRESH for seed in self._effort.seeds]
+        is_met = goal.rate_rps is None or chosen.goodput_rps >= goal.rate_rps
+        # Far above the goodput nothing is met, and a run takes for ever.
+        rate_rps = goal.rate_rps if goal.rate_rps is not None and is_met else chosen.goodput_rps
+        duration_s = found.fidelity.duration_s
+        prediction = predict(self._run_trials, chosen.candidate, rate_rps, seeds, duration_s)
+        binding = find_binding(
+            self._run_trials,
+            chosen.candidate,
+            chosen.goodput_rps,
+            goal.target,
+            replace(found.fidelity, seeds=tuple(seeds[:2])),
+        )
+        if self._report is not None:
+            self._report(1.0, "done")
+        others = [standing for standing in found.standings if standing is not chosen]
+        return PlanResult(
+            chosen=chosen.candidate,
+            goodput_rps=estimate_interval(chosen.goodputs_rps, 0.0),
+            prediction=prediction,
+            binding=binding,
+            alternatives=tuple(_compare(standing, chosen) for standing in others),
+            in_force=next((one for one in found.standings if one.candidate == in_force), None),
+            is_met=is_met,
+            found=found,
+            num_trials=arena.num_trials,
+            num_iterations=arena.num_iterations,
+        )
+
+
+def resize(candidate: Candidate, replicas: int, space: Space) -> Candidate | None:
+    """Give a candidate another number of engines at the same share of P-heavy ones; None: out of bounds."""
+    if candidate.num_decode_heavy == 0:
+        return replace(candidate, num_prefill_heavy=replicas)
+    counts = space.prefill_heavy.resolve(replicas)
+    if counts is None:
+        return None
+    count = min(max(round(candidate.num_prefill_heavy * replicas / candidate.replicas), counts[0]), counts[1])
+    return replace(candidate, num_prefill_heavy=count, num_decode_heavy=replicas - count)
+
+
+def estimate_start_rps(problem: Problem, replicas: int, tensor_parallel: int) -> float:
+    """Guess a goodput: what engines could do if nobody waited, times a typical share."""
+    profile = problem.engines[tensor_parallel].profile
+    prompt = statistics.fmean(row.prompt_tokens for row in problem.rows)
+    output = statistics.fmean(row.output_tokens for row in problem.rows)
+    chunk_s = profile.estimate_iteration_s(_TYPICAL_CHUNK, 1, _TYPICAL_CHUNK, _TYPICAL_CHUNK * prompt / 2, 0, 0)
+    context = int(_TYPICAL_DECODES * (prompt + output / 2))
+    decode_s = profile.estimate_iteration_s(_TYPICAL_DECODES, 0, 0, 0.0, _TYPICAL_DECODES, context)
+    request_s = prompt * chunk_s / _TYPICAL_CHUNK + output * decode_s / _TYPICAL_DECODES
+    return _USED_SHARE * replicas / request_s
+
+
+def _rank_for_rate(found: Found, rate_rps: float) -> tuple[bool, float, float]:
+    """Order findings: those that serve the rate by GPUs, the others by goodput."""
+    goodput_rps = found.best.goodput_rps
+    serves = goodput_rps >= rate_rps
+    return not serves, found.best.candidate.num_gpus if serves else -goodput_rps, -goodput_rps
+
+
+def _compare(standing: Standing, chosen: Standing) -> Alternative:
+    ratios = [
+        ours / theirs - 1.0 if theirs > 0 else 0.0
+        for ours, theirs in zip(standing.goodputs_rps, chosen.goodputs_rps, strict=True)
+    ]
+    return Alternative(standing=standing, difference=estimate_interval(ratios))

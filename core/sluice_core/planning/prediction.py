@@ -1,0 +1,223 @@
+"""What to expect of a plan, on requests that did not choose it, and what holds it back.
+
+A candidate that won on some seeds was lucky on them; predictions use others. What binds is found by trying: a little more of
+each resource, on the same requests, and whose addition helps most.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sluice_core.planning.arena import Fidelity, RunTrials
+from sluice_core.planning.candidates import Candidate
+from sluice_core.planning.trials import Detail, Trial
+
+# Quantiles of Student's t for two-sided 95 % intervals, by degrees of freedom; beyond, the normal one.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+_NORMAL = 1.96
+_OVERLOAD = 1.08  # above the goodput, where what is short shows
+_MOST_OVERLOADS = 6
+_EXTRA_SHARE = 8  # one engine in so many more
+_KV_SHARE = 0.5  # of the help of engines, from which on KV alone is what is short
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A mean and its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What to expect at a rate.
+
+    Args:
+        rate_rps: The rate.
+        attainment: Share of requests that meet every objective.
+        details: Of the runs.
+    """
+
+    rate_rps: float
+    attainment: Interval
+    details: tuple[Detail, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What keeps goodput from being higher.
+
+    Args:
+        objective: ``ttft`` or ``tpot``: what most of the requests miss that miss one.
+        resource: ``prefill``, ``decode`` or ``kv``: of what a little more helps most; ``none``: nothing does.
+        rate_rps: Rate at which this was tried.
+        missed: Share of requests that missed ``ttft``, ``tpot`` or ``both``.
+        relief: Attainment gained by more of each resource.
+    """
+
+    objective: str
+    resource: str
+    rate_rps: float
+    missed: dict[str, float]
+    relief: dict[str, float]
+
+
+def estimate_interval(values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> Interval:
+    """Estimate the mean of a few independent values and its 95 % interval, by Student's t.
+
+    Args:
+        values: At least one; of a single one the interval says nothing.
+        low: Least possible value.
+        high: Most possible value.
+    """
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Interval(mean=mean, low=low, high=high)
+    freedom = len(values) - 1
+    quantile = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _NORMAL
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean=mean, low=max(low, mean - half), high=min(high, mean + half))
+
+
+def predict(
+    run_trials: RunTrials, candidate: Candidate, rate_rps: float, seeds: Sequence[int], duration_s: float
+) -> Prediction:
+    """Predict a candidate at a rate.
+
+    Args:
+        run_trials: Makes runs.
+        candidate: The sliders.
+        rate_rps: The rate.
+        seeds: Others than those that chose the candidate.
+        duration_s: Length of each run.
+    """
+    outcomes = run_trials(
+        [
+            Trial(candidate=candidate, seed=seed, rate_rps=rate_rps, duration_s=duration_s, is_detailed=True)
+            for seed in seeds
+        ]
+    )
+    return Prediction(
+        rate_rps=rate_rps,
+        attainment=estimate_interval([outcome.attainment for outcome in outcomes], 0.0, 1.0),
+        details=tuple(outcome.detail for outcome in outcomes if outcome.detail is not None),
+    )
+
+
+def measure_curves(
+    run_trials: RunTrials,
+    candidates: Sequence[Candidate],
+    rates_rps: Sequence[float],
+    seeds: Sequence[int],
+    duration_s: float,
+) -> dict[Candidate, tuple[tuple[float, float], ...]]:
+    """Measure attainment by rate, on the same requests for all candidates.
+
+    Args:
+        run_trials: Makes runs.
+        candidates: The candidates.
+        rates_rps: Rates.
+        seeds: Of the runs.
+        duration_s: Length of each run.
+
+    Returns:
+        Of each candidate, rates with the mean attainment over the seeds.
+    """
+    trials = [
+        Trial(candidate=candidate, seed=seed, rate_rps=rate_rps, duration_s=duration_s)
+        for candidate in candidates
+        for rate_rps in rates_rps
+        for seed in seeds
+    ]
+    by_point: dict[tuple[Candidate, float], list[float]] = {}
+    for outcome in run_trials(trials):
+        by_point.setdefault((outcome.trial.candidate, outcome.trial.rate_rps), []).append(outcome.attainment)
+    return {
+        candidate: tuple([(rate_rps, statistics.fmean(by_point[candidate, rate_rps])) for rate_rps in rates_rps])
+        for candidate in candidates
+    }
+
+
+def find_binding(
+    run_trials: RunTrials,
+    candidate: Candidate,
+    start_rps: float,
+    target: float,
+    fidelity: Fidelity,
+) -> Binding:
+    """Find what binds a candidate just above its goodput.
+
+    Args:
+        run_trials: Makes runs.
+        candidate: The sliders.
+        start_rps: Its goodput, as other seeds see it.
+        target: Attainment of the goodput.
+        fidelity: Of the runs.
+    """
+    extra = max(1, candidate.replicas // _EXTRA_SHARE)
+    more_prefill = replace(candidate, num_prefill_heavy=candidate.num_prefill_heavy + extra)
+    more_decode = replace(candidate, num_decode_heavy=candidate.num_decode_heavy + extra)
+
+    def run(variant: Candidate, rate_rps: float, kv_scale: float = 1.0) -> tuple[float, list[Detail]]:
+        outcomes = run_trials(
+            [
+                Trial(
+                    candidate=variant,
+                    seed=seed,
+                    rate_rps=rate_rps,
+                    duration_s=fidelity.duration_s,
+                    kv_scale=kv_scale,
+                    is_detailed=True,
+                )
+                for seed in fidelity.seeds
+            ]
+        )
+        details = [outcome.detail for outcome in outcomes if outcome.detail is not None]
+        return statistics.fmean([outcome.attainment for outcome in outcomes]), details
+
+    rate_rps = start_rps
+    attainment = 1.0
+    details: list[Detail] = []
+    for _ in range(_MOST_OVERLOADS):
+        rate_rps *= _OVERLOAD
+        attainment, details = run(candidate, rate_rps)
+        if attainment < target:
+            break
+    missed = _sum_missed(details)
+    objective = "ttft" if missed["ttft"] >= missed["tpot"] else "tpot"
+    relief = {"kv": run(candidate, rate_rps, 1.0 + extra / candidate.replicas)[0] - attainment}
+    if candidate.num_decode_heavy:
+        relief["prefill"] = run(more_prefill, rate_rps)[0] - attainment
+        relief["decode"] = run(more_decode, rate_rps)[0] - attainment
+    else:
+        # Engines that are all alike do both; which they lack is what is missed.
+        relief["prefill" if objective == "ttft" else "decode"] = run(more_prefill, rate_rps)[0] - attainment
+    return Binding(
+        objective=objective,
+        resource=_choose_resource(relief),
+        rate_rps=rate_rps,
+        missed=missed,
+        relief=relief,
+    )
+
+
+def _choose_resource(relief: dict[str, float]) -> str:
+    """Choose what is short: KV where more of it alone does half of what engines do, which bring KV too."""
+    best = max((name for name in relief if name != "kv"), key=relief.__getitem__)
+    if relief["kv"] > 0 and relief["kv"] >= _KV_SHARE * relief[best]:
+        return "kv"
+    return best if relief[best] > 0 else "none"
+
+
+def _sum_missed(details: Sequence[Detail]) -> dict[str, float]:
+    total = sum(detail.summary.num_requests for detail in details)
+    return {
+        "ttft": sum(detail.num_missed_ttft for detail in details) / total,
+        "tpot": sum(detail.num_missed_tpot for detail in details) / total,
+        "both": sum(detail.num_missed_both for detail in details) / total,
+    }

@@ -1,0 +1,216 @@
+"""The search: successive halving over runs of growing length.
+
+Rounds: the order of magnitude of the rate; candidates all over the space, on short runs; the neighbours of the best, on
+longer ones; M and alpha; and the best few of each strategy on whole runs over several seeds. A round starts at the rate at
+which the best candidate so far is about to fail, which is where candidates differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sluice_core.planning.arena import Arena, Fidelity, Standing
+from sluice_core.planning.candidates import (
+    Candidate,
+    Space,
+    list_coarse,
+    list_neighbours,
+    list_parameter_neighbours,
+)
+
+# The clock of a search: which share of it each round takes, as measured on examples.
+STAGES = {"rate": 0.03, "explore": 0.30, "refine": 0.65, "parameters": 0.75, "compare": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is simulated.
+
+    Args:
+        seeds: Of whole runs.
+        duration_s: Length of whole runs; None: as many requests as ``num_requests``.
+        num_requests: Requests of a whole run.
+        least_duration_s: Least length of a whole run: long enough for an overload to show.
+        most_duration_s: Most length of a whole run.
+        num_compared: Candidates of the last round.
+    """
+
+    seeds: tuple[int, ...] = (1, 2, 3)
+    duration_s: float | None = None
+    num_requests: int = 2400
+    least_duration_s: float = 170.0
+    most_duration_s: float = 600.0
+    num_compared: int = 4
+
+    def choose_duration_s(self, rate_rps: float) -> float:
+        """Choose the length of a whole run."""
+        if self.duration_s is not None:
+            return self.duration_s
+        return min(max(self.num_requests / rate_rps, self.least_duration_s), self.most_duration_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Args:
+        standings: Whole runs of the best, best first.
+        fidelity: Of these runs.
+        explored: Every candidate of the second and third round with the goodput that short runs gave it.
+    """
+
+    standings: tuple[Standing, ...]
+    fidelity: Fidelity
+    explored: tuple[Standing, ...]
+
+    @property
+    def best(self) -> Standing:
+        """The best candidate."""
+        return self.standings[0]
+
+
+class Search:
+    """Looks for the best candidate of a number of engines.
+
+    Args:
+        arena: Compares.
+        space: What may be chosen.
+        effort: How much is simulated.
+        report: Is told how far the search is, from 0 to 1, and the round.
+    """
+
+    def __init__(
+        self, arena: Arena, space: Space, effort: Effort, report: Callable[[float, str], None] | None = None
+    ) -> None:
+        self._arena = arena
+        self._space = space
+        self._effort = effort
+        self._report = report
+
+    def find_best(
+        self, replicas: int, tensor_parallel: int, start_rps: float, in_force: Candidate | None = None
+    ) -> Found:
+        """Find the best candidate.
+
+        Args:
+            replicas: Engines.
+            tensor_parallel: GPUs of each.
+            start_rps: A guess of the goodput.
+            in_force: The plan in force, which is compared whether or not it is within the bounds.
+
+        Raises:
+            ValueError: There is no candidate within the bounds.
+        """
+        warm = [] if in_force is None else [in_force]
+        coarse = list(dict.fromkeys(warm + list_coarse(self._space, replicas, tensor_parallel)))
+        if not coarse:
+            raise ValueError(f"no plan of {replicas} engines is within the bounds")
+        rate_rps = self._find_rate(coarse, start_rps)
+        explored = self._explore(coarse, rate_rps)
+        refined = self._refine(explored, warm, replicas)
+        refined = self._tune_parameters(refined, explored)
+        return self._compare(refined, explored, warm)
+
+    def _tell(self, stage: str) -> None:
+        if self._report is not None:
+            self._report(STAGES[stage], stage)
+
+    def _shorten(self, rate_rps: float, share: float) -> Fidelity:
+        """Make runs of one seed that are a share of a whole one."""
+        return Fidelity(seeds=self._effort.seeds[:1], duration_s=share * self._effort.choose_duration_s(rate_rps))
+
+    def _find_rate(self, coarse: Sequence[Candidate], start_rps: float) -> float:
+        """Find the order of magnitude of the goodput, by a few different candidates."""
+        few = list(coarse[:1]) + list(coarse[1 :: max(1, len(coarse) // 3)])
+        standings = self._arena.climb(few, self._shorten(start_rps, _SHORT), start_rps, _COARSE_FACTOR)
+        self._tell("rate")
+        return standings[0].goodput_rps
+
+    def _explore(self, coarse: Sequence[Candidate], rate_rps: float) -> list[Standing]:
+        standings = self._arena.climb(coarse, self._shorten(rate_rps, _SHORT), rate_rps, _FACTOR)
+        self._tell("explore")
+        return standings
+
+    def _refine(self, explored: Sequence[Standing], warm: Sequence[Candidate], replicas: int) -> list[Standing]:
+        """Go from the best to their neighbours until none of the first few has one that was not tried."""
+        fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
+        centres = _pick(explored, _NUM_CENTRES, warm)
+        standings = self._arena.climb(centres, fidelity, explored[0].goodput_rps, _FINE_FACTOR)
+        asked: set[tuple[Candidate, int]] = set()
+        count_step = max(1, replicas // _COUNT_STEPS)
+        while len(standings) < _MOST_REFINED:
+            centre = self._choose_centre(standings, asked, count_step)
+            if centre is None:
+                if count_step == 1:
+                    break
+                count_step = max(1, count_step // 4)
+                continue
+            asked.add((centre, count_step))
+            known = {standing.candidate for standing in standings}
+            new = [moved for moved in list_neighbours(self._space, centre, count_step) if moved not in known]
+            standings = self._challenge(standings, new, fidelity)
+        self._tell("refine")
+        return standings
+
+    def _choose_centre(
+        self, standings: Sequence[Standing], asked: set[tuple[Candidate, int]], count_step: int
+    ) -> Candidate | None:
+        """Choose whose neighbours to try: of the first few, near the best, the first that was not asked yet."""
+        least_rps = standings[0].goodput_rps * _NEAR
+        for standing in standings[:_NUM_CENTRES]:
+            if standing.goodput_rps >= least_rps and (standing.candidate, count_step) not in asked:
+                return standing.candidate
+        return None
+
+    def _challenge(self, standings: Sequence[Standing], new: Sequence[Candidate], fidelity: Fidelity) -> list[Standing]:
+        """Rank new candidates among those that were compared, from the rate on that the best one reached."""
+        if not new:
+            return list(standings)
+        best = standings[0]
+        rate_rps = self._arena.find_passing_rate(best.candidate, fidelity) or best.goodput_rps
+        climbed = self._arena.climb([best.candidate, *new], fidelity, rate_rps, _FINE_FACTOR)
+        known = {standing.candidate: standing for standing in [*standings, *climbed]}
+        return sorted(known.values(), key=_by_goodput)
+
+    def _tune_parameters(self, refined: Sequence[Standing], explored: Sequence[Standing]) -> list[Standing]:
+        """Try other M and alpha for the best."""
+        fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
+        neighbours = list_parameter_neighbours(self._space, refined[0].candidate)
+        standings = self._challenge(refined, neighbours, fidelity)
+        self._tell("parameters")
+        return standings
+
+    def _compare(self, refined: Sequence[Standing], explored: Sequence[Standing], warm: Sequence[Candidate]) -> Found:
+        """Look closely at the best few, at the best of each strategy, and at the plan in force."""
+        everything = {standing.candidate: standing for standing in [*explored, *refined]}
+        best = _pick(refined, self._effort.num_compared, warm)
+        for strategy in self._space.strategies:
+            of_it = [standing for standing in refined if standing.candidate.strategy == strategy]
+            of_it = of_it or [standing for standing in explored if standing.candidate.strategy == strategy]
+            best += [standing.candidate for standing in of_it[:1]]
+        rate_rps = refined[0].goodput_rps
+        fidelity = Fidelity(seeds=self._effort.seeds, duration_s=self._effort.choose_duration_s(rate_rps))
+        standings = self._arena.sharpen(list(dict.fromkeys(best)), fidelity, rate_rps)
+        self._tell("compare")
+        return Found(
+            standings=tuple(standings), fidelity=fidelity, explored=tuple(sorted(everything.values(), key=_by_goodput))
+        )
+
+
+_SHORT, _MIDDLE = 0.25, 0.6  # lengths of the first rounds' runs
+_COARSE_FACTOR, _FACTOR, _FINE_FACTOR = 1.5, 1.15, 1.06  # between rates of a round
+_NUM_CENTRES = 3
+_NEAR = 0.98  # of the best's goodput: what may still turn out to be better
+_COUNT_STEPS = 16  # P-heavy engines in how many steps at first
+_MOST_REFINED = 70
+
+
+def _pick(standings: Iterable[Standing], number: int, always: Iterable[Candidate]) -> list[Candidate]:
+    """Pick the first few, and what is always there."""
+    first = [standing.candidate for standing in standings][:number]
+    return list(dict.fromkeys([*first, *always]))
+
+
+def _by_goodput(standing: Standing) -> float:
+    return -standing.goodput_rps

@@ -1,0 +1,178 @@
+"""One simulated run of one candidate, and what is learned from it.
+
+Common random numbers: a seed fixes lengths and unit-rate gaps, so all candidates serve the same requests, and a shorter run
+serves the first of a longer one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sluice_core.planning.candidates import Candidate
+from sluice_core.records import EngineId, FlowParameters, Role, Slo, SloClass
+from sluice_core.sim.metrics import RunSummary, summarize
+from sluice_core.sim.requests import RequestState
+from sluice_core.sim.setup import Cell, EngineSetup, SimOptions
+from sluice_core.sim.simulation import Simulation
+from sluice_core.sim.traces import TraceRow
+from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.strategies import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is planned for: everything that no slider changes.
+
+    Args:
+        rows: The workload's requests.
+        slo: Objectives.
+        engines: An engine by the GPUs that it has; name, role and chunk size do not count.
+        strategies: By name.
+        parameters: Of the strategies; M and alpha do not count.
+        options: Semantics.
+        classes: Objectives and priorities of request classes.
+    """
+
+    rows: Sequence[TraceRow]
+    slo: Slo
+    engines: Mapping[int, EngineSetup]
+    strategies: Mapping[str, Strategy]
+    parameters: FlowParameters = FlowParameters()  # noqa: RUF009 - a frozen record
+    options: SimOptions = SimOptions()  # noqa: RUF009 - a frozen record
+    classes: Sequence[SloClass] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A run to make.
+
+    Args:
+        candidate: The sliders.
+        seed: Fixes requests and random choices.
+        rate_rps: Request rate.
+        duration_s: Length of the run.
+        least_attainment: Give up once attainment cannot reach this any more.
+        is_detailed: Keep every metric.
+        kv_scale: Scales the KV capacity, to see what more of it would change.
+    """
+
+    candidate: Candidate
+    seed: int
+    rate_rps: float
+    duration_s: float
+    least_attainment: float = 0.0
+    is_detailed: bool = False
+    kv_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detail:
+    """What is kept of a detailed run.
+
+    Args:
+        summary: Its metrics.
+        latencies_s: TTFT and TPOT of finished requests that have both, in the order of arrival.
+        num_missed_ttft: Requests that missed TTFT and not TPOT.
+        num_missed_tpot: Requests that missed TPOT and not TTFT.
+        num_missed_both: Requests that missed both, or were rejected.
+    """
+
+    summary: RunSummary
+    latencies_s: tuple[tuple[float, float], ...]
+    num_missed_ttft: int
+    num_missed_tpot: int
+    num_missed_both: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run came to.
+
+    Args:
+        trial: The run.
+        attainment: Attainment; of a run that gave up, the most it could have reached.
+        num_iterations: Iterations of all engines: what the run cost.
+        detail: Every metric, if asked for.
+    """
+
+    trial: Trial
+    attainment: float
+    num_iterations: int
+    detail: Detail | None = None
+
+
+def build_cell(problem: Problem, candidate: Candidate, seed: int, kv_scale: float = 1.0) -> Cell:
+    """Build the cluster of a candidate: P-heavy engines first."""
+    template = problem.engines[candidate.tensor_parallel]
+    if kv_scale != 1.0:
+        template = replace(template, kv_blocks_total=max(1, int(template.kv_blocks_total * kv_scale)))
+    groups = (
+        (Role.PREFILL_HEAVY, "p", candidate.num_prefill_heavy, candidate.prefill_heavy_tokens),
+        (Role.DECODE_HEAVY, "d", candidate.num_decode_heavy, candidate.decode_heavy_tokens),
+    )
+    return Cell(
+        engines=[
+            replace(template, engine_id=EngineId(f"{letter}{number}"), role=role, chunk_size_tokens=tokens)
+            for role, letter, count, tokens in groups
+            for number in range(count)
+        ],
+        strategy=problem.strategies[candidate.strategy],
+        parameters=replace(
+            problem.parameters, watermark=candidate.watermark, approaching_factor=candidate.approaching_factor
+        ),
+        options=problem.options,
+        seed=seed,
+    )
+
+
+class Evaluator:
+    """Makes runs; mutable only in the workloads that it keeps.
+
+    Args:
+        problem: What is planned for.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._workloads: dict[int, PoissonWorkload] = {}
+
+    def evaluate(self, trial: Trial) -> Outcome:
+        """Make a run."""
+        problem = self._problem
+        if trial.seed not in self._workloads:
+            self._workloads[trial.seed] = PoissonWorkload(problem.rows, problem.slo, trial.seed, problem.classes)
+        arrivals = self._workloads[trial.seed].make_arrivals(trial.rate_rps, trial.duration_s)
+        if not arrivals:
+            return Outcome(trial=trial, attainment=0.0, num_iterations=0)
+        simulation = Simulation(build_cell(problem, trial.candidate, trial.seed, trial.kv_scale), arrivals)
+        is_whole = simulation.run(most_missed=int(len(arrivals) * (1.0 - trial.least_attainment) + 1e-9))
+        return Outcome(
+            trial=trial,
+            attainment=1.0 - simulation.num_missed / len(arrivals),
+            num_iterations=sum(engine.counters.num_iterations for engine in simulation.engines),
+            detail=_describe(simulation) if is_whole and trial.is_detailed else None,
+        )
+
+
+def _describe(simulation: Simulation) -> Detail:
+    late = slow = both = 0
+    latencies = []
+    for request in simulation.requests:
+        if request.state is not RequestState.FINISHED:
+            both += 1
+            continue
+        tpot_s = request.tpot_s
+        is_late, is_slow = request.ttft_s > request.ttft_slo_s, tpot_s is not None and tpot_s > request.tpot_slo_s
+        late += is_late and not is_slow
+        slow += is_slow and not is_late
+        both += is_late and is_slow
+        if tpot_s is not None:
+            latencies.append((request.ttft_s, tpot_s))
+    return Detail(
+        summary=summarize(simulation),
+        latencies_s=tuple(latencies),
+        num_missed_ttft=late,
+        num_missed_tpot=slow,
+        num_missed_both=both,
+    )

@@ -1,0 +1,351 @@
+"""The planner: what it may choose, how it compares, and that it finds what an exhaustive search finds."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from sluice_core.latency import IterationProfile
+from sluice_core.planning.arena import Arena, Fidelity
+from sluice_core.planning.candidates import (
+    Candidate,
+    PrefillHeavyBounds,
+    Space,
+    list_chunk_sizes,
+    list_coarse,
+    list_neighbours,
+    list_parameter_neighbours,
+)
+from sluice_core.planning.curves import Curve
+from sluice_core.planning.planner import Goal, Planner, estimate_start_rps, resize
+from sluice_core.planning.prediction import estimate_interval, find_binding
+from sluice_core.planning.search import Effort, Search
+from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial, build_cell
+from sluice_core.records import EngineId, Role, Slo
+from sluice_core.sim.setup import EngineSetup
+from sluice_core.sim.traces import TraceRow
+from sluice_core.strategies import STRATEGIES
+
+# An engine whose iterations take 10 ms and 0.1 ms per token beyond 64.
+PROFILE = IterationProfile(
+    linear_s=(0.0, *(0.01 + 1e-4 * max(0, 8 * row - 64) for row in range(1, 257))),
+    slope_s=1e-4,
+    prefill_work_s=2e-9,
+    decode_base_s=1e-3,
+    decode_context_s=1e-7,
+)
+SLO = Slo(ttft_s=1.0, tpot_s=0.04)
+
+
+def make_problem(kv_blocks: int = 4000) -> Problem:
+    rng = random.Random(5)
+    engine = EngineSetup(
+        engine_id=EngineId("any"),
+        profile=PROFILE,
+        role=Role.PREFILL_HEAVY,
+        chunk_size_tokens=256,
+        kv_blocks_total=kv_blocks,
+        kv_bytes_per_token=100_000,
+        max_batch_tokens=2048,
+    )
+    rows = [TraceRow(prompt_tokens=rng.randint(200, 2000), output_tokens=rng.randint(10, 60)) for _ in range(400)]
+    return Problem(rows=rows, slo=SLO, engines={1: engine, 2: engine}, strategies=STRATEGIES)
+
+
+def make_space(**changes) -> Space:
+    values = {
+        "strategies": tuple(STRATEGIES),
+        "prefill_heavy_tokens": (256, 512, 1024),
+        "decode_heavy_tokens": (0, 128),
+        "max_batch_tokens": 2048,
+        "watermarks": (0.95,),
+        "approaching_factors": (0.96,),
+    }
+    return Space(**(values | changes))
+
+
+def make_arena(problem: Problem, target: float = 0.9) -> Arena:
+    evaluator = Evaluator(problem)
+    return Arena(lambda trials: [evaluator.evaluate(trial) for trial in trials], target)
+
+
+def make_taichi(**changes) -> Candidate:
+    values = {
+        "strategy": "taichi",
+        "num_prefill_heavy": 2,
+        "num_decode_heavy": 2,
+        "prefill_heavy_tokens": 512,
+        "decode_heavy_tokens": 128,
+    }
+    return Candidate(**(values | changes))
+
+
+# --- what may be chosen --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "extra", "sizes"),
+    [
+        (64, 512, (), (64, 96, 128, 192, 256, 384, 512)),
+        (0, 128, (100,), (0, 64, 96, 100, 128)),
+        (200, 300, (999,), (200, 256, 300)),
+        (16, 50, (), (16, 50)),
+        (0, 8, (), (0,)),
+    ],
+    ids=["lattice", "with one in force", "bounds between", "below the lattice", "none but 0"],
+)
+def test_chunk_sizes_are_the_lattice_the_bounds_and_what_is_in_force(low, high, extra, sizes) -> None:
+    assert list_chunk_sizes(low, high, extra) == sizes
+
+
+def test_bounds_without_a_chunk_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="no chunk size is within 3 to 9"):
+        list_chunk_sizes(3, 9)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "replicas", "counts"),
+    [
+        (PrefillHeavyBounds(), 4, (1, 3)),
+        (PrefillHeavyBounds(low=26, high=50), 8, (3, 4)),
+        (PrefillHeavyBounds(low=2, high=9, is_percent=False), 4, (2, 3)),
+        (PrefillHeavyBounds(low=5, high=9, is_percent=False), 4, None),
+        (PrefillHeavyBounds(), 1, None),
+    ],
+    ids=["all", "shares are rounded inwards", "counts", "too many", "one engine"],
+)
+def test_prefill_heavy_bounds_leave_an_engine_of_each_role(bounds, replicas, counts) -> None:
+    assert bounds.resolve(replicas) == counts
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 64])
+def test_coarse_candidates_are_within_the_bounds_and_of_every_strategy(replicas) -> None:
+    space = make_space()
+    coarse = list_coarse(space, replicas, 1)
+    assert all(space.contains(candidate) and candidate.replicas == replicas for candidate in coarse)
+    assert len(set(coarse)) == len(coarse)
+    assert {candidate.strategy for candidate in coarse} == (set(STRATEGIES) if replicas > 1 else {"aggregated"})
+
+
+def test_neighbours_reach_every_candidate_of_the_space() -> None:
+    space = make_space()
+    reached = {make_taichi()}
+    while fresh := {moved for one in reached for moved in list_neighbours(space, one)} - reached:
+        reached |= fresh
+    assert reached == {
+        make_taichi(
+            num_prefill_heavy=count,
+            num_decode_heavy=4 - count,
+            prefill_heavy_tokens=prefill,
+            decode_heavy_tokens=decode,
+        )
+        for count in (1, 2, 3)
+        for prefill in space.prefill_heavy_tokens
+        for decode in space.decode_heavy_tokens
+    }
+
+
+def test_aggregation_has_one_slider_and_disaggregation_another() -> None:
+    space = make_space()
+    aggregated = space.make_candidate("aggregated", 4, 1, prefill_heavy_tokens=512)
+    assert {(one.num_prefill_heavy, one.prefill_heavy_tokens) for one in list_neighbours(space, aggregated)} == {
+        (4, 256),
+        (4, 1024),
+    }
+    disaggregated = space.make_candidate("disaggregated", 4, 1, num_prefill_heavy=2)
+    assert {(one.num_prefill_heavy, one.prefill_heavy_tokens) for one in list_neighbours(space, disaggregated)} == {
+        (1, 2048),
+        (3, 2048),
+    }
+    assert not list_parameter_neighbours(space, aggregated)
+
+
+def test_resizing_keeps_the_share_and_the_bounds() -> None:
+    space = make_space(prefill_heavy=PrefillHeavyBounds(low=1, high=3, is_percent=False))
+    resized = resize(make_taichi(), 16, space)
+    assert resized is not None
+    assert (resized.num_prefill_heavy, resized.num_decode_heavy) == (3, 13)
+
+
+def test_a_cell_has_the_candidates_engines() -> None:
+    cell = build_cell(make_problem(), make_taichi(watermark=0.9), seed=3, kv_scale=0.5)
+    assert [(e.engine_id, e.role, e.chunk_size_tokens, e.kv_blocks_total) for e in cell.engines] == [
+        ("p0", Role.PREFILL_HEAVY, 512, 2000),
+        ("p1", Role.PREFILL_HEAVY, 512, 2000),
+        ("d0", Role.DECODE_HEAVY, 128, 2000),
+        ("d1", Role.DECODE_HEAVY, 128, 2000),
+    ]
+    assert (cell.parameters.watermark, cell.seed) == (0.9, 3)
+
+
+# --- curves and intervals ------------------------------------------------------------------------------------------
+
+
+def test_goodput_is_where_a_line_between_the_rates_crosses_the_target() -> None:
+    assert Curve([(1.0, 0.95), (1.1, 0.85)]).estimate_goodput_rps(0.9) == pytest.approx(math.sqrt(1.1))
+    assert Curve([(1.0, 0.9), (1.1, 0.2)]).estimate_goodput_rps(0.9) == pytest.approx(1.0)
+    # A rate that passes counts, whatever failed below it.
+    assert 1.2 <= Curve([(1.0, 0.95), (1.1, 0.85), (1.2, 0.91), (1.3, 0.1)]).estimate_goodput_rps(0.9) < 1.3
+    assert Curve().estimate_goodput_rps(0.9) == 0.0
+
+
+def test_one_sided_knowledge_is_extended_towards_the_target() -> None:
+    assert 0.85 < Curve([(1.0, 0.5)]).estimate_goodput_rps(0.9) < 1.0
+    assert 1.0 < Curve([(1.0, 1.0)]).estimate_goodput_rps(0.9) < 1.1
+
+
+def test_intervals_are_students() -> None:
+    interval = estimate_interval([1.0, 2.0, 3.0])
+    assert (interval.mean, interval.high - 2.0) == (2.0, pytest.approx(4.303 / math.sqrt(3), rel=1e-3))
+    assert estimate_interval([0.9], 0.0, 1.0).low == 0.0
+    assert estimate_interval([0.99, 0.9], 0.0, 1.0).high == 1.0
+
+
+# --- the arena -----------------------------------------------------------------------------------------------------
+
+
+class Formula:
+    """Stands in for runs: attainment is 1 up to a candidate's own rate and falls by half in a tenth above it."""
+
+    def __init__(self, goodputs: dict[int, float]) -> None:
+        self.goodputs = goodputs
+        self.trials: list[Trial] = []
+
+    def run(self, trials):
+        self.trials += trials
+        return [
+            Outcome(
+                trial=trial,
+                attainment=min(1.0, max(0.0, 0.9 - 5.0 * math.log(trial.rate_rps / self._goodput(trial)))),
+                num_iterations=1,
+            )
+            for trial in trials
+        ]
+
+    def _goodput(self, trial: Trial) -> float:
+        return self.goodputs[trial.candidate.prefill_heavy_tokens] * (1.0 + 0.01 * trial.seed)
+
+
+ONE = Fidelity(seeds=(0,), duration_s=10.0)
+
+
+@pytest.mark.parametrize("start_rps", [0.3, 3.0, 30.0], ids=["below", "near", "above"])
+def test_climbing_finds_the_order_from_any_start(start_rps) -> None:
+    formula = Formula({256: 2.0, 512: 3.0, 1024: 2.8})
+    candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
+    standings = Arena(formula.run, 0.9).climb(candidates, ONE, start_rps, 1.1)
+    assert [standing.candidate.prefill_heavy_tokens for standing in standings] == [512, 1024, 256]
+    assert standings[0].goodput_rps == pytest.approx(3.0, rel=0.04)
+
+
+def test_those_that_fall_behind_cost_one_run_each() -> None:
+    formula = Formula({256: 2.0, 512: 3.0, 1024: 2.8})
+    candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
+    Arena(formula.run, 0.9).climb(candidates, ONE, 2.9, 1.1)
+    assert [trial.candidate.prefill_heavy_tokens for trial in formula.trials] == [256, 512, 1024, 512]
+
+
+@pytest.mark.parametrize("start_rps", [0.05, 2.0, 90.0], ids=["far below", "near", "far above"])
+def test_sharpening_finds_the_goodput_of_each_seed(start_rps) -> None:
+    formula = Formula({512: 3.0})
+    fidelity = Fidelity(seeds=(1, 2), duration_s=10.0)
+    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, start_rps)
+    assert standing.goodputs_rps == pytest.approx((3.03, 3.06), rel=0.01)
+
+
+# --- the search ----------------------------------------------------------------------------------------------------
+
+EFFORT = Effort(seeds=(1,), duration_s=20.0)
+
+
+@pytest.fixture(scope="module")
+def exhaustive() -> dict[Candidate, float]:
+    """The goodput of every candidate of three engines, on whole runs."""
+    space, problem = make_space(), make_problem()
+    candidates = [
+        *(space.make_candidate("aggregated", 3, 1, prefill_heavy_tokens=n) for n in space.prefill_heavy_tokens),
+        *(space.make_candidate("disaggregated", 3, 1, num_prefill_heavy=count) for count in (1, 2)),
+        *(
+            space.make_candidate(
+                "taichi", 3, 1, num_prefill_heavy=count, prefill_heavy_tokens=prefill, decode_heavy_tokens=decode
+            )
+            for count in (1, 2)
+            for prefill in space.prefill_heavy_tokens
+            for decode in space.decode_heavy_tokens
+        ),
+    ]
+    fidelity = Fidelity(seeds=EFFORT.seeds, duration_s=20.0)
+    standings = make_arena(problem).sharpen(candidates, fidelity, estimate_start_rps(problem, 3, 1))
+    return {standing.candidate: standing.goodput_rps for standing in standings}
+
+
+@pytest.mark.timeout(600)
+def test_the_search_is_as_good_as_trying_everything(exhaustive) -> None:
+    problem = make_problem()
+    search = Search(make_arena(problem), make_space(), EFFORT)
+    best = search.find_best(3, 1, estimate_start_rps(problem, 3, 1)).best.candidate
+    assert exhaustive[best] >= 0.98 * max(exhaustive.values())
+    assert max(exhaustive.values()) > 1.2 * min(exhaustive.values())
+
+
+@pytest.mark.timeout(600)
+def test_the_plan_in_force_is_compared_even_out_of_bounds() -> None:
+    problem, space = make_problem(), make_space(strategies=("aggregated",), prefill_heavy_tokens=(256, 512))
+    in_force = make_taichi(num_prefill_heavy=1, num_decode_heavy=1, prefill_heavy_tokens=300)
+    evaluator = Evaluator(problem)
+    stages: list[float] = []
+    planner = Planner(
+        problem,
+        space,
+        Effort(seeds=(1, 2), duration_s=8.0),
+        lambda trials: [evaluator.evaluate(trial) for trial in trials],
+        lambda share, _: stages.append(share),
+    )
+    result = planner.plan(Goal(target=0.9, most_replicas=2), in_force)
+    assert result.in_force is not None
+    assert result.in_force.candidate == in_force
+    assert stages == sorted(stages)
+    assert stages[-1] == 1.0
+    assert 0.0 < result.prediction.attainment.low <= result.prediction.attainment.high <= 1.0
+
+
+@pytest.mark.timeout(600)
+def test_a_rate_takes_the_fewest_engines_that_serve_it() -> None:
+    problem = make_problem()
+    space = make_space(strategies=("aggregated",), prefill_heavy_tokens=(256, 512))
+    evaluator = Evaluator(problem)
+
+    def plan(rate_rps: float, most: int):
+        effort = Effort(seeds=(1, 2), duration_s=8.0)
+        planner = Planner(problem, space, effort, lambda trials: [evaluator.evaluate(trial) for trial in trials])
+        return planner.plan(Goal(target=0.9, rate_rps=rate_rps, most_replicas=most))
+
+    result = plan(10.0, 8)
+    assert result.is_met
+    replicas = result.chosen.replicas
+    assert result.goodput_rps.mean >= 10.0
+    assert replicas > 1
+    fewer = plan(10.0, replicas - 1)
+    assert not fewer.is_met
+    assert fewer.chosen.replicas == replicas - 1
+
+
+@pytest.mark.timeout(600)
+def test_kv_binds_where_there_is_little_and_prefill_where_there_is_much() -> None:
+    candidate = make_taichi(num_prefill_heavy=1, num_decode_heavy=2, prefill_heavy_tokens=1024, decode_heavy_tokens=0)
+    resources = {}
+    for kv_blocks in (160, 4000):
+        evaluator = Evaluator(make_problem(kv_blocks))
+
+        def run(trials, evaluator=evaluator):
+            return [evaluator.evaluate(trial) for trial in trials]
+
+        fidelity = Fidelity(seeds=(1,), duration_s=12.0)
+        (standing,) = Arena(run, 0.9).sharpen([candidate], fidelity, 4.0)
+        binding = find_binding(run, candidate, standing.goodput_rps, 0.9, replace(fidelity, seeds=(1, 2)))
+        assert sum(binding.missed.values()) > 0.1
+        resources[kv_blocks] = binding.resource
+    assert resources == {160: "kv", 4000: "prefill"}

@@ -1,0 +1,124 @@
+"""Traces: four formats give the same rows, and a wrong row is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sluice_core.sim.traces import TraceError, TraceRow, parse_trace
+
+ROWS = [
+    TraceRow(prompt_tokens=4808, output_tokens=10, arrival_s=0.0),
+    TraceRow(prompt_tokens=3180, output_tokens=8, arrival_s=0.5),
+    TraceRow(prompt_tokens=110, output_tokens=27, arrival_s=2.25),
+]
+COUNTS = [(row.prompt_tokens, row.output_tokens) for row in ROWS]
+LOG_TIMES = [1_700_000_000, 1_700_000_000.5, 1_700_000_002.25]
+ISO_TIMES = ["2023-11-14T22:13:20Z", "2023-11-14T22:13:20.500000+00:00", "2023-11-14T23:13:22.25+01:00"]
+
+
+def write_log(times: list[object], *, nests: bool = False, name: str = "timestamp") -> list[str]:
+    lines = []
+    for time, (prompt, output) in zip(times, COUNTS, strict=True):
+        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        record = {"id": "cmpl-1", "model": "m", **({"usage": usage} if nests else usage)}
+        lines.append(json.dumps(record if time is None else {**record, name: time}))
+    return lines
+
+
+FORMATS = {
+    "ours": ["arrival_s,input_tokens,output_tokens", "0,4808,10", "0.5,3180,8", "2.25,110,27"],
+    "azure 2023": [
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2023-11-16 18:15:46.6800000,4808,10",
+        "2023-11-16 18:15:47.1800000,3180,8",
+        "2023-11-16 18:15:48.9300000,110,27",
+    ],
+    "azure 2024": [
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2024-05-10 00:00:00.009930+00:00,4808,10",
+        "2024-05-10 00:00:00.509930+00:00,3180,8",
+        "2024-05-10 00:00:02.259930+00:00,110,27",
+    ],
+    "mooncake": [
+        json.dumps({"timestamp": ms, "input_length": prompt, "output_length": output, "hash_ids": [1, 2]})
+        for ms, (prompt, output) in zip((27_000, 27_500, 29_250), COUNTS, strict=True)
+    ],
+    "log, seconds": write_log([*LOG_TIMES]),
+    "log, ISO 8601": write_log([*ISO_TIMES]),
+    "log, usage nested": write_log([*LOG_TIMES], nests=True, name="created"),
+    "log, in the order of ends": write_log([*LOG_TIMES])[::-1],
+}
+
+
+@pytest.mark.parametrize("lines", FORMATS.values(), ids=FORMATS)
+def test_every_format_gives_the_same_rows(lines: list[str]) -> None:
+    rows = parse_trace(lines)
+    assert [(row.prompt_tokens, row.output_tokens) for row in rows] == COUNTS
+    assert [row.arrival_s for row in rows] == pytest.approx([row.arrival_s for row in ROWS], abs=1e-6)
+
+
+def test_a_log_without_times_has_lengths_only() -> None:
+    rows = parse_trace(write_log([None, None, None]))
+    assert rows == [TraceRow(prompt_tokens=row.prompt_tokens, output_tokens=row.output_tokens) for row in ROWS]
+
+
+def test_blank_lines_do_not_count_as_rows_but_as_lines() -> None:
+    with pytest.raises(TraceError, match="line 5: input_tokens is 'x'"):
+        parse_trace(["", "input_tokens,output_tokens", "1,2", "", "x,2"])
+
+
+def test_own_columns_are_kept() -> None:
+    (row,) = parse_trace(["class,input_tokens,output_tokens,ttft_slo_s", "chat,5,6,0.4"])
+    assert row == TraceRow(prompt_tokens=5, output_tokens=6, slo_class="chat", ttft_slo_s=0.4)
+
+
+MOONCAKE = '{"timestamp": 5, "input_length": 10, "output_length": 3}'
+LOG = '{"timestamp": 5, "prompt_tokens": 10, "completion_tokens": 3}'
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+WRONG: dict[str, tuple[list[str], str]] = {
+    "empty": ([], "line 1: the trace is empty"),
+    "header only": (["input_tokens,output_tokens"], "line 2: the trace has no rows"),
+    "unknown column": (["a,b", "1,2"], "line 1: columns are a, b; known are input_tokens"),
+    "fields": (["input_tokens,output_tokens", "1,2,3"], "line 2: 3 fields, the header has 2"),
+    "fraction": (["input_tokens,output_tokens", "1.5,2"], "line 2: input_tokens is '1.5', a whole number"),
+    "zero": (["input_tokens,output_tokens", "1,0"], "line 2: output_tokens is '0'"),
+    "order": (["arrival_s,input_tokens,output_tokens", "2,1,1", "1,1,1"], "line 3: arrival_s is 1 s before"),
+    "not a time": (["arrival_s,input_tokens,output_tokens", "nan,1,1"], "line 2: arrival_s is 'nan'"),
+    "azure date": ([AZURE, "18:15,4,5"], "line 2: TIMESTAMP is '18:15', a date and time are needed"),
+    "azure count": ([AZURE, "2023-11-16 18:15:46.68,4,-5"], "line 2: GeneratedTokens is '-5'"),
+    "no JSON": ([LOG, "{"], "line 2: is no JSON"),
+    "no object": ([LOG, "[1]"], "line 2: is no JSON object"),
+    "count missing": ([LOG, '{"timestamp": 6, "prompt_tokens": 4}'], "line 2: completion_tokens is missing"),
+    "count is true": ([LOG.replace("10", "true")], "line 1: prompt_tokens is True"),
+    "usage": (['{"timestamp": 6, "usage": 4}'], "line 1: usage is 4, an object is needed"),
+    "milliseconds": ([LOG.replace('"timestamp": 5', '"timestamp": 1700000000000')], "line 1: timestamp is 1700000000000;"),
+    "time missing": ([LOG, '{"prompt_tokens": 4, "completion_tokens": 3}'], "line 2: has no timestamp, unlike"),
+    "mooncake time": ([MOONCAKE, '{"input_length": 4, "output_length": 3}'], "line 2: timestamp is missing"),
+    "mooncake count": ([MOONCAKE, MOONCAKE.replace("10", '"x"')], "line 2: input_length is 'x'"),
+    "mooncake order": ([MOONCAKE, MOONCAKE.replace("5", "4")], "line 2: timestamp is 0.001 s before"),
+    "another format": ([MOONCAKE, LOG], "line 2: input_length is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_row_is_named(lines: list[str], message: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        parse_trace(lines)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["input_tokens,output_tokens", "5,0", "5,6"],
+        [AZURE, "2023-11-16 18:15:46,5,0", "2023-11-16 18:15:47,5,6"],
+        [LOG.replace("3}", "0}"), LOG.replace("10", "5").replace("3}", "6}")],
+    ],
+    ids=["ours", "azure", "log"],
+)
+def test_unanswered_requests_are_left_out_on_request_only(lines: list[str]) -> None:
+    with pytest.raises(TraceError, match=r"is '?0'?, a whole number of at least 1"):
+        parse_trace(lines)
+    assert [(row.prompt_tokens, row.output_tokens) for row in parse_trace(lines, skips_unanswered=True)] == [(5, 6)]
