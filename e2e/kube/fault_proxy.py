@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import yaml
 from aiohttp import web
+from yarl import URL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 # Belong to one connection, not to the request (RFC 9110, section 7.6.1), or are made anew.
 HOP_HEADERS = frozenset({"connection", "host", "transfer-encoding", "content-length", "content-encoding"})
+# Those that a client adds unasked.
+AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 SLOW_S = 2.5
+CLOSING_S = 0.25
 RETRY_AFTER = {"Retry-After": "1"}
 
 
@@ -130,6 +134,8 @@ class FaultProxy:
             await self._stop.wait()
             await self._end_watches(b"")
             await runner.cleanup()
+        # Connections under TLS end a moment after they are closed; the loop must be there for it.
+        await asyncio.sleep(CLOSING_S)
 
     def _on_loop(self, coroutine: object) -> int:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
@@ -157,6 +163,10 @@ class FaultProxy:
             await asyncio.sleep(SLOW_S)
         return answer
 
+    def _locate(self, request: web.BaseRequest) -> URL:
+        # As it was sent: commas and the like in selectors stay quoted.
+        return URL(self._target + request.raw_path, encoded=True)
+
     def _choose(self) -> str:
         if self._rng.random() >= self.fail_share:
             return ""
@@ -166,15 +176,18 @@ class FaultProxy:
         self.requests.append((request.method, request.path))
         body = await request.read()
         async with self._session.request(
-            request.method, self._target + request.raw_path, data=body, headers=_strip(request.headers)
+            request.method,
+            self._locate(request),
+            # Without a body there is no type of it either: the API server refuses those that it does not know.
+            data=body or None,
+            headers=_strip(request.headers),
+            skip_auto_headers=AUTO_HEADERS,
         ) as answer:
             return web.Response(status=answer.status, headers=_strip(answer.headers, answer), body=await answer.read())
 
     async def _watch(self, request: web.BaseRequest) -> web.StreamResponse:
         timeout = aiohttp.ClientTimeout(total=None)
-        async with self._session.get(
-            self._target + request.raw_path, headers=_strip(request.headers), timeout=timeout
-        ) as answer:
+        async with self._session.get(self._locate(request), headers=_strip(request.headers), timeout=timeout) as answer:
             response = web.StreamResponse(status=answer.status, headers=_strip(answer.headers, answer))
             await response.prepare(request)
             watch = Watch(request, response, answer)
