@@ -162,6 +162,7 @@ def use_secrets(client: Client, namespace: str) -> str:
     cluster.edit(
         model={"source": {"huggingFace": {"tokenSecretRef": {"name": "hf-token", "key": "token"}}}},
         engine={"env": [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "other", "key": "key"}}}]},
+        router={"auth": {"mode": "APIKey", "apiKey": {"secretName": "api-keys"}}},
     )
     cluster.wait("Progressing", "Settled")
     read = [everything(cluster)]

@@ -117,7 +117,8 @@ async def test_engines_that_may_not_be_trusted_do_not(
     async with serving(*engines), running(settings) as server:
         tell_engines(tmp_path, *engines)
         await until(lambda: any(faults(server)))
-        assert re.search(fault, faults(server)[0]), faults(server)
+        # One of the engines is asked first.
+        assert any(re.search(fault, told) for told in faults(server)), faults(server)
         assert not server.router.is_ready
         assert not any(engine.num_streams for engine in engines)
 
