@@ -126,6 +126,21 @@ class PodCluster(KubectlCluster):
             ]
         return sorted(found)
 
+    def wait_ready(self, component: str) -> None:
+        """Waits until all pods of a component are Ready and none ends: conditions may lag behind what has just happened."""
+        spec = self.read("slc/tiny")["spec"]
+        wanted = spec["replicas"] if component == "engine" else spec["router"]["replicas"]
+
+        def is_ready(pod: dict[str, Any]) -> bool:
+            conditions = {item["type"]: item["status"] for item in pod["status"].get("conditions", ())}
+            return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+
+        def are_ready() -> bool:
+            pods = self.find_pods(component).values()
+            return len(pods) == wanted and all(is_ready(pod) for pod in pods)
+
+        self.wait_for(are_ready, f"{wanted} Ready pods of the {component}")
+
     def wait_whole(self) -> None:
         """Waits until everything is as the manifest asks for, nothing runs, and all KV blocks are free."""
         self.wait("Progressing", "Settled")

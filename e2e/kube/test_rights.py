@@ -18,9 +18,10 @@ import yaml
 from kubectl_cluster import wait_for
 from light_cluster import MERGE, LightCluster
 from stand_in_router import StandInRouters, run_stand_in_routers
-from test_chart import Helm, one, pick
+from test_chart import one, pick
 from test_operator import Operator
 from testbed.fake_nodes import is_ready, make_node
+from testbed.helm import Helm
 from testbed.toolchain import build
 
 from sluice_operator.access import LEASE_RULES, RULES, WATCHED

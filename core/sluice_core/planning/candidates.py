@@ -196,7 +196,7 @@ def list_chunk_sizes(low: int, high: int, extra: Iterable[int] = ()) -> tuple[in
     return tuple(sorted(sizes))
 
 
-_COARSE_CHUNKS = ((512, 128), (1024, 0), (1024, 256), (2048, 128), (2048, 512), (8192, 256))
+_COARSE_CHUNKS = ((512, 128), (1024, 128), (1024, 256), (2048, 128), (2048, 512), (8192, 256))
 _COARSE_AGGREGATED = (128, 256, 512, 1024, 2048)
 _COARSE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 
