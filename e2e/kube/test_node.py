@@ -108,9 +108,18 @@ def test_pods_find_each_other_by_name(client: Client, namespace: str) -> None:
     create(client, namespace, server, *services)
     client.kubectl("wait", "--for=condition=Ready", "--timeout=60s", "-n", namespace, "pod/server")
     program = """
-import socket, urllib.request
-print(urllib.request.urlopen("http://server/", timeout=10).status)
-print(socket.gethostbyname("pods"))
+import socket, time, urllib.request
+
+def insist(ask):  # the DNS server and kube-proxy learn of the Services a moment after they are made
+    for _ in range(30):
+        try:
+            return ask()
+        except OSError:
+            time.sleep(1)
+    return ask()
+
+print(insist(lambda: urllib.request.urlopen("http://server/", timeout=10)).status)
+print(insist(lambda: socket.gethostbyname("pods")))
 """
     address = client.kubectl("get", "pod", "-n", namespace, "server", "-o", "jsonpath={.status.podIP}")
     assert output(client, namespace, "caller", program).split() == ["200", address]

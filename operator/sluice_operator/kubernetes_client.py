@@ -82,7 +82,12 @@ class KubernetesClient:
     async def list(self, kind: Kind, namespace: str, labels: dict[str, str]) -> list[Object]:
         """See ``Kubernetes.list``."""
         query = {"labelSelector": format_selector(labels)}
-        answer = await self._request("list", kind, _locate(kind, namespace), query=query)
+        try:
+            answer = await self._request("list", kind, _locate(kind, namespace), query=query)
+        except NotFoundError:
+            # The definition is gone, with cert-manager say: whoever tries again must not go by what was seen of it before.
+            self._served.pop(kind, None)
+            raise
         # The items of a list do not say what they are.
         return [{**item, "apiVersion": kind.api_version, "kind": kind.name} for item in answer["items"]]
 

@@ -256,6 +256,7 @@ class FakeKubernetes:
                         "annotations": dict(template["metadata"].get("annotations") or {}),
                         "ownerReferences": [owner],
                     },
+                    "spec": copy.deepcopy(template["spec"]),
                     "template": copy.deepcopy(template),
                     "status": status,
                 }

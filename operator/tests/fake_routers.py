@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def largest_batch(pod: Object) -> int:
     """Largest chunk size that an engine's command lets it run."""
-    command = pod["template"]["spec"]["containers"][0]["command"]
+    command = pod["spec"]["containers"][0]["command"]
     return int(command[command.index("--max-batch-tokens") + 1])
 
 

@@ -171,6 +171,19 @@ async def test_a_server_that_is_gone_is_busy() -> None:
             await client.get(DEPLOYMENTS, "n", "d")
 
 
+async def test_a_kind_whose_definition_is_removed_is_asked_for_again_at_once(server) -> None:
+    configuration = Configuration()
+    configuration.host = server.address
+    async with ApiClient(configuration) as api:
+        client = KubernetesClient(api, timeout_s=0.5, on_call=lambda *_: None)
+        server.body = {"resources": [{"name": "servicemonitors"}]}
+        assert await client.is_served(SERVICE_MONITORS)
+        server.status = 404
+        with pytest.raises(NotFoundError):
+            await client.list(SERVICE_MONITORS, "n", {})
+        assert not await client.is_served(SERVICE_MONITORS)
+
+
 async def test_what_is_served_is_asked_once_in_a_while(server) -> None:
     now = 0.0
     configuration = Configuration()
