@@ -74,7 +74,7 @@ def client(testbed: Testbed) -> Client:
 def crd(client: Client) -> Path:
     """The CRD, installed."""
     client.kubectl("apply", "--server-side", "-f", str(CRD))
-    client.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/servingclusters.sluice.dev")
+    client.wait_established("servingclusters.sluice.dev")
     return CRD
 
 

@@ -70,7 +70,7 @@ def foreign_kinds(client: Client) -> Iterator[None]:
         spec = {"group": kind.group, "scope": "Namespaced", "versions": [version]}
         spec["names"] = {"kind": kind.name, "plural": kind.plural, "singular": kind.name.lower()}
         client.apply({**definition, "metadata": {"name": f"{kind.plural}.{kind.group}"}, "spec": spec})
-    client.kubectl("wait", "--for=condition=Established", "--timeout=30s", *names)
+    client.wait_established(*(name.removeprefix("crd/") for name in names))
     yield
     client.kubectl("delete", *names)
 

@@ -6,6 +6,7 @@ import json
 import os
 import ssl
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -108,6 +109,21 @@ class Client:
             raise TestbedError(f"{program} {' '.join(arguments)}: {done.stderr.strip()}")
         return done.stdout
 
+    def wait_established(self, *definitions: str, patience_s: float = 30.0) -> None:
+        """Waits until the API server serves the kinds of CRDs.
+
+        ``kubectl wait`` fails on a CRD so young that its conditions are null.
+
+        Raises:
+            TestbedError: One is not served after ``patience_s``.
+        """
+        deadline = time.monotonic() + patience_s
+        for name in definitions:
+            while not _is_established(json.loads(self.kubectl("get", "crd", name, "-o", "json"))):
+                if time.monotonic() > deadline:
+                    raise TestbedError(f"crd {name} is not served after {patience_s:.0f} s")
+                time.sleep(0.2)
+
     def apply(self, *objects: dict[str, Any]) -> None:
         """Applies objects."""
         self.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
@@ -119,3 +135,8 @@ def _read_json(body: bytes) -> dict[str, Any]:
     except json.JSONDecodeError:
         return {"message": body.decode(errors="replace")}
     return content if isinstance(content, dict) else {"content": content}
+
+
+def _is_established(definition: dict[str, Any]) -> bool:
+    conditions = definition.get("status", {}).get("conditions") or []
+    return any(item["type"] == "Established" and item["status"] == "True" for item in conditions)
