@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from sluice_operator.names import ClusterKey
 
 
-def largest_batch(pod: Object) -> int:
-    """Largest chunk size that an engine's command lets it run."""
+def cut_chunk(chunk_size_tokens: int, pod: Object) -> int:
+    """Cuts a chunk size to what an engine's command lets it run; where pods are kept without commands, nothing is cut."""
+    if "spec" not in pod:
+        return chunk_size_tokens
     command = pod["spec"]["containers"][0]["command"]
-    return int(command[command.index("--max-batch-tokens") + 1])
+    return min(chunk_size_tokens, int(command[command.index("--max-batch-tokens") + 1]))
 
 
 class FakeRouters:
@@ -100,7 +102,7 @@ class FakeRouters:
                     address=pod["status"]["podIP"],
                     state=state,
                     role=part.role,
-                    chunk_size_tokens=min(part.chunk_size_tokens, largest_batch(pod)),
+                    chunk_size_tokens=cut_chunk(part.chunk_size_tokens, pod),
                     acknowledged_generation=generation,
                     running_decodes=self.loads.get(uid, 0),
                     transport=self.transport,
