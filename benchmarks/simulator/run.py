@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sluice_core.sim.engine
-from sluice_cli.simulate import GC_THRESHOLD
+from sluice_cli.workers import GC_THRESHOLD
 from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo
 from sluice_core.sim.setup import Cell, EngineSetup, NoGrant, SimOptions, TtftEnd

@@ -31,15 +31,12 @@ if TYPE_CHECKING:
 
 
 def _parse_counts(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    if value is None:
+    found = _parse_share(_context, _parameter, value)
+    if found is None:
         return None
-    try:
-        low, high, is_percent = parse_range(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-    if is_percent:
+    if found.is_percent:
         raise click.BadParameter(f"{value!r} is in percent; numbers are needed")
-    return low, high
+    return found.low, found.high
 
 
 def _parse_share(_context: click.Context, _parameter: click.Parameter, value: str | None) -> PrefillHeavyBounds | None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import statistics
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +19,10 @@ from sluice_cli.cells import (
     describe_manifest,
     format_engines,
     parse_engines,
-    read_trace,
 )
 from sluice_cli.display import make_console
+from sluice_cli.workers import load_rows, start_workers
 from sluice_core.records import Slo
-from sluice_core.sim import pickling  # noqa: F401 - specs and summaries go between processes
 from sluice_core.sim.goodput import TARGET, search_goodput
 from sluice_core.sim.metrics import make_report, summarize
 from sluice_core.sim.simulation import Simulation
@@ -41,8 +37,6 @@ if TYPE_CHECKING:
     from sluice_core.sim.setup import Arrival
 
 _START_RPS_PER_ENGINE = 0.5
-# New containers between two collections: a run makes many and hardly a cycle, the default costs a tenth of its time.
-GC_THRESHOLD = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +66,7 @@ class Run:
 
 def carry_out(run: Run) -> tuple[float | None, RunSummary]:
     """Simulates one seed; returns the goodput if that was asked for, and the run at that rate."""
-    gc.set_threshold(GC_THRESHOLD)
-    rows = read_trace(run.trace)
+    rows = load_rows(run.trace)
     cell = build_cell(run.spec, run.seed)
     workload = PoissonWorkload(rows, run.spec.slo, run.seed, run.spec.classes)
     if run.target is not None:
@@ -97,10 +90,10 @@ def carry_out(run: Run) -> tuple[float | None, RunSummary]:
 
 def carry_out_all(runs: Sequence[Run], num_processes: int) -> list[tuple[float | None, RunSummary]]:
     """Simulates several seeds, in processes where more than one is allowed."""
-    num_processes = min(num_processes, len(runs))
-    if num_processes <= 1:
+    pool = start_workers(min(num_processes, len(runs)))
+    if pool is None:
         return [carry_out(run) for run in runs]
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+    with pool:
         return list(pool.map(carry_out, runs))
 
 

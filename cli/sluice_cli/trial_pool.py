@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import TYPE_CHECKING, Self
 
+from sluice_cli.workers import start_workers
 from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial
 
 if TYPE_CHECKING:
@@ -33,13 +32,7 @@ class TrialPool:
 
     def __init__(self, problem: Problem, num_processes: int) -> None:
         self._evaluator = Evaluator(problem)
-        self._pool = (
-            ProcessPoolExecutor(
-                num_processes, mp_context=get_context("spawn"), initializer=_prepare, initargs=(problem,)
-            )
-            if num_processes > 1
-            else None
-        )
+        self._pool = start_workers(num_processes, _prepare, problem)
 
     def run(self, trials: Sequence[Trial]) -> list[Outcome]:
         """Makes runs, in their order."""

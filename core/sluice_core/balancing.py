@@ -14,8 +14,8 @@ from sluice_core.placement import CachedTokens, get_urgency
 from sluice_core.records import Decision, FlowParameters, Hold, Place, PrefillRequest
 
 
-class RoundRobinPlacement:
-    """Each prefill to the next engine in turn.
+class _Balancing:
+    """What both share: every request in the order of urgency to the engine that ``_pick`` names.
 
     Args:
         parameters: Not looked at.
@@ -25,7 +25,6 @@ class RoundRobinPlacement:
     def __init__(self, parameters: FlowParameters, rng: random.Random) -> None:
         del rng
         self.parameters = parameters
-        self._last_number = 0
 
     def assign(
         self,
@@ -39,8 +38,25 @@ class RoundRobinPlacement:
         decisions: list[Decision] = []
         for request in sorted(waiting, key=get_urgency):
             state = self._pick(request, engines)
-            decisions.append(_place(now, request, engines, state, "round_robin"))
+            decisions.append(_place(now, request, engines, state, self._get_reason()))
         return decisions
+
+    def _pick(self, request: PrefillRequest, engines: EngineTable) -> EngineState | None:
+        raise NotImplementedError
+
+    def _get_reason(self) -> str:
+        raise NotImplementedError
+
+
+class RoundRobinPlacement(_Balancing):
+    """Each prefill to the next engine in turn; for the arguments see ``_Balancing``."""
+
+    def __init__(self, parameters: FlowParameters, rng: random.Random) -> None:
+        super().__init__(parameters, rng)
+        self._last_number = 0
+
+    def _get_reason(self) -> str:
+        return "round_robin"
 
     def _pick(self, request: PrefillRequest, engines: EngineTable) -> EngineState | None:
         """Pick the engine with the next higher number, or the lowest."""
@@ -59,33 +75,17 @@ class RoundRobinPlacement:
         return chosen
 
 
-class LeastWorkPlacement:
+class LeastWorkPlacement(_Balancing):
     """Each prefill to the engine with the fewest queued prefill tokens; of equals the one with the least KV committed.
 
-    Args:
-        parameters: Not looked at.
-        rng: Not looked at.
+    For the arguments see ``_Balancing``.
     """
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random) -> None:
-        del rng
-        self.parameters = parameters
+    def _get_reason(self) -> str:
+        return "least_work"
 
-    def assign(
-        self,
-        now: float,
-        waiting: Iterable[PrefillRequest],
-        engines: EngineTable,
-        cached_tokens: CachedTokens | None = None,
-    ) -> list[Decision]:
-        """See ``PlacementPolicy.assign``."""
-        del cached_tokens
-        decisions: list[Decision] = []
-        for request in sorted(waiting, key=get_urgency):
-            states = [state for state in engines if _can_take(state, request)]
-            chosen = min(states, key=_compute_work, default=None)
-            decisions.append(_place(now, request, engines, chosen, "least_work"))
-        return decisions
+    def _pick(self, request: PrefillRequest, engines: EngineTable) -> EngineState | None:
+        return min((state for state in engines if _can_take(state, request)), key=_compute_work, default=None)
 
 
 def _can_take(state: EngineState, request: PrefillRequest) -> bool:

@@ -24,7 +24,7 @@ from sluice_cli.papers.taichi import (
     TABLE2,
     CapacitySystem,
 )
-from sluice_cli.papers.trials import load_rows
+from sluice_cli.workers import load_rows
 from sluice_core.records import Slo
 from sluice_core.sim.metrics import compute_percentile
 from sluice_core.sim.setup import Arrival

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from multiprocessing import get_context
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from sluice_cli.cells import CellSpec, build_cell, read_trace
+from sluice_cli.cells import CellSpec, build_cell
+from sluice_cli.workers import load_rows, start_workers
 from sluice_core.sim.goodput import TARGET, NoGoodputError, search_goodput
-from sluice_core.sim.metrics import RunSummary, summarize
-from sluice_core.sim.requests import RequestState
+from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
 
@@ -20,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
     from types import TracebackType
-
-    from sluice_core.sim.traces import TraceRow
 
 _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
@@ -74,12 +69,6 @@ class Outcome:
         return self.summary
 
 
-@lru_cache(maxsize=8)
-def load_rows(trace: Path) -> list[TraceRow]:
-    """Reads a trace once per process."""
-    return read_trace(trace)
-
-
 def carry_out(trial: Trial) -> Outcome:
     """Carries one trial out."""
     cell = build_cell(trial.spec, trial.seed)
@@ -92,13 +81,10 @@ def carry_out(trial: Trial) -> Outcome:
         return Outcome(rate_rps=found.rate_rps, summary=found.summary)
     simulation = Simulation(cell, workload.make_arrivals(trial.rate_rps, trial.duration_s))
     simulation.run()
-    pairs = [
-        (request.ttft_s, request.tpot_s) for request in simulation.requests if request.state is RequestState.FINISHED
-    ]
     return Outcome(
         rate_rps=trial.rate_rps,
         summary=summarize(simulation),
-        latencies_s=tuple((ttft_s, tpot_s) for ttft_s, tpot_s in pairs if tpot_s is not None),
+        latencies_s=list_latencies(simulation.requests),
     )
 
 
@@ -114,7 +100,7 @@ class Laboratory:
         self.num_trials = 0
         self._report = report
         self._outcomes: dict[Trial, Outcome] = {}
-        self._pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) if num_processes > 1 else None
+        self._pool = start_workers(num_processes)
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from sluice_core.planning.candidates import Candidate
 from sluice_core.records import EngineId, FlowParameters, Role, Slo, SloClass
-from sluice_core.sim.metrics import RunSummary, summarize
+from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.setup import Cell, EngineSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
@@ -157,7 +157,6 @@ class Evaluator:
 
 def _describe(simulation: Simulation) -> Detail:
     late = slow = both = 0
-    latencies = []
     for request in simulation.requests:
         if request.state is not RequestState.FINISHED:
             both += 1
@@ -167,11 +166,9 @@ def _describe(simulation: Simulation) -> Detail:
         late += is_late and not is_slow
         slow += is_slow and not is_late
         both += is_late and is_slow
-        if tpot_s is not None:
-            latencies.append((request.ttft_s, tpot_s))
     return Detail(
         summary=summarize(simulation),
-        latencies_s=tuple(latencies),
+        latencies_s=list_latencies(simulation.requests),
         num_missed_ttft=late,
         num_missed_tpot=slow,
         num_missed_both=both,

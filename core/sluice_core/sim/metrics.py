@@ -130,6 +130,15 @@ def summarize(simulation: Simulation) -> RunSummary:
     )
 
 
+def list_latencies(requests: Sequence[SimRequest]) -> tuple[tuple[float, float], ...]:
+    """List TTFT and TPOT, in seconds, of the finished requests that have both; in the order given."""
+    return tuple(
+        (request.ttft_s, request.tpot_s)
+        for request in requests
+        if request.state is RequestState.FINISHED and request.tpot_s is not None
+    )
+
+
 def list_longest_tenth(requests: Sequence[SimRequest]) -> list[SimRequest]:
     """List the longest tenth of prompts, at least one; of equally long ones the earlier."""
     ordered = sorted(requests, key=lambda request: (-request.prompt_tokens, request.index))
