@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from dataclasses import replace
 
@@ -349,3 +350,11 @@ def test_kv_binds_where_there_is_little_and_prefill_where_there_is_much() -> Non
         assert sum(binding.missed.values()) > 0.1
         resources[kv_blocks] = binding.resource
     assert resources == {160: "kv", 4000: "prefill"}
+
+
+def test_problems_trials_and_outcomes_survive_the_way_between_processes():
+    problem = make_problem()
+    trial = Trial(candidate=make_taichi(), seed=1, rate_rps=0.5, duration_s=60.0, is_detailed=True)
+    outcome = Evaluator(problem).evaluate(trial)
+    assert outcome.detail is not None
+    assert pickle.loads(pickle.dumps((problem, trial, outcome))) == (problem, trial, outcome)

@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_simulation import SLO, make_arrivals, make_engines, run
 
-from sluice_core.records import Slo, SloClass
+from sluice_core.latency.profile import IterationProfile
+from sluice_core.records import FlowParameters, Slo, SloClass
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.goodput import NoGoodputError, bisect_rate, search_goodput
 from sluice_core.sim.metrics import compute_percentile, list_longest_tenth, make_report, summarize
 from sluice_core.sim.pickling import RECORDS
 from sluice_core.sim.requests import RequestState, SimRequest
-from sluice_core.sim.setup import Arrival, Cell
+from sluice_core.sim.setup import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
 from sluice_core.sim.traces import TraceError, TraceRow, parse_trace
@@ -95,9 +97,15 @@ def test_the_report_has_the_promised_keys(simulation):
 
 
 def test_records_survive_the_way_between_processes(simulation):
-    summary, slo_class = summarize(simulation), SloClass(name="chat", slo=SLO, priority=1)
-    assert pickle.loads(pickle.dumps((summary, slo_class))) == (summary, slo_class)
-    assert {type(summary), type(slo_class), type(SLO), type(summary.engines[0])} == set(RECORDS)
+    summary, engine = (
+        summarize(simulation),
+        replace(make_cell().engines[0], profile=IterationProfile(linear_s=(0.0, 0.5))),
+    )
+    slo_class = SloClass(name="chat", slo=SLO, priority=1)
+    records = [SLO, slo_class, summary, summary.engines[0], engine, engine.profile, engine.link, engine.link.speed]
+    records += [FlowParameters(), SimOptions(), get_strategy("taichi"), ROWS[0]]
+    assert pickle.loads(pickle.dumps(records)) == records
+    assert {type(record) for record in records} == set(RECORDS)
 
 
 def test_engine_use_adds_up(simulation):

@@ -39,6 +39,11 @@ class StandInRouters(control_pb2_grpc.ControlServicer):
         self.stuck: set[str] = set()
         self.refused: list[str] = []
 
+    @property
+    def draining(self) -> set[str]:
+        """The ids of the engines that the plan tells to drain."""
+        return {part.engine_id for part in self.plan.engines if part.is_draining}
+
     def ApplyPlan(self, request: Any, context: Any) -> control_pb2.ApplyPlanResponse:  # noqa: N802
         del context
         old, plan = self.plan, request.plan

@@ -216,7 +216,7 @@ def test_engines_leave_only_when_they_are_drained(cluster: Cluster, routers: Sta
     routers.stuck = set(before)
     cluster.kubectl("scale", "slc/tiny", "--replicas=2")
     cluster.wait("Progressing", "Draining")
-    draining = {part.engine_id for part in routers.plan.engines if part.is_draining}
+    draining = wait_for(lambda: routers.draining, "the plan to reach the routers")
     assert len(draining) == 2
     assert set(cluster.engines) == before
     routers.stuck = set()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from sluice_core.planning.candidates import Candidate
 from sluice_core.records import EngineId, FlowParameters, Role, Slo, SloClass
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
+from sluice_core.sim.pickling import register
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.setup import Cell, EngineSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
@@ -173,3 +174,7 @@ def _describe(simulation: Simulation) -> Detail:
         num_missed_tpot=slow,
         num_missed_both=both,
     )
+
+
+# Problems, trials and outcomes go between processes.
+register(Candidate, Detail, Outcome, Problem, Trial)

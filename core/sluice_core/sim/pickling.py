@@ -6,10 +6,28 @@ import copyreg
 from dataclasses import fields
 from typing import Any
 
-from sluice_core.records import Slo, SloClass
+from sluice_core.latency.profile import IterationProfile
+from sluice_core.latency.transfer import LinkSpeed
+from sluice_core.records import FlowParameters, Slo, SloClass
 from sluice_core.sim.metrics import EngineUse, RunSummary
+from sluice_core.sim.setup import EngineSetup, Link, SimOptions
+from sluice_core.sim.traces import TraceRow
+from sluice_core.strategies import Strategy
 
-RECORDS: tuple[type[Any], ...] = (Slo, SloClass, EngineUse, RunSummary)
+RECORDS: tuple[type[Any], ...] = (
+    EngineSetup,
+    EngineUse,
+    FlowParameters,
+    IterationProfile,
+    Link,
+    LinkSpeed,
+    RunSummary,
+    SimOptions,
+    Slo,
+    SloClass,
+    Strategy,
+    TraceRow,
+)
 
 
 def rebuild(record_type: type[Any], values: dict[str, Any]) -> Any:
@@ -21,5 +39,10 @@ def _reduce(record: Any) -> tuple[Any, tuple[type[Any], dict[str, Any]]]:
     return rebuild, (type(record), {field.name: getattr(record, field.name) for field in fields(record)})
 
 
-for _record_type in RECORDS:
-    copyreg.pickle(_record_type, _reduce)
+def register(*record_types: type[Any]) -> None:
+    """Lets further records go between processes."""
+    for record_type in record_types:
+        copyreg.pickle(record_type, _reduce)
+
+
+register(*RECORDS)
