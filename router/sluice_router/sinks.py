@@ -131,6 +131,7 @@ class StreamSink:
         self._first: asyncio.Future[None] = loop.create_future()
         self._sent: asyncio.Future[None] = loop.create_future()
         self._is_paused = False
+        self._is_ended = False
         self.paused_since_s = 0.0
 
     @property
@@ -188,7 +189,7 @@ class StreamSink:
 
     def on_paused(self, now: float) -> None:
         """Keeps what comes: the transport is full. Behind the end nothing comes, and the connection watches alone."""
-        if self._sent.done():
+        if self._is_ended:
             return
         self._is_paused = True
         self.paused_since_s = now
@@ -242,6 +243,8 @@ class StreamSink:
             self._stream.write(data)
 
     def _write_end(self, stream: ClientStream, end: Finish | RouterError) -> None:
+        # Before the write, which may find the transport full.
+        self._is_ended = True
         delta = self._output.take()
         if isinstance(end, Exception):
             stream.write((self._answer.chunk(delta) if delta else b"") + format_error_event(end))
