@@ -34,6 +34,7 @@ from sluice_engine.grants import GrantTable
 from sluice_engine.hand_offs import HandOffs
 from sluice_engine.handles import MalformedHandleError
 from sluice_engine.measure import PullRate, Stopwatch, describe_batch
+from sluice_engine.recording import open_recorder
 from sluice_engine.reports import Outbox
 from sluice_engine.resume import GrammarReplayError, replay_grammar, restore_output
 from sluice_engine.tracking import Tracked, Tracker
@@ -79,6 +80,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._decode_context_tokens = 0
         self._num_preemptions = self._num_moved_in = self._num_recomputed_pulls = 0
         self._outbox = Outbox()
+        self._recorder = open_recorder(self.vllm_config.kv_transfer_config.engine_id)
         self._allocate_slots = manager.allocate_slots
         manager.allocate_slots = self._allocate_with_grants
 
@@ -92,7 +94,10 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def _carry_out(self, command: control.Command) -> control.Answer:
         match command:
             case control.Configure():
-                return self._flow.configure(command)
+                configured = self._flow.configure(command)
+                if self._recorder is not None:
+                    self._recorder.note_plan(configured)
+                return configured
             case control.Grant():
                 return self._grant(command)
             case control.ReleaseGrant():
@@ -177,6 +182,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         tracked.kind = self._admit(tracked)
         self._tracker.add(tracked)
         self._outbox.note_submit(extras)
+        if self._recorder is not None:
+            self._recorder.note_request(tracked)
         super().add_request(request)
 
     def _admit(self, tracked: Tracked) -> RequestKind:
@@ -375,6 +382,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def _settle_batch(self, output: SchedulerOutput, started_s: float, now_s: float) -> None:
         batch = describe_batch(output, self._tracker, started_s)
         self._decode_context_tokens = batch.decode_context_tokens
+        if self._recorder is not None:
+            self._recorder.note_batch(output, batch)
         if batch.prefill_tokens:
             self._last_prefill_s = now_s
         for tracked in batch.computing:
@@ -399,6 +408,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         iteration, proposals = None, []
         if measured is not None:
             batch, iteration = measured
+            if self._recorder is not None:
+                self._recorder.note_end(iteration.duration_s)
             now_s = time.monotonic()
             self._flow.advance(scheduler_output.num_scheduled_tokens)
             for tracked in batch.arriving:
