@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sluice_core.latency import IterationProfile
 
-# A request that came between two iterations came before the second was scheduled: by this much.
+# A request that came between two iterations came before the first one ended, on a clock without delays: by this much.
 BEFORE_S = 1e-7
 NO_OBJECTIVE = Slo(ttft_s=1e9, tpot_s=1e9)
 
@@ -157,14 +157,14 @@ class _Reader:
         )
         if self._running:
             start_s = self._running[-1].end_s
-            seen_s = self._end_s
+            seen_s = self._end_s - BEFORE_S
         elif self.record.iterations:
             # It idled, or its last iteration ended a moment ago and this one could not be scheduled before.
             start_s = seen_s = self._end_s + at_s - self._ended_s
         else:
             start_s = seen_s = at_s - self._begin_s
         for request in self._new:
-            request.modelled_at_s = seen_s - BEFORE_S
+            request.modelled_at_s = seen_s
             self.record.requests.append(request)
         self._new = []
         iteration = Iteration(at_s, start_s, duration_s, batch)
