@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.fidelity.records import count_pauses
 from benchmarks.local_cluster.figures import compute_percentile, format_number, format_table
+
+from sluice_core.sim.hand_offs import ENDS, Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
 MS = 1e3
 HEADER = ("strategy", "rate/s", "requests", "", "attainment", "TTFT p50", "p90 ms", "TPOT p50", "p90 ms", "moves")
 NUM_CONTEXT = 3
+# An iteration is scheduled when the one before it begins: one end before its own begin.
+NUM_PAUSE_ENDS = ENDS[Step.SUBMIT] + ENDS[Step.NOTICE] + ENDS[Step.JOIN] - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,7 @@ class Comparison:
         clock_error: Median of measured over modelled time of an iteration, less 1.
         busy_cores: Use of the machine.
         goodput_rps: Simulated goodput, if it was looked for.
+        pauses: Of moves; see ``count_pauses``.
         batches: By engine, if they were compared.
     """
 
@@ -81,6 +88,7 @@ class Comparison:
     simulated: Figures
     clock_error: float
     busy_cores: float
+    pauses: list[tuple[int, float]]
     goodput_rps: float | None = None
     batches: list[BatchComparison] = field(default_factory=list)
 
@@ -118,6 +126,7 @@ def compare_runs(phase: Phase, simulated: Simulated, records: Sequence[Record]) 
         ),
         clock_error=compute_percentile(ratios, 50),
         busy_cores=phase.cores.busy,
+        pauses=count_pauses(list(records)),
     )
 
 
@@ -168,6 +177,14 @@ def format_comparisons(comparisons: Sequence[Comparison]) -> str:
             f"{comparison.strategy} at {comparison.rate:.2f}/s: iterations took {100 * comparison.clock_error:+.2f} % of "
             f"the modelled time more (median), {comparison.busy_cores:.2f} cores busy, {comparison.num_failed} failed"
         )
+        if comparison.pauses:
+            ends = Counter(num_ends for num_ends, _ in comparison.pauses)
+            shares = ", ".join(f"{num_ends}: {count}" for num_ends, count in sorted(ends.items()))
+            pause_s = compute_percentile([pause_s for _, pause_s in comparison.pauses], 50)
+            notes.append(
+                f"moves: ends of the target's iterations from the hand-off to the scheduling of the join (simulated "
+                f"{NUM_PAUSE_ENDS}, if the link is quick): {shares}; {pause_s * MS:.0f} ms (median)"
+            )
         notes += [format_batches(batches) for batches in comparison.batches]
     return "\n".join([format_table(HEADER, rows), *notes])
 

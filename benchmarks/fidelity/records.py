@@ -8,6 +8,7 @@ iterations. So a replay in the simulator compares batches and nothing else, howe
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,11 +103,15 @@ class Record:
         name: The engine.
         iterations: In order.
         requests: In the order in which they came.
+        handed_off_s: When requests left for another engine, by their names, on the machine's clock.
+        joined_s: When the iteration was scheduled in which requests of other engines joined, likewise.
     """
 
     name: str
     iterations: list[Iteration] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    handed_off_s: dict[str, float] = field(default_factory=dict)
+    joined_s: dict[str, float] = field(default_factory=dict)
 
     def make_arrivals(self) -> list[Arrival]:
         """The load of the engine on the modelled clock, for a replay."""
@@ -138,7 +143,10 @@ class _Reader:
         if what == "request":
             self._new.append(Request(values[0], values[1], at_s, 0.0, values[2], values[3]))
         elif what == "batch":
-            self._schedule(at_s, *values)
+            self._schedule(at_s, *values[:3])
+            self.record.joined_s |= dict.fromkeys(values[3], at_s)
+        elif what == "hand-off":
+            self.record.handed_off_s[values[0]] = at_s
         elif what == "end":
             ended = self._running.pop(0)
             ended.ended_s, ended.measured_s = at_s, values[0]
@@ -190,3 +198,21 @@ def read_records(folder: Path, profile: IterationProfile, begin_s: float, end_s:
                 reader.take(line)
         records.append(reader.record)
     return records
+
+
+def count_pauses(records: list[Record]) -> list[tuple[int, float]]:
+    """Finds how long moved requests paused.
+
+    Returns:
+        For each move, ends of the target's iterations from the hand-off until the iteration was scheduled in which the
+        request joined, and the seconds.
+    """
+    left_s = {name: at_s for record in records for name, at_s in record.handed_off_s.items()}
+    pauses = []
+    for record in records:
+        ends = [iteration.ended_s for iteration in record.iterations if iteration.ended_s]
+        for name, joined_s in record.joined_s.items():
+            if name in left_s:
+                num_ends = bisect_right(ends, joined_s) - bisect_right(ends, left_s[name])
+                pauses.append((num_ends, joined_s - left_s[name]))
+    return pauses

@@ -125,7 +125,7 @@ class Run:
             records = read_records(self._records, cell.engines[0].profile, begin_s, end_s)
             comparison = compare_runs(phase, simulate(cell, sorted(seen, key=lambda arrival: arrival.at_s)), records)
             comparison.goodput_rps = goodput_rps
-            if options.batches:
+            if setting.name == "Aggregated":  # an engine's load is its own where nothing moves
                 comparison.batches = [
                     compare_batches(record, replay(cell, record.make_arrivals())) for record in records
                 ]

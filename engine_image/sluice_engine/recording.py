@@ -3,8 +3,9 @@
 With ``SLUICE_RECORD`` in an engine's environment, its scheduler writes a file into that folder. A line is a JSON array:
 
 - ``["request", at_s, request_id, kind, num_tokens, max_tokens]``: a request came to the scheduler;
-- ``["batch", at_s, num_decodes, decode_context_tokens, [[request_id, num_computed_tokens, num_tokens], ...]]``: an
-  iteration was scheduled, with its prefill chunks;
+- ``["batch", at_s, num_decodes, decode_context_tokens, [[request_id, num_computed_tokens, num_tokens], ...],
+  [request_id, ...]]``: an iteration was scheduled, with its prefill chunks and the requests whose KV had come;
+- ``["hand-off", at_s, request_id]``: a request ended here, and its KV waits for a reader;
 - ``["end", at_s, duration_s]``: the oldest iteration that has not ended did;
 - ``["plan", at_s, role, chunk_size_tokens]``: a plan came into force.
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from sluice_engine.tracking import Tracked
 
 VARIABLE = "SLUICE_RECORD"
-_ONE_TOKEN = (RequestKind.DECODE, RequestKind.JOINING)
 
 
 class Recorder:
@@ -51,13 +51,19 @@ class Recorder:
 
     def note_batch(self, output: SchedulerOutput, batch: Batch) -> None:
         """Notes an iteration right after it was scheduled, when vLLM has counted its tokens as computed."""
-        chunks = []
+        chunks, joining = [], []
         for tracked in batch.computing:
-            if tracked.kind not in _ONE_TOKEN:
-                request = tracked.request
+            request = tracked.request
+            if tracked.kind is RequestKind.JOINING:
+                joining.append(request.request_id)
+            else:
                 num_tokens = output.num_scheduled_tokens[request.request_id]
                 chunks.append([request.request_id, request.num_computed_tokens - num_tokens, num_tokens])
-        self._write("batch", batch.num_decodes, batch.decode_context_tokens, chunks)
+        self._write("batch", batch.num_decodes, batch.decode_context_tokens, chunks, joining)
+
+    def note_hand_off(self, request_id: str) -> None:
+        """Notes that a request was handed off."""
+        self._write("hand-off", request_id)
 
     def note_end(self, duration_s: float) -> None:
         """Notes the end of an iteration."""

@@ -273,6 +273,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         result = super()._free_request(request, delay_free_blocks)
         if result[0] is not None and request_id in self.requests:
             self._hand_offs.pin(request_id, self._count_blocks_of(request_id))
+            if self._recorder is not None:
+                self._recorder.note_hand_off(request_id)
         return result
 
     def _free_blocks(self, request: Request) -> None:
@@ -313,7 +315,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
                 last_chunk_size_tokens=self._flow.last_chunk_size_tokens,
                 max_batch_tokens=self.max_num_scheduled_tokens,
                 block_size_tokens=self.block_size,
-                num_decodes=count(RequestKind.DECODE),
+                num_decodes=count(RequestKind.DECODE) - self._count_ending(),
                 num_joining=count(RequestKind.JOINING),
                 num_recomputing=count(RequestKind.RECOMPUTE) + count(RequestKind.RECOVERY),
                 num_started_prefills=count(RequestKind.STARTED_PREFILL),
@@ -328,6 +330,22 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             self.running.sort(key=self._order_running)
         self._limits = limits
         self._room_tokens = limits.prefill_room_tokens
+
+    def _count_ending(self) -> int:
+        """Decodes that the next iteration leaves out: their last token comes with the one under way.
+
+        The condition is the stock ``schedule``'s.
+        """
+        num_ending = 0
+        for tracked in self._tracker.of_kind(RequestKind.DECODE):
+            request = tracked.request
+            in_flight = request.num_output_placeholders
+            if (
+                in_flight
+                and request.num_computed_tokens + 2 - in_flight >= request.num_prompt_tokens + request.max_tokens
+            ):
+                num_ending += 1
+        return num_ending
 
     def _order_running(self, request: Request) -> tuple[int, float]:
         return int(self._tracker.by_id[request.request_id].kind), request.arrival_time
