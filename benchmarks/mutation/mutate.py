@@ -1,6 +1,6 @@
 """Mutates Algorithm 1, Algorithm 2 and the batch policy line by line, and shows that tests notice every mutant.
 
-    .venv/bin/python -m benchmarks.mutation.run [MODULE ...]        # batching, decodes, flowing, placement
+    .venv/bin/python -m benchmarks.mutation.mutate [MODULE ...]        # batching, decodes, flowing, placement
 
 mutmut (pinned in pyproject.toml) works on a copy under build/mutation with the fast tests that cover these modules. A mutant
 that no test notices is either listed in ``equivalent.toml``, with the reason why nothing can notice it, or a fault: the exit
