@@ -38,6 +38,16 @@ source_paths = ["{PACKAGE}"]
 only_mutate = {json.dumps([f"{PACKAGE}/{module}.py" for module in MODULES])}
 pytest_add_cli_args = ["-p", "no:cacheprovider", "-p", "no:asyncio"]
 pytest_add_cli_args_test_selection = ["tests/"]
+timeout_multiplier = 4.0
+"""
+# A failing example is enough: to shrink it would take most of the time. The examples are the same in every run.
+CONFTEST = """
+from hypothesis import Phase, settings
+
+settings.register_profile(
+    "mutation", phases=(Phase.explicit, Phase.generate), derandomize=True, database=None, deadline=None
+)
+settings.load_profile("mutation")
 """
 
 
@@ -72,6 +82,7 @@ def make_folder() -> None:
     (FOLDER / "tests").mkdir()
     for test in TESTS:
         shutil.copy2(ROOT / "core" / "tests" / f"{test}.py", FOLDER / "tests")
+    (FOLDER / "tests" / "conftest.py").write_text(CONFTEST)
     (FOLDER / "pyproject.toml").write_text(PYPROJECT)
 
 

@@ -176,7 +176,14 @@ def test_minimum_progress_waits_for_its_interval():
         ({"num_decodes": 256, "num_new_prompts": 1, "max_batch_tokens": 300}, 44),
         ({"num_decodes": 300, "num_new_prompts": 1, "max_batch_tokens": 300}, 0),
     ],
-    ids=["at most a chunk", "at least a block", "the last chunk", "no chunk ever", "engine's maximum", "engine is full"],
+    ids=[
+        "at most a chunk",
+        "at least a block",
+        "the last chunk",
+        "no chunk ever",
+        "engine's maximum",
+        "engine is full",
+    ],
 )
 def test_minimum_progress_is_bounded(changes, room):
     limits = POLICY.limits(NOW, make_batch(last_prefill_s=NOW - MIN_PROGRESS_INTERVAL_S, **changes))
