@@ -218,6 +218,50 @@ def test_standing_proposals_are_bounded():
     assert policy.propose(0.03, decodes) == []
 
 
+def test_the_last_standing_proposal_is_made():
+    decodes, policy = degrading(40, total=1000, used=400), make_policy(watermark=0.1)
+    assert len(policy.propose(0.0, decodes)) == MAX_STANDING_PROPOSALS - 1  # 300 blocks of 20 each
+    decodes.observe_kv(KvBlocks(total=1000, used=1000))
+    assert names(policy.propose(0.03, decodes)) == ["r15"]
+
+
+def test_backflow_and_first_decodes_share_the_bound():
+    decodes, policy = make_decodes(P), make_policy()
+    for number in range(MAX_STANDING_PROPOSALS):
+        join(decodes, f"home {number}", output_tokens=2)
+        join(decodes, f"slow {number}", output_tokens=100, tpot_s=2 * TAU if number < 10 else 0.0, moved=True)
+    causes = Counter(proposal.cause for proposal in policy.propose(0.0, decodes))
+    assert causes == {MoveCause.BACKFLOW: 10, MoveCause.PREFILL_DONE: MAX_STANDING_PROPOSALS - 10}
+
+
+def test_usage_at_the_watermark_is_not_above_it():
+    assert make_policy().propose(0.0, degrading(used=90)) == []
+    assert names(make_policy().propose(0.0, degrading(used=91))) == ["r0"]
+
+
+@pytest.mark.parametrize(
+    ("role", "switches"),
+    [(D, {"degrades": False}), (P, {"flows_back": False, "moves_first_decodes": False})],
+    ids=["degradation", "backflow"],
+)
+def test_what_a_strategy_switches_off_is_not_proposed(role, switches):
+    decodes = make_decodes(role, total=100, used=99)
+    join(decodes, "r", output_tokens=100, tpot_s=2 * TAU if role is P else 0.0)
+    assert make_policy(**switches).propose(0.0, decodes) == []
+    assert names(make_policy().propose(0.0, decodes)) == ["r"]
+
+
+def test_a_request_at_stake_is_left_alone_for_a_while():
+    """It is looked at again after the back-off, though its TPOT has sunk meanwhile."""
+    decodes, policy = make_decodes(D, total=100, used=95), make_policy()
+    join(decodes, "r", output_tokens=101, tpot_s=0.97 * TAU)
+    assert policy.propose(0.0, decodes) == []
+    for _ in range(50):
+        decodes.advance()
+    assert policy.propose(PROPOSAL_BACKOFF_S - 0.01, decodes) == []
+    assert names(policy.propose(PROPOSAL_BACKOFF_S, decodes)) == ["r"]
+
+
 def test_the_seats_of_an_engine_have_the_watermark_too():
     decodes, policy = degrading(10, used=0, max_num_seqs=10), make_policy()
     assert names(policy.propose(0.0, decodes)) == ["r0"]
