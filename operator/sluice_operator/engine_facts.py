@@ -72,10 +72,12 @@ class Measured:
             return True
         if (self.block_size_tokens, self.max_num_seqs) != (other.block_size_tokens, other.max_num_seqs):
             return True
-        ratios = [mine / theirs for mine, theirs in zip(self._typical_s(), other._typical_s(), strict=True)]
+        ratios = [mine / theirs for mine, theirs in zip(self.typical_s, other.typical_s, strict=True)]
         return any(abs(math.log(ratio)) > math.log(CHANGED_RATIO) for ratio in ratios)
 
-    def _typical_s(self) -> list[float]:
+    @property
+    def typical_s(self) -> list[float]:
+        """How long typical iterations take, in seconds."""
         base_s, token_s, pair_s, chunk_s, decode_s, context_s = self.coefficients
         return [
             max(1e-6, base_s)

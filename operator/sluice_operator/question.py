@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sluice_operator.engine_facts import Emulated, EngineFacts, Measured
 from sluice_operator.fields import percent
 from sluice_operator.sliders import Sliders, resolve_sliders
-from sluice_operator.workload import Workload, has_shifted
+from sluice_operator.workload import GROWTH, Workload, has_shifted
 
 if TYPE_CHECKING:
     from sluice_operator.spec import CountBounds, ServingClusterSpec, TokenBounds
@@ -82,19 +82,25 @@ class Question:
 
     Args:
         terms: What the spec fixes.
+        spec_sliders: Sliders that the spec asks for.
         in_force: Sliders in force.
         workload: Requests to serve.
         engine: How fast an engine is.
     """
 
     terms: Terms
+    spec_sliders: Sliders
     in_force: Sliders
     workload: Workload
     engine: EngineFacts
 
-    def is_outdated(self, other: Question) -> bool:
+    def has_shifted(self, other: Question) -> bool:
         """Whether workload or engines have become others than this question is about."""
         return has_shifted(self.workload, other.workload) or self.engine.differs(other.engine)
+
+    def is_small_beside(self, other: Question) -> bool:
+        """Whether the other question's sample says much more."""
+        return len(other.workload.rows) >= GROWTH * len(self.workload.rows)
 
     def to_json(self) -> str:
         """Writes it."""
@@ -106,11 +112,14 @@ class Question:
         """Reads what ``to_json`` wrote."""
         data: dict[str, Any] = json.loads(text)
         engine_type = Emulated if data["kind"] == "emulated" else Measured
-        terms = {name: tuple(value) if isinstance(value, list) else value for name, value in data["terms"].items()}
+        terms: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data["terms"].items()
+        }
         terms["classes"] = tuple(Objectives(**item) for item in terms["classes"])
         rows = tuple((prompt, output, name) for prompt, output, name in data["workload"]["rows"])
         return cls(
             terms=Terms(**terms),
+            spec_sliders=Sliders(**data["spec_sliders"]),
             in_force=Sliders(**data["in_force"]),
             workload=Workload(rows=rows, rate_rps=data["workload"]["rate_rps"]),
             engine=engine_type(**data["engine"]),
@@ -169,7 +178,11 @@ def make_terms(spec: ServingClusterSpec) -> Terms:
     """
     sliders, bounds = resolve_sliders(spec), spec.autotune.bounds
     most = spec.engine.max_batch_tokens
-    is_bound = spec.autotune.mode == "Apply"
+    counts, prefill_tokens, decode_tokens = ("0%", "100%"), (LEAST_PREFILL_TOKENS, most), (0, most)
+    if spec.autotune.mode == "Apply":
+        counts = (str(sliders.num_prefill_heavy), str(sliders.num_prefill_heavy))
+        prefill_tokens = (sliders.prefill_heavy_tokens, sliders.prefill_heavy_tokens)
+        decode_tokens = (sliders.decode_heavy_tokens, sliders.decode_heavy_tokens)
     parameters = spec.parameters
     default = Objectives(
         name="",
@@ -189,11 +202,9 @@ def make_terms(spec: ServingClusterSpec) -> Terms:
         min_tokens_between_moves=parameters.min_tokens_between_moves,
         max_batch_tokens=most,
         link="infiniband" if spec.network.mode == "RDMA" else "tcp",
-        prefill_heavy=_read_counts(bounds.prefill_heavy, sliders.num_prefill_heavy, is_bound=is_bound),
-        prefill_tokens=_read_tokens(
-            bounds.chunk_sizes.prefill_heavy, sliders.prefill_heavy_tokens, LEAST_PREFILL_TOKENS, most, is_bound
-        ),
-        decode_tokens=_read_tokens(bounds.chunk_sizes.decode_heavy, sliders.decode_heavy_tokens, 0, most, is_bound),
+        prefill_heavy=_read_counts(bounds.prefill_heavy, counts),
+        prefill_tokens=_read_tokens(bounds.chunk_sizes.prefill_heavy, prefill_tokens),
+        decode_tokens=_read_tokens(bounds.chunk_sizes.decode_heavy, decode_tokens),
     )
     # What a strategy does not use is no choice.
     if terms.strategy == "aggregated":
@@ -204,15 +215,9 @@ def make_terms(spec: ServingClusterSpec) -> Terms:
     return terms
 
 
-def _read_counts(bounds: CountBounds | None, present: int, *, is_bound: bool) -> tuple[str, str]:
-    if bounds is not None:
-        return str(bounds.min), str(bounds.max)
-    return (str(present), str(present)) if is_bound else ("0%", "100%")
+def _read_counts(bounds: CountBounds | None, free: tuple[str, str]) -> tuple[str, str]:
+    return free if bounds is None else (str(bounds.min), str(bounds.max))
 
 
-def _read_tokens(
-    bounds: TokenBounds | None, present: int, least: int, most: int, is_bound: bool
-) -> tuple[int, int]:
-    if bounds is not None:
-        return bounds.min, min(bounds.max, most)
-    return (present, present) if is_bound else (least, most)
+def _read_tokens(bounds: TokenBounds | None, free: tuple[int, int]) -> tuple[int, int]:
+    return free if bounds is None else (bounds.min, bounds.max)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.latency.online import LinearCoefficients
@@ -17,7 +18,7 @@ from sluice_core.planning.arena import Arena, Standing
 from sluice_core.planning.candidates import Candidate, PrefillHeavyBounds, Space, list_chunk_sizes
 from sluice_core.planning.planner import estimate_start_rps
 from sluice_core.planning.search import Effort, Search
-from sluice_core.planning.trials import Evaluator, Problem, Trial
+from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
 from sluice_core.sim.setup import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS, EngineSetup, Link, SimOptions
 from sluice_core.sim.traces import TraceRow
@@ -25,6 +26,9 @@ from sluice_core.strategies import STRATEGIES
 from sluice_operator.engine_facts import Emulated
 from sluice_operator.question import Answer, Question
 from sluice_operator.sliders import Sliders
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Less than `sluice plan` does, so that an edit is answered in seconds: the sliders are measured afterwards anyway.
 EFFORT = Effort(seeds=(1, 2), num_requests=700, least_duration_s=60.0, most_duration_s=300.0, num_compared=2)
@@ -48,21 +52,23 @@ def search(question: Question) -> Answer:
     in_force = make_candidate(question)
     terms, evaluator = question.terms, Evaluator(problem)
 
-    def run_trials(trials: list[Trial]) -> list:
+    def run_trials(trials: Sequence[Trial]) -> list[Outcome]:
         return [evaluator.evaluate(trial) for trial in trials]
 
     arena = Arena(run_trials, terms.target)
     start_rps = estimate_start_rps(problem, terms.replicas, 1)
     found = Search(arena, make_space(question), EFFORT).find_best(terms.replicas, 1, start_rps, in_force)
     present = next(standing for standing in found.standings if standing.candidate == in_force)
-    # What is hardly better than what is in force is not worth a change, and would follow chance.
     best = found.best
 
     def predict(standing: Standing) -> float:
         rate_rps = min(question.workload.rate_rps, MOST_OVERLOAD * max(standing.goodput_rps, best.goodput_rps / 2))
         trials = [
             Trial(
-                candidate=standing.candidate, seed=seed, rate_rps=rate_rps, duration_s=EFFORT.choose_duration_s(rate_rps)
+                candidate=standing.candidate,
+                seed=seed,
+                rate_rps=rate_rps,
+                duration_s=EFFORT.choose_duration_s(rate_rps),
             )
             for seed in FRESH_SEEDS
         ]

@@ -85,9 +85,7 @@ def read_workload(statuses: Iterable[control_pb2.GetStatusResponse]) -> Workload
 
 
 def has_shifted(old: Workload, new: Workload) -> bool:
-    """Whether rate or lengths differ beyond ``SHIFT_RATIO`` and chance, or the old sample was much smaller."""
-    if len(new.rows) >= GROWTH * len(old.rows):
-        return True
+    """Whether the rate or the mean lengths differ beyond ``SHIFT_RATIO`` and chance."""
     return any(before.differs(after) for before, after in zip(old.figures, new.figures, strict=True))
 
 
