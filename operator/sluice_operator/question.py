@@ -112,9 +112,7 @@ class Question:
         """Reads what ``to_json`` wrote."""
         data: dict[str, Any] = json.loads(text)
         engine_type = Emulated if data["kind"] == "emulated" else Measured
-        terms: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data["terms"].items()
-        }
+        terms = _freeze(data["terms"])
         terms["classes"] = tuple(Objectives(**item) for item in terms["classes"])
         rows = tuple((prompt, output, name) for prompt, output, name in data["workload"]["rows"])
         return cls(
@@ -122,7 +120,7 @@ class Question:
             spec_sliders=Sliders(**data["spec_sliders"]),
             in_force=Sliders(**data["in_force"]),
             workload=Workload(rows=rows, rate_rps=data["workload"]["rate_rps"]),
-            engine=engine_type(**data["engine"]),
+            engine=engine_type(**_freeze(data["engine"])),
         )
 
 
@@ -169,6 +167,11 @@ class Answer:
             return cls(**{**data, "sliders": Sliders(**data["sliders"])})
         except (TypeError, KeyError) as error:
             raise ValueError(f"not an answer: {error}") from error
+
+
+def _freeze(data: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows lists only."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
 def make_terms(spec: ServingClusterSpec) -> Terms:
