@@ -34,14 +34,12 @@ class Emulated:
     """An engine that emulates a GPU.
 
     Args:
-        gpu: Name of the GPU.
+        gpu: Name of the GPU; with ``x2``, two of them share an engine.
         model: Name of the model, or the path of its config.json.
-        tensor_parallel: GPUs per engine.
     """
 
     gpu: str
     model: str
-    tensor_parallel: int
 
     def differs(self, other: EngineFacts) -> bool:
         """Whether it is another engine."""
@@ -107,8 +105,7 @@ def find_facts(
     """
     emulation = spec.engine.emulation
     if emulation is not None:
-        parallel = spec.engine.tensor_parallel_size
-        return Emulated(gpu=emulation.gpu, model=emulation.model, tensor_parallel=parallel), ""
+        return Emulated(gpu=emulation.gpu, model=emulation.model), ""
     views = [
         engine
         for status in statuses

@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
 from sluice_core.latency.online import LinearCoefficients
 from sluice_core.latency.transfer import find_link
 from sluice_core.planning.arena import Arena, Standing
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # Less than `sluice plan` does, so that an edit is answered in seconds: the sliders are measured afterwards anyway.
-EFFORT = Effort(seeds=(1, 2), num_requests=700, least_duration_s=60.0, most_duration_s=300.0, num_compared=2)
+EFFORT = Effort(seeds=(1, 2), num_requests=700, most_duration_s=300.0, num_compared=2)
+# Whole runs last so many times the TTFT objective at least, so that a few percent of overload show as late requests.
+OBJECTIVES_PER_RUN = 15.0
+LEAST_DURATION_S, ENOUGH_DURATION_S = 20.0, 60.0
 # Seeds of predictions: others than those that chose.
 FRESH_SEEDS = (1001, 1002)
 # Far above the goodput nothing is met, whatever the sliders, and runs take for ever.
@@ -42,13 +46,19 @@ NICENESS = 10
 GC_THRESHOLD = 200_000
 
 
-def search(question: Question) -> Answer:
+def search(question: Question, effort: Effort | None = None) -> Answer:
     """Searches.
+
+    Args:
+        question: What for.
+        effort: How much is simulated; None: as much as the objectives ask for.
 
     Raises:
         ValueError: The engines are unknown, or nothing is within the bounds.
     """
     problem = make_problem(question)
+    least_s = min(max(OBJECTIVES_PER_RUN * problem.slo.ttft_s, LEAST_DURATION_S), ENOUGH_DURATION_S)
+    effort = effort or replace(EFFORT, least_duration_s=least_s)
     in_force = make_candidate(question)
     terms, evaluator = question.terms, Evaluator(problem)
 
@@ -57,7 +67,7 @@ def search(question: Question) -> Answer:
 
     arena = Arena(run_trials, terms.target)
     start_rps = estimate_start_rps(problem, terms.replicas, 1)
-    found = Search(arena, make_space(question), EFFORT).find_best(terms.replicas, 1, start_rps, in_force)
+    found = Search(arena, make_space(question), effort).find_best(terms.replicas, 1, start_rps, in_force)
     present = next(standing for standing in found.standings if standing.candidate == in_force)
     best = found.best
 
@@ -68,7 +78,7 @@ def search(question: Question) -> Answer:
                 candidate=standing.candidate,
                 seed=seed,
                 rate_rps=rate_rps,
-                duration_s=EFFORT.choose_duration_s(rate_rps),
+                duration_s=effort.choose_duration_s(rate_rps),
             )
             for seed in FRESH_SEEDS
         ]
@@ -122,7 +132,7 @@ def make_engine(question: Question) -> EngineSetup:
     facts, terms = question.engine, question.terms
     link = Link(speed=find_link(terms.link))
     if isinstance(facts, Emulated):
-        target = load_model_on_gpu(facts.model, facts.gpu, facts.tensor_parallel)
+        target = load_model_on_gpu(facts.model, *parse_gpus(facts.gpu))
         profile, kv_bytes_per_token = target.profile, target.kv_bytes_per_token
         block_size_tokens, max_num_seqs = BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
         kv_blocks_total = target.kv_capacity_tokens // block_size_tokens

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 COOLDOWN_S = 100.0
-ENGINE = Emulated(gpu="a100-80g", model="qwen2.5-14b", tensor_parallel=1)
+ENGINE = Emulated(gpu="a100-80g", model="qwen2.5-14b")
 BOUNDS = {
     "prefillHeavy": {"min": "25%", "max": "75%"},
     "chunkSizes": {"prefillHeavy": {"min": 256, "max": 2048}, "decodeHeavy": {"min": 0, "max": 512}},
