@@ -408,6 +408,49 @@ def test_impossible_members_are_refused():
     assert RequestId("a") in decodes
 
 
+def test_tpot_so_far_is_a_share_of_its_slo_from_the_second_token_on():
+    decodes = make_decodes()
+    join(decodes, "r", output_tokens=1)
+    (decode,) = decodes.list_members(1)
+    assert decodes.compute_tpot_share(decode, 5.0) == 0.0
+    assert not decodes.has_tpot_above(decode, 5.0, 0.96)
+    decodes.advance()
+    assert decodes.compute_tpot_share(decode, 0.4 * TAU) == pytest.approx(0.4)
+    decodes.advance()
+    assert decodes.compute_tpot_share(decode, 0.4 * TAU) == pytest.approx(0.2)
+
+
+def test_fresh_decodes_came_by_a_move_and_have_not_been_looked_at_since():
+    decodes = make_decodes()
+    for name in ("left", "proposed", "corrected", "fresh"):
+        join(decodes, name, moved=True)
+    join(decodes, "at home")
+    by_name = {decode.request_id: decode for decode in decodes.list_members(9)}
+    decodes.leave(RequestId("left"))
+    decodes.propose(by_name["proposed"], 1.0)
+    decodes.set_output_tokens(RequestId("corrected"), 7)
+    assert [decode.request_id for decode in decodes.list_fresh()] == ["corrected", "fresh"]
+    decodes.wake(1.0, min_tokens=16, alpha=0.96)  # the proposal has had its time: it may be proposed by its place again
+    assert [decode.request_id for decode in decodes.list_fresh()] == ["corrected", "fresh"]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 4])
+def test_as_many_slow_decodes_are_listed_as_are_asked_for(limit):
+    decodes = make_decodes(P)
+    for number in range(3):
+        join(decodes, f"r{number}", output_tokens=100, tpot_s=(2 + number) * TAU)
+    assert [decode.request_id for decode in decodes.list_slow(0.0, limit)] == ["r2", "r1", "r0"][:limit]
+
+
+def test_a_hair_above_the_limit_is_above_it():
+    """Less than what the static order is off by rounding."""
+    decodes = make_decodes(P)
+    decodes.wake(0.0, min_tokens=16, alpha=0.96)
+    join(decodes, "r", output_tokens=101, tpot_s=0.96 * TAU)
+    assert decodes.list_slow(-5e-7, 9) == []
+    assert [decode.request_id for decode in decodes.list_slow(5e-7, 9)] == ["r"]
+
+
 @settings(max_examples=100)
 @given(
     events=st.lists(
