@@ -11,6 +11,7 @@ sources or tests changed; only functions that changed are run anew.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -19,6 +20,8 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+
+from mutmut.mutation.diff_apply import get_diff_for_mutant
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutation"
@@ -86,17 +89,14 @@ def make_folder() -> None:
     (FOLDER / "pyproject.toml").write_text(PYPROJECT)
 
 
-def run_mutmut(*arguments: str, is_quiet: bool = False) -> str:
-    """Runs it in the folder, at low priority; returns its output."""
-    done = subprocess.run(
-        [Path(sys.executable).with_name("mutmut"), *arguments],
+def run_mutmut(module: str) -> None:
+    """Tests a module's mutants, at low priority."""
+    subprocess.run(
+        [Path(sys.executable).with_name("mutmut"), "run", f"{PACKAGE}.{module}*", "--max-children", "1"],
         cwd=FOLDER,
-        stdout=subprocess.PIPE if is_quiet else None,
-        text=True,
-        check=is_quiet,
+        check=False,
         preexec_fn=lambda: os.nice(19),
     )
-    return done.stdout or ""
 
 
 def read_results(modules: list[str]) -> dict[str, int | None]:
@@ -110,7 +110,9 @@ def read_results(modules: list[str]) -> dict[str, int | None]:
 
 def describe(name: str) -> Mutant:
     """Asks mutmut what a mutant changes."""
-    lines = run_mutmut("show", name, is_quiet=True).splitlines()
+    path = Path(PACKAGE) / f"{name.split('.')[1]}.py"
+    with contextlib.chdir(FOLDER):
+        lines = get_diff_for_mutant(name, path=path).splitlines()
     body = [line for line in lines if not line.startswith(("---", "+++", "#", "@@"))]
     before = [line[1:].strip() for line in body if line.startswith("-")]
     after = [line[1:].strip() for line in body if line.startswith("+")]
@@ -139,7 +141,7 @@ def main() -> int:
     if not options.report:
         make_folder()
         for module in modules:
-            run_mutmut("run", f"{PACKAGE}.{module}*", "--max-children", "1")
+            run_mutmut(module)
     results = read_results(modules)
     survivors = [describe(name) for name, code in results.items() if code in SURVIVED]
     equivalent = read_equivalent()
