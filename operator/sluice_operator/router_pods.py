@@ -103,7 +103,7 @@ def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, se
         "name": names.ROUTER,
         "image": image,
         "imagePullPolicy": "IfNotPresent",
-        "command": render_router_command(site, security),
+        "command": render_router_command(cluster.spec, site, security),
         "env": containers.render_variables({"HOME": containers.TMP_MOUNT["mountPath"]}),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _render_resources(cluster.spec.router.resources),

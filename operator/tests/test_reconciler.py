@@ -420,20 +420,6 @@ async def test_an_invalid_spec_changes_nothing_and_says_why() -> None:
     assert all(plan == world.plan for plan in world.routers.plans.values())
 
 
-@pytest.mark.parametrize("mode", ["Recommend", "Apply"])
-async def test_autotune_is_not_available_and_never_writes_the_spec(mode) -> None:
-    world = World()
-    await world.settle()
-    world.edit(autotune={"mode": mode})
-    before = world.kubernetes.find(CLUSTERS, "tiny")["spec"]
-    await world.settle()
-    assert world.conditions["Autotuned"] == ("False", "NotAvailable")
-    assert world.conditions["SpecValid"] == ("False", "Refused")
-    assert world.conditions["Ready"] == ("True", "Serving")
-    assert world.kubernetes.find(CLUSTERS, "tiny")["spec"] == before
-    assert "recommended" not in world.status
-
-
 async def test_a_new_process_says_nothing_of_routers_before_they_had_time_to_answer() -> None:
     world = World()
     await world.settle()
