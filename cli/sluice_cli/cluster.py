@@ -266,7 +266,7 @@ class LocalCluster:
         self._write_engines()
         program = self._make_program(name, self._spawn_router)
         security = self._security(names.ROUTER)
-        command = render.render_router_command(site, security)
+        command = render.render_router_command(self.manifest.spec, site, security)
         program.launch = Launch(command=tuple(command), log=self._directory.log_path(name))
         tls = make_control_tls(security)
         address = f"{HOST}:{site.control_port}"

@@ -363,7 +363,7 @@ class RouterSpec(Part):
     image: Text | None = None
     """Container image; the router image that the operator was installed with when absent."""
     resources: Resources = Resources()
-    """Resources of the router container."""
+    """Resources of the router container; 200m of cpu are asked for where requests and limits name no cpu."""
     service: ServiceSpec = ServiceSpec()
     """The Service in front of them."""
     auth: AuthSpec = AuthSpec()

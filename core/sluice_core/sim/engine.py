@@ -38,6 +38,8 @@ class SimEngine:
         gaps: Where gaps between tokens are counted.
         changed: Where it puts itself when its load has changed since the last report.
         joins_end_ttft: TTFT ends when a request joins its first decode batch.
+        schedules_ahead: What an iteration may hold was decided when the one before it began: requests that came and
+            blocks that became free since then are not in it.
 
     Attributes:
         counters: What it has done.
@@ -70,7 +72,10 @@ class SimEngine:
         "_queue",
         "_queued_tokens",
         "_queued_work2",
+        "_schedules_ahead",
         "_started",
+        "_unseen",
+        "_unseen_blocks",
         "chunk_size_tokens",
         "counters",
         "decodes",
@@ -105,6 +110,7 @@ class SimEngine:
         changed: list[SimEngine],
         *,
         joins_end_ttft: bool = False,
+        schedules_ahead: bool = False,
     ) -> None:
         self.setup = setup
         self.engine_id: EngineId = setup.engine_id
@@ -136,24 +142,23 @@ class SimEngine:
         self._batching = batching
         self._gaps = gaps
         self._joins_end_ttft = joins_end_ttft
+        self._schedules_ahead = schedules_ahead
+        self._unseen: list[_Waiting] = []
         self._changed = changed
         self._load = EngineLoad(kv_blocks_total=setup.kv_blocks_total, pull_bytes_per_s=setup.link.speed.bytes_per_s)
         self._is_reported = True
         self.note_change()
+        self._unseen_blocks = self._queued_tokens = self._num_queued = self._num_submitted = self._ctx_tokens = 0
+        self._queued_work2 = 0  # twice the attention work: an integer
         self._block_size = setup.block_size_tokens
         self._growth: list[int] = [0] * setup.block_size_tokens
         self._ending: dict[int, list[tuple[int, SimRequest]]] = {}
         self._decoding: dict[RequestId, SimRequest] = {}
-        self._ctx_tokens = 0
         self._queue: list[_Waiting] = []
         self._started: list[SimRequest] = []
         self._completing: list[SimRequest] = []
         self._arrived: list[SimRequest] = []
         self._joined: list[SimRequest] = []
-        self._queued_tokens = 0
-        self._queued_work2 = 0  # twice the attention work: an integer
-        self._num_queued = 0
-        self._num_submitted = 0
         self._last_prefill_s = 0.0
         self._batch = EngineBatch(
             chunk_size_tokens=setup.chunk_size_tokens,
@@ -217,6 +222,11 @@ class SimEngine:
         self.note_change()
         return request
 
+    def count_blocks(self, request: SimRequest) -> int:
+        """Count the blocks that a decode holds."""
+        num_tokens = request.prompt_tokens + self.iteration - request.born_at
+        return -(-(num_tokens - 1) // self._block_size)
+
     def resume(self, request: SimRequest) -> None:
         """Take a request back that was handed off and has not left; it joins at the next iteration boundary."""
         self.pinned_blocks -= request.num_blocks
@@ -227,8 +237,7 @@ class SimEngine:
     def release(self, num_blocks: int) -> None:
         """Free the KV of a request that was handed off."""
         self.pinned_blocks -= num_blocks
-        self.used_blocks -= num_blocks
-        self.has_freed_blocks = True
+        self._free(num_blocks)
         self.note_change()
 
     def clear(self, now: float) -> list[SimRequest]:
@@ -239,13 +248,18 @@ class SimEngine:
         if self.is_running:
             self.counters.num_lost_prefill_tokens -= self.prefill_tokens
         last_token_s = self.ends_at_s - self.duration_s if self.is_running else now
-        lost = [entry[3] for entry in sorted(self._queue)] + computing + self._arrived
+        lost = [entry[3] for entry in sorted(self._queue + self._unseen)] + computing + self._arrived
         for request in list(self._decoding.values()):
             self._leave(request, last_token_s)
             lost.append(request)
         return lost
 
     # --- an iteration ------------------------------------------------------------------------------------------
+
+    @property
+    def decode_context_tokens(self) -> int:
+        """Sum of the decodes' contexts."""
+        return self._ctx_tokens
 
     @property
     def free_blocks(self) -> int:
@@ -262,11 +276,15 @@ class SimEngine:
             self._take_in(now)
         if self.num_decodes:
             need = self._growth[-self.iteration % self._block_size]
-            if need > self.total_blocks - self.used_blocks - self.granted_blocks:
+            if need > self.free_blocks - self._unseen_blocks:
                 need = self._preempt(now)
             self.used_blocks += need
         self.prefill_tokens = self.prefill_chunks = 0
         work2 = self._schedule_prefills(now) if self._num_queued else 0
+        if self._schedules_ahead:
+            self._see()
+            if not self.num_decodes and not self.prefill_tokens and self._num_queued:
+                work2 = self._schedule_prefills(now)  # nothing could be scheduled ahead
         if not self._num_queued or self.prefill_tokens:
             self._last_prefill_s = now
         num_tokens = self.num_decodes + self.prefill_tokens
@@ -311,6 +329,13 @@ class SimEngine:
                 self._complete(request, now)
         self.decodes.kv_blocks_held = self.used_blocks - self.pinned_blocks
 
+    def _see(self) -> None:
+        """From now on what came and became free since the last iteration began is scheduled."""
+        self._unseen_blocks = 0
+        for entry in self._unseen:
+            heappush(self._queue, entry)
+        self._unseen.clear()
+
     def note_change(self) -> None:
         """Note that the load is no longer what was last reported."""
         if self._is_reported:
@@ -336,6 +361,7 @@ class SimEngine:
     def check_idle(self) -> None:
         """Assert that nothing is left: no block, no queue, and sums that have not drifted."""
         assert not self._queue, self.engine_id
+        assert not self._unseen, self.engine_id
         assert not self._started, self.engine_id
         assert not self._completing, self.engine_id
         assert not self._arrived, self.engine_id
@@ -354,7 +380,11 @@ class SimEngine:
         request.prefill_tokens = tokens = request.prompt_tokens + request.generated_tokens
         first, second = self._batching.order_key(kind, request.arrival_s, request.priority)
         request.order = (first, second, request.index)
-        heappush(self._queue, (first, second, request.index, request))
+        entry = (first, second, request.index, request)
+        if self._schedules_ahead and self.is_running:
+            self._unseen.append(entry)
+        else:
+            heappush(self._queue, entry)
         self._num_queued += 1
         self._queued_tokens += tokens
         self._queued_work2 += tokens * tokens
@@ -448,7 +478,7 @@ class SimEngine:
         if seats >= self.setup.max_num_seqs:
             return False
         blocks = -(-request.prefill_tokens // self._block_size)
-        if blocks > self.total_blocks - self.used_blocks - self.granted_blocks:
+        if blocks > self.free_blocks - self._unseen_blocks:
             return False
         request.num_blocks = blocks
         self.used_blocks += blocks
@@ -456,6 +486,7 @@ class SimEngine:
 
     def _return_new_prompts(self) -> None:
         """Give prompts back that have not started."""
+        self._see()
         kept = [entry for entry in self._queue if entry[3].kind is not RequestKind.NEW_PROMPT]
         returned = [entry for entry in self._queue if entry[3].kind is RequestKind.NEW_PROMPT]
         heapify(kept)
@@ -541,9 +572,14 @@ class SimEngine:
         """Free what a request held that has its last token."""
         request.state = RequestState.FINISHED
         request.last_token_s = now
-        self.used_blocks -= request.num_blocks
-        self.has_freed_blocks = True
+        self._free(request.num_blocks)
         self.finished.append(request)
+
+    def _free(self, num_blocks: int) -> None:
+        self.used_blocks -= num_blocks
+        self.has_freed_blocks = True
+        if self._schedules_ahead:
+            self._unseen_blocks += num_blocks
 
     def _preempt(self, now: float) -> int:
         """Preempt decodes until the others have blocks for their next tokens.
@@ -552,7 +588,7 @@ class SimEngine:
             Blocks that they need.
         """
         need = self._growth[-self.iteration % self._block_size]
-        while need > self.total_blocks - self.used_blocks - self.granted_blocks:
+        while need > self.free_blocks - self._unseen_blocks:
             victim = self._pick_victim()
             is_new_here = victim in self._joined
             self._leave(victim, victim.last_token_s if is_new_here else now)

@@ -32,6 +32,7 @@ class SimRequest:
         born_at: While it decodes: iteration of the engine at which it had no output.
         stay: Counts how often it left a decode batch: tells entries about an earlier stay from those of this one.
         num_blocks: Blocks that it holds while it does not decode.
+        is_leaving: While it decodes: a move was proposed and not yet begun or given up.
         first_token_s: End of TTFT; -1 before.
         last_token_s: When its last token came, as of the last time it left a decode batch or finished.
     """
@@ -42,6 +43,7 @@ class SimRequest:
         "first_token_s",
         "generated_tokens",
         "index",
+        "is_leaving",
         "is_moved_in",
         "kind",
         "last_token_s",
@@ -87,6 +89,7 @@ class SimRequest:
         self.num_blocks = 0
         self.first_token_s = -1.0
         self.last_token_s = -1.0
+        self.is_leaving = False
         self.is_moved_in = False
         self.num_moves = 0
         self.num_preemptions = 0
