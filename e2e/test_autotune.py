@@ -26,7 +26,7 @@ RATE_RPS = 4.0
 # Prompt and output tokens. With a few long prompts among the chats, large chunks on the D-heavy engine cost the chats their
 # TPOT; with an objective that is not as tight, they are welcome again.
 CHAT, SUMMARY = (40, 200), (3000, 40)
-SHIFTED = [CHAT] * 9 + [SUMMARY]
+SHIFTED = [CHAT] * 7 + [SUMMARY]
 LARGE_TOKENS, SMALL_TOKENS = 512, 256
 # Searches share two cores with everything else; on a quiet machine each of these steps takes 10 to 20 s.
 STEP_S = 90.0

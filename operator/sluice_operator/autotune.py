@@ -188,7 +188,8 @@ def decide(state: State, seen: Seen) -> State:  # noqa: PLR0911 - one line per c
         return state
     if state.trial is not None:
         return _judge(state, state.trial, seen)
-    if seen.mode == "Apply" and state.answer is not None and _why_not(state, state.answer, seen) is None:
+    # While the newest search has failed, the answer is to an older question.
+    if seen.mode == "Apply" and state.answer and not state.failure and _why_not(state, state.answer, seen) is None:
         return _change(state, state.answer.sliders, seen)
     return state
 
