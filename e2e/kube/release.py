@@ -44,8 +44,9 @@ class Release:
     def install(self) -> None:
         self._helm("install", "--create-namespace", "--wait", "--timeout=3m", chart=CHART)
 
-    def upgrade(self, chart: Path) -> None:
-        self._helm("upgrade", "--wait", "--timeout=3m", chart=chart)
+    def upgrade(self, chart: Path, *values: str) -> None:
+        """Upgrades to another chart, or to other values, each as KEY=VALUE."""
+        self._helm("upgrade", "--wait", "--timeout=3m", *(f"--set={value}" for value in values), chart=chart)
 
     def roll_back(self) -> None:
         self._helm("rollback", "--wait", "--timeout=3m")
