@@ -88,6 +88,7 @@ def test_each_class_is_hidden_by_its_own_switch(hidden):
         runs_new_prompts=hidden is not RequestKind.NEW_PROMPT,
         returns_new_prompts=False,
     )
+    assert not limits.is_minimum_progress
     also = {RequestKind.RECOVERY} if hidden is RequestKind.RECOMPUTE else set()
     assert {kind for kind in RequestKind if limits.hides(kind)} == {hidden} | also
 
