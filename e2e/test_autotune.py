@@ -48,7 +48,7 @@ def make_manifest(example: dict[str, Any]) -> dict[str, Any]:
             "autotune": {
                 "mode": "Apply",
                 "cooldownSeconds": 1,
-                "bounds": {"chunkSizes": {"decodeHeavy": {"min": 64, "max": 1024}}},
+                "bounds": {"chunkSizes": {"decodeHeavy": {"min": 128, "max": LARGE_TOKENS}}},
             },
         },
     }
