@@ -71,6 +71,8 @@ def make_cluster_manifest(options: argparse.Namespace, setting: Setting) -> dict
         "maxBatchTokens": MAX_BATCH_TOKENS,
         "emulation": {"gpu": options.gpu, "model": options.model},
     }
+    if options.kv_mib:
+        spec["engine"]["extraArgs"] = ["--kv-cache-memory-bytes", str(options.kv_mib << 20)]
     spec["slo"] |= {"ttftMilliseconds": options.ttft_ms, "tpotMilliseconds": options.tpot_ms}
     spec.update(setting.spec)
     return manifest
@@ -101,8 +103,9 @@ class Run:
     async def measure(self, setting: Setting) -> None:
         """Compares a strategy at every rate; the cluster takes its manifest first."""
         manifest = {**self._cluster.manifest, "spec": {**self._cluster.manifest["spec"], **setting.spec}}
-        cell, slo = make_cell(manifest)
         options = self._options
+        status = await self._client.read_status()
+        cell, slo = make_cell(manifest, status.engines[0].kv_blocks_total)
         goodput_rps = None
         rates = [options.rate]
         if options.rate is None:
@@ -156,7 +159,9 @@ async def measure(
 ) -> list[Comparison]:
     """Runs everything on a cluster that is starting."""
     async with cluster.connect(options.start_timeout) as client:
-        print(f"{options.engines} engines serve", flush=True)
+        status = await client.read_status()
+        blocks = {engine.kv_blocks_total for engine in status.engines}
+        print(f"{options.engines} engines serve, of {', '.join(map(str, blocks))} KV blocks", flush=True)
         run = Run(cluster, client, options, lengths, records)
         for setting in settings:
             await run.measure(setting)
@@ -182,6 +187,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tpot-ms", type=int, default=70, help="TPOT objective (default %(default)s)")
     parser.add_argument("--gpu", default="a100-80g", help="of a profile (default %(default)s)")
     parser.add_argument("--model", default="qwen2.5-14b", help="of a profile (default %(default)s)")
+    parser.add_argument(
+        "--kv-mib", type=int, help="KV cache of each engine, of the served model; without: the profile's"
+    )
     parser.add_argument("--start-timeout", type=float, default=240.0, help="for the cluster's start, in seconds")
     parser.add_argument("--port-base", type=int, default=29300, help="first of 300 ports (default %(default)s)")
     parser.add_argument("--logs", type=Path, help="run in this folder and keep it, logs and records included")

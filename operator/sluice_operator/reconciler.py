@@ -257,6 +257,7 @@ class Reconciler:
         stored = read_plan(plan_map, uid_of(observed.body))
         troubles: list[Trouble] = []
         scale = Scale(replicas=0)
+        children = None
         if cluster is not None:
             memory.told = Circumstances(
                 cluster=cluster,
@@ -276,13 +277,14 @@ class Reconciler:
                 statuses=statuses.values(),
             )
             children = Children(self._kubernetes, cluster, observed.live)
-            # The plan first: a slider is in force before any child is looked at.
             if plan == stored.plan or await store_plan(children, plan_map, plan, memory.tuner.stored):
                 stored = StoredPlan(plan=plan, generation=plan.generation)
-            await self._converge(cluster, observed, scale, children, reports)
-            troubles = [*children.troubles, *find_certificate_troubles(list(observed.live.values()))]
+        # The plan first: a slider is in force before any child is looked at.
         if stored.plan is not None:
             self._routers.offer(key, stored.plan)
+        if cluster is not None and children is not None:
+            await self._converge(cluster, observed, scale, children, reports)
+            troubles = [*children.troubles, *find_certificate_troubles(list(observed.live.values()))]
         return Findings(
             body=observed.body,
             cluster=cluster,
