@@ -298,6 +298,18 @@ def test_ties_among_equals_with_equal_kv_are_broken_uniformly_over_the_feasible_
     assert min(counts.values()) > 400
 
 
+@pytest.mark.parametrize("queued_prefill_tokens", [0, 500])
+def test_both_of_two_tied_engines_are_drawn(queued_prefill_tokens):
+    tied = {"queued_prefill_tokens": queued_prefill_tokens}
+    engines = (tied, tied, {"queued_prefill_tokens": 501})
+    chosen = {decide(make_table(*engines), make_request(), make_policy(seed=seed)).engine_id for seed in range(20)}
+    assert chosen == {"e0", "e1"}
+
+
+def test_of_equally_late_engines_the_first_is_taken():
+    assert decide(make_table(BUSY, BUSY), make_request(ttft_s=SHORT)).engine_id == "e0"
+
+
 def test_ties_go_to_more_kv_left_of_two_draws():
     """The fullest of three is chosen only when both draws hit it, the emptiest unless both miss it."""
     policy, counts = make_policy(seed=5), Counter()
@@ -331,7 +343,14 @@ def test_disaggregation_never_prefills_on_an_engine_with_chunk_size_0():
     policy = make_policy()
     decision = decide(table, make_request(ttft_s=0.5), policy)
     assert (decision.engine_id, decision.reason) == ("e0", "least_late")
-    assert explain(policy.records[0])[1].reason == "room"
+    blocked = explain(policy.records[0])[1]
+    assert (blocked.reason, blocked.queue_s, blocked.execute_s, blocked.transfer_s) == ("room", math.inf, math.inf, 0.0)
+
+
+def test_a_room_of_one_token_is_a_room():
+    decision = decide(make_table({"chunk": 17, "running_decodes": 16}), make_request(tokens=10, ttft_s=100.0))
+    assert decision.is_feasible
+    assert decision.predicted_ttft_s < math.inf
 
 
 def test_own_placements_are_seen_by_the_next_decision():
@@ -400,7 +419,7 @@ def test_what_happens_when_nothing_is_feasible(policy, engines, ttft_s, expected
         assert isinstance(decision, Reject if expected == "slo_infeasible" else Hold)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     engines=st.lists(engine_states, min_size=1, max_size=6),
     tokens=st.integers(1, 6000),
@@ -537,6 +556,15 @@ def test_retry_after_is_the_smallest_lateness():
     assert rejection.retry_after_s == pytest.approx(least_late - SHORT)
 
 
+def test_lateness_includes_the_transfer():
+    """The P-heavy engine would be the first to be done, and hands the decode over."""
+    engines = [BUSY, BUSY | {"role": D, "queued_prefill_tokens": 90_000}]
+    least_late = decide(make_table(*engines), make_request(ttft_s=SHORT))
+    rejection = decide(make_table(*engines), make_request(ttft_s=SHORT), make_policy(REJECT))
+    assert least_late.engine_id == "e0"
+    assert rejection.retry_after_s == pytest.approx(least_late.predicted_ttft_s - SHORT)
+
+
 def test_random_reaches_every_engine():
     counts = Counter(
         decide(make_table(BUSY, BUSY, BUSY), make_request(ttft_s=SHORT), make_policy(RANDOM, seed)).engine_id
@@ -557,7 +585,8 @@ def test_expected_prefix_hits_shorten_the_prefill_not_the_kv():
     hits = {"e0": 0, "e1": 5000}
     # e0 has the shorter queue; only e1, which knows the prompt, is in time.
     table = make_table({}, {"queued_prefill_tokens": 50})
-    decision = decide(table, make_request(tokens=6000, ttft_s=0.3), policy, cached_tokens=lambda _, e: hits[e])
+    request = make_request(tokens=6000, ttft_s=0.3)
+    decision = decide(table, request, policy, cached_tokens=lambda asked, e: hits[e] if asked is request else 0)
     assert decision.engine_id == "e1"
     assert table[EngineId("e1")].queued_prefill_tokens == 50 + 1000
     assert table[EngineId("e1")].reserved_kv_blocks == -(-50 // 16) + 375
@@ -573,6 +602,11 @@ def test_priority_then_arrival_order_waiting_requests():
     ]
     decisions = make_policy().assign(3.0, waiting, make_table({}))
     assert [d.request_id for d in decisions] == ["r2", "r1", "r0"]
+
+
+def test_two_waiting_requests_are_ordered_too():
+    waiting = [make_request(0, arrival_s=1.0), make_request(1, arrival_s=0.0)]
+    assert [d.request_id for d in make_policy().assign(3.0, waiting, make_table({}))] == ["r1", "r0"]
 
 
 def test_recoveries_go_first_by_tpot_debt():
@@ -624,7 +658,7 @@ def test_a_prompt_that_waits_too_long_for_kv_is_not_overtaken_any_more():
     young = policy.assign(0.5, [large, small], table)
     assert [type(d) for d in young] == [Hold, Place]
     old = policy.assign(1.5, [large, make_request(2, tokens=100, ttft_s=9.0)], table)
-    assert [d.reason for d in old] == ["kv", "kv"]
+    assert [(d.request_id, d.reason) for d in old] == [("r0", "kv"), ("r2", "kv")]
 
 
 def test_a_late_request_is_rejected_though_one_before_it_waits_for_kv():
@@ -677,3 +711,15 @@ def test_records_are_bounded_and_include_the_chosen_engine():
     candidates = explain(policy.records[-1])
     assert len(candidates) == MAX_RECORDED_ENGINES + 1
     assert candidates[-1].engine_id == decision.engine_id
+
+
+def test_a_hold_of_many_full_engines_is_recorded():
+    policy = make_policy()
+    decision = decide(make_table(*[FULL] * (MAX_RECORDED_ENGINES + 2), observations=1), make_request(), policy)
+    (record,) = policy.records
+    assert record.decision is decision
+    assert [candidate.reason for candidate in explain(record)] == ["kv"] * MAX_RECORDED_ENGINES
+
+
+def test_thousands_of_decisions_are_kept():
+    assert make_policy().records.maxlen == 4096

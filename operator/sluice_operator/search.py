@@ -124,7 +124,7 @@ def make_problem(question: Question) -> Problem:
             early_rejection=EarlyRejection(terms.early_rejection),
             min_tokens_between_moves=terms.min_tokens_between_moves,
         ),
-        options=SimOptions(),
+        options=SimOptions(schedules_ahead=True),  # as the engines that it plans for
         classes=named,
     )
 
