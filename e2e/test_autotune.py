@@ -48,7 +48,7 @@ def make_manifest(example: dict[str, Any]) -> dict[str, Any]:
             "autotune": {
                 "mode": "Apply",
                 "cooldownSeconds": 1,
-                "bounds": {"chunkSizes": {"decodeHeavy": {"min": 64, "max": 1024}}},
+                "bounds": {"chunkSizes": {"decodeHeavy": {"min": 128, "max": LARGE_TOKENS}}},
             },
         },
     }
@@ -111,7 +111,6 @@ async def follow(cluster: Cluster, load: Load) -> None:
     tuned = await wait("the sliders of the manifest are found to be good", is_tuned)
     assert decode_heavy_chunk(tuned) == LARGE_TOKENS
     load.shapes = SHIFTED
-    shifted = await wait("smaller chunks", lambda status: 0 < decode_heavy_chunk(status) <= SMALL_TOKENS)
-    assert shifted["autotune"]["decode_heavy_tokens"] == decode_heavy_chunk(shifted)
+    await wait("smaller chunks", lambda status: 0 < decode_heavy_chunk(status) <= SMALL_TOKENS)
     await asyncio.to_thread(cluster.edit, lambda spec: spec["slo"].update(ttftMilliseconds=1000, tpotMilliseconds=200))
     await wait("larger chunks for a loose objective", lambda status: decode_heavy_chunk(status) > SMALL_TOKENS)

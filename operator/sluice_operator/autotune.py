@@ -33,9 +33,9 @@ LEAST_FALL = 0.02
 _CHANCE = 2.0  # standard errors
 # Changes within so many cool-downs count for the wait.
 MEMORY_COOLDOWNS = 24
-# After a search nothing but an edit causes the next one for so many times as long as it took, and at least so long.
-REST_FACTOR = 4.0
-LEAST_REST_S = 5.0
+# After a search nothing but an edit causes the next one for so many times as long as it took, within these limits.
+REST_FACTOR = 1.0
+LEAST_REST_S, MOST_REST_S = 5.0, 60.0
 # A search that failed is tried again.
 RETRY_S = 60.0
 
@@ -272,7 +272,7 @@ def _must_ask(state: State, question: Question, now: float) -> bool:
         return False
     if state.failure:
         return now - state.ended_s >= RETRY_S
-    if now - state.ended_s < max(LEAST_REST_S, REST_FACTOR * (state.ended_s - state.asked_s)):
+    if now - state.ended_s < min(max(LEAST_REST_S, REST_FACTOR * (state.ended_s - state.asked_s)), MOST_REST_S):
         return False
     # A larger sample is no other workload: what is on trial is judged first.
     return asked.has_shifted(question) or (state.trial is None and asked.is_small_beside(question))
