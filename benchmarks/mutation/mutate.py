@@ -90,13 +90,17 @@ def make_folder() -> None:
 
 
 def forget_survivors(modules: list[str]) -> None:
-    """Has mutmut test survivors again: there may be new tests. What a test noticed stays noticed."""
+    """Has mutmut test survivors again: there may be new tests. Those listed as equivalent stay, as does what was noticed."""
+    equivalent = read_equivalent()
     for module in modules:
         meta = FOLDER / "mutants" / PACKAGE / f"{module}.py.meta"
         if meta.exists():
             content = json.loads(meta.read_text())
             codes = content["exit_code_by_key"]
-            content["exit_code_by_key"] = {name: None if code in SURVIVED else code for name, code in codes.items()}
+            content["exit_code_by_key"] = {
+                name: None if code in SURVIVED and describe(name).key not in equivalent else code
+                for name, code in codes.items()
+            }
             meta.write_text(json.dumps(content, indent=4))
 
 
@@ -161,7 +165,9 @@ def main() -> int:
     survivors = [describe(name) for name, code in results.items() if code in SURVIVED]
     equivalent = read_equivalent()
     faults = [mutant for mutant in survivors if mutant.key not in equivalent]
-    found = {mutant.key for mutant in survivors}
+    found = {mutant.key for mutant in survivors} | {
+        describe(name).key for name, code in results.items() if code is None
+    }
     gone = [key for key in equivalent if key not in found and key[0].partition(".")[0] in modules]
     num_open = sum(code is None for code in results.values())
     print(

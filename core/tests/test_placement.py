@@ -298,11 +298,11 @@ def test_ties_among_equals_with_equal_kv_are_broken_uniformly_over_the_feasible_
     assert min(counts.values()) > 400
 
 
-@pytest.mark.parametrize("queued_prefill_tokens", [0, 500])
-def test_both_of_two_tied_engines_are_drawn(queued_prefill_tokens):
-    tied = {"queued_prefill_tokens": queued_prefill_tokens}
-    engines = (tied, tied, {"queued_prefill_tokens": 501})
-    chosen = {decide(make_table(*engines), make_request(), make_policy(seed=seed)).engine_id for seed in range(20)}
+@pytest.mark.parametrize(("queued", "used"), [(0, 0), (480, 0), (0, 9900)], ids=["idle", "busy", "just enough KV"])
+def test_both_of_two_tied_engines_are_drawn(queued, used):
+    tied = {"queued_prefill_tokens": queued, "kv_blocks_used": used}
+    engines, request = (tied, tied, {"queued_prefill_tokens": 500}), make_request(tokens=1600)
+    chosen = {decide(make_table(*engines), request, make_policy(seed=seed)).engine_id for seed in range(20)}
     assert chosen == {"e0", "e1"}
 
 
@@ -496,6 +496,16 @@ def test_a_recovery_goes_where_it_is_done_first_not_where_the_queue_is_shortest(
     table = make_table({"role": P, "queued_prefill_tokens": 800}, {"role": D, "queued_prefill_tokens": 700})
     decision = decide(table, make_request(tokens=6000, is_recovery=True))
     assert (decision.engine_id, decision.reason, decision.is_feasible) == ("e0", "recovery", True)
+
+
+@pytest.mark.parametrize(
+    ("engines", "reason"),
+    [([], "no_engine"), ([{"chunk": 0}], "room"), ([FULL], "kv")],
+    ids=["nobody", "no room", "no KV"],
+)
+def test_a_recovery_that_nobody_can_take_is_held(engines, reason):
+    decision = decide(make_table(*engines), make_request(is_recovery=True))
+    assert (type(decision), decision.request_id, decision.reason) == (Hold, "r0", reason)
 
 
 def use_up_recovery_share(table, name, *, tokens=6000):
