@@ -207,12 +207,21 @@ def count_pauses(records: list[Record]) -> list[tuple[int, float]]:
         For each move, ends of the target's iterations from the hand-off until the iteration was scheduled in which the
         request joined, and the seconds.
     """
-    left_s = {name: at_s for record in records for name, at_s in record.handed_off_s.items()}
+    left_s: dict[str, list[float]] = {}
+    for record in records:
+        for name, at_s in record.handed_off_s.items():
+            left_s.setdefault(_strip_fence(name), []).append(at_s)
     pauses = []
     for record in records:
         ends = [iteration.ended_s for iteration in record.iterations if iteration.ended_s]
         for name, joined_s in record.joined_s.items():
-            if name in left_s:
-                num_ends = bisect_right(ends, joined_s) - bisect_right(ends, left_s[name])
-                pauses.append((num_ends, joined_s - left_s[name]))
+            before = [at_s for at_s in left_s.get(_strip_fence(name), ()) if at_s < joined_s]
+            if before:
+                num_ends = bisect_right(ends, joined_s) - bisect_right(ends, max(before))
+                pauses.append((num_ends, joined_s - max(before)))
     return pauses
+
+
+def _strip_fence(name: str) -> str:
+    """The router names a request anew on each engine: by its own id and a fencing number."""
+    return name.rpartition("-")[0]

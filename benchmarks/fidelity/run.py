@@ -4,8 +4,9 @@
     .venv/bin/python -m benchmarks.fidelity.run --batches [--rate 1.0]
 
 The first runs ``sluice up`` with emulated engines (vLLM's own scheduler, our router, in real time) at shares of the goodput
-that the simulator finds, then simulates the arrivals that the router saw. With ``--batches`` one engine alone is compared
-iteration by iteration. See docs/simulator.md, section Fidelity.
+that the simulator finds on these arrivals, then simulates the arrivals that the router saw. Where nothing moves
+(Aggregated), each engine's load is replayed, and iterations are compared one by one. ``--batches`` does that with one
+engine alone. See docs/simulator.md, section Fidelity.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
     from benchmarks.emulated.phases import Phase
     from benchmarks.local_cluster.client import Client
 
+    from sluice_core.records import Slo
+
 MODEL_LIMIT_TOKENS = 4096
 MAX_BATCH_TOKENS = 8192
 ANSWER_TIMEOUT_S = 300.0
-# Goodput of runs as long as this; the emulated ones are as long as the command line says.
-GOODPUT_S = 300.0
 
 
 def make_settings(options: argparse.Namespace) -> list[Setting]:
@@ -70,6 +71,8 @@ def make_cluster_manifest(options: argparse.Namespace, setting: Setting) -> dict
         "maxBatchTokens": MAX_BATCH_TOKENS,
         "emulation": {"gpu": options.gpu, "model": options.model},
     }
+    if options.kv_mib:
+        spec["engine"]["extraArgs"] = ["--kv-cache-memory-bytes", str(options.kv_mib << 20)]
     spec["slo"] |= {"ttftMilliseconds": options.ttft_ms, "tpotMilliseconds": options.tpot_ms}
     spec.update(setting.spec)
     return manifest
@@ -100,28 +103,22 @@ class Run:
     async def measure(self, setting: Setting) -> None:
         """Compares a strategy at every rate; the cluster takes its manifest first."""
         manifest = {**self._cluster.manifest, "spec": {**self._cluster.manifest["spec"], **setting.spec}}
-        cell, slo = make_cell(manifest)
         options = self._options
+        status = await self._client.read_status()
+        cell, slo = make_cell(manifest, status.engines[0].kv_blocks_total)
         goodput_rps = None
         rates = [options.rate]
         if options.rate is None:
-            goodput_rps = find_goodput_rps(cell, slo, self._lengths.rows, duration_s=GOODPUT_S)
-            print(f"{setting.name}: simulated goodput {goodput_rps:.2f}/s", flush=True)
+            goodput_rps = find_goodput_rps(
+                cell, lambda rate: [to_simulated(arrival, arrival.at_s, slo) for arrival in self._make_arrivals(rate)]
+            )
+            print(f"{setting.name}: simulated goodput on these arrivals {goodput_rps:.2f}/s", flush=True)
             rates = [share * goodput_rps for share in options.shares]
         for rate in rates:
-            arrivals = make_arrivals(self._lengths, rate=rate, seconds=options.seconds, seed=options.seed)
             begin_s = time.monotonic()
-            phase = await self._load(setting, arrivals, rate)
+            phase = await self._load(setting, self._make_arrivals(rate), rate)
             end_s = time.monotonic()
-            seen = [
-                SimulatedArrival(
-                    at_s=answer.arrival.at_s + answer.lag_s,
-                    prompt_tokens=answer.arrival.prompt_tokens,
-                    output_tokens=answer.arrival.output_tokens,
-                    slo=slo,
-                )
-                for answer in phase.answers
-            ]
+            seen = [to_simulated(answer.arrival, answer.arrival.at_s + answer.lag_s, slo) for answer in phase.answers]
             records = read_records(self._records, cell.engines[0].profile, begin_s, end_s)
             comparison = compare_runs(phase, simulate(cell, sorted(seen, key=lambda arrival: arrival.at_s)), records)
             comparison.goodput_rps = goodput_rps
@@ -131,6 +128,9 @@ class Run:
                 ]
             self.comparisons.append(comparison)
             print(format_comparisons([comparison]), flush=True)
+
+    def _make_arrivals(self, rate: float) -> list[Arrival]:
+        return make_arrivals(self._lengths, rate=rate, seconds=self._options.seconds, seed=self._options.seed)
 
     async def _load(self, setting: Setting, arrivals: list[Arrival], rate: float) -> Phase:
         self._num_loads += 1
@@ -147,12 +147,21 @@ class Run:
         )
 
 
+def to_simulated(arrival: Arrival, at_s: float, slo: Slo) -> SimulatedArrival:
+    """The same request for the simulator."""
+    return SimulatedArrival(
+        at_s=at_s, prompt_tokens=arrival.prompt_tokens, output_tokens=arrival.output_tokens, slo=slo
+    )
+
+
 async def measure(
     cluster: Cluster, options: argparse.Namespace, lengths: Lengths, settings: list[Setting], records: Path
 ) -> list[Comparison]:
     """Runs everything on a cluster that is starting."""
     async with cluster.connect(options.start_timeout) as client:
-        print(f"{options.engines} engines serve", flush=True)
+        status = await client.read_status()
+        blocks = {engine.kv_blocks_total for engine in status.engines}
+        print(f"{options.engines} engines serve, of {', '.join(map(str, blocks))} KV blocks", flush=True)
         run = Run(cluster, client, options, lengths, records)
         for setting in settings:
             await run.measure(setting)
@@ -178,6 +187,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tpot-ms", type=int, default=70, help="TPOT objective (default %(default)s)")
     parser.add_argument("--gpu", default="a100-80g", help="of a profile (default %(default)s)")
     parser.add_argument("--model", default="qwen2.5-14b", help="of a profile (default %(default)s)")
+    parser.add_argument(
+        "--kv-mib", type=int, help="KV cache of each engine, of the served model; without: the profile's"
+    )
     parser.add_argument("--start-timeout", type=float, default=240.0, help="for the cluster's start, in seconds")
     parser.add_argument("--port-base", type=int, default=29300, help="first of 300 ports (default %(default)s)")
     parser.add_argument("--logs", type=Path, help="run in this folder and keep it, logs and records included")

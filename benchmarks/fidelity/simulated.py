@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,18 +10,18 @@ from benchmarks.fidelity.records import Batch
 
 from sluice_cli.cells import build_cell, describe_manifest
 from sluice_core.records import Role
-from sluice_core.sim.goodput import search_goodput
+from sluice_core.sim.goodput import TARGET, bisect_rate
+from sluice_core.sim.metrics import summarize
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
-from sluice_core.sim.traces import TraceRow
-from sluice_core.sim.workload import PoissonWorkload
 from sluice_engine.settings import EmulationSettings
 from sluice_operator.spec import ServingCluster
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sluice_core.records import Slo
+    from sluice_core.sim.metrics import RunSummary
     from sluice_core.sim.setup import Arrival, Cell
 
 
@@ -43,14 +44,20 @@ class Simulated:
     batches: dict[str, list[tuple[float, Batch]]]
 
 
-def make_cell(manifest: dict[str, Any]) -> tuple[Cell, Slo]:
-    """Makes the cell of a manifest with emulated engines: their KV goes over the link that they emulate."""
+def make_cell(manifest: dict[str, Any], kv_blocks: int) -> tuple[Cell, Slo]:
+    """Makes the cell of a manifest with emulated engines: their KV goes over the link that they emulate.
+
+    Args:
+        manifest: The manifest.
+        kv_blocks: What its engines report.
+    """
     spec = describe_manifest(ServingCluster.model_validate(manifest), None, None)
     defaults = EmulationSettings()
     settings = replace(
         spec.settings, link_bytes_per_s=defaults.link_bytes_per_s, link_latency_s=defaults.link_latency_s
     )
-    return build_cell(replace(spec, settings=settings), seed=0), spec.slo
+    cell = build_cell(replace(spec, settings=settings), seed=0)
+    return replace(cell, engines=[replace(setup, kv_blocks_total=kv_blocks) for setup in cell.engines]), spec.slo
 
 
 def simulate(cell: Cell, arrivals: Sequence[Arrival]) -> Simulated:
@@ -85,8 +92,20 @@ def replay(cell: Cell, arrivals: Sequence[Arrival]) -> list[Batch]:
     return [batch for _, batch in next(iter(batches.values()), [])]
 
 
-def find_goodput_rps(cell: Cell, slo: Slo, lengths: Sequence[tuple[int, int]], *, duration_s: float) -> float:
-    """Searches the goodput on Poisson arrivals."""
-    rows = [TraceRow(prompt_tokens=prompt, output_tokens=output) for prompt, output in lengths]
-    start_rps = float(len(cell.engines))
-    return search_goodput(cell, PoissonWorkload(rows, slo, 1), duration_s=duration_s, start_rps=start_rps).rate_rps
+def find_goodput_rps(cell: Cell, make_arrivals: Callable[[float], Sequence[Arrival]]) -> float:
+    """Searches the goodput on the very arrivals that engines are given, faster or slower.
+
+    Args:
+        cell: The cluster.
+        make_arrivals: Makes the arrivals of a rate.
+    """
+
+    def attempt(rate_rps: float) -> RunSummary | None:
+        arrivals = make_arrivals(rate_rps)
+        if not arrivals:
+            return None
+        simulation = Simulation(cell, arrivals)
+        passes = simulation.run(most_missed=math.floor(len(arrivals) * (1.0 - TARGET) + 1e-9))
+        return summarize(simulation) if passes else None
+
+    return bisect_rate(attempt, float(len(cell.engines))).rate_rps

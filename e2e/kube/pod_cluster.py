@@ -178,6 +178,10 @@ class PodCluster(KubectlCluster):
             ]
         return sorted(found)
 
+    def wait_chunk_sizes(self, sizes: list[int]) -> None:
+        """Waits until the engines themselves name these: their metrics follow with the next report of their load."""
+        self.wait_for(lambda: self.chunk_sizes() == sizes, f"chunk sizes {sizes}")
+
     def wait_ready(self, component: str) -> None:
         """Waits until all pods of a component are Ready and none ends: conditions may lag behind what has just happened."""
         spec = self.read("slc/tiny")["spec"]

@@ -85,8 +85,10 @@ def served(client: Client, release: Release) -> Iterator[PodCluster]:
         raise
     print(f"from `kubectl apply` to two engines and two routers that serve: {time.monotonic() - started_s:.0f} s")
     yield made
+    started_s = time.monotonic()
     made.kubectl("delete", "slc", "tiny", "--timeout=120s")
     made.wait_for(lambda: not made.engines and not made.routers, "the end of the pods")
+    print(f"from `kubectl delete` to the end of all pods: {time.monotonic() - started_s:.0f} s")
 
 
 @pytest.fixture
@@ -173,7 +175,7 @@ async def test_a_live_edit_replaces_no_pod_and_breaks_no_stream(cluster: PodClus
 
     def act() -> EditTimes:
         times = cluster.time_edit(is_reached, **edit)
-        assert cluster.chunk_sizes() == sizes
+        cluster.wait_chunk_sizes(sizes)
         return times
 
     times, fared = await stream_while(cluster, known, act)
@@ -194,7 +196,7 @@ async def test_every_one_of_many_edits_reaches_the_engines(cluster: PodCluster, 
                     lambda s, reached=reached: list_sizes(s) == reached, chunkSizes={"prefillHeavy": size}
                 )
             )
-        assert cluster.chunk_sizes() == reached
+        cluster.wait_chunk_sizes(reached)
         return times
 
     times, fared = await stream_while(cluster, known, act)
@@ -389,7 +391,7 @@ async def test_uninstalling_leaves_what_serves_and_says_so(
 
     _, fared = await stream_while(cluster, known, install)
     print(f"installed again: {dict(fared)}")
-    assert cluster.chunk_sizes() == [64, 96]
+    cluster.wait_chunk_sizes([64, 96])
     assert (cluster.identify("engine"), cluster.identify("router")) == before
 
 
@@ -412,7 +414,7 @@ async def test_a_roll_of_the_engines_is_not_noticed(served: PodCluster, known: K
     print(f"rolled both engines: {dict(fared)}")
     served.wait_whole()
     assert served.identify("router") == routers
-    assert served.chunk_sizes() == [64, 4096]
+    served.wait_chunk_sizes([64, 4096])
     (fingerprint,) = {engine.fingerprint for status in served.statuses() for engine in status.engines}
     assert "/block64/" in fingerprint
 
