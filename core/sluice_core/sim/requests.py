@@ -33,6 +33,7 @@ class SimRequest:
         stay: Counts how often it left a decode batch: tells entries about an earlier stay from those of this one.
         num_blocks: Blocks that it holds while it does not decode.
         first_token_s: End of TTFT; -1 before.
+        has_missed_ttft: TTFT was over before the first token, as ``Deadlines`` noticed.
         last_token_s: When its last token came, as of the last time it left a decode batch or finished.
     """
 
@@ -41,6 +42,7 @@ class SimRequest:
         "born_at",
         "first_token_s",
         "generated_tokens",
+        "has_missed_ttft",
         "index",
         "is_moved_in",
         "kind",
@@ -86,6 +88,7 @@ class SimRequest:
         self.stay = 0
         self.num_blocks = 0
         self.first_token_s = -1.0
+        self.has_missed_ttft = False
         self.last_token_s = -1.0
         self.is_moved_in = False
         self.num_moves = 0

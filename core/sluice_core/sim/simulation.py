@@ -13,12 +13,14 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import islice
 
 from sluice_core.batching import BatchPolicy, ChunkedPrefillPolicy, RequestKind
 from sluice_core.engines import EngineSpec, EngineTable
 from sluice_core.flowing import FlowRequest
 from sluice_core.latency import LatencyModel
 from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, RequestId, Role
+from sluice_core.sim.deadlines import Deadlines
 from sluice_core.sim.engine import SimEngine
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
@@ -48,7 +50,9 @@ class Simulation:
         gaps: Gaps between tokens.
         num_moves: Moves that began, by cause.
         num_blocked_moves: Proposals without a target.
-        num_missed: Requests that ended and missed an objective, rejected ones included.
+        num_arrived: Requests that have arrived.
+        num_missed: Requests that ended and missed an objective, rejected ones included; in a run that may give up also
+            those that are late already.
         transfer_s: Time that requests spent in transfers, waits for a link included.
 
     Raises:
@@ -63,12 +67,13 @@ class Simulation:
         self.gaps = GapHistogram()
         self.num_moves: dict[MoveCause, int] = dict.fromkeys(MoveCause, 0)
         self.num_blocked_moves = 0
+        self.num_arrived = 0
         self.num_missed = 0
         self.transfer_s = 0.0
         self._check_arrivals()
         rng = random.Random(cell.seed)  # noqa: S311 - breaks ties
         self._rng = rng
-        self._placement = cell.strategy.make_placement(cell.parameters, rng)
+        self._placement = cell.strategy.make_placement(cell.parameters, rng, num_records=0)
         self._flow = cell.strategy.make_flow(cell.parameters, rng)
         self._void_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
         self._batching: BatchPolicy = ChunkedPrefillPolicy(counts_decodes=cell.options.counts_decodes)
@@ -80,7 +85,7 @@ class Simulation:
         self._heap: list[_Event] = []
         self._num_events = 0
         self._changed: list[SimEngine] = []
-        self._held: dict[RequestId, SimRequest] = {}
+        self._held: dict[RequestId, PrefillRequest] = {}
         self._parked: deque[tuple[SimRequest, int]] = deque()
         self._link_free_at_s: dict[str, float] = {}
         self._last_assign_s = -1.0
@@ -101,12 +106,13 @@ class Simulation:
             False when it gave up.
         """
         heap, requests = self._heap, self.requests
-        position, num_requests = 0, len(requests)
+        num_requests = len(requests)
         limit = num_requests if most_missed is None else most_missed
+        deadlines = Deadlines([] if most_missed is None else requests)
         while self.num_missed <= limit:
-            if position < num_requests and (not heap or requests[position].arrival_s <= heap[0][0]):
-                request = requests[position]
-                position += 1
+            if self.num_arrived < num_requests and (not heap or requests[self.num_arrived].arrival_s <= heap[0][0]):
+                request = requests[self.num_arrived]
+                self.num_arrived += 1
                 self.now = request.arrival_s
                 self._arrive(request)
                 continue
@@ -114,6 +120,8 @@ class Simulation:
                 break
             at_s, _, code, what = heappop(heap)
             self.now = at_s
+            if deadlines.next_s < at_s:
+                self.num_missed += deadlines.mark_late(at_s)
             if code == _ITERATION:
                 assert isinstance(what, SimEngine)
                 if not what.is_dead:
@@ -182,7 +190,7 @@ class Simulation:
     def _hold(self, request: SimRequest) -> None:
         request.state = RequestState.WAITING
         request.target = None
-        self._held[request.request_id] = request
+        self._held[request.request_id] = _describe(request)
 
     def _schedule_retry(self) -> None:
         if not self._is_retry_due:
@@ -195,15 +203,12 @@ class Simulation:
             return
         self._last_assign_s = self.now
         self._report_loads()
-        waiting = []
-        for request in self._held.values():
-            waiting.append(self._describe(request))
-            if len(waiting) == MAX_ASSIGNED_AT_ONCE:
-                break
+        waiting = list(islice(self._held.values(), MAX_ASSIGNED_AT_ONCE))
         for decision in self._placement.assign(self.now, waiting, self._table):
             if isinstance(decision, Hold):
                 continue
-            request = self._held.pop(decision.request_id)
+            del self._held[decision.request_id]
+            request = self.requests[int(decision.request_id)]
             if isinstance(decision, Place):
                 self._submit(request, self._by_id[decision.engine_id])
             else:
@@ -211,19 +216,11 @@ class Simulation:
 
     def _reject(self, request: SimRequest) -> None:
         request.state = RequestState.REJECTED
-        self.num_missed += 1
+        self._count_missed(request)
 
-    def _describe(self, request: SimRequest) -> PrefillRequest:
-        has_tokens = request.first_token_s >= 0.0
-        return PrefillRequest(
-            request_id=request.request_id,
-            arrival_s=request.arrival_s,
-            prompt_tokens=request.prompt_tokens + request.generated_tokens,
-            slo=request.slo,
-            priority=request.priority,
-            is_recovery=has_tokens,
-            next_token_due_s=request.first_token_s + request.tpot_slo_s * request.generated_tokens,
-        )
+    def _count_missed(self, request: SimRequest) -> None:
+        if not request.has_missed_ttft:
+            self.num_missed += 1
 
     def _submit(self, request: SimRequest, engine: SimEngine) -> None:
         is_recovery = request.first_token_s >= 0.0
@@ -268,7 +265,7 @@ class Simulation:
         engine.end(self.now)
         for request in engine.finished:
             if not request.has_met_slo:
-                self.num_missed += 1
+                self._count_missed(request)
         if self._timeline is not None:
             self._timeline.note_finished(engine.finished)
         if engine.num_decodes:
@@ -456,6 +453,19 @@ class Simulation:
                 self._hold(request)
         if self._held:
             self._schedule_retry()
+
+
+def _describe(request: SimRequest) -> PrefillRequest:
+    """Describe a request to the placement policy."""
+    return PrefillRequest(
+        request_id=request.request_id,
+        arrival_s=request.arrival_s,
+        prompt_tokens=request.prompt_tokens + request.generated_tokens,
+        slo=request.slo,
+        priority=request.priority,
+        is_recovery=request.first_token_s >= 0.0,
+        next_token_due_s=request.first_token_s + request.tpot_slo_s * request.generated_tokens,
+    )
 
 
 def _at_s_of(event: ClusterEvent) -> float:
