@@ -253,7 +253,7 @@ def test_those_that_fall_behind_cost_one_run_each() -> None:
 def test_sharpening_finds_the_goodput_of_each_seed(start_rps) -> None:
     formula = Formula({512: 3.0})
     fidelity = Fidelity(seeds=(1, 2), duration_s=10.0)
-    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, start_rps)
+    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, {make_taichi(): start_rps})
     assert standing.goodputs_rps == pytest.approx((3.03, 3.06), rel=0.01)
 
 
@@ -279,7 +279,9 @@ def exhaustive() -> dict[Candidate, float]:
         ),
     ]
     fidelity = Fidelity(seeds=EFFORT.seeds, duration_s=20.0)
-    standings = make_arena(problem).sharpen(candidates, fidelity, estimate_start_rps(problem, 3, 1))
+    standings = make_arena(problem).sharpen(
+        candidates, fidelity, dict.fromkeys(candidates, estimate_start_rps(problem, 3, 1))
+    )
     return {standing.candidate: standing.goodput_rps for standing in standings}
 
 
@@ -345,7 +347,7 @@ def test_kv_binds_where_there_is_little_and_prefill_where_there_is_much() -> Non
             return [evaluator.evaluate(trial) for trial in trials]
 
         fidelity = Fidelity(seeds=(1,), duration_s=12.0)
-        (standing,) = Arena(run, 0.9).sharpen([candidate], fidelity, 4.0)
+        (standing,) = Arena(run, 0.9).sharpen([candidate], fidelity, {candidate: 4.0})
         binding = find_binding(run, candidate, standing.goodput_rps, 0.9, replace(fidelity, seeds=(1, 2)))
         assert sum(binding.missed.values()) > 0.1
         resources[kv_blocks] = binding.resource

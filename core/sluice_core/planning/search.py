@@ -31,7 +31,7 @@ class Effort:
         seeds: Of whole runs.
         duration_s: Length of whole runs; None: as many requests as ``num_requests``.
         num_requests: Requests of a whole run.
-        least_duration_s: Least length of a whole run: long enough for an overload to show.
+        least_duration_s: Least length of a whole run; the planner raises it to what an overload needs to show.
         most_duration_s: Most length of a whole run.
         num_compared: Candidates of the last round.
     """
@@ -39,7 +39,7 @@ class Effort:
     seeds: tuple[int, ...] = (1, 2, 3)
     duration_s: float | None = None
     num_requests: int = 2400
-    least_duration_s: float = 170.0
+    least_duration_s: float = 60.0
     most_duration_s: float = 600.0
     num_compared: int = 4
 
@@ -128,7 +128,16 @@ class Search:
         return standings[0].goodput_rps
 
     def _explore(self, coarse: Sequence[Candidate], rate_rps: float) -> list[Standing]:
-        standings = self._arena.climb(coarse, self._shorten(rate_rps, _SHORT), rate_rps, _FACTOR)
+        """Try candidates all over the space; strategies that are far behind at a lower rate, where theirs differ."""
+        fidelity = self._shorten(rate_rps, _SHORT)
+        standings = self._arena.climb(coarse, fidelity, rate_rps, _FACTOR)
+        for strategy in self._space.strategies:
+            of_it = [standing for standing in standings if standing.candidate.strategy == strategy]
+            if of_it and all(self._arena.find_passing_rate(one.candidate, fidelity) is None for one in of_it):
+                few = [standing.candidate for standing in of_it[:_MOST_BEHIND]]
+                climbed = self._arena.climb(few, fidelity, of_it[0].goodput_rps, _FACTOR)
+                known = {standing.candidate: standing for standing in [*standings, *climbed]}
+                standings = sorted(known.values(), key=_by_goodput)
         self._tell("explore")
         return standings
 
@@ -174,12 +183,15 @@ class Search:
         return sorted(known.values(), key=_by_goodput)
 
     def _tune_parameters(self, refined: Sequence[Standing], explored: Sequence[Standing]) -> list[Standing]:
-        """Try other M and alpha for the best."""
+        """Try other M and alpha for the best; one is taken that gains more than chance would."""
         fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
         neighbours = list_parameter_neighbours(self._space, refined[0].candidate)
-        standings = self._challenge(refined, neighbours, fidelity)
+        tried = self._challenge(refined, neighbours, fidelity)
+        best = next((one for one in tried if one.candidate in neighbours), None)
         self._tell("parameters")
-        return standings
+        if best is None or best.goodput_rps < refined[0].goodput_rps * _WORTHWHILE:
+            return list(refined)
+        return [best, *refined]
 
     def _compare(self, refined: Sequence[Standing], explored: Sequence[Standing], warm: Sequence[Candidate]) -> Found:
         """Look closely at the best few, at the best of each strategy, and at the plan in force."""
@@ -189,9 +201,10 @@ class Search:
             of_it = [standing for standing in refined if standing.candidate.strategy == strategy]
             of_it = of_it or [standing for standing in explored if standing.candidate.strategy == strategy]
             best += [standing.candidate for standing in of_it[:1]]
+        starts_rps = {one.candidate: one.goodput_rps for one in [*explored, *refined]}
         rate_rps = refined[0].goodput_rps
         fidelity = Fidelity(seeds=self._effort.seeds, duration_s=self._effort.choose_duration_s(rate_rps))
-        standings = self._arena.sharpen(list(dict.fromkeys(best)), fidelity, rate_rps)
+        standings = self._arena.sharpen(list(dict.fromkeys(best)), fidelity, starts_rps)
         self._tell("compare")
         return Found(
             standings=tuple(standings), fidelity=fidelity, explored=tuple(sorted(everything.values(), key=_by_goodput))
@@ -201,9 +214,11 @@ class Search:
 _SHORT, _MIDDLE = 0.25, 0.6  # lengths of the first rounds' runs
 _COARSE_FACTOR, _FACTOR, _FINE_FACTOR = 1.5, 1.15, 1.06  # between rates of a round
 _NUM_CENTRES = 3
+_WORTHWHILE = 1.005  # of a goodput: what M or alpha must gain
 _NEAR = 0.98  # of the best's goodput: what may still turn out to be better
 _COUNT_STEPS = 16  # P-heavy engines in how many steps at first
 _MOST_REFINED = 70
+_MOST_BEHIND = 6  # candidates of a strategy that is far behind
 
 
 def _pick(standings: Iterable[Standing], number: int, always: Iterable[Candidate]) -> list[Candidate]:
