@@ -22,7 +22,7 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from sluice_core.engines import RECOVERY_BURST_S, EngineTable, EngineView, Entry
 from sluice_core.latency import compute_attention_work
@@ -42,9 +42,9 @@ from sluice_core.records import (
 CachedTokens = Callable[[PrefillRequest, EngineId], int]
 """Prompt tokens expected in an engine's prefix cache; the seam for prefix-aware routing."""
 
-MAX_RECORDED_ENGINES = 64  # per decision: those with the shortest queues, and the chosen one
-NUM_RECORDS = 4096  # decisions kept for explanations
-_MAX_TIE_DRAWS = 8  # random picks among tied engines before all of them are looked at
+MAX_RECORDED_ENGINES: Final = 64  # per decision: those with the shortest queues, and the chosen one
+NUM_RECORDS: Final = 4096  # decisions kept for explanations
+_MAX_TIE_DRAWS: Final = 8  # random picks among tied engines before all of them are looked at
 
 
 class PlacementPolicy(Protocol):

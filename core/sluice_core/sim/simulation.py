@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import islice
+from typing import Final
 
 from sluice_core.batching import BatchPolicy, ChunkedPrefillPolicy, RequestKind
 from sluice_core.engines import EngineSpec, EngineTable
@@ -28,10 +29,13 @@ from sluice_core.sim.setup import AddEngine, Arrival, Cell, ClusterEvent, Config
 from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
 
-ASSIGN_INTERVAL_S = 0.005  # the router looks at its queue again at most this often
-MAX_ASSIGNED_AT_ONCE = 256  # requests of one look
+ASSIGN_INTERVAL_S: Final = 0.005  # the router looks at its queue again at most this often
+MAX_ASSIGNED_AT_ONCE: Final = 256  # requests of one look
 
-_ITERATION, _TRANSFER, _RETRY, _CLUSTER = 0, 1, 2, 3
+_ITERATION: Final = 0  # kinds of events
+_TRANSFER: Final = 1
+_RETRY: Final = 2
+_CLUSTER: Final = 3
 _Event = tuple[float, int, int, object]
 
 
@@ -246,7 +250,7 @@ class Simulation:
         if engine.is_running or engine.is_dead:
             return
         duration_s = engine.start(self.now)
-        if engine.returned:
+        if engine.prefills.returned:
             self._take_back(engine)
         if duration_s >= 0.0:
             self._num_events += 1
@@ -256,7 +260,7 @@ class Simulation:
 
     def _take_back(self, engine: SimEngine) -> None:
         """Hold prompts that an engine gave back; a new report tells the table that they are gone."""
-        returned, engine.returned = engine.returned, []
+        returned, engine.prefills.returned = engine.prefills.returned, []
         for request in returned:
             self._hold(request)
         self._schedule_retry()
@@ -268,7 +272,7 @@ class Simulation:
                 self._count_missed(request)
         if self._timeline is not None:
             self._timeline.note_finished(engine.finished)
-        if engine.num_decodes:
+        if engine.batch.num_decodes:
             self._propose(engine)
         if engine.has_freed_blocks:
             engine.has_freed_blocks = False
@@ -289,13 +293,13 @@ class Simulation:
     def _propose(self, engine: SimEngine) -> None:
         """Ask which decodes should leave, and let them."""
         flow = self._void_flow if self._table.are_roles_void else self._flow
-        proposals = flow.propose(self.now, engine.decodes)
+        proposals = flow.propose(self.now, engine.batch.decodes)
         while proposals:
             num_gone = 0
             for proposal in proposals:
                 num_gone += self._move(engine, proposal)
             # Without a grant a request waits off the batch here, so that more may be proposed at once.
-            proposals = flow.propose(self.now, engine.decodes) if self._waits_for_grant and num_gone else []
+            proposals = flow.propose(self.now, engine.batch.decodes) if self._waits_for_grant and num_gone else []
 
     def _move(self, engine: SimEngine, proposal: MoveProposal) -> bool:
         """Move a request if there is a target; returns whether it left the decode batch."""
