@@ -20,6 +20,9 @@ PRECISION = 0.04  # of a goodput: a straight line between rates so close is good
 _LEAST_CONTENDERS = 4
 _LEAST_RATE_RPS = 1e-4
 _MOST_STEPS = 60
+# Runs give up once so many times the misses that the target allows are certain: soon where candidates are only ranked,
+# later where a goodput is interpolated.
+_RANKED_MISSES, _SHARPENED_MISSES = 2.0, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,7 @@ class Arena:
             rate_rps: Where to begin; best where some pass and most do not.
             factor: From a rate to the next.
         """
-        least = max(0.0, 1.0 - 3.0 * (1.0 - self._target))
+        least = self._bound(_RANKED_MISSES)
         passing = self._find_passing(candidates, fidelity, rate_rps, least)
         rate_down = rate_rps
         contenders = candidates
@@ -181,7 +184,7 @@ class Arena:
                     seed=seed,
                     rate_rps=rate,
                     duration_s=fidelity.duration_s,
-                    least_attainment=max(0.0, 1.0 - 3.0 * (1.0 - self._target)),
+                    least_attainment=self._bound(_SHARPENED_MISSES),
                 )
                 for candidate, seed in open_
                 if (rate := self._choose_rate(self._curve(candidate, seed, fidelity), starts_rps[candidate, seed]))
@@ -221,6 +224,9 @@ class Arena:
             candidate=candidate,
             goodputs_rps=tuple(self._estimate(candidate, seed, fidelity) for seed in fidelity.seeds),
         )
+
+    def _bound(self, misses: float) -> float:
+        return max(0.0, 1.0 - misses * (1.0 - self._target))
 
     def _estimate(self, candidate: Candidate, seed: int, fidelity: Fidelity) -> float:
         return self._curve(candidate, seed, fidelity).estimate_goodput_rps(self._target)

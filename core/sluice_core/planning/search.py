@@ -142,23 +142,26 @@ class Search:
         return standings
 
     def _refine(self, explored: Sequence[Standing], warm: Sequence[Candidate], replicas: int) -> list[Standing]:
-        """Go from the best to their neighbours until none of the first few has one that was not tried."""
+        """Go from the best to their neighbours, as long as that gains something, or any of the first few was not asked."""
         fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
         centres = _pick(explored, _NUM_CENTRES, warm)
         standings = self._arena.climb(centres, fidelity, explored[0].goodput_rps, _FINE_FACTOR)
         asked: set[tuple[Candidate, int]] = set()
         count_step = max(1, replicas // _COUNT_STEPS)
+        num_idle = 0
         while len(standings) < _MOST_REFINED:
             centre = self._choose_centre(standings, asked, count_step)
-            if centre is None:
+            if centre is None or num_idle == _NUM_CENTRES:
                 if count_step == 1:
                     break
-                count_step = max(1, count_step // 4)
+                count_step, num_idle = max(1, count_step // 4), 0
                 continue
             asked.add((centre, count_step))
             known = {standing.candidate for standing in standings}
             new = [moved for moved in list_neighbours(self._space, centre, count_step) if moved not in known]
+            best_rps = standings[0].goodput_rps
             standings = self._challenge(standings, new, fidelity)
+            num_idle = 0 if standings[0].goodput_rps > best_rps * _WORTHWHILE else num_idle + 1
         self._tell("refine")
         return standings
 
@@ -214,7 +217,7 @@ class Search:
 _SHORT, _MIDDLE = 0.25, 0.6  # lengths of the first rounds' runs
 _COARSE_FACTOR, _FACTOR, _FINE_FACTOR = 1.5, 1.15, 1.06  # between rates of a round
 _NUM_CENTRES = 3
-_WORTHWHILE = 1.005  # of a goodput: what M or alpha must gain
+_WORTHWHILE = 1.005  # of a goodput: a gain that is more than chance
 _NEAR = 0.98  # of the best's goodput: what may still turn out to be better
 _COUNT_STEPS = 16  # P-heavy engines in how many steps at first
 _MOST_REFINED = 70
