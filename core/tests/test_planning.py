@@ -19,9 +19,10 @@ from sluice_core.planning.candidates import (
     list_coarse,
     list_neighbours,
     list_parameter_neighbours,
+    resize,
 )
 from sluice_core.planning.curves import Curve
-from sluice_core.planning.planner import Goal, Planner, estimate_start_rps, resize
+from sluice_core.planning.planner import Goal, Planner, estimate_start_rps
 from sluice_core.planning.prediction import estimate_interval, find_binding
 from sluice_core.planning.search import Effort, Search
 from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial, build_cell
@@ -292,6 +293,39 @@ def test_the_search_is_as_good_as_trying_everything(exhaustive) -> None:
     best = search.find_best(3, 1, estimate_start_rps(problem, 3, 1)).best.candidate
     assert exhaustive[best] >= 0.98 * max(exhaustive.values())
     assert max(exhaustive.values()) > 1.2 * min(exhaustive.values())
+
+
+class Shares(Formula):
+    """Stands in for runs: the goodput per engine falls with the distance from the best share of P-heavy engines."""
+
+    def __init__(self, best_share: float) -> None:
+        super().__init__({})
+        self.best_share = best_share
+
+    def _goodput(self, trial: Trial) -> float:
+        candidate = trial.candidate
+        share = candidate.num_prefill_heavy / candidate.replicas
+        return (
+            candidate.replicas
+            * (1.0 - abs(share - self.best_share))
+            * (0.8 if candidate.strategy == "aggregated" else 1)
+        )
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [PrefillHeavyBounds(), PrefillHeavyBounds(low=10, high=40, is_percent=False)],
+    ids=["any number", "a number at most"],
+)
+@pytest.mark.parametrize("best", [20, 38, 45])
+def test_large_clusters_are_scouted_small_and_compared_whole(bounds, best) -> None:
+    formula = Shares(best / 64)
+    found = Search(Arena(formula.run, 0.9), make_space(prefill_heavy=bounds), EFFORT).find_best(64, 1, 30.0)
+    wanted = min(best, 40) if not bounds.is_percent else best
+    assert abs(found.best.candidate.num_prefill_heavy - wanted) <= 2
+    assert {standing.candidate.replicas for standing in [*found.standings, *found.explored]} == {64}
+    num_whole = sum(trial.candidate.replicas == 64 for trial in formula.trials)
+    assert 0 < num_whole < len(formula.trials) / 2
 
 
 @pytest.mark.timeout(600)

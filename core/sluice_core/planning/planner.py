@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sluice_core.planning.arena import Arena, RunTrials, Standing
-from sluice_core.planning.candidates import Candidate, Space
+from sluice_core.planning.candidates import Candidate, Space, resize
 from sluice_core.planning.prediction import Binding, Interval, Prediction, estimate_interval, find_binding, predict
 from sluice_core.planning.search import Effort, Found, Search
 from sluice_core.planning.trials import Problem
@@ -232,17 +232,6 @@ class Planner:
             num_trials=arena.num_trials,
             num_iterations=arena.num_iterations,
         )
-
-
-def resize(candidate: Candidate, replicas: int, space: Space) -> Candidate | None:
-    """Give a candidate another number of engines at the same share of P-heavy ones; None: out of bounds."""
-    if candidate.num_decode_heavy == 0:
-        return replace(candidate, num_prefill_heavy=replicas)
-    counts = space.prefill_heavy.resolve(replicas)
-    if counts is None:
-        return None
-    count = min(max(round(candidate.num_prefill_heavy * replicas / candidate.replicas), counts[0]), counts[1])
-    return replace(candidate, num_prefill_heavy=count, num_decode_heavy=replicas - count)
 
 
 def estimate_start_rps(problem: Problem, replicas: int, tensor_parallel: int) -> float:
