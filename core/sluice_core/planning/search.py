@@ -62,7 +62,8 @@ class Found:
     Args:
         standings: Whole runs of the best, best first.
         fidelity: Of these runs.
-        explored: Every candidate of the second and third round with the goodput that short runs gave it.
+        explored: Every candidate that was tried, with the goodput that short runs gave it; in a large cluster what that of
+            fewer engines makes one expect.
     """
 
     standings: tuple[Standing, ...]
@@ -240,7 +241,6 @@ class Search:
 
     def _compare(self, refined: Sequence[Standing], explored: Sequence[Standing], warm: Sequence[Candidate]) -> Found:
         """Look closely at the best few, at the best of each strategy, and at the plan in force."""
-        everything = {standing.candidate: standing for standing in [*explored, *refined]}
         best = _pick(refined, self._effort.num_compared, warm)
         for strategy in self._space.strategies:
             of_it = [standing for standing in refined if standing.candidate.strategy == strategy]
@@ -251,6 +251,7 @@ class Search:
         fidelity = Fidelity(seeds=self._effort.seeds, duration_s=self._effort.choose_duration_s(rate_rps))
         standings = self._arena.sharpen(list(dict.fromkeys(best)), fidelity, starts_rps)
         self._tell("compare")
+        everything = {standing.candidate: standing for standing in [*standings, *explored, *refined]}
         return Found(
             standings=tuple(standings), fidelity=fidelity, explored=tuple(sorted(everything.values(), key=_by_goodput))
         )
