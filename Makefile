@@ -8,6 +8,7 @@
 # make e2e-k8s runs the tests on a real Kubernetes, which it builds and starts (Go, root; minutes the first time)
 # make bench   runs the benchmarks
 # make bench-paper writes docs/results.md anew: papers reproduced in the simulator
+# make mutation mutates Algorithms 1 and 2 and the batch policy: does a test notice every mutant?
 # make clean   removes all of the above; models and volumes stay
 #
 # Needs Python 3.11 to 3.14, make and a C compiler. Every step leaves a stamp: a second run starts in seconds.
@@ -33,9 +34,9 @@ SOURCES := $(shell find core protos router engine_image operator cli -path '*/sl
 # Bytecode is compiled at the installation: where PYTHONDONTWRITEBYTECODE is set, importing vLLM would cost 25 s each time.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
 
-.PHONY: help up demo test e2e-k8s down lock reference format bench bench-paper clean install model
+.PHONY: help up demo test e2e-k8s down lock reference format bench bench-paper mutation clean install model
 help:
-	@sed -n 's/^# //p' Makefile | head -11
+	@sed -n 's/^# //p' Makefile | head -12
 
 up: install model
 	@exec $(BIN)/sluice up $(MANIFEST) $(ARGS)
@@ -102,6 +103,9 @@ bench-paper: $(STAMPS)/dev $(COMPILED)
 bench: install model $(COMPILED)
 	@for program in benchmarks/*/run.py; do \
 		echo "== $$program" && PYTHONPATH=build/compiled:. $(BIN)/python $$program $(ARGS); done
+
+mutation: $(STAMPS)/dev
+	@exec $(BIN)/python -m benchmarks.mutation.mutate $(ARGS)
 
 clean: down
 	@rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .sluice/clusters

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from sluice_core.latency.catalog import Assumptions, ProfileKind, load_model_on_gpu
+from sluice_core.latency.catalog import Assumptions, ProfileKind, load_model_on_gpu, parse_gpus
 from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
 from sluice_core.sim.setup import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from sluice_operator.spec import ServingCluster
 
 _GROUP = re.compile(r"([1-9][0-9]{0,4})x(max|[0-9]{1,7})")
+AHEAD, IN_STEP = "ahead", "in_step"
 _ROLES = (Role.PREFILL_HEAVY, Role.DECODE_HEAVY)
 
 
@@ -69,6 +70,7 @@ class CellSettings:
         no_grant: What a finished prefill does when no engine grants it blocks: ``in_place`` or ``wait``.
         ttft_end: When TTFT ends: ``first_token`` or ``decode_join``.
         budget: What the chunk size counts: ``all`` tokens or those of ``prefill`` only.
+        scheduling: ``ahead``: engines schedule an iteration while another runs, as vLLM does; ``in_step``: papers.
         placement: Where prefills run; None: as the strategy says.
         flow: False: requests decode where their prefill ran.
         max_num_seqs: Most running requests of an engine.
@@ -90,6 +92,7 @@ class CellSettings:
     no_grant: NoGrant = NoGrant.IN_PLACE
     ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
     budget: str = "all"
+    scheduling: str = IN_STEP
     placement: str | None = None
     flow: bool = True
     max_num_seqs: int = MAX_NUM_SEQS
@@ -196,6 +199,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "no_grant": lambda text: NoGrant(_read_choice(NoGrant)(text)),
     "ttft_end": lambda text: TtftEnd(_read_choice(TtftEnd)(text)),
     "budget": _read_choice(("all", "prefill")),
+    "scheduling": _read_choice((AHEAD, IN_STEP)),
     "placement": _read_choice(PLACEMENTS),
     "flow": _read_switch,
     "max_num_seqs": _read_count(1, 1_000_000),
@@ -241,9 +245,10 @@ def describe_manifest(manifest: ServingCluster, model: str | None, gpu: str | No
         ValueError: The manifest emulates nothing, and no model and GPU were given.
     """
     spec = manifest.spec
-    emulation = spec.engine.emulation
+    emulation, num_gpus = spec.engine.emulation, spec.engine.tensor_parallel_size
     model = model or (emulation.model if emulation else None)
-    gpu = gpu or (emulation.gpu if emulation else None)
+    if gpu is None and emulation is not None:
+        gpu, num_gpus = parse_gpus(emulation.gpu)
     if model is None or gpu is None:
         raise ValueError("a manifest does not say what its engines run on: give --model and --gpu")
     sliders = resolve_sliders(spec)
@@ -257,7 +262,7 @@ def describe_manifest(manifest: ServingCluster, model: str | None, gpu: str | No
     return CellSpec(
         model=model,
         gpu=gpu,
-        tensor_parallel=spec.engine.tensor_parallel_size,
+        tensor_parallel=num_gpus,
         strategy=spec.strategy.lower(),
         engines=tuple(group for group in groups if group.count),
         slo=Slo(ttft_s=spec.slo.ttft_milliseconds / 1e3, tpot_s=spec.slo.tpot_milliseconds / 1e3),
@@ -267,6 +272,7 @@ def describe_manifest(manifest: ServingCluster, model: str | None, gpu: str | No
             early_rejection=EarlyRejection(parameters.early_rejection),
             min_tokens_between_moves=parameters.min_tokens_between_moves,
             max_batch_tokens=spec.engine.max_batch_tokens,
+            scheduling=AHEAD,
         ),
         classes=tuple(
             SloClass(
@@ -296,10 +302,18 @@ def build_cell(spec: CellSpec, seed: int) -> Cell:
             early_rejection=settings.early_rejection,
             min_tokens_between_moves=settings.min_tokens_between_moves,
         ),
-        options=SimOptions(
-            no_grant=settings.no_grant, ttft_end=settings.ttft_end, counts_decodes=settings.budget == "all"
-        ),
+        options=make_options(settings),
         seed=seed,
+    )
+
+
+def make_options(settings: CellSettings) -> SimOptions:
+    """Makes the semantics; prefills that wait for a grant are those of papers, whose engines do not schedule ahead."""
+    return SimOptions(
+        no_grant=settings.no_grant,
+        ttft_end=settings.ttft_end,
+        counts_decodes=settings.budget == "all",
+        schedules_ahead=settings.scheduling == AHEAD and settings.no_grant is not NoGrant.WAIT,
     )
 
 

@@ -23,10 +23,12 @@ from sluice_cli.ports import PortError
 from sluice_cli.program import Program
 from sluice_cli.sites import HOST, Sites
 from sluice_cli.slots import EngineSlot, RouterSlot, keep_link, list_processes, make_control_tls
+from sluice_cli.tuning import LocalTuning
 from sluice_cli.view import ClusterView, make_view, pick_engine
 from sluice_core.records import EngineId
 from sluice_operator import names, render
 from sluice_operator.link import RouterLink
+from sluice_operator.reports import has_taken, merge_reports
 from sluice_operator.sliders import resolve_sliders
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from sluice_cli.children import Spawner
     from sluice_cli.ports import PortBook
     from sluice_cli.records import ClusterDirectory, ProcessRecord
+    from sluice_operator.asking import Ask
     from sluice_operator.spec import ServingCluster
 
 # Between SIGTERM and SIGKILL, beyond the drain itself: interpreters take seconds to shut down under load.
@@ -57,6 +60,7 @@ class LocalCluster:
         http_port: Port of the first router instead of the manifest's.
         report: Takes a line for people.
         clock: Monotonic seconds.
+        ask: Answers searches for sliders; None: in processes of their own.
     """
 
     def __init__(
@@ -73,8 +77,11 @@ class LocalCluster:
         http_port: int | None = None,
         report: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        ask: Ask | None = None,
     ) -> None:
         self.manifest = manifest
+        # As if its user had asked for the sliders that are in force.
+        self._effective = manifest
         self.phase = "starting"
         self._directory = directory
         self._manifest_path = manifest_path
@@ -93,6 +100,7 @@ class LocalCluster:
         self._world = self._wanted().world
         self._changed = asyncio.Event()
         self._group = asyncio.TaskGroup()
+        self._tuning = LocalTuning(directory, report=report, wake=self._retune, clock=clock, ask=ask)
 
     # What the outside asks for.
 
@@ -113,6 +121,7 @@ class LocalCluster:
             self.phase = "stopping"
             for task in (converge, watch):
                 task.cancel()
+            self._tuning.stop()
             await self._stop_all(hurry)
 
     def apply(self, manifest: ServingCluster) -> None:
@@ -130,6 +139,7 @@ class LocalCluster:
             model=self.manifest.served_name,
             processes=self._list_processes(),
             statuses={name: slot.link.status for name, slot in self._routers.items()},
+            autotune=self._tuning.view,
         )
 
     async def wait_for_change(self) -> None:
@@ -162,7 +172,7 @@ class LocalCluster:
             ),
             num_engines=spec.replicas,
             num_routers=spec.router.replicas,
-            num_prefill_heavy=resolve_sliders(spec).num_prefill_heavy,
+            num_prefill_heavy=resolve_sliders(self._effective.spec).num_prefill_heavy,
         )
 
     def _running(self) -> steps.Running:
@@ -256,7 +266,7 @@ class LocalCluster:
         self._write_engines()
         program = self._make_program(name, self._spawn_router)
         security = self._security(names.ROUTER)
-        command = render.render_router_command(site, security)
+        command = render.render_router_command(self.manifest.spec, site, security)
         program.launch = Launch(command=tuple(command), log=self._directory.log_path(name))
         tls = make_control_tls(security)
         address = f"{HOST}:{site.control_port}"
@@ -342,7 +352,9 @@ class LocalCluster:
     def _publish(self) -> None:
         """Makes the plan of what is wanted and runs; stores and pushes it if it differs from the last one."""
         self._write_engines()
-        plan = self._planner.make_plan(self.manifest, self._engines, self._loads())
+        if self.phase != "stopping":
+            self._effective = self._tuning.look(self.manifest, self._statuses(), is_settled=self._is_settled())
+        plan = self._planner.make_plan(self._effective, self._engines, self._loads())
         if plan is None:
             return
         self._plan_s = self._clock()
@@ -350,10 +362,30 @@ class LocalCluster:
             slot.link.offer(plan)
         self._pulse()
 
+    def _retune(self) -> None:
+        """Decides about the sliders anew; the plan and whoever shows the cluster follow."""
+        if self.phase != "stopping":
+            self._publish()
+            self._pulse()
+
     def _write_engines(self) -> None:
         self._directory.write_engines([f"{slot.site.host}:{slot.site.port}" for slot in self._engines.values()])
 
     # What is the case.
+
+    def _statuses(self) -> list[control_pb2.GetStatusResponse]:
+        return [slot.link.status for slot in self._routers.values() if slot.link.status]
+
+    def _is_settled(self) -> bool:
+        """Whether every engine serves with the newest plan, and none comes or goes."""
+        plan, statuses = self._planner.plan, self._statuses()
+        return (
+            plan is not None
+            and len(self._engines) == self.manifest.spec.replicas
+            and all(map(self._is_serving, self._engines))
+            and len(statuses) == len(self._routers)
+            and has_taken(plan, merge_reports(statuses), statuses)
+        )
 
     def _loads(self) -> dict[EngineId, int]:
         loads = {}
@@ -364,7 +396,7 @@ class LocalCluster:
         return loads
 
     def _engine_status(self, engine_id: EngineId) -> control_pb2.EngineStatus | None:
-        return pick_engine([slot.link.status for slot in self._routers.values() if slot.link.status], engine_id)
+        return pick_engine(self._statuses(), engine_id)
 
     def _is_serving(self, engine_id: EngineId) -> bool:
         slot, status = self._engines[engine_id], self._engine_status(engine_id)
@@ -407,6 +439,11 @@ class LocalCluster:
             self._report(f"plan {plan.generation} is in force on all engines ({self._clock() - self._plan_s:.2f} s)")
         if self.phase == "starting" and self.view().is_ready:
             self.phase = "ready"
+        self._tuning.take(self._statuses())
+        if self.phase != "stopping" and self._tuning.is_due(
+            self.manifest, self._statuses(), is_settled=self._is_settled()
+        ):
+            self._publish()
         self._pulse()
 
     async def _watch_starts(self) -> None:

@@ -6,7 +6,15 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_cli.cells import CellSpec, EngineGroup, build_engines, change_settings, describe_manifest, parse_engines
+from sluice_cli.cells import (
+    CellSpec,
+    EngineGroup,
+    build_engines,
+    change_settings,
+    describe_manifest,
+    make_options,
+    parse_engines,
+)
 from sluice_core.planning.candidates import (
     APPROACHING_FACTORS,
     LEAST_CHUNK_TOKENS,
@@ -19,7 +27,6 @@ from sluice_core.planning.candidates import (
 from sluice_core.planning.planner import Goal
 from sluice_core.planning.trials import Problem
 from sluice_core.records import FlowParameters, Slo
-from sluice_core.sim.setup import SimOptions
 from sluice_core.strategies import STRATEGIES, get_strategy
 
 if TYPE_CHECKING:
@@ -126,9 +133,7 @@ def make_inputs(manifest: ServingCluster | None, flags: Flags, rows: Sequence[Tr
         parameters=FlowParameters(
             early_rejection=settings.early_rejection, min_tokens_between_moves=settings.min_tokens_between_moves
         ),
-        options=SimOptions(
-            no_grant=settings.no_grant, ttft_end=settings.ttft_end, counts_decodes=settings.budget == "all"
-        ),
+        options=make_options(settings),
         classes=spec.classes,
     )
     return PlanInputs(

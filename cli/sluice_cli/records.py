@@ -4,6 +4,7 @@ launcher.json    the launcher: pid, start time, phase, manifest
 processes.json   its processes: pids, start times, ports, logs
 engines.json     addresses of the engines, read again by routers when it changes
 plan.json        the plan in force, read by routers at a cold start
+autotune.json    what the tuner says and recommends; absent while it is off
 cluster.json     uid and generation, kept over restarts so that generations only grow
 logs/            one file per process
 """
@@ -129,6 +130,18 @@ class ClusterDirectory:
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Stores the plan for cold starts."""
         self._write("plan.json", plan)
+
+    def write_tuning(self, tuning: dict[str, Any] | None) -> None:
+        """Stores what the tuner says; None: it is off."""
+        if tuning is None:
+            (self.path / "autotune.json").unlink(missing_ok=True)
+        else:
+            self._write("autotune.json", tuning)
+
+    def read_tuning(self) -> dict[str, Any] | None:
+        """What the tuner said last."""
+        tuning: dict[str, Any] | None = self._read("autotune.json")
+        return tuning
 
     def write_processes(self, processes: list[ProcessRecord]) -> None:
         """Stores the processes."""

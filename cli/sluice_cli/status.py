@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.certificates import CertificateError, CertificateFolder
-from sluice_cli.view import ClusterView, make_view
+from sluice_cli.view import ClusterView, TuningView, make_view
 from sluice_operator.link import ControlTls, ask_status
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ async def read_view(directory: ClusterDirectory) -> ClusterView:
     processes = directory.read_processes() if is_running else []
     routers = [process for process in processes if process.kind == "router"]
     answers = await asyncio.gather(*map(_ask, routers))
+    tuning = directory.read_tuning() if is_running else None
     return make_view(
         name=directory.name,
         phase=facts.get("phase", "unknown") if is_running else "stopped",
@@ -30,6 +31,7 @@ async def read_view(directory: ClusterDirectory) -> ClusterView:
         model=facts.get("model", ""),
         processes=processes,
         statuses={router.name: answer for router, answer in zip(routers, answers, strict=True)},
+        autotune=TuningView(**tuning) if tuning else None,
     )
 
 

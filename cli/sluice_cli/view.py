@@ -112,6 +112,27 @@ class ClassView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TuningView:
+    """What the tuner says.
+
+    Args:
+        reason: Reason of the condition Autotuned, as on Kubernetes (docs/runbook.md).
+        message: The same for people.
+        prefill_heavy: P-heavy engines that it recommends; None: it recommends nothing yet.
+        prefill_heavy_tokens: Their chunk size.
+        decode_heavy_tokens: Chunk size of the others.
+        predicted_attainment: Share of requests that would meet their objectives then.
+    """
+
+    reason: str
+    message: str
+    prefill_heavy: int | None = None
+    prefill_heavy_tokens: int | None = None
+    decode_heavy_tokens: int | None = None
+    predicted_attainment: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
     """A cluster at one moment."""
 
@@ -122,6 +143,7 @@ class ClusterView:
     routers: tuple[RouterView, ...]
     engines: tuple[EngineView, ...]
     classes: tuple[ClassView, ...]
+    autotune: TuningView | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -148,6 +170,7 @@ def make_view(
     model: str,
     processes: Sequence[ProcessRecord],
     statuses: dict[str, control_pb2.GetStatusResponse | None],
+    autotune: TuningView | None = None,
 ) -> ClusterView:
     """Puts together what the launcher and the routers know.
 
@@ -158,6 +181,7 @@ def make_view(
         model: Name that clients use for the model.
         processes: Engines and routers.
         statuses: Answer of each router, by name; None where it does not answer.
+        autotune: What the tuner says; None: it is off.
     """
     answers = [status for status in statuses.values() if status]
     return ClusterView(
@@ -168,6 +192,7 @@ def make_view(
         routers=tuple(_view_router(p, statuses.get(p.name)) for p in processes if p.kind == "router"),
         engines=tuple(_view_engine(p, pick_engine(answers, p.name), phase) for p in processes if p.kind == "engine"),
         classes=_sum_classes(answers),
+        autotune=autotune,
     )
 
 
@@ -264,6 +289,8 @@ def make_table(view: ClusterView) -> Table:
         for counters in view.classes
         if counters.num_finished
     )
+    if view.autotune:
+        attained = "\n".join(filter(None, (attained, _describe_tuning(view.autotune))))
     table = Table(title=f"{view.name}: {view.phase}   {routers}", title_justify="left", caption=attained or None)
     table.caption_justify = "left"
     for name in ("engine", "role", "state"):
@@ -285,6 +312,17 @@ def make_table(view: ClusterView) -> Table:
             str(engine.num_restarts),
         )
     return table
+
+
+def _describe_tuning(tuning: TuningView) -> str:
+    line = f"autotune: {tuning.reason}: {tuning.message}"
+    if tuning.prefill_heavy is None:
+        return line
+    return (
+        f"{line}\nrecommended: prefillHeavy {tuning.prefill_heavy}, chunks"
+        f" {tuning.prefill_heavy_tokens}/{tuning.decode_heavy_tokens}, predicted attainment"
+        f" {100 * (tuning.predicted_attainment or 0.0):.0f} %"
+    )
 
 
 def make_curl_line(view: ClusterView) -> str:

@@ -21,11 +21,14 @@ from sluice_cli.ports import PortBook
 from sluice_cli.records import ClusterDirectory
 from sluice_cli.watch import take_edit
 from sluice_operator.manifest import parse_manifest
+from sluice_operator.question import Answer
+from sluice_operator.sliders import Sliders
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from sluice_cli.children import Child, Launch
+    from sluice_operator.question import Question
 
 PROGRAMS = Path(__file__).parent / "programs"
 PORTS = range(25000, 25400)
@@ -71,12 +74,44 @@ class Running:
             find_model=lambda manifest: home,
             find_secret=lambda name: home / name,
             report=self.report,
+            ask=self.answer,
         )
+        # What searches for sliders are asked, and what they answer.
+        self.asked: list[Question] = []
+        self.sliders = Sliders(num_prefill_heavy=2, prefill_heavy_tokens=1024, decode_heavy_tokens=128)
+        self.num_finished = self.num_met = 0
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
 
     def report(self, line: str) -> None:
         self.lines.append(line)
         self.cluster._pulse()
+
+    async def answer(self, question: Question) -> Answer:
+        self.asked.append(question)
+        return Answer(
+            sliders=self.sliders,
+            goodput_rps=3.0,
+            attainment=0.97,
+            in_force_goodput_rps=2.0,
+            in_force_attainment=0.8,
+            least_gain=0.4,
+        )
+
+    def finish(self, count: int, share: float = 1.0, prompt_tokens: int = 1000) -> None:
+        """Has the router say that so many more requests finished, of so many tokens."""
+        self.num_finished += count
+        self.num_met += round(count * share)
+        file = self.directory.engines_file.with_name("requests.json")
+        requests = {"num_finished": self.num_finished, "num_met": self.num_met, "prompt_tokens": prompt_tokens}
+        file.with_suffix(".new").write_text(json.dumps(requests))
+        file.with_suffix(".new").replace(file)
+
+    async def serve_until(self, is_reached: Callable[[], bool], share: float = 1.0, prompt_tokens: int = 1000) -> None:
+        """Has requests finish until something is the case."""
+        async with asyncio.timeout(30):
+            while not is_reached():
+                self.finish(10, share, prompt_tokens)
+                await asyncio.sleep(0.1)
 
     def edit(self, old: str, new: str) -> bool:
         assert old in self.text
@@ -301,3 +336,62 @@ async def test_generations_only_grow_over_restarts_of_the_launcher(tmp_path: Pat
 
 def test_the_manifest_of_these_tests_is_valid() -> None:
     assert yaml.safe_load(MANIFEST)["spec"]["replicas"] == parse_manifest(MANIFEST).spec.replicas
+
+
+AUTOTUNE = """
+  autotune:
+    mode: Apply
+    cooldownSeconds: 1
+    bounds:
+      prefillHeavy: {min: 1, max: 2}
+      chunkSizes: {prefillHeavy: {min: 256, max: 2048}, decodeHeavy: {min: 0, max: 256}}
+"""
+TUNED = [("D-heavy", 128), ("P-heavy", 1024), ("P-heavy", 1024)]
+
+
+def start_tuning(running: Running) -> None:
+    assert running.edit("  router: {replicas: 1, service: {port: 25400}}\n", MANIFEST.splitlines()[-1] + AUTOTUNE)
+
+
+async def test_the_tuner_changes_sliders_and_restarts_nothing(running: Running) -> None:
+    pids = running.pids()
+    start_tuning(running)
+    await running.serve_until(lambda: sorted(running.engines().values()) == TUNED)
+    assert running.pids() == pids
+    tuning = running.cluster.view().autotune
+    assert tuning is not None
+    assert (tuning.prefill_heavy, tuning.prefill_heavy_tokens, tuning.predicted_attainment) == (2, 1024, 0.97)
+    assert "autotune: prefillHeavy 1, chunks 512/64 -> prefillHeavy 2, chunks 1024/128 (live)" in running.lines
+    await running.serve_until(lambda: running.cluster.view().autotune.reason == "Tuned")
+    assert json.loads((running.directory.path / "autotune.json").read_text())["reason"] == "Tuned"
+    assert len(running.asked) == 1
+    assert len([line for line in running.lines if "recommends" in line]) == 1
+
+
+async def test_tuned_sliders_return_when_attainment_falls_and_a_users_edit_wins(running: Running) -> None:
+    start_tuning(running)
+    await running.serve_until(lambda: sorted(running.engines().values()) == TUNED)
+    await running.serve_until(lambda: sorted(running.engines().values()) == [D, D, P], share=0.1)
+    await running.until(lambda: running.cluster.view().autotune.reason == "Returned")
+    assert running.edit("decodeHeavy: 64", "decodeHeavy: 96")
+    await running.until(lambda: sorted(running.engines().values()) == [("D-heavy", 96), ("D-heavy", 96), P])
+
+
+async def test_an_edited_objective_and_a_shifted_workload_are_searched_for_anew(running: Running) -> None:
+    start_tuning(running)
+    await running.serve_until(lambda: sorted(running.engines().values()) == TUNED)
+    running.sliders = replace(running.sliders, prefill_heavy_tokens=2048)
+    assert running.edit("tpotMilliseconds: 50", "tpotMilliseconds: 80")
+    await running.serve_until(lambda: ("P-heavy", 2048) in running.engines().values())
+    assert [question.terms.classes[0].tpot_milliseconds for question in running.asked] == [50, 80]
+    await running.serve_until(lambda: len(running.asked) == 3, prompt_tokens=4000)
+    assert running.asked[2].workload.rows[0] == (4000, 50, "")
+
+
+async def test_a_tuner_that_is_turned_off_gives_the_sliders_back(running: Running) -> None:
+    start_tuning(running)
+    await running.serve_until(lambda: sorted(running.engines().values()) == TUNED)
+    assert running.edit("mode: Apply", 'mode: "Off"')
+    await running.until(lambda: sorted(running.engines().values()) == [D, D, P])
+    assert running.cluster.view().autotune is None
+    assert not (running.directory.path / "autotune.json").exists()

@@ -7,6 +7,7 @@ from sluice_core.batching import (
     MIN_PROGRESS_TOKENS,
     PRIORITY_HEAD_START_S,
     RECOMPUTE_TOKENS,
+    BatchLimits,
     ChunkedPrefillPolicy,
     EngineBatch,
     RequestKind,
@@ -55,6 +56,41 @@ def test_room_is_what_decodes_and_joining_requests_leave_of_the_chunk(decodes, j
     assert limits.token_budget == decodes + joining + room
     assert limits.max_tokens_per_prefill == room
     assert limits.hides(RequestKind.NEW_PROMPT) == (room == 0)
+    assert not limits.is_minimum_progress
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_the_smallest_chunk_sizes_and_rooms_are_used(chunk):
+    limits = POLICY.limits(NOW, make_batch(chunk_size_tokens=chunk, num_decodes=chunk - 1, num_new_prompts=1))
+    assert (limits.prefill_room_tokens, limits.token_budget, limits.returns_new_prompts) == (1, chunk, False)
+    assert not any(limits.hides(kind) for kind in RequestKind)
+
+
+def test_papers_count_prefill_tokens_alone():
+    """Up to what the engine can batch, which is tokens of all kinds."""
+    policy = ChunkedPrefillPolicy(counts_decodes=False)
+    batch = make_batch(num_decodes=100, num_joining=20, num_new_prompts=1)
+    for product in (ChunkedPrefillPolicy(), ChunkedPrefillPolicy(counts_decodes=True)):
+        assert product.limits(NOW, batch).prefill_room_tokens == 136
+    limits = policy.limits(NOW, batch)
+    assert (limits.prefill_room_tokens, limits.token_budget) == (256, 376)
+    assert policy.limits(NOW, make_batch(num_decodes=100, max_batch_tokens=300)).prefill_room_tokens == 200
+
+
+@pytest.mark.parametrize("hidden", [RequestKind.RECOMPUTE, RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT])
+def test_each_class_is_hidden_by_its_own_switch(hidden):
+    limits = BatchLimits(
+        token_budget=1,
+        prefill_room_tokens=1,
+        max_tokens_per_prefill=1,
+        runs_recompute=hidden is not RequestKind.RECOMPUTE,
+        runs_started_prefills=hidden is not RequestKind.STARTED_PREFILL,
+        runs_new_prompts=hidden is not RequestKind.NEW_PROMPT,
+        returns_new_prompts=False,
+    )
+    assert not limits.is_minimum_progress
+    also = {RequestKind.RECOVERY} if hidden is RequestKind.RECOMPUTE else set()
+    assert {kind for kind in RequestKind if limits.hides(kind)} == {hidden} | also
 
 
 @pytest.mark.parametrize(
@@ -123,6 +159,38 @@ def test_minimum_progress_waits_for_its_interval():
     assert POLICY.limits(NOW, full).prefill_room_tokens == 0
     limits = POLICY.limits(NOW + MIN_PROGRESS_INTERVAL_S, full)
     assert (limits.prefill_room_tokens, limits.is_minimum_progress) == (MIN_PROGRESS_TOKENS, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "room"),
+    [
+        ({"chunk_size_tokens": 24, "last_chunk_size_tokens": 64, "num_decodes": 24, "num_new_prompts": 1}, 24),
+        ({"chunk_size_tokens": 8, "last_chunk_size_tokens": 8, "num_decodes": 8, "num_new_prompts": 1}, 16),
+        ({"chunk_size_tokens": 0, "last_chunk_size_tokens": 64, "num_decodes": 64, "num_started_prefills": 1}, 64),
+        (
+            {
+                "chunk_size_tokens": 0,
+                "last_chunk_size_tokens": 0,
+                "num_decodes": RECOMPUTE_TOKENS,
+                "num_started_prefills": 1,
+            },
+            MIN_PROGRESS_TOKENS,
+        ),
+        ({"num_decodes": 256, "num_new_prompts": 1, "max_batch_tokens": 300}, 44),
+        ({"num_decodes": 300, "num_new_prompts": 1, "max_batch_tokens": 300}, 0),
+    ],
+    ids=[
+        "at most a chunk",
+        "at least a block",
+        "the last chunk",
+        "no chunk ever",
+        "engine's maximum",
+        "engine is full",
+    ],
+)
+def test_minimum_progress_is_bounded(changes, room):
+    limits = POLICY.limits(NOW, make_batch(last_prefill_s=NOW - MIN_PROGRESS_INTERVAL_S, **changes))
+    assert (limits.prefill_room_tokens, limits.is_minimum_progress) == (room, True)
 
 
 def test_classes_are_served_in_order_and_within_a_class_by_arrival():

@@ -218,6 +218,50 @@ def test_standing_proposals_are_bounded():
     assert policy.propose(0.03, decodes) == []
 
 
+def test_the_last_standing_proposal_is_made():
+    decodes, policy = degrading(40, total=1000, used=400), make_policy(watermark=0.1)
+    assert len(policy.propose(0.0, decodes)) == MAX_STANDING_PROPOSALS - 1  # 300 blocks of 20 each
+    decodes.observe_kv(KvBlocks(total=1000, used=1000))
+    assert names(policy.propose(0.03, decodes)) == ["r15"]
+
+
+def test_backflow_and_first_decodes_share_the_bound():
+    decodes, policy = make_decodes(P), make_policy()
+    for number in range(MAX_STANDING_PROPOSALS):
+        join(decodes, f"home {number}", output_tokens=2)
+        join(decodes, f"slow {number}", output_tokens=100, tpot_s=2 * TAU if number < 10 else 0.0, moved=True)
+    causes = Counter(proposal.cause for proposal in policy.propose(0.0, decodes))
+    assert causes == {MoveCause.BACKFLOW: 10, MoveCause.PREFILL_DONE: MAX_STANDING_PROPOSALS - 10}
+
+
+def test_usage_at_the_watermark_is_not_above_it():
+    assert make_policy().propose(0.0, degrading(used=90)) == []
+    assert names(make_policy().propose(0.0, degrading(used=91))) == ["r0"]
+
+
+@pytest.mark.parametrize(
+    ("role", "switches"),
+    [(D, {"degrades": False}), (P, {"flows_back": False, "moves_first_decodes": False})],
+    ids=["degradation", "backflow"],
+)
+def test_what_a_strategy_switches_off_is_not_proposed(role, switches):
+    decodes = make_decodes(role, total=100, used=99)
+    join(decodes, "r", output_tokens=100, tpot_s=2 * TAU if role is P else 0.0)
+    assert make_policy(**switches).propose(0.0, decodes) == []
+    assert names(make_policy().propose(0.0, decodes)) == ["r"]
+
+
+def test_a_request_at_stake_is_left_alone_for_a_while():
+    """It is looked at again after the back-off, though its TPOT has sunk meanwhile."""
+    decodes, policy = make_decodes(D, total=100, used=95), make_policy()
+    join(decodes, "r", output_tokens=101, tpot_s=0.97 * TAU)
+    assert policy.propose(0.0, decodes) == []
+    for _ in range(50):
+        decodes.advance()
+    assert policy.propose(PROPOSAL_BACKOFF_S - 0.01, decodes) == []
+    assert names(policy.propose(PROPOSAL_BACKOFF_S, decodes)) == ["r"]
+
+
 def test_the_seats_of_an_engine_have_the_watermark_too():
     decodes, policy = degrading(10, used=0, max_num_seqs=10), make_policy()
     assert names(policy.propose(0.0, decodes)) == ["r0"]
@@ -364,6 +408,92 @@ def test_impossible_members_are_refused():
     assert RequestId("a") in decodes
 
 
+def test_tpot_so_far_is_a_share_of_its_slo_from_the_second_token_on():
+    decodes = make_decodes()
+    join(decodes, "r", output_tokens=1)
+    (decode,) = decodes.list_members(1)
+    assert decodes.compute_tpot_share(decode, 5.0) == 0.0
+    assert not decodes.has_tpot_above(decode, 5.0, 0.96)
+    decodes.advance()
+    assert decodes.compute_tpot_share(decode, 0.4 * TAU) == pytest.approx(0.4)
+    decodes.advance()
+    assert decodes.compute_tpot_share(decode, 0.4 * TAU) == pytest.approx(0.2)
+
+
+def test_fresh_decodes_came_by_a_move_and_have_not_been_looked_at_since():
+    decodes = make_decodes()
+    for name in ("left", "proposed", "corrected", "fresh"):
+        join(decodes, name, moved=True)
+    join(decodes, "at home")
+    by_name = {decode.request_id: decode for decode in decodes.list_members(9)}
+    decodes.leave(RequestId("left"))
+    decodes.propose(by_name["proposed"], 1.0)
+    decodes.set_output_tokens(RequestId("corrected"), 7)
+    assert [decode.request_id for decode in decodes.list_fresh()] == ["corrected", "fresh"]
+    decodes.wake(1.0, min_tokens=16, alpha=0.96)  # the proposal has had its time: it may be proposed by its place again
+    assert [decode.request_id for decode in decodes.list_fresh()] == ["corrected", "fresh"]
+
+
+def test_an_engine_without_decodes_is_d_heavy_and_empty_until_it_is_told_otherwise():
+    decodes = DecodeSet(block_size_tokens=BLOCK, max_num_seqs=9)
+    assert (decodes.role, decodes.is_draining, len(decodes)) == (D, False, 0)
+    assert (decodes.kv_blocks_total, decodes.kv_blocks_held, decodes.num_proposed, decodes.proposed_blocks) == (0,) * 4
+
+
+def test_a_tpot_at_the_limit_is_not_above_it():
+    """Numbers without rounding: 5 tokens in a second, half of an objective of half a second."""
+    decodes = make_decodes()
+    join(decodes, "r", output_tokens=5, tpot_s=0.25, tau=0.5)
+    (decode,) = decodes.list_members(1)
+    assert not decodes.has_tpot_above(decode, 0.0, 0.5)
+    assert decodes.has_tpot_above(decode, 2**-20, 0.5)
+
+
+def test_a_moved_decode_is_never_at_home():
+    decodes, policy = make_decodes(P), make_policy()
+    join(decodes, "moved", moved=True)
+    for iteration in range(20):
+        assert policy.propose(iteration * TAU / 2, decodes) == []
+        decodes.advance()
+    assert decodes.list_at_home(9) == []
+
+
+def test_a_decode_that_left_while_it_was_fresh_does_not_come_back():
+    decodes = make_decodes()
+    join(decodes, "r", moved=True)
+    decodes.leave(RequestId("r"))
+    decodes.wake(0.0, min_tokens=0, alpha=0.96)
+    assert decodes.get_longest() is None
+
+
+def test_a_decode_proposed_while_it_was_fresh_keeps_its_standing_proposal():
+    """Beyond its SLO it is proposed at once; when it is no longer fresh the proposal still stands."""
+    decodes, policy = make_decodes(P), make_policy(min_tokens_between_moves=2)
+    join(decodes, "r", output_tokens=1001, tpot_s=2 * TAU, moved=True)
+    assert names(policy.propose(0.0, decodes)) == ["r"]
+    for _ in range(3):
+        decodes.advance()
+    assert policy.propose(PROPOSAL_BACKOFF_S / 2, decodes) == []
+    assert names(policy.propose(PROPOSAL_BACKOFF_S, decodes)) == ["r"]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 4])
+def test_as_many_slow_decodes_are_listed_as_are_asked_for(limit):
+    decodes = make_decodes(P)
+    for number in range(3):
+        join(decodes, f"r{number}", output_tokens=100, tpot_s=(2 + number) * TAU)
+    assert [decode.request_id for decode in decodes.list_slow(0.0, limit)] == ["r2", "r1", "r0"][:limit]
+
+
+def test_a_hair_above_the_limit_is_above_it():
+    """Less than what the static order is off by rounding."""
+    decodes = make_decodes(P)
+    decodes.wake(0.0, min_tokens=16, alpha=0.96)
+    join(decodes, "r", output_tokens=101, tpot_s=0.96 * TAU)
+    assert decodes.list_slow(-5e-7, 9) == []
+    assert [decode.request_id for decode in decodes.list_slow(5e-7, 9)] == ["r"]
+
+
 @settings(max_examples=100)
 @given(
     events=st.lists(
@@ -426,6 +556,17 @@ def test_an_iteration_looks_at_moved_decodes_only(role, num_decodes):
     decodes.observe_kv(KvBlocks(total=100_000, used=90_050))
     policy.propose(50 * 0.5 * TAU if role is D else 1e6, decodes)
     assert decodes.num_looked_at <= 2 * MAX_STANDING_PROPOSALS
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="a compiled class has no interpreted subclass")
+def test_a_decode_just_below_the_limit_is_not_looked_at():
+    decodes = CountingSet(block_size_tokens=BLOCK, max_num_seqs=4096)
+    decodes.wake(0.0, min_tokens=16, alpha=0.96)
+    join(decodes, "r", output_tokens=101, tpot_s=0.96 * TAU)
+    for late_s, num_looked_at in ((-0.5 * TAU, 0), (0.5 * TAU, 1)):
+        decodes.num_looked_at = 0
+        decodes.list_slow(late_s, 9)
+        assert decodes.num_looked_at == num_looked_at
 
 
 # --- targets ---

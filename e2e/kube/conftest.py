@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from testbed.bed import Testbed, run_testbed
+from testbed.errors import TestbedError
 from testbed.helm import Helm
 from testbed.images import make_python_image
 from testbed.settings import NODE_NAME, ROOT, make_settings
@@ -106,7 +107,15 @@ def make_namespace(client: Client, request: pytest.FixtureRequest) -> Iterator[C
         print(client.kubectl("get", "pods", "-o", "wide", "-n", name))
         print(client.kubectl("events", "-n", name))
         for pod in client.kubectl("get", "pods", "-o", "name", "-n", name).split():
-            print(f"--- {pod}\n{client.kubectl('logs', '--tail=40', '--ignore-errors', '-n', name, pod)}")
+            print(f"--- {pod}\n{read_last_words(client, name, pod)}")
+
+
+def read_last_words(client: Client, namespace: str, pod: str) -> str:
+    """The end of a pod's log, or why there is none: pods go while others are asked, and those that kwok plays have none."""
+    try:
+        return client.kubectl("logs", "--tail=40", "--ignore-errors", "-n", namespace, pod)
+    except TestbedError as error:
+        return str(error)
 
 
 @pytest.fixture

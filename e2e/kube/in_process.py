@@ -20,8 +20,8 @@ from kubernetes.aio.config import kube_config
 from testbed.settings import ROOT
 
 from sluice_operator.kubernetes_client import KubernetesClient
-from sluice_operator.kubernetes_port import CLUSTERS, PODS, ConflictError, KubernetesError, uid_of
-from sluice_operator.names import COMPONENT_LABEL, ENGINE, ROLE_LABEL, ClusterKey
+from sluice_operator.kubernetes_port import CLUSTERS, PODS, ConflictError, KubernetesError, annotations_of, uid_of
+from sluice_operator.names import COMPONENT_LABEL, DELETION_COST_ANNOTATION, ENGINE, ROLE_LABEL, ClusterKey
 from sluice_operator.planning import read_plan
 from sluice_operator.program import format_now
 from sluice_operator.reconciler import CHILD_KINDS, Reconciler
@@ -191,7 +191,11 @@ class World:
         await self.kubernetes.delete(CLUSTERS, self.key.namespace, self.key.name, uid_of(await self.read()))
 
     async def look(self) -> bool:
-        """One look; errors are to be tried again, and a crash brings a new process. Returns whether it wrote nothing."""
+        """One look; errors are to be tried again, and a crash brings a new process.
+
+        Returns:
+            Whether it came to its end and wrote nothing.
+        """
         before = self.watched.num_writes
         try:
             await self.reconciler.reconcile(self.key)
@@ -201,14 +205,19 @@ class World:
         except ConflictError:
             self.num_conflicts += 1
         except KubernetesError:
-            return False
-        return self.watched.num_writes == before
+            pass
+        else:
+            return self.watched.num_writes == before
+        return False
 
     async def settle(self) -> None:
-        """Looks again and again until everything is as the spec asks for, and a look writes nothing any more."""
+        """Looks again and again until everything is as the spec asks for, and a look writes nothing any more.
+
+        Pods that leave are in the plan as long as they are there: without them it is the same whatever happened before.
+        """
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                if await self.look() and is_settled(await self.read()):
+                if await self.look() and is_settled(await self.read()) and not self.is_anything_ending:
                     return
                 await asyncio.sleep(PAUSE_S)
 
@@ -218,7 +227,7 @@ class World:
         lists = [await self.kubernetes.list(kind, self.key.namespace, labels) for kind in (*CHILD_KINDS, PODS)]
         return [item for found in lists for item in found]
 
-    async def summarize(self) -> str:
+    async def summarize(self) -> Object:
         """The state without what depends on the way to it: versions, names of pods, numbers of plans, times."""
         body = await self.read()
         status = {name: value for name, value in body["status"].items() if name in ("replicas", "effective")}
@@ -231,16 +240,22 @@ class World:
             "children": sorted((item["kind"], item["metadata"]["name"]) for item in seen),
             "deployments": [item["spec"] for item in seen if item["kind"] == "Deployment"],
             "roles": sorted(pod["metadata"]["labels"].get(ROLE_LABEL, "") for pod in self.engines),
+            "marks": sorted(annotations_of(pod).get(DELETION_COST_ANNOTATION, "") for pod in self.engines),
             "plan": sorted((part.role, part.chunk_size_tokens, part.is_draining) for part in plan.engines),
             "owners": sorted({owner["uid"] == uid_of(body) for item in seen for owner in _owners(item)}),
             "routers": [self.routers.plans[address] == plan for address in self.routers.addresses[self.key].values()],
         }
-        return json.dumps(found, sort_keys=True).replace(self.key.name, "NAME")
+        plain: Object = json.loads(json.dumps(found).replace(self.key.name, "NAME"))
+        return plain
 
     @property
     def engines(self) -> list[Object]:
         pods = self.watched.seen[PODS.name]
         return [pod for pod in pods if pod["metadata"]["labels"].get(COMPONENT_LABEL) == ENGINE]
+
+    @property
+    def is_anything_ending(self) -> bool:
+        return any("deletionTimestamp" in pod["metadata"] for pod in self.watched.seen[PODS.name])
 
     @property
     def plan(self) -> Any:

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -25,7 +26,7 @@ from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2_grpc
 from sluice_operator.names import CONTROL_PORT, GRPC_PORT, METRICS_PORT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from testbed.client import Client
 
@@ -52,32 +53,75 @@ RETRIES = {
 PATIENCE_S = 240.0
 
 
-def make_pods_manifest() -> dict[str, Any]:
-    """The example for two cores, with the engines' environment from a claim: their image is a thin one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust:
+    """How control ports of a cluster with ``network.tls`` are spoken with.
+
+    Args:
+        files: The entries of a Secret: our key and certificate, and the authority.
+        name: Name in the routers' certificate.
+    """
+
+    files: dict[str, bytes]
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditTimes:
+    """When an edit had come how far, in seconds from just before the request to the API server.
+
+    Args:
+        accepted_s: The API server had answered.
+        pushed_s: The operator's plan had come to every router.
+        in_force_s: Every engine had acknowledged it to every router.
+    """
+
+    accepted_s: float
+    pushed_s: float
+    in_force_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"in force in every engine after {1e3 * self.in_force_s:.0f} ms "
+            f"(accepted {1e3 * self.accepted_s:.0f}, at every router {1e3 * self.pushed_s:.0f})"
+        )
+
+
+def make_pods_manifest(**spec: Any) -> dict[str, Any]:
+    """The example for two cores, with the engines' environment from a claim: their image is a thin one.
+
+    Args:
+        spec: Fields of the spec to set besides.
+    """
     volume = {"name": "checkout", "persistentVolumeClaim": {"claimName": "checkout", "readOnly": True}}
     mount = {"name": "checkout", "mountPath": str(ROOT), "readOnly": True}
     template = {"spec": {"volumes": [volume], "containers": [{"name": "engine", "volumeMounts": [mount]}]}}
     # Pods that ask for no CPU get what is left over, which is nothing while an engine imports vLLM.
     engine = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
-    router = {"requests": {"cpu": "200m", "memory": "128Mi"}}
-    manifest = make_manifest(
-        engine={"podTemplate": template, "resources": engine}, router={"replicas": 2, "resources": router}
-    )
-    manifest["spec"]["replicas"] = 2
+    manifest = make_manifest(engine={"podTemplate": template, "resources": engine}, router={"replicas": 2})
+    manifest["spec"] |= {"replicas": 2, **spec}
     return manifest
 
 
 class PodCluster(KubectlCluster):
-    """The ServingCluster ``tiny``, with two engines and two routers in pods of this machine.
+    """The ServingCluster ``tiny``, with engines and routers in pods of this machine.
+
+    What tests ask for again and again they ask over HTTPS: kubectl would take half a core from the engines.
 
     Args:
         client: The administrator.
         namespace: Its namespace.
+        manifest: The ServingCluster; two engines and two routers by default.
+        trust: How its control ports are spoken with, if it has ``network.tls``.
     """
 
-    def __init__(self, client: Client, namespace: str) -> None:
+    def __init__(
+        self, client: Client, namespace: str, manifest: dict[str, Any] | None = None, trust: Trust | None = None
+    ) -> None:
         super().__init__(client, namespace, PATIENCE_S)
-        self.manifest = make_pods_manifest()
+        self.manifest = manifest or make_pods_manifest()
+        self._trust = trust
+        self._path = f"/apis/sluice.dev/v1alpha1/namespaces/{namespace}/servingclusters/tiny"
 
     def create(self) -> None:
         """Makes it, with the volumes that its pods claim."""
@@ -88,6 +132,14 @@ class PodCluster(KubectlCluster):
         self.apply(self.manifest)
 
     # --- what is the case
+
+    def read(self, what: str) -> Any:
+        return self.client.request("GET", self._path).content if what == "slc/tiny" else super().read(what)
+
+    def find_pods(self, component: str) -> dict[str, dict[str, Any]]:
+        query = f"labelSelector=sluice.dev%2Fcluster%3Dtiny,app.kubernetes.io%2Fcomponent%3D{component}"
+        answer = self.client.request("GET", f"/api/v1/namespaces/{self.namespace}/pods?{query}")
+        return {pod["metadata"]["uid"]: pod for pod in answer.content["items"]}
 
     @property
     def routers(self) -> dict[str, dict[str, Any]]:
@@ -111,7 +163,7 @@ class PodCluster(KubectlCluster):
     def statuses(self) -> list[Status]:
         """What each router says now; none when one of them does not answer."""
         try:
-            return [read_status(f"{address}:{CONTROL_PORT}") for address in self.addresses("router").values()]
+            return [self._read_status(address) for address in self.addresses("router").values()]
         except grpc.RpcError:
             return []
 
@@ -125,6 +177,10 @@ class PodCluster(KubectlCluster):
                 int(float(line.split()[1])) for line in lines if line.startswith("sluice_engine_chunk_size_tokens ")
             ]
         return sorted(found)
+
+    def wait_chunk_sizes(self, sizes: list[int]) -> None:
+        """Waits until the engines themselves name these: their metrics follow with the next report of their load."""
+        self.wait_for(lambda: self.chunk_sizes() == sizes, f"chunk sizes {sizes}")
 
     def wait_ready(self, component: str) -> None:
         """Waits until all pods of a component are Ready and none ends: conditions may lag behind what has just happened."""
@@ -166,15 +222,12 @@ class PodCluster(KubectlCluster):
         """Puts the manifest back."""
         self.kubectl("replace", "-f", "-", stdin=json.dumps(self.manifest))
 
-    def time_edit(self, is_reached: Callable[[Status], bool], **spec: Any) -> float:
+    def time_edit(self, is_reached: Callable[[Status], bool], **spec: Any) -> EditTimes:
         """Edits the spec, and measures the time until every engine has acknowledged it to every router.
 
         Args:
             is_reached: Says of a router's status whether the edit is in force.
             spec: The edit.
-
-        Returns:
-            Seconds, from just before the request to the API server.
         """
         body = json.loads(json.dumps({"spec": spec}))
         before = max(status.generation for status in self.wait_for(self.statuses, "the routers' answers"))
@@ -182,16 +235,20 @@ class PodCluster(KubectlCluster):
         def is_in_force(status: Status) -> bool:
             return status.acknowledged_generation > before and is_reached(status)
 
-        addresses = [f"{address}:{CONTROL_PORT}" for address in self.addresses("router").values()]
+        addresses = self.addresses("router").values()
         at_the_start = threading.Barrier(len(addresses) + 1, timeout=30)
+        steps = (lambda status: status.generation > before, is_in_force)
         with ThreadPoolExecutor(len(addresses)) as pool:
-            seen = [pool.submit(follow_status, address, at_the_start, is_in_force) for address in addresses]
+            seen = [pool.submit(self._follow_status, address, at_the_start, steps) for address in addresses]
             at_the_start.wait()
             started_s = time.monotonic()
-            path = f"/apis/sluice.dev/v1alpha1/namespaces/{self.namespace}/servingclusters/tiny"
-            answer = self.client.request("PATCH", path, body, "application/merge-patch+json")
+            answer = self.client.request("PATCH", self._path, body, "application/merge-patch+json")
+            accepted_s = time.monotonic()
             assert answer.is_ok, answer
-            return max(future.result() for future in seen) - started_s
+            pushed, in_force = zip(*(future.result() for future in seen), strict=True)
+        return EditTimes(
+            accepted_s=accepted_s - started_s, pushed_s=max(pushed) - started_s, in_force_s=max(in_force) - started_s
+        )
 
     def evict(self, pod: str) -> int:
         """Evicts a pod, as `kubectl drain` does; returns the HTTP status."""
@@ -217,25 +274,42 @@ class PodCluster(KubectlCluster):
             # Moves are asked of routers, not of the Service.
             yield StreamClient(router_pb2_grpc.RouterStub(channel), control_pb2_grpc.ControlStub(channel))
 
+    # --- control ports
 
-def read_status(address: str) -> Status:
-    """Asks a router for its status."""
-    with grpc.insecure_channel(address) as channel:
-        return control_pb2_grpc.ControlStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=5)
+    def _read_status(self, address: str) -> Status:
+        with open_channel(f"{address}:{CONTROL_PORT}", self._trust) as channel:
+            return control_pb2_grpc.ControlStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=5)
+
+    def _follow_status(
+        self, address: str, at_the_start: threading.Barrier, steps: Sequence[Callable[[Status], bool]]
+    ) -> list[float]:
+        """Follows a router's status, from the barrier on, through what is waited for in turn.
+
+        Returns:
+            When each step was seen, by the monotonic clock.
+        """
+        times: list[float] = []
+        with open_channel(f"{address}:{CONTROL_PORT}", self._trust) as channel:
+            stub = control_pb2_grpc.ControlStub(channel)
+            status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=10)
+            at_the_start.wait()
+            deadline = time.monotonic() + self.patience_s
+            while True:
+                while len(times) < len(steps) and steps[len(times)](status):
+                    times.append(time.monotonic())
+                if len(times) == len(steps):
+                    return times
+                assert time.monotonic() < deadline, f"{address} did not come to it: {status}"
+                request = control_pb2.GetStatusRequest(after_version=status.version, timeout_s=5)
+                status = stub.GetStatus(request, timeout=15)
 
 
-def follow_status(address: str, at_the_start: threading.Barrier, is_reached: Callable[[Status], bool]) -> float:
-    """Follows a router's status, from the barrier on, until it says what is waited for; returns when, by the monotonic clock."""
-    with grpc.insecure_channel(address) as channel:
-        stub = control_pb2_grpc.ControlStub(channel)
-        status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=10)
-        at_the_start.wait()
-        deadline = time.monotonic() + PATIENCE_S
-        while not is_reached(status):
-            assert time.monotonic() < deadline, f"{address} did not come to it: {status}"
-            request = control_pb2.GetStatusRequest(after_version=status.version, timeout_s=5)
-            status = stub.GetStatus(request, timeout=15)
-        return time.monotonic()
+def open_channel(address: str, trust: Trust | None) -> grpc.Channel:
+    """Opens a channel to a port of routers or engines."""
+    if trust is None:
+        return grpc.insecure_channel(address)
+    credentials = grpc.ssl_channel_credentials(trust.files["ca.crt"], trust.files["tls.key"], trust.files["tls.crt"])
+    return grpc.secure_channel(address, credentials, options=[("grpc.ssl_target_name_override", trust.name)])
 
 
 def is_idle(status: Status) -> bool:

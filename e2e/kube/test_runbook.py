@@ -1,7 +1,8 @@
-"""The commands of the pages for operators (``sh ci-kube``) run as they are shown, on a real API server."""
+"""The commands of README and the pages for operators (``sh ci-kube``) run as they are shown, on a real API server."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,10 +13,14 @@ import yaml
 from testbed.settings import ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from testbed.bed import Testbed
     from testbed.client import Client
 
 FENCE = re.compile(r"^( *)```sh ci-kube\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+README = "".join(block for _, block in FENCE.findall((ROOT / "README.md").read_text()))
 BLOCKS = [
     pytest.param(block, id=f"{page.stem} {number}")
     for page in sorted((ROOT / "docs").glob("*.md"))
@@ -25,6 +30,27 @@ BLOCKS = [
 
 def test_pages_show_commands() -> None:
     assert len(BLOCKS) >= 3
+    assert "helm install" in README
+
+
+def run(testbed: Testbed, client: Client, commands: str, **variables: str) -> str:
+    """Runs commands in the root of the checkout, as the administrator."""
+    environment = {
+        **os.environ,
+        "KUBECONFIG": str(client.kubeconfig),
+        "PATH": f"{testbed.path}:{os.environ['PATH']}",
+        **variables,
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.usefixtures("crd")
@@ -32,15 +58,28 @@ def test_pages_show_commands() -> None:
 def test_a_shown_command_works(testbed: Testbed, client: Client, namespace: str, block: str) -> None:
     manifest = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
     client.kubectl("apply", "-n", namespace, "-f", "-", stdin=yaml.safe_dump(manifest))
-    environment = {
-        **os.environ,
-        "KUBECONFIG": str(client.kubeconfig),
-        "PATH": f"{testbed.path}:{os.environ['PATH']}",
-        "NAMESPACE": namespace,
-        "NAME": manifest["metadata"]["name"],
-        "OPERATOR": namespace,
-    }
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block], env=environment, capture_output=True, text=True, check=False
+    name = manifest["metadata"]["name"]
+    run(testbed, client, block, NAMESPACE=namespace, NAME=name, OPERATOR=namespace)
+
+
+@pytest.fixture
+def bare_cluster(client: Client, crd: Path) -> Iterator[None]:
+    """A cluster that has never seen Sluice; afterwards the definition is as other tests need it."""
+    definition = ("crd", "servingclusters.sluice.dev", "--ignore-not-found", "--timeout=60s")
+    client.kubectl("delete", *definition)
+    yield
+    client.helm("uninstall", "sluice", "-n", "sluice-system", "--ignore-not-found")
+    client.kubectl("delete", *definition)
+    client.kubectl("apply", "--server-side", "-f", str(crd))
+    client.wait_established("servingclusters.sluice.dev")
+
+
+@pytest.mark.usefixtures("bare_cluster")
+def test_the_readme_leads_from_nothing_to_a_cluster_that_is_edited(testbed: Testbed, client: Client) -> None:
+    said = run(testbed, client, README)
+    assert "servingcluster.sluice.dev/qwen created" in said
+    spec = json.loads(client.kubectl("get", "slc", "qwen", "-o", "json"))["spec"]
+    assert (spec["replicas"], spec["slo"]["tpotMilliseconds"], spec["chunkSizes"]["decodeHeavy"]) == (6, 60, 256)
+    assert "deployment.apps/sluice-operator" in client.kubectl(
+        "get", "deployments", "-n", "sluice-system", "-o", "name"
     )
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -169,7 +169,7 @@ class EmulatedTransfers:
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
         self._link_free_s = 0.0
-        # Reads that wait for their source: when to ask again, when to give up.
+        # Reads that wait for their source: when they began, when to ask again.
         self._asking: dict[str, tuple[Read, float, float]] = {}
         self._moving: list[tuple[float, float, str, Read]] = []
         self._leases: dict[str, float] = {}
@@ -182,7 +182,7 @@ class EmulatedTransfers:
             self._leases[request_id] = now_s + LEASE_S
             self._port.hold(request_id)
         for read in metadata.reads:
-            self._asking[read.request_id] = (read, now_s, now_s + ASK_FOR_S)
+            self._asking[read.request_id] = (read, now_s, now_s)
         finished = Finished()
         self._ask(now_s, finished)
         self._move(now_s, finished)
@@ -190,17 +190,18 @@ class EmulatedTransfers:
         return finished
 
     def _ask(self, now_s: float, finished: Finished) -> None:
-        for request_id, (read, ask_s, give_up_s) in list(self._asking.items()):
+        for request_id, (read, began_s, ask_s) in list(self._asking.items()):
             if self._port.has_answer(read.remote_request_id):
                 del self._asking[request_id]
-                self._link_free_s = max(now_s, self._link_free_s) + read.num_bytes / self._bytes_per_s
-                heapq.heappush(self._moving, (self._link_free_s + self._latency_s, now_s, request_id, read))
-            elif now_s >= give_up_s:
+                # The answer came between two looks; a link would have begun with it, and did not wait for this one.
+                self._link_free_s = max(began_s, self._link_free_s) + read.num_bytes / self._bytes_per_s
+                heapq.heappush(self._moving, (self._link_free_s + self._latency_s, began_s, request_id, read))
+            elif now_s >= began_s + ASK_FOR_S:
                 del self._asking[request_id]
                 finished.received.add(request_id)
                 finished.failed.add(request_id)
             elif now_s >= ask_s:
-                self._asking[request_id] = (read, now_s + ASK_EVERY_S, give_up_s)
+                self._asking[request_id] = (read, began_s, now_s + ASK_EVERY_S)
                 self._port.tell(read.source, "read", read.remote_request_id)
 
     def _move(self, now_s: float, finished: Finished) -> None:

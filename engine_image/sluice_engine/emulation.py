@@ -101,11 +101,13 @@ class Sequence:
         prompt_hash: See ``hash_prompt``.
         num_tokens: Tokens known: prompt and output.
         num_computed_tokens: Tokens whose KV is there.
+        is_prefilling: It is in the midst of a prompt, or of recomputing: one token may be the last chunk of it.
     """
 
     prompt_hash: int
     num_tokens: int
     num_computed_tokens: int
+    is_prefilling: bool = False
 
 
 class EmulatedExecutor(Executor):  # type: ignore[misc]
@@ -233,6 +235,7 @@ class EmulatedExecutor(Executor):  # type: ignore[misc]
         for request_id, token_ids in cached.all_token_ids.items():
             # Back from a preemption: a token that was in flight then is gone.
             sequences[request_id].num_tokens = len(token_ids)
+            sequences[request_id].is_prefilling = True
 
     def _compute(self, num_scheduled_tokens: dict[str, int]) -> tuple[IterationShape, dict[str, list[int]]]:
         """What the iteration computes, and the tokens that come of it (none in the middle of a prompt)."""
@@ -243,13 +246,14 @@ class EmulatedExecutor(Executor):  # type: ignore[misc]
             sequence = self._sequences[request_id]
             begin = sequence.num_computed_tokens
             is_complete = begin + count >= sequence.num_tokens
-            if count == 1 and is_complete:
+            if count == 1 and is_complete and begin and not sequence.is_prefilling:
                 num_decodes += 1
-                decode_context_tokens += begin
+                decode_context_tokens += begin + 1
             else:
                 prefill_tokens += count
                 num_chunks += 1
                 attention_work += compute_attention_work(count, begin)
+            sequence.is_prefilling = not is_complete
             tokens[request_id] = [self._sample(sequence)] if is_complete else []
         shape = IterationShape(
             prefill_tokens=prefill_tokens,

@@ -21,7 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor.abstract import Executor
 
-from sluice_engine import plugin, profiles, selfcheck
+from sluice_engine import model_classes, plugin, profiles, selfcheck
 from sluice_engine.errors import StartError, UnsupportedVllmError
 from sluice_engine.executor import die_with_parent
 
@@ -100,6 +100,8 @@ def make_vllm_config(settings: EngineSettings, epoch: int) -> VllmConfig:
         StartError: vLLM refuses it.
     """
     set_environment(settings)
+    if is_forked(settings):
+        model_classes.register_classes(settings.model)
     try:
         arguments = merge_arguments(settings.vllm_args, vllm_arguments(settings, epoch))
         config = arguments.create_engine_config()

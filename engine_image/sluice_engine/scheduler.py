@@ -34,6 +34,7 @@ from sluice_engine.grants import GrantTable
 from sluice_engine.hand_offs import HandOffs
 from sluice_engine.handles import MalformedHandleError
 from sluice_engine.measure import PullRate, Stopwatch, describe_batch
+from sluice_engine.recording import open_recorder
 from sluice_engine.reports import Outbox
 from sluice_engine.resume import GrammarReplayError, replay_grammar, restore_output
 from sluice_engine.tracking import Tracked, Tracker
@@ -79,6 +80,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._decode_context_tokens = 0
         self._num_preemptions = self._num_moved_in = self._num_recomputed_pulls = 0
         self._outbox = Outbox()
+        self._recorder = open_recorder(self.vllm_config.kv_transfer_config.engine_id)
         self._allocate_slots = manager.allocate_slots
         manager.allocate_slots = self._allocate_with_grants
 
@@ -92,7 +94,10 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def _carry_out(self, command: control.Command) -> control.Answer:
         match command:
             case control.Configure():
-                return self._flow.configure(command)
+                configured = self._flow.configure(command)
+                if self._recorder is not None:
+                    self._recorder.note_plan(configured)
+                return configured
             case control.Grant():
                 return self._grant(command)
             case control.ReleaseGrant():
@@ -177,6 +182,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         tracked.kind = self._admit(tracked)
         self._tracker.add(tracked)
         self._outbox.note_submit(extras)
+        if self._recorder is not None:
+            self._recorder.note_request(tracked)
         super().add_request(request)
 
     def _admit(self, tracked: Tracked) -> RequestKind:
@@ -266,6 +273,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         result = super()._free_request(request, delay_free_blocks)
         if result[0] is not None and request_id in self.requests:
             self._hand_offs.pin(request_id, self._count_blocks_of(request_id))
+            if self._recorder is not None:
+                self._recorder.note_hand_off(request_id)
         return result
 
     def _free_blocks(self, request: Request) -> None:
@@ -306,7 +315,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
                 last_chunk_size_tokens=self._flow.last_chunk_size_tokens,
                 max_batch_tokens=self.max_num_scheduled_tokens,
                 block_size_tokens=self.block_size,
-                num_decodes=count(RequestKind.DECODE),
+                num_decodes=count(RequestKind.DECODE) - self._count_ending(),
                 num_joining=count(RequestKind.JOINING),
                 num_recomputing=count(RequestKind.RECOMPUTE) + count(RequestKind.RECOVERY),
                 num_started_prefills=count(RequestKind.STARTED_PREFILL),
@@ -321,6 +330,22 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             self.running.sort(key=self._order_running)
         self._limits = limits
         self._room_tokens = limits.prefill_room_tokens
+
+    def _count_ending(self) -> int:
+        """Decodes that the next iteration leaves out: their last token comes with the one under way.
+
+        The condition is the stock ``schedule``'s.
+        """
+        num_ending = 0
+        for tracked in self._tracker.of_kind(RequestKind.DECODE):
+            request = tracked.request
+            in_flight = request.num_output_placeholders
+            if (
+                in_flight
+                and request.num_computed_tokens + 2 - in_flight >= request.num_prompt_tokens + request.max_tokens
+            ):
+                num_ending += 1
+        return num_ending
 
     def _order_running(self, request: Request) -> tuple[int, float]:
         return int(self._tracker.by_id[request.request_id].kind), request.arrival_time
@@ -375,6 +400,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def _settle_batch(self, output: SchedulerOutput, started_s: float, now_s: float) -> None:
         batch = describe_batch(output, self._tracker, started_s)
         self._decode_context_tokens = batch.decode_context_tokens
+        if self._recorder is not None:
+            self._recorder.note_batch(output, batch)
         if batch.prefill_tokens:
             self._last_prefill_s = now_s
         for tracked in batch.computing:
@@ -399,6 +426,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         iteration, proposals = None, []
         if measured is not None:
             batch, iteration = measured
+            if self._recorder is not None:
+                self._recorder.note_end(iteration.duration_s)
             now_s = time.monotonic()
             self._flow.advance(scheduler_output.num_scheduled_tokens)
             for tracked in batch.arriving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,21 @@ def test_iteration_never_exceeds_the_chunk_size(kind: str, request: pytest.Fixtu
     shapes = iterations(engine)
     assert max(shape.prefill_tokens + shape.num_decodes for shape in shapes) == 64
     assert sum(shape.prefill_tokens for shape in shapes) == 4 * 300
+
+
+@pytest.mark.parametrize("kind", ["pair", "async_pair"])
+def test_a_decode_that_has_ended_leaves_its_room_to_prefills_at_once(kind: str, request: pytest.FixtureRequest) -> None:
+    """Also when its last token is still under way while the next iteration is scheduled."""
+    engine: Engine = request.getfixturevalue(kind)[0]
+    engine.configure(64)
+    short = [engine.submit(make_prompt(20, salt=index), max_tokens=4 + index) for index in range(3)]
+    long = engine.submit(make_prompt(1200, salt=9), max_tokens=2)
+    wait([engine], lambda: long.is_over and all(part.is_over for part in short))
+    shapes = [shape for shape in iterations(engine) if shape.prefill_tokens]
+    # Before the long prompt came, chunks were not full; its last one is not either.
+    *full, _ = dropwhile(lambda shape: shape.prefill_tokens + shape.num_decodes < 64, shapes)
+    assert {shape.prefill_tokens + shape.num_decodes for shape in full} == {64}
+    assert max(shape.num_decodes for shape in full) > full[-1].num_decodes == 0
 
 
 def test_chunk_size_is_in_force_at_the_next_iteration(pair: tuple[Engine, Engine]) -> None:

@@ -26,14 +26,22 @@ def main() -> int:
     try:
         asyncio.run(run_operator(settings))
     except* CertificateError as errors:
-        logging.getLogger(__name__).error("cannot start: %s", errors.exceptions[0])  # noqa: TRY400 - expected
+        logging.getLogger(__name__).error("cannot start: %s", find_cause(errors))  # noqa: TRY400 - expected
         return_status = 2
     except* LeaseLostError as errors:
-        logging.getLogger(__name__).error("exits: %s", errors.exceptions[0])  # noqa: TRY400 - expected, no trace
+        logging.getLogger(__name__).error("exits: %s", find_cause(errors))  # noqa: TRY400 - expected, no trace
         return_status = 1
     else:
         return_status = 0
     return return_status
+
+
+def find_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Finds what went wrong first: task groups in task groups say how many errors there were, and not which."""
+    cause: BaseException = errors
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause
 
 
 if __name__ == "__main__":

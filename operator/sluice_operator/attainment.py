@@ -55,8 +55,12 @@ class AttainmentWindow:
     """What the routers of one cluster finished in the last five minutes.
 
     Mutable; only ``take`` and ``sum_up`` change it. Times are seconds on the operator's monotonic clock.
+
+    Attributes:
+        total: What they finished since this began; only grows.
     """
 
+    total: Counts = field(default_factory=Counts)
     _totals: dict[str, dict[str, Counts]] = field(default_factory=dict)
     _steps: deque[tuple[float, dict[str, Counts]]] = field(default_factory=deque)
 
@@ -103,6 +107,7 @@ class AttainmentWindow:
             self._steps.append((now, {}))
         counts = self._steps[-1][1]
         counts[name] = counts.get(name, Counts()) + count
+        self.total += count
 
 
 def format_share(met: int, finished: int) -> str:

@@ -62,6 +62,17 @@ class Reason(StrEnum):
     MISSED = "Missed"
     NO_TRAFFIC = "NoTraffic"
     OFF = "Off"
+    TUNED = "Tuned"
+    ON_TRIAL = "OnTrial"
+    RECOMMENDED = "Recommended"
+    COOLING_DOWN = "CoolingDown"
+    MEASURING = "Measuring"
+    SEARCHING = "Searching"
+    RETURNED = "Returned"
+    NO_SAMPLE = "NoSample"
+    NO_LATENCY_MODEL = "NoLatencyModel"
+    NOTHING_TO_TUNE = "NothingToTune"
+    SEARCH_FAILED = "SearchFailed"
 
 
 # The reasons of each condition, those of the good state first.
@@ -106,5 +117,19 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.NO_REPORT,
     ),
     ConditionType.SLO_MET: (Reason.MET, Reason.MISSED, Reason.NO_TRAFFIC, Reason.NO_REPORT),
-    ConditionType.AUTOTUNED: (Reason.OFF, Reason.NOT_AVAILABLE),
+    ConditionType.AUTOTUNED: (
+        Reason.TUNED,
+        Reason.ON_TRIAL,
+        Reason.OFF,
+        Reason.RECOMMENDED,
+        Reason.COOLING_DOWN,
+        Reason.MEASURING,
+        Reason.SEARCHING,
+        Reason.RETURNED,
+        Reason.NO_SAMPLE,
+        Reason.NO_LATENCY_MODEL,
+        Reason.NOTHING_TO_TUNE,
+        Reason.SPEC_INVALID,
+        Reason.SEARCH_FAILED,
+    ),
 }

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2, plan_pb2
     from sluice_core.records import EngineId
     from sluice_operator.attainment import Counts
+    from sluice_operator.autotune import Verdict
     from sluice_operator.kubernetes_port import Object
     from sluice_operator.pods import Pod
+    from sluice_operator.question import Answer
     from sluice_operator.reports import EngineReport
     from sluice_operator.spec import ServingCluster
 
@@ -49,6 +51,8 @@ class Findings:
         statuses: Newest status of each router that answers.
         refusals: Why routers refused the plan, by pod.
         attainment: Requests of the last five minutes, by class.
+        tuning: What is to be said about autotune; None: it was not looked at.
+        recommended: What the search for sliders found last; None: nothing yet.
     """
 
     body: Object
@@ -64,6 +68,8 @@ class Findings:
     statuses: Mapping[str, control_pb2.GetStatusResponse] = field(default_factory=dict)
     refusals: Mapping[str, str] = field(default_factory=dict)
     attainment: Mapping[str, Counts] = field(default_factory=dict)
+    tuning: Verdict | None = None
+    recommended: Answer | None = None
 
     @property
     def num_engines_ready(self) -> int:

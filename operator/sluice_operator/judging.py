@@ -227,9 +227,13 @@ def _decide_slo(found: Findings) -> Condition:
 
 
 def _decide_autotuned(found: Findings) -> Condition:
-    # Read as it is written: a spec that asks for more than Off is refused as a whole (rules.py).
-    mode = (found.body["spec"].get("autotune") or {}).get("mode", "Off")
-    if mode == "Off":
+    tuning = found.tuning
+    if tuning is not None:
+        return Condition(
+            subject=ConditionType.AUTOTUNED, is_true=tuning.is_true, reason=tuning.reason, message=tuning.message
+        )
+    # Read as it is written: the spec was refused as a whole.
+    if (found.body["spec"].get("autotune") or {}).get("mode", "Off") == "Off":
         return Condition(subject=ConditionType.AUTOTUNED, is_true=False, reason=Reason.OFF, message="autotune is off")
-    message = f"autotune mode {mode} is not available yet; the sliders stay as the spec says. Use Off"
-    return Condition(subject=ConditionType.AUTOTUNED, is_true=False, reason=Reason.NOT_AVAILABLE, message=message)
+    message = "nothing is searched for until the spec can be carried out; see SpecValid"
+    return Condition(subject=ConditionType.AUTOTUNED, is_true=False, reason=Reason.SPEC_INVALID, message=message)

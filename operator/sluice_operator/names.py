@@ -27,6 +27,8 @@ APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
 # On routers whose control port asks for a certificate: the name that theirs is for.
 CONTROL_TLS_ANNOTATION = f"{GROUP}/control-tls"
 GENERATION_ANNOTATION = f"{GROUP}/plan-generation"
+# On the plan: sliders that autotune put in force instead of the spec's.
+TUNED_ANNOTATION = f"{GROUP}/tuned"
 
 ENGINE = "engine"
 ROUTER = "router"

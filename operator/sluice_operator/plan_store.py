@@ -14,17 +14,19 @@ from sluice_operator.planning import write_plan
 
 if TYPE_CHECKING:
     from sluice.v1 import plan_pb2
+    from sluice_operator.autotune import Stored
     from sluice_operator.children import Children
     from sluice_operator.kubernetes_port import Object
 
 
-async def store_plan(children: Children, live: Object | None, plan: plan_pb2.Plan) -> bool:
+async def store_plan(children: Children, live: Object | None, plan: plan_pb2.Plan, tuned: Stored | None = None) -> bool:
     """Stores a plan.
 
     Args:
         children: The cluster's children.
         live: The ConfigMap that the plan's number was counted from; None: there was none.
         plan: The plan.
+        tuned: Sliders in it that autotune put in force instead of the spec's; they are stored with it.
 
     Returns:
         Whether it is stored; the reason is among the children's troubles otherwise.
@@ -33,7 +35,7 @@ async def store_plan(children: Children, live: Object | None, plan: plan_pb2.Pla
         ConflictError: Somebody else stored one; look again.
         KubernetesError: To be tried again.
     """
-    content = _render(children, plan)
+    content = _render(children, plan, tuned)
     name, namespace = content["metadata"]["name"], content["metadata"]["namespace"]
     what = f"ConfigMap {name}"
     if live is None:
@@ -51,7 +53,7 @@ async def store_plan(children: Children, live: Object | None, plan: plan_pb2.Pla
     return await children.attempt(children.kubernetes.patch(CONFIG_MAPS, namespace, name, patch), what)
 
 
-def _render(children: Children, plan: plan_pb2.Plan) -> Object:
+def _render(children: Children, plan: plan_pb2.Plan, tuned: Stored | None) -> Object:
     cluster = children.cluster_name
     content = children.adopt(
         {
@@ -61,5 +63,9 @@ def _render(children: Children, plan: plan_pb2.Plan) -> Object:
             "data": {names.PLAN_FILE: write_plan(plan)},
         }
     )
-    content["metadata"]["annotations"] = {names.GENERATION_ANNOTATION: str(plan.generation)}
+    content["metadata"]["annotations"] = {
+        names.GENERATION_ANNOTATION: str(plan.generation),
+        # Empty rather than absent: a patch leaves what it does not name.
+        names.TUNED_ANNOTATION: tuned.to_json() if tuned else "",
+    }
     return content

@@ -16,6 +16,7 @@ from sluice.v1 import plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator import names
 from sluice_operator.assign import assign
+from sluice_operator.autotune import Stored
 from sluice_operator.kubernetes_port import annotations_of
 from sluice_operator.render import render_plan
 from sluice_operator.reports import ROLES
@@ -38,10 +39,12 @@ class StoredPlan:
     Args:
         plan: The plan; None when there is none, or none that can be read.
         generation: Its number, or the highest that is known to have been given; 0: none.
+        tuned: Sliders that autotune put in force instead of the spec's.
     """
 
     plan: plan_pb2.Plan | None = None
     generation: int = 0
+    tuned: Stored | None = None
 
     @property
     def roles(self) -> dict[EngineId, Role]:
@@ -68,7 +71,8 @@ def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
         return StoredPlan(generation=generation)
     if plan.cluster_uid != cluster_uid:
         return StoredPlan(generation=generation)
-    return StoredPlan(plan=plan, generation=max(generation, plan.generation))
+    tuned = Stored.from_json(annotations_of(config_map).get(names.TUNED_ANNOTATION, ""))
+    return StoredPlan(plan=plan, generation=max(generation, plan.generation), tuned=tuned)
 
 
 def write_plan(plan: plan_pb2.Plan) -> str:
@@ -88,7 +92,7 @@ def make_plan(
     """Makes the plan that should be in force.
 
     Args:
-        cluster: The manifest.
+        cluster: The manifest, with the sliders that are to be in force.
         stored: The plan in its ConfigMap.
         pods: Engine pods.
         leaving: Engines that leave.

@@ -119,7 +119,9 @@ class Operator:
             )
             if self._certificates is not None:
                 group.create_task(keep_fresh([self._certificates.refresh]), name="certificates")
-            reconciler = Reconciler(fenced, links, self._settings, now=time.monotonic, now_text=format_now)
+            reconciler = Reconciler(
+                fenced, links, self._settings, now=time.monotonic, now_text=format_now, wake=self._queue.add
+            )
             for number in range(self._settings.workers):
                 group.create_task(self._work(reconciler), name=f"worker {number}")
             group.create_task(self._resync(), name="resync")

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sluice_operator import names
+from sluice_operator.asking import Searches
 from sluice_operator.attainment import AttainmentWindow
 from sluice_operator.checking import check_cluster
 from sluice_operator.children import Children
@@ -40,17 +42,19 @@ from sluice_operator.marking import mark_pods
 from sluice_operator.plan_store import store_plan
 from sluice_operator.planning import StoredPlan, make_plan, read_plan
 from sluice_operator.pods import read_pod
-from sluice_operator.reports import merge_reports
+from sluice_operator.reports import has_taken, merge_reports
 from sluice_operator.scaling import Scale, decide_scale
 from sluice_operator.securing import find_certificate_troubles
 from sluice_operator.sliders import resolve_sliders
 from sluice_operator.status import degrade, list_transitions, make_patch, render_status, without_measurements
+from sluice_operator.tuner import Circumstances, Tuner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from sluice.v1 import control_pb2
     from sluice_core.records import EngineId
+    from sluice_operator.asking import Ask
     from sluice_operator.desired import ChildKey
     from sluice_operator.kubernetes_port import Kind, Kubernetes, Object
     from sluice_operator.names import ClusterKey
@@ -81,10 +85,12 @@ class Memory:
     """
 
     first_look_s: float
+    tuner: Tuner
     uid: str = ""
     drain_started_s: dict[EngineId, float] = field(default_factory=dict)
     measured_s: float = float("-inf")
     window: AttainmentWindow = field(default_factory=AttainmentWindow)
+    told: Circumstances | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +133,8 @@ class Reconciler:
         settings: Default images, and where the operator runs.
         now: Monotonic seconds.
         now_text: The time, as Kubernetes writes it.
+        wake: Called with a cluster that a look would do something for.
+        ask: Answers searches for sliders; None: in processes of their own.
     """
 
     def __init__(
@@ -137,18 +145,32 @@ class Reconciler:
         *,
         now: Callable[[], float],
         now_text: Callable[[], str],
+        wake: Callable[[ClusterKey], None] | None = None,
+        ask: Ask | None = None,
     ) -> None:
         self._kubernetes = kubernetes
         self._routers = routers
         self._settings = settings
         self._now = now
         self._now_text = now_text
+        self._wake = wake or (lambda _: None)
+        self._ask: Ask = ask or Searches().ask
         self._memories: dict[ClusterKey, Memory] = {}
 
     def measure(self, key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
         """Takes a router's counters."""
-        if key in self._memories:
-            self._memories[key].window.take(self._now(), status)
+        memory = self._memories.get(key)
+        if memory is None:
+            return
+        memory.window.take(self._now(), status)
+
+        def tell() -> Circumstances | None:
+            statuses = list(self._routers.statuses(key).values())
+            told = memory.told
+            return None if told is None else replace(told, statuses=statuses, counts=memory.window.total)
+
+        if memory.tuner.is_due(tell):
+            self._wake(key)
 
     def knows(self, key: ClusterKey) -> bool:
         """Whether a cluster existed at the last look."""
@@ -167,11 +189,13 @@ class Reconciler:
         if body is None or "deletionTimestamp" in body["metadata"]:
             # What it owns goes with it, by its owner references.
             self._routers.follow(key, {})
-            self._memories.pop(key, None)
+            self._forget(key)
             return None
         memory = self._memories.get(key)
         if memory is None or memory.uid != uid_of(body):
-            memory = self._memories[key] = Memory(first_look_s=self._now(), uid=uid_of(body))
+            self._forget(key)
+            tuner = Tuner(self._ask, wake=partial(self._wake, key), now=self._now)
+            memory = self._memories[key] = Memory(first_look_s=self._now(), tuner=tuner, uid=uid_of(body))
         try:
             observed = await self._observe(key, body)
             reachable = [pod for pod in observed.routers if pod.address and not pod.has_ended]
@@ -188,6 +212,11 @@ class Reconciler:
             # A new leader knows nothing of the routers yet; to say so would take back what its predecessor said.
             return rest_s
         return self._next_look_s(found, memory, await self._report(key, found, memory))
+
+    def _forget(self, key: ClusterKey) -> None:
+        memory = self._memories.pop(key, None)
+        if memory is not None:
+            memory.tuner.stop()
 
     # Observe.
 
@@ -228,10 +257,19 @@ class Reconciler:
         stored = read_plan(plan_map, uid_of(observed.body))
         troubles: list[Trouble] = []
         scale = Scale(replicas=0)
+        children = None
         if cluster is not None:
-            scale = self._scale(cluster, observed, stored, reports, memory)
+            memory.told = Circumstances(
+                cluster=cluster,
+                statuses=list(statuses.values()),
+                counts=memory.window.total,
+                is_settled=_is_settled(cluster, observed, stored, reports, statuses),
+                stored=stored.tuned,
+            )
+            effective = memory.tuner.look(memory.told)
+            scale = self._scale(effective, observed, stored, reports, memory)
             plan = make_plan(
-                cluster,
+                effective,
                 stored,
                 observed.engines,
                 leaving=scale.leaving,
@@ -239,13 +277,14 @@ class Reconciler:
                 statuses=statuses.values(),
             )
             children = Children(self._kubernetes, cluster, observed.live)
-            # The plan first: a slider is in force before any child is looked at.
-            if plan == stored.plan or await store_plan(children, plan_map, plan):
+            if plan == stored.plan or await store_plan(children, plan_map, plan, memory.tuner.stored):
                 stored = StoredPlan(plan=plan, generation=plan.generation)
-            await self._converge(cluster, observed, scale, children, reports)
-            troubles = [*children.troubles, *find_certificate_troubles(list(observed.live.values()))]
+        # The plan first: a slider is in force before any child is looked at.
         if stored.plan is not None:
             self._routers.offer(key, stored.plan)
+        if cluster is not None and children is not None:
+            await self._converge(cluster, observed, scale, children, reports)
+            troubles = [*children.troubles, *find_certificate_troubles(list(observed.live.values()))]
         return Findings(
             body=observed.body,
             cluster=cluster,
@@ -264,6 +303,8 @@ class Reconciler:
             statuses=statuses,
             refusals=self._routers.refusals(key),
             attainment=memory.window.sum_up(self._now()),
+            tuning=memory.tuner.judge() if cluster else None,
+            recommended=memory.tuner.answer,
         )
 
     def _scale(
@@ -352,6 +393,23 @@ class Reconciler:
             oldest_s = min(memory.drain_started_s[engine_id] for engine_id in found.scale.waiting)
             waits.append(max(0.0, oldest_s + limit_s - self._now()))
         return min(waits, default=None)
+
+
+def _is_settled(
+    cluster: ServingCluster,
+    observed: Observed,
+    stored: StoredPlan,
+    reports: Mapping[EngineId, EngineReport],
+    statuses: Mapping[str, control_pb2.GetStatusResponse],
+) -> bool:
+    """Whether every engine has the newest plan, and none comes or goes: only then are sliders measured or changed."""
+    present = [pod for pod in observed.engines if not pod.is_ending]
+    return (
+        len(present) == cluster.spec.replicas
+        and all(pod.is_ready for pod in present)
+        and stored.plan is not None
+        and has_taken(stored.plan, reports, statuses.values())
+    )
 
 
 def _first_of(errors: BaseExceptionGroup[KubernetesError]) -> KubernetesError:

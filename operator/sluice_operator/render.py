@@ -170,8 +170,12 @@ def render_engine_environment(spec: ServingClusterSpec) -> dict[str, str]:
     return environment | {variable.name: variable.value for variable in spec.engine.env if variable.value is not None}
 
 
-def render_router_command(site: RouterSite, security: Security = OPEN) -> list[str]:
-    """Renders the command of a router container."""
+def render_router_command(spec: ServingClusterSpec, site: RouterSite, security: Security = OPEN) -> list[str]:
+    """Renders the command of a router container.
+
+    Routers start from the latency profile that emulated engines run by; of others they learn it.
+    """
+    emulation = spec.engine.emulation
     options: dict[str, str | int | None] = {
         "--host": site.host,
         "--http-port": site.http_port,
@@ -181,6 +185,7 @@ def render_router_command(site: RouterSite, security: Security = OPEN) -> list[s
         "--model": site.model_directory,
         "--engines": site.engines,
         "--plan": site.plan_file,
+        "--latency-profile": f"{emulation.model}@{emulation.gpu}" if emulation else None,
         "--api-keys": security.api_keys,
         "--front-tls": security.front_tls,
         "--peer-tls": security.peer_tls,

@@ -9,7 +9,7 @@ from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 ROLES = {plan_pb2.ROLE_PREFILL_HEAVY: Role.PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY: Role.DECODE_HEAVY}
 ATTACHED = frozenset(
@@ -68,6 +68,20 @@ def _merge(views: list[control_pb2.EngineStatus]) -> EngineReport:
         load=max(view.running_decodes + view.waiting_requests for view in views),
         transport=next((view.transport for view in views if view.transport), ""),
         fault=next((view.last_fault for view in views if view.last_fault), ""),
+    )
+
+
+def has_taken(
+    plan: plan_pb2.Plan,
+    reports: Mapping[EngineId, EngineReport],
+    statuses: Collection[control_pb2.GetStatusResponse],
+) -> bool:
+    """Whether routers and engines that the plan names have taken it; not while no router answers."""
+    named = [EngineId(engine.engine_id) for engine in plan.engines]
+    return (
+        bool(statuses)
+        and all(status.generation >= plan.generation for status in statuses)
+        and all(name in reports and reports[name].acknowledged_generation >= plan.generation for name in named)
     )
 
 

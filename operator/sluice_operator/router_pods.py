@@ -13,7 +13,7 @@ from sluice_operator.securing import describe_security, locate_in_pod, mount_sec
 if TYPE_CHECKING:
     from sluice_operator.kubernetes_port import Object
     from sluice_operator.render import Security
-    from sluice_operator.spec import ServingCluster
+    from sluice_operator.spec import Resources, ServingCluster
 
 PLAN_DIRECTORY = "/etc/sluice/plan"
 PLAN_VOLUME = "plan"
@@ -21,6 +21,9 @@ PLAN_VOLUME = "plan"
 GRACE_S = 30
 # Reading a tokenizer from a slow volume.
 STARTUP_S = 120
+# A pod that asks for no CPU gets what others leave, which is nothing while an engine on its node imports vLLM: routers
+# took 97 s to start there, and every token waits as long. 200m is a fifth of what a busy router uses at most (one thread).
+CPU_REQUEST = "200m"
 
 
 def render_routers(cluster: ServingCluster, default_image: str, control_name: str) -> Object:
@@ -100,10 +103,10 @@ def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, se
         "name": names.ROUTER,
         "image": image,
         "imagePullPolicy": "IfNotPresent",
-        "command": render_router_command(site, security),
+        "command": render_router_command(cluster.spec, site, security),
         "env": containers.render_variables({"HOME": containers.TMP_MOUNT["mountPath"]}),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
-        "resources": containers.render_resources(cluster.spec.router.resources),
+        "resources": _render_resources(cluster.spec.router.resources),
         "securityContext": containers.CONTAINER_SECURITY,
         "lifecycle": lifecycle,
         **containers.render_probes("/livez", STARTUP_S),
@@ -112,3 +115,11 @@ def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, se
             {"name": PLAN_VOLUME, "mountPath": PLAN_DIRECTORY, "readOnly": True},
         ],
     }
+
+
+def _render_resources(resources: Resources) -> Object:
+    """The user's resources; where they say nothing about the CPU, enough of it to serve beside engines that start."""
+    rendered = containers.render_resources(resources)
+    if "cpu" not in {**resources.requests, **resources.limits}:
+        rendered["requests"] = {"cpu": CPU_REQUEST, **rendered.get("requests", {})}
+    return rendered

@@ -250,12 +250,6 @@ def _needs_mode(path: tuple[str, ...], mode: str, needed: str, name: str, value:
         yield Broken(path=(*path, name), value=None if value is None else "{...}", message=wanted)
 
 
-def _tuning_is_available(spec: ServingClusterSpec) -> Iterator[Broken]:
-    if spec.autotune.mode != "Off":
-        message = 'is not available yet; use "Off"'
-        yield Broken(path=("autotune", "mode"), value=spec.autotune.mode, message=message)
-
-
 def _bounds_are_ordered(spec: ServingClusterSpec) -> Iterator[Broken]:
     bounds, limit = spec.autotune.bounds, spec.engine.max_batch_tokens
     path = ("autotune", "bounds")
@@ -301,5 +295,4 @@ RULES: tuple[Callable[[ServingClusterSpec], Iterator[Broken]], ...] = (
     _modes_have_what_they_need,
     _names_are_for_cert_manager,
     _bounds_are_ordered,
-    _tuning_is_available,
 )

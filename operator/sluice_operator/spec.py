@@ -363,7 +363,7 @@ class RouterSpec(Part):
     image: Text | None = None
     """Container image; the router image that the operator was installed with when absent."""
     resources: Resources = Resources()
-    """Resources of the router container."""
+    """Resources of the router container; 200m of cpu are asked for where requests and limits name no cpu."""
     service: ServiceSpec = ServiceSpec()
     """The Service in front of them."""
     auth: AuthSpec = AuthSpec()
@@ -409,26 +409,25 @@ class ChunkSizeBounds(Part):
 
 
 class AutotuneBounds(Part):
-    """How far the tuner may go; a slider without bounds is not touched."""
+    """How far the tuner may go; Apply does not touch a slider without bounds."""
 
     prefill_heavy: CountBounds | None = None
     """Bounds of prefillHeavy."""
     chunk_sizes: ChunkSizeBounds = ChunkSizeBounds()
     """Bounds of the chunk sizes."""
     replicas: ReplicaBounds | None = None
-    """Bounds of replicas."""
+    """Bounds of replicas, for `sluice plan --rate`; the tuner itself does not change replicas."""
 
 
 class AutotuneSpec(Part):
     """The search for better sliders."""
 
     mode: Literal["Off", "Recommend", "Apply"] = "Off"
-    """Off; Recommend writes what it finds to the status; Apply runs on it too. Only Off is available yet. Quote "Off" in
-    YAML."""
+    """Off; Recommend writes what it finds to the status; Apply runs on it too, within the bounds. Quote "Off" in YAML."""
     bounds: AutotuneBounds = AutotuneBounds()
     """How far it may go."""
     cooldown_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 300
-    """Shortest time between two changes."""
+    """Shortest time between two changes; each further change within 24 times as long doubles it."""
 
 
 class ServingClusterSpec(Part):

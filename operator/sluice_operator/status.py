@@ -27,6 +27,14 @@ CALM_REASONS = frozenset(
         Reason.AS_EXPECTED,
         Reason.VALID,
         Reason.OFF,
+        Reason.TUNED,
+        Reason.ON_TRIAL,
+        Reason.RECOMMENDED,
+        Reason.COOLING_DOWN,
+        Reason.MEASURING,
+        Reason.SEARCHING,
+        Reason.NO_SAMPLE,
+        Reason.NO_LATENCY_MODEL,
         Reason.NO_REPORT,
         Reason.STARTING,
         Reason.NONE_READY,
@@ -61,6 +69,8 @@ def render_status(found: Findings, now_text: str) -> Object:
         status["planGeneration"] = min(generations)
     elif "planGeneration" in old:
         status["planGeneration"] = old["planGeneration"]
+    if recommended := _render_recommended(found, old.get("recommended"), now_text):
+        status["recommended"] = recommended
     if attainment := _render_attainment(found):
         status[MEASURED_FIELD] = attainment
     return status
@@ -152,6 +162,26 @@ def _render_effective(found: Findings, old: Object) -> Object:
     if sizes:
         effective["chunkSizes"] = sizes
     return effective
+
+
+def _render_recommended(found: Findings, old: Object | None, now_text: str) -> Object | None:
+    """What the newest search found; until there is one, what an earlier process found."""
+    if found.tuning is not None and found.tuning.reason is Reason.OFF:
+        return None
+    answer = found.recommended
+    if answer is None or found.cluster is None:
+        return old
+    new: Object = {
+        "replicas": found.cluster.spec.replicas,
+        "prefillHeavy": answer.sliders.num_prefill_heavy,
+        "chunkSizes": {
+            "prefillHeavy": answer.sliders.prefill_heavy_tokens,
+            "decodeHeavy": answer.sliders.decode_heavy_tokens,
+        },
+        "predictedAttainment": format_share(round(answer.attainment * 1000), 1000),
+    }
+    is_same = old is not None and {**old, "time": ""} == {**new, "time": ""}
+    return old if is_same else {**new, "time": now_text}
 
 
 def _render_attainment(found: Findings) -> Object:

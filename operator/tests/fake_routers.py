@@ -44,6 +44,10 @@ class FakeRouters:
         self.acknowledged: dict[str, tuple[int, plan_pb2.EnginePlan]] = {}
         self.loads: dict[str, int] = {}
         self.counters: list[control_pb2.ClassCounters] = []
+        # What the routers, all together, sampled and fitted.
+        self.samples: list[control_pb2.RequestSample] = []
+        self.latency: control_pb2.LatencyCoefficients | None = None
+        self.num_fitted_iterations = 0
         self.transport = "tcp"
         self.server_names: dict[str, str] = {}
         # Engines that never finish draining, engines that do not take up new plans, and routers that do not answer.
@@ -56,6 +60,8 @@ class FakeRouters:
         fresh = type(self)(self.kubernetes)
         fresh.plans, fresh.loads, fresh.stuck, fresh.offered = self.plans, self.loads, self.stuck, self.offered
         fresh.counters, fresh.late, fresh.acknowledged = self.counters, self.late, self.acknowledged
+        fresh.samples, fresh.latency = self.samples, self.latency
+        fresh.num_fitted_iterations = self.num_fitted_iterations
         return fresh
 
     def follow(self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES) -> None:
@@ -106,6 +112,11 @@ class FakeRouters:
                     acknowledged_generation=generation,
                     running_decodes=self.loads.get(uid, 0),
                     transport=self.transport,
+                    latency=self.latency,
+                    num_fitted_iterations=self.num_fitted_iterations,
+                    kv_blocks_total=1000,
+                    block_size_tokens=16,
+                    max_num_seqs=256,
                 )
             )
         return control_pb2.GetStatusResponse(
@@ -114,6 +125,7 @@ class FakeRouters:
             generation=plan.generation,
             acknowledged_generation=plan.generation,
             engines=engines,
-            classes=self.counters,
+            classes=self.counters if name == min(self.addresses[key]) else [],
+            samples=self.samples if name == min(self.addresses[key]) else [],
             is_ready=bool(engines),
         )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_kubernetes import make_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from sluice_operator.desired import Facts, is_in_force, key_of, render_children
 from sluice_operator.manifest import check_manifest
 from sluice_operator.names import RESTART_HASH_ANNOTATION
 from sluice_operator.restart import keep_template
+from sluice_operator.router_pods import CPU_REQUEST
 from sluice_operator.settings import Settings
 
 SETTINGS = Settings(namespace="sluice-system", identity="a")
@@ -205,6 +208,33 @@ def test_shared_memory_is_part_of_the_memory_asked_for() -> None:
     assert resources == {"limits": {"memory": "1536Mi"}, "requests": {"memory": "1536870912"}}
     volume = next(item for item in template["spec"]["volumes"] if item["name"] == "shared-memory")
     assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "512Mi"}
+
+
+@pytest.mark.parametrize(
+    ("given", "rendered"),
+    [
+        ({}, {"requests": {"cpu": "200m"}}),
+        (
+            {"requests": {"memory": "1Gi"}, "limits": {"memory": "2Gi"}},
+            {"requests": {"cpu": "200m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}},
+        ),
+        ({"requests": {"cpu": 0}}, {"requests": {"cpu": "0"}}),
+        ({"requests": {"cpu": "2"}}, {"requests": {"cpu": "2"}}),
+        # Kubernetes asks for as much as the limit then; more than the limit it would refuse.
+        ({"limits": {"cpu": "100m"}}, {"limits": {"cpu": "100m"}}),
+    ],
+    ids=["nothing", "memory", "none-of-it", "more", "limit"],
+)
+def test_routers_ask_for_cpu_unless_the_user_says_how_much(given, rendered) -> None:
+    template = router_template(router={"resources": given})
+    assert template["spec"]["containers"][0]["resources"] == rendered
+
+
+def test_the_definition_says_how_much_cpu_routers_ask_for() -> None:
+    definition = yaml.safe_load((Path(__file__).parents[2] / "crds" / "servingclusters.yaml").read_text())
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    text = schema["properties"]["router"]["properties"]["resources"]["description"]
+    assert f" {CPU_REQUEST} of cpu " in text
 
 
 def test_threads_follow_the_cpu_limit_unless_the_user_says_otherwise() -> None:

@@ -13,10 +13,11 @@ from kopf._core.actions.invocation import invoke
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
+from sluice_operator.__main__ import find_cause
 from sluice_operator.access import WATCHED
 from sluice_operator.health import MAX_QUEUE_AGE_S, Health
 from sluice_operator.informer import Informer, find_key, make_settings
-from sluice_operator.kubernetes_port import CLUSTERS
+from sluice_operator.kubernetes_port import CLUSTERS, LeaseLostError
 from sluice_operator.logs import ObjectFilter, current_object, make_formatter
 from sluice_operator.metrics import Metrics
 from sluice_operator.names import ClusterKey
@@ -122,6 +123,11 @@ def test_logs_are_json_and_name_the_object() -> None:
         "message": "hello you",
     }
     assert "time" in line
+
+
+def test_an_end_is_explained_by_what_caused_it_however_deep_in_the_task_groups() -> None:
+    lost = LeaseLostError("pod-1 no longer leads")
+    assert find_cause(ExceptionGroup("outer", [ExceptionGroup("inner", [lost])])) is lost
 
 
 async def test_every_known_cluster_is_looked_at_from_time_to_time_whatever_the_watches_say() -> None:

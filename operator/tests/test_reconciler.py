@@ -16,6 +16,7 @@ from sluice_operator.kubernetes_port import (
     DEPLOYMENTS,
     PODS,
     SERVICES,
+    BusyError,
     ForbiddenError,
 )
 
@@ -127,6 +128,23 @@ async def test_the_plan_is_stored_before_anything_else_is_written() -> None:
     world.kubernetes.calls.clear()
     await world.look()
     assert world.kubernetes.writes[0] == ("patch", "configmaps")
+
+
+async def test_a_slider_is_in_force_whatever_becomes_of_the_children() -> None:
+    world = World()
+    await world.settle()
+
+    def fail(verb: str, plural: str) -> None:
+        if (verb, plural) == ("apply", "deployments"):
+            raise BusyError("the API server is busy")
+
+    world.kubernetes.before = fail
+    world.edit(chunkSizes={"prefillHeavy": 1024}, router={"replicas": 3})
+    await world.look()
+    assert world.deployment()["spec"]["replicas"] == 4
+    plans = world.routers.plans.values()
+    assert plans
+    assert all(1024 in {part.chunk_size_tokens for part in plan.engines} for plan in plans)
 
 
 async def test_a_role_is_labelled_only_after_it_is_acknowledged() -> None:
@@ -400,20 +418,6 @@ async def test_an_invalid_spec_changes_nothing_and_says_why() -> None:
     assert "spec.prefillHeavy" in world.message("SpecValid")
     assert world.conditions["Ready"] == ("True", "Serving")
     assert all(plan == world.plan for plan in world.routers.plans.values())
-
-
-@pytest.mark.parametrize("mode", ["Recommend", "Apply"])
-async def test_autotune_is_not_available_and_never_writes_the_spec(mode) -> None:
-    world = World()
-    await world.settle()
-    world.edit(autotune={"mode": mode})
-    before = world.kubernetes.find(CLUSTERS, "tiny")["spec"]
-    await world.settle()
-    assert world.conditions["Autotuned"] == ("False", "NotAvailable")
-    assert world.conditions["SpecValid"] == ("False", "Refused")
-    assert world.conditions["Ready"] == ("True", "Serving")
-    assert world.kubernetes.find(CLUSTERS, "tiny")["spec"] == before
-    assert "recommended" not in world.status
 
 
 async def test_a_new_process_says_nothing_of_routers_before_they_had_time_to_answer() -> None:

@@ -135,7 +135,7 @@ REFUSED = [
     ("spec.router.tls.secretName", "a", "spec.router.tls.secretName: '{...}' needs mode SecretRef; remove it"),
     ("spec.network.tls.mode", "CertManager", "spec.network.tls.issuerRef: None is required by mode CertManager"),
     ("spec.router.service.port", 8001, "spec.router.service.port: 8001 is the Service's port of the gRPC API"),
-    ("spec.autotune.mode", "Apply", "spec.autotune.mode: 'Apply' is not available yet; use \"Off\""),
+    ("spec.autotune.mode", "On", "spec.autotune.mode: 'On' is not one of 'Off', 'Recommend' or 'Apply'"),
     ("spec.engine.sharedMemory", "much", "spec.engine.sharedMemory: 'much' must be a Kubernetes quantity"),
     (
         "spec.model.source",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fake_kubernetes import FakeKubernetes, make_cluster
 from fake_routers import FakeRouters
@@ -12,6 +12,10 @@ from sluice_operator.names import COMPONENT_LABEL, ENGINE, ROLE_LABEL, ClusterKe
 from sluice_operator.planning import read_plan
 from sluice_operator.reconciler import Reconciler
 from sluice_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from sluice_operator.asking import Ask
+    from sluice_operator.question import Answer, Question
 
 KEY = ClusterKey("default", "tiny")
 MAX_STEPS = 60
@@ -26,6 +30,9 @@ class World:
         self.routers = FakeRouters(self.kubernetes)
         self.settings = Settings(identity="a", namespace="sluice-system")
         self.now = 1000.0
+        # Clusters that somebody asked a look for, and what searches for sliders answer.
+        self.woken: list[ClusterKey] = []
+        self.ask: Ask | None = None
         self.reconciler = self.start_operator()
         self.kubernetes.put(make_cluster(**spec))
 
@@ -33,9 +40,19 @@ class World:
         """A new process of the operator, with nothing in its memory."""
         self.routers = self.routers.restart()
         self.reconciler = Reconciler(
-            self.kubernetes, self.routers, self.settings, now=lambda: self.now, now_text=lambda: f"t{self.now:.0f}"
+            self.kubernetes,
+            self.routers,
+            self.settings,
+            now=lambda: self.now,
+            now_text=lambda: f"t{self.now:.0f}",
+            wake=self.woken.append,
+            ask=self._answer,
         )
         return self.reconciler
+
+    async def _answer(self, question: Question) -> Answer:
+        assert self.ask is not None, "nobody expects a search"
+        return await self.ask(question)
 
     async def settle(self) -> None:
         """Reconciles and lets the controllers run, second by second, until nothing changes any more."""

@@ -93,40 +93,35 @@ def _take_tokens(state: RouterState, engine: Engine, message: engine_pb2.AttachR
         if stay is None:
             raise StreamBrokenError(f"slot {slot} is unknown")
         request = stay.request
-        if request is None or index < len(request.output_token_ids):
-            # Of a former owner, or delivered already.
+        if request is None:
+            # Of a former owner.
             num_stale += 1
             continue
-        if index > len(request.output_token_ids):
-            due = len(request.output_token_ids)
-            raise StreamBrokenError(f"slot {slot}: token {index} came where {due} was due")
+        output = request.output_token_ids
+        if index != len(output):
+            if index > len(output):
+                raise StreamBrokenError(f"slot {slot}: token {index} came where {len(output)} was due")
+            # Delivered already.
+            num_stale += 1
+            continue
+        output.append(token_id)
+        if stay.has_token:
+            request.itl_s.observe(now - request.last_token_s)
+            request.last_token_s = now
+        else:
+            _note_first_of_stay(state, stay, request, now)
         # A request that did not ask for logprobs has none, even beside one that did.
-        entry = None if logprobs is None else logprobs.get(column)
-        _deliver(state, stay, token_id, entry, now)
+        _deliver(state, request, token_id, None if logprobs is None else logprobs.get(column), now)
     if num_stale:
         state.metrics.count("stale_tokens", by=num_stale)
 
 
 def _deliver(
-    state: RouterState,
-    stay: Stay,
-    token_id: int,
-    logprobs: engine_pb2.TokenLogprobs | None,
-    now: float,
+    state: RouterState, request: LiveRequest, token_id: int, logprobs: engine_pb2.TokenLogprobs | None, now: float
 ) -> None:
-    """Hands the next token of a request to its sink."""
-    request = stay.request
-    assert request is not None
-    output = request.output_token_ids
-    first_index = len(output)
-    output.append(token_id)
-    if stay.has_token:
-        request.itl_s.observe(now - request.last_token_s)
-        request.last_token_s = now
-    else:
-        _note_first_of_stay(state, stay, request, now)
+    """Hands a token to the request's sink."""
     try:
-        stop_at = request.sink.on_tokens((token_id,), first_index, None if logprobs is None else (logprobs,))
+        stop_at = request.sink.on_token(token_id, logprobs)
     except Exception:  # whatever an edge does wrong must not cost the other streams of the link
         logger.exception("request %s: its answer cannot be written", request.request_id)
         state.metrics.count("sink_faults")

@@ -120,12 +120,15 @@ def _measure(request: LiveRequest, num_output: int, now: float) -> tuple[Usage, 
 
 
 def _sample(state: RouterState, request: LiveRequest, num_output: int) -> None:
-    """Keeps a request for the planner; the gap is between arrivals, as near as ends can tell it."""
+    """Keeps a request for the planner. Requests end in another order than they arrive; the gaps still add up to the time."""
     arrival_s = request.new.arrival_s
-    gap_s = 0.0 if state.last_arrival_s is None else max(0.0, arrival_s - state.last_arrival_s)
-    state.last_arrival_s = arrival_s
+    last_s = arrival_s if state.last_arrival_s is None else state.last_arrival_s
+    state.last_arrival_s = max(last_s, arrival_s)
     state.samples.append(
         control_pb2.RequestSample(
-            gap_s=gap_s, prompt_tokens=len(request.new.prompt_token_ids), output_tokens=num_output
+            gap_s=state.last_arrival_s - last_s,
+            prompt_tokens=len(request.new.prompt_token_ids),
+            output_tokens=num_output,
+            slo_class=request.new.slo_class,
         )
     )

@@ -24,9 +24,9 @@ from sluice_router.preparing import Caller, PreparedRequest, Preparer, check_req
 from sluice_router.requests import Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from sluice.v1 import engine_pb2, sampling_pb2
+    from sluice.v1 import sampling_pb2
     from sluice_core.records import RequestId
     from sluice_router.api_keys import ApiKeys
     from sluice_router.edge_metrics import EdgeMetrics
@@ -74,6 +74,7 @@ class DeltaSink:
         self._output = output
         self._slow_readers = slow_readers
         self._cancel = cancel
+        self.on_token = output.push
         self._ready = asyncio.Event()
         self._is_writing = False
         self.end: Finish | RouterError | None = None
@@ -96,13 +97,6 @@ class DeltaSink:
         self._ready.clear()
         self._is_writing = True
         return self._output.take(), self.end
-
-    def on_tokens(
-        self, token_ids: Sequence[int], first_index: int, logprobs: Sequence[engine_pb2.TokenLogprobs] | None
-    ) -> int | None:
-        """Takes tokens; see ``ResponseSink.on_tokens``."""
-        assert first_index == self._output.num_tokens, "a token is missing or came twice"
-        return self._output.push(token_ids, logprobs)
 
     def flush(self, now: float) -> None:
         """Wakes the writer, or notes that it is still busy with an earlier delta."""

@@ -98,7 +98,7 @@ class EdgeConnection(web.RequestHandler):
             on_lost()
 
     def attach(self, sink: StreamSink) -> None:
-        """Has ``sink`` told when the client drains."""
+        """Has ``sink`` told when the client does not keep up, and when it has drained."""
         self._sink = sink
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -120,6 +120,8 @@ class EdgeConnection(web.RequestHandler):
         """Notes since when the client does not keep up."""
         self._paused_since_s = self._settings.clock()
         super().pause_writing()
+        if self._sink is not None:
+            self._sink.on_paused(self._paused_since_s)
 
     def abort_if_paused(self, now: float) -> None:
         """Closes at once if the client has been paused for too long; for answers that do not stream.
@@ -135,7 +137,7 @@ class EdgeConnection(web.RequestHandler):
         """Lets the stream go on."""
         super().resume_writing()
         if self._sink is not None:
-            self._sink.on_drained(self._settings.clock())
+            self._sink.on_drained()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Cancels the request in this very tick."""

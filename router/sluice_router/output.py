@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sluice_router.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
     from sluice.v1 import engine_pb2
     from sluice_router.text.tokenizer import ModelText
@@ -79,11 +79,15 @@ class Output:
     Args:
         text: The model's text side.
         settings: How the request wants its output.
+
+    Attributes:
+        num_tokens: Tokens taken.
+        first_index: Index of the first token that has not gone out.
+        num_bytes: Memory of what has not gone out; an estimate.
     """
 
     __slots__ = (
         "_detokenizer",
-        "_first_index",
         "_hidden",
         "_keeps_tokens",
         "_logprobs",
@@ -93,8 +97,8 @@ class Output:
         "_stops",
         "_taken_characters",
         "_token_ids",
+        "first_index",
         "num_bytes",
-        "num_pending",
         "num_tokens",
     )
 
@@ -108,10 +112,9 @@ class Output:
         self._parts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[engine_pb2.TokenLogprobs] = []
-        self._first_index = 0
         self._taken_characters = 0
+        self.first_index = 0
         self.num_tokens = 0
-        self.num_pending = 0
         self.num_bytes = 0
 
     @property
@@ -119,43 +122,36 @@ class Output:
         """The stop string that ended the output."""
         return None if self._stops is None else self._stops.matched
 
-    def push(self, token_ids: Sequence[int], logprobs: Sequence[engine_pb2.TokenLogprobs] | None) -> int | None:
-        """Takes the next tokens.
+    @property
+    def push(self) -> Callable[[int, engine_pb2.TokenLogprobs | None], int | None]:
+        """What takes the next token and, when the request asked for them, its logprobs.
 
-        Args:
-            token_ids: In order.
-            logprobs: One per token, when the request asked for them.
-
-        Returns:
-            None, or the number of output tokens when a stop string ended the output.
+        It returns None, or the number of output tokens when a stop string ended the output. Ask for it once: most outputs
+        are text alone and have no stop strings, and are not asked about them for each token.
         """
-        stops = self._stops
-        if stops is None and not self._keeps_tokens:
-            self._push_plain(token_ids)
-            return None
-        for index, token_id in enumerate(token_ids):
-            self.num_tokens += 1
-            self.num_pending += 1
-            if self._keeps_tokens:
-                self._keep_token(token_id, None if logprobs is None else logprobs[index])
-            text = "" if token_id in self._hidden else self._step(token_id)
-            if stops is not None:
-                text = stops.push(text, is_armed=self.num_tokens > self._settings.min_tokens)
-            if text:
-                self._append(text)
-            if stops is not None and stops.matched is not None:
-                return self.num_tokens
-        return None
+        return self._push_plain if self._stops is None and not self._keeps_tokens else self._push_any
 
-    def _push_plain(self, token_ids: Sequence[int]) -> None:
-        """Takes tokens of an output that is text alone and has no stop strings: most of them, so nothing is asked twice."""
-        self.num_tokens += len(token_ids)
-        self.num_pending += len(token_ids)
-        for token_id in token_ids:
-            if token_id not in self._hidden:
-                text = self._step(token_id)
-                if text:
-                    self._append(text)
+    def _push_any(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> int | None:
+        """Takes the next token; see ``push``."""
+        self.num_tokens += 1
+        if self._keeps_tokens:
+            self._keep_token(token_id, logprobs)
+        text = "" if token_id in self._hidden else self._step(token_id)
+        stops = self._stops
+        if stops is not None:
+            text = stops.push(text, is_armed=self.num_tokens > self._settings.min_tokens)
+        if text:
+            self._append(text)
+        return self.num_tokens if stops is not None and stops.matched is not None else None
+
+    def _push_plain(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> None:  # noqa: ARG002
+        """Takes the next token of an output that is text alone and has no stop strings; see ``push``."""
+        self.num_tokens += 1
+        if token_id not in self._hidden:
+            text = self._step(token_id)
+            if text:
+                self._parts.append(text)
+                self.num_bytes += len(text) if text.isascii() else 4 * len(text)
 
     def finish(self) -> None:
         """Releases what was held back; the output has ended."""
@@ -171,7 +167,7 @@ class Output:
 
     def take(self) -> Delta:
         """Hands out what has come since the last call."""
-        first_index, text_offset = self._first_index, self._taken_characters
+        first_index, text_offset = self.first_index, self._taken_characters
         token_ids, logprobs = self._token_ids, self._logprobs
         if self._keeps_tokens:
             self._token_ids, self._logprobs = [], []
@@ -182,9 +178,9 @@ class Output:
         parts = self._parts
         text = parts[0] if len(parts) == 1 else "".join(parts)
         parts.clear()
-        self._first_index = self.num_tokens
+        self.first_index = self.num_tokens
         self._taken_characters += len(text)
-        self.num_pending = self.num_bytes = 0
+        self.num_bytes = 0
         return text
 
     def _append(self, text: str) -> None:

@@ -8,7 +8,7 @@ called back. All of it happens on the event loop's thread; nothing here awaits, 
               lost └─│────────┘ ├── moved (the sink never notices)
                      └──────────┴── resumed, when only the stream had broken
 
-Order of calls on a sink: ``on_tokens`` any number of times, ``flush`` at most once per engine message that brought
+Order of calls on a sink: ``on_token`` any number of times, ``flush`` at most once per engine message that brought
 tokens, then exactly one of ``on_finished`` and ``on_error``, which carries all that is still held back. After that, and after
 ``DataPlane.cancel``, the sink is never called again.
 """
@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from prometheus_client import CollectorRegistry
 
     from sluice.v1 import engine_pb2, sampling_pb2
@@ -104,19 +102,16 @@ class Finish:
 class ResponseSink(Protocol):
     """One client's answer in the making: detokenizing, stop strings, and the bytes.
 
-    ``on_tokens`` only accumulates; the bytes go out in ``flush``. An exception out of any method ends this request
+    ``on_token`` only accumulates; the bytes go out in ``flush``. An exception out of any method ends this request
     alone: it is aborted at its engine and the sink is not called again.
     """
 
-    def on_tokens(
-        self, token_ids: Sequence[int], first_index: int, logprobs: Sequence[engine_pb2.TokenLogprobs] | None
-    ) -> int | None:
-        """Takes the next tokens of the output.
+    def on_token(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> int | None:
+        """Takes the next token of the output.
 
         Args:
-            token_ids: At least one; every token of the output comes exactly once and in order.
-            first_index: Index of the first of them in the output, from 0.
-            logprobs: One per token when the request asked for them, else None.
+            token_id: Every token of the output comes exactly once and in order.
+            logprobs: Its logprobs when the request asked for them, else None.
 
         Returns:
             None to go on. If the output has ended by a stop string: the number of output tokens of the whole request,
@@ -126,7 +121,7 @@ class ResponseSink(Protocol):
         ...
 
     def flush(self, now: float) -> None:
-        """Writes what ``on_tokens`` brought, at most once per engine message. Never blocks."""
+        """Writes what ``on_token`` brought, at most once per engine message. Never blocks."""
         ...
 
     def on_finished(self, finish: Finish) -> None:

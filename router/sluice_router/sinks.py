@@ -12,9 +12,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from sluice.v1 import engine_pb2
     from sluice_router.errors import RouterError
     from sluice_router.output import Output
     from sluice_router.requests import Finish
@@ -57,6 +56,7 @@ class WholeSink:
     def __init__(self, output: Output, answer: AnswerFormat) -> None:
         self._output = output
         self._answer = answer
+        self.on_token = output.push
         self._done: asyncio.Future[dict[str, Any] | RouterError] = asyncio.get_running_loop().create_future()
 
     @property
@@ -77,13 +77,6 @@ class WholeSink:
         if isinstance(result, dict):
             return result
         raise result
-
-    def on_tokens(
-        self, token_ids: Sequence[int], first_index: int, logprobs: Sequence[engine_pb2.TokenLogprobs] | None
-    ) -> int | None:
-        """Takes tokens; see ``ResponseSink.on_tokens``."""
-        assert first_index == self._output.num_tokens, "a token is missing or came twice"
-        return self._output.push(token_ids, logprobs)
 
     def flush(self, now: float) -> None:
         """Does nothing: the answer goes out whole."""
@@ -132,11 +125,13 @@ class StreamSink:
         self._interval_tokens = interval_tokens
         self._is_plain = answer.is_plain
         self._cancel = cancel
+        self.on_token = output.push
         self._stream: ClientStream | None = None
         self._end: Finish | RouterError | None = None
         self._first: asyncio.Future[None] = loop.create_future()
         self._sent: asyncio.Future[None] = loop.create_future()
         self._is_paused = False
+        self._is_ended = False
         self.paused_since_s = 0.0
 
     @property
@@ -172,21 +167,16 @@ class StreamSink:
         """
         self._stream = stream
         stream.write(self._answer.start())
-        self._advance(now)
+        self._advance()
+        if not stream.is_writable:
+            self.on_paused(now)
 
-    def on_tokens(
-        self, token_ids: Sequence[int], first_index: int, logprobs: Sequence[engine_pb2.TokenLogprobs] | None
-    ) -> int | None:
-        """Takes tokens; see ``ResponseSink.on_tokens``."""
-        assert first_index == self._output.num_tokens, "a token is missing or came twice"
-        return self._output.push(token_ids, logprobs)
-
-    def flush(self, now: float) -> None:
+    def flush(self, now: float) -> None:  # noqa: ARG002 - the gRPC edge's sink needs it
         """Writes one event with what has come."""
         if self._stream is None:
             self._announce()
-        elif self._output.num_pending >= self._interval_tokens:
-            self._advance(now)
+        elif self._output.num_tokens - self._output.first_index >= self._interval_tokens:
+            self._advance()
 
     def on_finished(self, finish: Finish) -> None:
         """Writes the end, or leaves it until the client has drained."""
@@ -197,11 +187,21 @@ class StreamSink:
         """Ends the stream with an error; see ``ResponseSink.on_error``."""
         self._conclude(error)
 
-    def on_drained(self, now: float) -> None:
+    def on_paused(self, now: float) -> None:
+        """Keeps what comes: the transport is full. Behind the end nothing comes, and the connection watches alone."""
+        if self._is_ended:
+            return
+        self._is_paused = True
+        self.paused_since_s = now
+        self._slow_readers.add(self)
+
+    def on_drained(self) -> None:
         """Goes on: the client has read what the transport held."""
+        if not self._is_paused:
+            return
         self._is_paused = False
         self._slow_readers.discard(self)
-        self._advance(now)
+        self._advance()
 
     def on_lost(self) -> None:
         """Forgets the client, who has gone."""
@@ -218,13 +218,13 @@ class StreamSink:
         if self._stream is None:
             self._announce()
         else:
-            self._advance(self.paused_since_s)
+            self._advance()
 
     def _announce(self) -> None:
         if not self._first.done():
             self._first.set_result(None)
 
-    def _advance(self, now: float) -> None:
+    def _advance(self) -> None:
         """Writes all there is, or keeps it while the client is paused."""
         assert self._stream is not None
         if self._is_paused:
@@ -241,15 +241,10 @@ class StreamSink:
             data = self._answer.chunk(delta) if delta else b""
         if data:
             self._stream.write(data)
-        if not self._stream.is_writable:
-            self._pause(now)
-
-    def _pause(self, now: float) -> None:
-        self._is_paused = True
-        self.paused_since_s = now
-        self._slow_readers.add(self)
 
     def _write_end(self, stream: ClientStream, end: Finish | RouterError) -> None:
+        # Before the write, which may find the transport full.
+        self._is_ended = True
         delta = self._output.take()
         if isinstance(end, Exception):
             stream.write((self._answer.chunk(delta) if delta else b"") + format_error_event(end))

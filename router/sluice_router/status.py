@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector as CollectorBase
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
+from sluice_core.latency import OnlineLatencyModel
 from sluice_router import conversion
 
 if TYPE_CHECKING:
@@ -88,6 +89,9 @@ def _describe_link(state: RouterState, address: str, link: LinkStatus) -> contro
         role=plan_pb2.ROLE_UNSPECIFIED if engine.role is None else conversion.ROLE_VALUES[engine.role],
         chunk_size_tokens=engine.chunk_size_tokens,
         max_batch_tokens=engine.spec.max_batch_tokens,
+        block_size_tokens=engine.spec.block_size_tokens,
+        kv_bytes_per_token=engine.spec.kv_bytes_per_token,
+        max_num_seqs=engine.spec.max_num_seqs,
         acknowledged_generation=engine.acknowledged_generation,
         running_decodes=load.running_decodes,
         waiting_requests=load.queued_requests,
@@ -106,6 +110,8 @@ def _describe_link(state: RouterState, address: str, link: LinkStatus) -> contro
         latency = state.table[engine.engine_id].latency
         message.num_fitted_iterations = latency.num_observations
         message.latency_error_ratio = latency.relative_error
+        if isinstance(latency, OnlineLatencyModel) and latency.num_observations:
+            message.latency.CopyFrom(control_pb2.LatencyCoefficients(**latency.coefficients._asdict()))
     return message
 
 

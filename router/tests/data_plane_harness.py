@@ -56,14 +56,12 @@ class CheckingSink:
     def is_over(self) -> bool:
         return self.finish is not None or self.error is not None
 
-    def on_tokens(self, token_ids, first_index, logprobs) -> int | None:
+    def on_token(self, token_id, logprobs) -> int | None:
         assert not self.is_over
         assert not self.is_cancelled
-        assert token_ids
-        assert first_index == len(self.token_ids)
-        assert logprobs is None or len(logprobs) == len(token_ids)
-        self.token_ids += token_ids
-        self.logprobs += logprobs or []
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         assert self.token_ids == expected_output(self.prompt, len(self.token_ids))
         if self.raises is not None:
             raise self.raises

@@ -105,8 +105,12 @@ class FakePlane:
             return False
         if logprobs is None and live.request.sampling.HasField("num_logprobs"):
             logprobs = [make_logprobs(token_id, live.request.sampling.num_logprobs) for token_id in token_ids]
-        stop_at = live.sink.on_tokens(token_ids, live.num_tokens, logprobs)
-        live.num_tokens += len(token_ids)
+        stop_at = None
+        for index, token_id in enumerate(token_ids):
+            live.num_tokens += 1
+            stop_at = live.sink.on_token(token_id, None if logprobs is None else logprobs[index])
+            if stop_at is not None:
+                break
         live.sink.flush(self.now())
         if stop_at is not None:
             live.num_tokens = stop_at

@@ -1,4 +1,7 @@
-"""Stands in for a router: serves Control, finds engines through the file, takes any plan but one of 13 % attainment."""
+"""Stands in for a router: serves Control, finds engines through the file, takes any plan but one of 13 % attainment.
+
+The requests that it says to have served stand in ``requests.json`` beside the file of the engines, if that exists.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
         self.views: list[control_pb2.EngineStatus] = []
         self.changed = asyncio.Event()
         self.looking = asyncio.Lock()
+        self.requests_file = engines.with_name("requests.json")
+        self.requests: dict[str, int] = {}
 
     async def ApplyPlan(self, request, context):  # noqa: N802 - gRPC's name
         if request.plan.attainment_percent == 13:
@@ -51,6 +56,17 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
             acknowledged_generation=self.plan.generation,
             engines=self.views,
             is_ready=bool(self.views) and self.plan.generation > 0,
+            samples=[
+                control_pb2.RequestSample(gap_s=0.5, prompt_tokens=self.requests["prompt_tokens"], output_tokens=50)
+                for _ in range(100 if self.requests else 0)
+            ],
+            classes=[
+                control_pb2.ClassCounters(
+                    num_finished=self.requests["num_finished"], num_met_both=self.requests["num_met"]
+                )
+            ]
+            if self.requests
+            else [],
         )
 
     async def look(self) -> None:
@@ -59,8 +75,11 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
             await self.look_once()
 
     async def look_once(self) -> None:
+        requests = json.loads(self.requests_file.read_text()) if self.requests_file.exists() else {}
         views = [view for view in [await self.view(address) for address in self.addresses()] if view]
-        if views != self.views or self.plan.generation != self.seen_generation:
+        seen = views, self.plan.generation, requests
+        if seen != (self.views, self.seen_generation, self.requests):
+            self.requests = requests
             self.views, self.seen_generation = views, self.plan.generation
             self.version += 1
             self.changed.set()
@@ -89,6 +108,10 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
             chunk_size_tokens=part.chunk_size_tokens,
             acknowledged_generation=self.plan.generation,
             kv_blocks_total=64,
+            block_size_tokens=16,
+            max_num_seqs=256,
+            num_fitted_iterations=1000,
+            latency=control_pb2.LatencyCoefficients(base_s=0.02, per_token_s=9e-5),
         )
 
 

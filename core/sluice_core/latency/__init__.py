@@ -5,7 +5,7 @@ holds one as a table, and ``catalog`` builds it from measured kernels for a mode
 """
 
 from sluice_core.latency.model import LatencyModel, PrefillCoefficients, compute_attention_work
-from sluice_core.latency.online import OnlineLatencyModel
+from sluice_core.latency.online import LinearCoefficients, OnlineLatencyModel
 from sluice_core.latency.profile import IterationProfile, ModelOnGpu
 from sluice_core.latency.transfer import (
     DEFAULT_TRANSFER_BYTES_PER_S,
@@ -22,6 +22,7 @@ __all__ = [
     "TRANSFER_LATENCY_S",
     "IterationProfile",
     "LatencyModel",
+    "LinearCoefficients",
     "LinkSpeed",
     "ModelOnGpu",
     "OnlineLatencyModel",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from operator import mul as _multiply
+from typing import NamedTuple
 
 from sluice_core.latency.model import PrefillCoefficients
 from sluice_core.latency.profile import IterationProfile
@@ -32,6 +33,38 @@ _CHANGED_FORGETTING = 0.9  # then the last ten iterations count
 _EAGER_OBSERVATIONS = 64  # solve after each of these, then every eighth time
 _SOLVE_EVERY = 8
 _SWEEPS = 12
+
+
+class LinearCoefficients(NamedTuple):
+    """An iteration's time as a sum; all coefficients are non-negative.
+
+    Args:
+        base_s: Of any iteration.
+        per_token_s: Per token, of prefills and decodes alike.
+        per_attention_pair_s: Per token pair of prefill attention (``compute_attention_work``).
+        per_chunk_s: Per prefill chunk.
+        per_decode_s: Per decode.
+        per_context_token_s: Per token of the decodes' contexts.
+    """
+
+    base_s: float
+    per_token_s: float
+    per_attention_pair_s: float
+    per_chunk_s: float
+    per_decode_s: float
+    per_context_token_s: float
+
+    def make_profile(self) -> IterationProfile:
+        """Make the profile that takes as long, for the simulator."""
+        return IterationProfile(
+            # A table of one entry and its slope: a straight line.
+            linear_s=(max(_LEAST_BASE_S, self.base_s),),
+            slope_s=self.per_token_s,
+            prefill_base_s=self.per_chunk_s,
+            prefill_work_s=self.per_attention_pair_s,
+            decode_request_s=self.per_decode_s,
+            decode_context_s=self.per_context_token_s,
+        )
 
 
 class OnlineLatencyModel:
@@ -73,6 +106,11 @@ class OnlineLatencyModel:
         self._log_scale = 0.0  # mean of log(measured / prior)
         self._gram = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]
         self._moments = [0.0] * _NUM_FEATURES
+
+    @property
+    def coefficients(self) -> LinearCoefficients:
+        """What was fitted so far."""
+        return LinearCoefficients(*self._coefficients)
 
     def estimate_shape_s(self, shape: IterationShape) -> float:
         """See ``LatencyModel.estimate_shape_s``."""

@@ -30,6 +30,8 @@ class SimEngine:
         gaps: Where gaps between tokens are counted.
         changed: Where it puts itself when its load has changed since the last report.
         joins_end_ttft: TTFT ends when a request joins its first decode batch.
+        schedules_ahead: What an iteration may hold was decided when the one before it began: requests that came and
+            blocks that became free since then are not in it.
 
     Attributes:
         counters: What it has done.
@@ -52,6 +54,7 @@ class SimEngine:
         "_load",
         "_num_submitted",
         "_profile",
+        "_schedules_ahead",
         "batch",
         "counters",
         "duration_s",
@@ -80,6 +83,7 @@ class SimEngine:
         changed: list[SimEngine],
         *,
         joins_end_ttft: bool = False,
+        schedules_ahead: bool = False,
     ) -> None:
         self.setup = setup
         self.engine_id: EngineId = setup.engine_id
@@ -103,6 +107,7 @@ class SimEngine:
         self._batching = batching
         self._gaps = gaps
         self._joins_end_ttft = joins_end_ttft
+        self._schedules_ahead = schedules_ahead
         self._changed = changed
         self._arrived: list[SimRequest] = []
         self._joined: list[SimRequest] = []
@@ -166,6 +171,11 @@ class SimEngine:
         self.note_change()
         return request
 
+    def count_blocks(self, request: SimRequest) -> int:
+        """Count the blocks that a decode holds."""
+        num_tokens = request.prompt_tokens + self.batch.iteration - request.born_at
+        return -(-(num_tokens - 1) // self.setup.block_size_tokens)
+
     def resume(self, request: SimRequest) -> None:
         """Take a request back that was handed off and has not left; it joins at the next iteration boundary."""
         self.pinned_blocks -= request.num_blocks
@@ -176,8 +186,7 @@ class SimEngine:
     def release(self, num_blocks: int) -> None:
         """Free the KV of a request that was handed off."""
         self.pinned_blocks -= num_blocks
-        self.used_blocks -= num_blocks
-        self.has_freed_blocks = True
+        self._free(num_blocks)
         self.note_change()
 
     def clear(self, now: float) -> list[SimRequest]:
@@ -197,6 +206,16 @@ class SimEngine:
     # --- an iteration ------------------------------------------------------------------------------------------
 
     @property
+    def iteration(self) -> int:
+        """Iterations so far."""
+        return self.batch.iteration
+
+    @property
+    def decode_context_tokens(self) -> int:
+        """Sum of the decodes' contexts."""
+        return self.batch.context_tokens
+
+    @property
     def free_blocks(self) -> int:
         """Blocks that nobody holds or was promised."""
         return self.total_blocks - self.used_blocks - self.granted_blocks
@@ -212,7 +231,7 @@ class SimEngine:
         batch, prefills = self.batch, self.prefills
         if batch.num_decodes:
             need = batch.count_growth_blocks()
-            if need > self.total_blocks - self.used_blocks - self.granted_blocks:
+            if need > self.free_blocks - prefills.unseen_blocks:
                 need = self._preempt(now)
             self.used_blocks += need
         work2 = self._schedule_prefills(now)
@@ -293,21 +312,28 @@ class SimEngine:
     # --- what an iteration does to requests --------------------------------------------------------------------
 
     def _enqueue(self, request: SimRequest, kind: RequestKind) -> None:
-        self.prefills.add(request, kind)
+        self.prefills.add(request, kind, is_unseen=self._schedules_ahead and self.is_running)
         self.note_change()
 
     def _schedule_prefills(self, now: float) -> int:
         """Schedule chunks and take their prompts' blocks; returns twice their attention work."""
-        prefills, num_decodes, work2 = self.prefills, self.batch.num_decodes, 0
+        prefills = self.prefills
         prefills.num_tokens = prefills.num_chunks = 0
-        if prefills.num_queued:
-            num_seats = self.setup.max_num_seqs - num_decodes - self.num_incoming
-            free_blocks = self.total_blocks - self.used_blocks - self.granted_blocks
-            prefills.reserved_blocks = 0
-            work2 = prefills.schedule(now, num_decodes, num_seats, free_blocks)
-            self.used_blocks += prefills.reserved_blocks
+        work2 = self._fill_room(now) if prefills.num_queued else 0
+        if self._schedules_ahead:
+            prefills.see()
+            if not self.batch.num_decodes and not prefills.num_tokens and prefills.num_queued:
+                work2 = self._fill_room(now)  # nothing could be scheduled ahead
         if not prefills.num_queued or prefills.num_tokens:
             prefills.batch.last_prefill_s = now
+        return work2
+
+    def _fill_room(self, now: float) -> int:
+        prefills, num_decodes = self.prefills, self.batch.num_decodes
+        num_seats = self.setup.max_num_seqs - num_decodes - self.num_incoming
+        prefills.reserved_blocks = 0
+        work2 = prefills.schedule(now, num_decodes, num_seats, self.free_blocks)
+        self.used_blocks += prefills.reserved_blocks
         return work2
 
     def _complete(self, request: SimRequest, now: float) -> None:
@@ -343,9 +369,14 @@ class SimEngine:
         """Free what a request held that has its last token."""
         request.state = RequestState.FINISHED
         request.last_token_s = now
-        self.used_blocks -= request.num_blocks
-        self.has_freed_blocks = True
+        self._free(request.num_blocks)
         self.finished.append(request)
+
+    def _free(self, num_blocks: int) -> None:
+        self.used_blocks -= num_blocks
+        self.has_freed_blocks = True
+        if self._schedules_ahead:
+            self.prefills.unseen_blocks += num_blocks
 
     def _preempt(self, now: float) -> int:
         """Preempt decodes until the others have blocks for their next tokens.
@@ -354,7 +385,7 @@ class SimEngine:
             Blocks that they need.
         """
         need = self.batch.count_growth_blocks()
-        while need > self.total_blocks - self.used_blocks - self.granted_blocks:
+        while need > self.free_blocks - self.prefills.unseen_blocks:
             victim = self._pick_victim()
             is_new_here = victim in self._joined
             self.batch.leave(victim, victim.last_token_s if is_new_here else now)

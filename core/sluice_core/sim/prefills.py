@@ -32,12 +32,14 @@ class PrefillQueue:
         reserved_blocks: Blocks that the last ``schedule`` reserved.
         completing: Prefills that the iteration under way completes.
         returned: Prompts that the last ``schedule`` gave back to the router.
+        unseen_blocks: Blocks that became free after the iteration was decided on, where that is done ahead.
     """
 
     __slots__ = (
         "_batching",
         "_block_size",
         "_started",
+        "_unseen",
         "_waiting",
         "batch",
         "completing",
@@ -48,6 +50,7 @@ class PrefillQueue:
         "queued_work2",
         "reserved_blocks",
         "returned",
+        "unseen_blocks",
     )
 
     def __init__(self, setup: EngineSetup, batching: BatchPolicy) -> None:
@@ -65,19 +68,31 @@ class PrefillQueue:
         self.reserved_blocks = 0
         self.completing: list[SimRequest] = []
         self.returned: list[SimRequest] = []
+        self.unseen_blocks = 0
         self._batching = batching
         self._block_size = setup.block_size_tokens
         self._waiting: list[_Waiting] = []
         self._started: list[SimRequest] = []
+        self._unseen: list[_Waiting] = []
 
-    def add(self, request: SimRequest, kind: RequestKind) -> None:
-        """Queue a prefill of all tokens that the request has so far."""
+    def add(self, request: SimRequest, kind: RequestKind, *, is_unseen: bool = False) -> None:
+        """Queue a prefill of all tokens that the request has so far.
+
+        Args:
+            request: The request.
+            kind: Its class.
+            is_unseen: It came after the next iteration was decided on: it waits for ``see``.
+        """
         request.kind = kind
         request.num_computed_tokens = 0
         request.prefill_tokens = tokens = request.prompt_tokens + request.generated_tokens
         first, second = self._batching.order_key(kind, request.arrival_s, request.priority)
         request.order = (first, second, request.index)
-        heappush(self._waiting, (first, second, request.index, request))
+        entry = (first, second, request.index, request)
+        if is_unseen:
+            self._unseen.append(entry)
+        else:
+            heappush(self._waiting, entry)
         self.num_queued += 1
         self.queued_tokens += tokens
         self.queued_work2 += tokens * tokens
@@ -133,13 +148,21 @@ class PrefillQueue:
         self.queued_work2 -= work2
         return work2
 
+    def see(self) -> None:
+        """From now on what came and became free since the last iteration began is scheduled."""
+        self.unseen_blocks = 0
+        for entry in self._unseen:
+            heappush(self._waiting, entry)
+        self._unseen.clear()
+
     def clear(self) -> tuple[list[SimRequest], list[SimRequest]]:
         """Give up everything: returns what waited and what had started."""
-        return [entry[3] for entry in sorted(self._waiting)], self._started + self.completing
+        return [entry[3] for entry in sorted(self._waiting + self._unseen)], self._started + self.completing
 
     def check_idle(self) -> None:
         """Assert that nothing is left, and that no sum has drifted."""
         assert not self._waiting
+        assert not self._unseen
         assert not self._started
         assert not self.completing
         assert self.num_queued == self.queued_tokens == self.queued_work2 == 0
@@ -179,7 +202,7 @@ class PrefillQueue:
         if limits.hides(request.kind):
             return False
         blocks = -(-request.prefill_tokens // self._block_size)
-        if self.reserved_blocks + blocks > free_blocks:
+        if self.reserved_blocks + blocks > free_blocks - self.unseen_blocks:
             return False
         request.num_blocks = blocks
         self.reserved_blocks += blocks
@@ -187,6 +210,7 @@ class PrefillQueue:
 
     def _return_new_prompts(self) -> None:
         """Give prompts back that have not started."""
+        self.see()
         kept = [entry for entry in self._waiting if entry[3].kind is not RequestKind.NEW_PROMPT]
         returned = [entry for entry in self._waiting if entry[3].kind is RequestKind.NEW_PROMPT]
         heapify(kept)

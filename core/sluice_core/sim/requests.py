@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from sluice_core.batching import RequestKind
-from sluice_core.records import EngineId, RequestId
+from sluice_core.records import EngineId, PrefillRequest, RequestId
 from sluice_core.sim.setup import Arrival
 
 
@@ -32,6 +32,7 @@ class SimRequest:
         born_at: While it decodes: iteration of the engine at which it had no output.
         stay: Counts how often it left a decode batch: tells entries about an earlier stay from those of this one.
         num_blocks: Blocks that it holds while it does not decode.
+        is_leaving: While it decodes: a move was proposed and not yet begun or given up.
         first_token_s: End of TTFT; -1 before.
         has_missed_ttft: TTFT was over before the first token, as ``Deadlines`` noticed.
         last_token_s: When its last token came, as of the last time it left a decode batch or finished.
@@ -44,6 +45,7 @@ class SimRequest:
         "generated_tokens",
         "has_missed_ttft",
         "index",
+        "is_leaving",
         "is_moved_in",
         "kind",
         "last_token_s",
@@ -90,6 +92,7 @@ class SimRequest:
         self.first_token_s = -1.0
         self.has_missed_ttft = False
         self.last_token_s = -1.0
+        self.is_leaving = False
         self.is_moved_in = False
         self.num_moves = 0
         self.num_preemptions = 0
@@ -115,3 +118,15 @@ class SimRequest:
             return False
         tpot_s = self.tpot_s
         return tpot_s is None or tpot_s <= self.tpot_slo_s
+
+    def describe_prefill(self) -> PrefillRequest:
+        """Describe what is to be computed to the placement policy."""
+        return PrefillRequest(
+            request_id=self.request_id,
+            arrival_s=self.arrival_s,
+            prompt_tokens=self.prompt_tokens + self.generated_tokens,
+            slo=self.slo,
+            priority=self.priority,
+            is_recovery=self.first_token_s >= 0.0,
+            next_token_due_s=self.first_token_s + self.tpot_slo_s * self.generated_tokens,
+        )

@@ -38,11 +38,21 @@ class SimOptions:
         no_grant: What a finished prefill does without a grant.
         ttft_end: When TTFT ends.
         counts_decodes: The chunk size counts decodes; False: prefill tokens only (simulation.md, section 2.3).
+        schedules_ahead: Engines schedule an iteration while another runs, as vLLM does on GPUs: whatever comes to an
+            engine meanwhile waits for both. False: papers, whose simulators know no such delay.
+
+    Raises:
+        ValueError: Papers' waiting for grants with engines that schedule ahead.
     """
 
     no_grant: NoGrant = NoGrant.IN_PLACE
     ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
     counts_decodes: bool = True
+    schedules_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schedules_ahead and self.no_grant is NoGrant.WAIT:
+            raise ValueError("engines that schedule ahead do not wait for grants: no_grant is in_place")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, 
 from sluice_core.sim.deadlines import Deadlines
 from sluice_core.sim.engine import SimEngine
 from sluice_core.sim.gaps import GapHistogram
+from sluice_core.sim.hand_offs import HandOffs, Move
 from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.setup import AddEngine, Arrival, Cell, ClusterEvent, Configure, EngineSetup, Fail, NoGrant, TtftEnd
 from sluice_core.sim.timeline import Timeline
@@ -36,6 +37,7 @@ _ITERATION: Final = 0  # kinds of events
 _TRANSFER: Final = 1
 _RETRY: Final = 2
 _CLUSTER: Final = 3
+_PULL: Final = 4
 _Event = tuple[float, int, int, object]
 
 
@@ -58,6 +60,7 @@ class Simulation:
         num_missed: Requests that ended and missed an objective, rejected ones included; in a run that may give up also
             those that are late already.
         transfer_s: Time that requests spent in transfers, waits for a link included.
+        table: The engines as policies see them.
 
     Raises:
         ValueError: Arrivals out of order, or an engine twice.
@@ -82,9 +85,10 @@ class Simulation:
         self._void_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
         self._batching: BatchPolicy = ChunkedPrefillPolicy(counts_decodes=cell.options.counts_decodes)
         self._waits_for_grant = cell.options.no_grant is NoGrant.WAIT
+        self._hand_offs = HandOffs(self) if cell.options.schedules_ahead else None
         self._timeline = timeline
         self._profiles: dict[EngineId, LatencyModel] = {}
-        self._table = EngineTable(self._profiles.__getitem__, counts_decodes=cell.options.counts_decodes)
+        self.table = EngineTable(self._profiles.__getitem__, counts_decodes=cell.options.counts_decodes)
         self._by_id: dict[EngineId, SimEngine] = {}
         self._heap: list[_Event] = []
         self._num_events = 0
@@ -133,6 +137,10 @@ class Simulation:
             elif code == _TRANSFER:
                 assert isinstance(what, SimRequest)
                 self._end_transfer(what)
+            elif code == _PULL:
+                assert isinstance(what, Move)
+                assert self._hand_offs is not None
+                self._hand_offs.end_transfer(what)
             elif code == _RETRY:
                 self._is_retry_due = False
                 self._assign_held()
@@ -185,16 +193,17 @@ class Simulation:
         if all(num_tokens > engine.total_blocks * engine.setup.block_size_tokens for engine in self._by_id.values()):
             self._reject(request)
             return
-        self._hold(request)
+        self.hold(request)
         if len(self._held) == 1:
             self._assign_held()
         else:
             self._schedule_retry()
 
-    def _hold(self, request: SimRequest) -> None:
+    def hold(self, request: SimRequest) -> None:
+        """Keep a request at the router until it is placed."""
         request.state = RequestState.WAITING
         request.target = None
-        self._held[request.request_id] = _describe(request)
+        self._held[request.request_id] = request.describe_prefill()
 
     def _schedule_retry(self) -> None:
         if not self._is_retry_due:
@@ -208,7 +217,7 @@ class Simulation:
         self._last_assign_s = self.now
         self._report_loads()
         waiting = list(islice(self._held.values(), MAX_ASSIGNED_AT_ONCE))
-        for decision in self._placement.assign(self.now, waiting, self._table):
+        for decision in self._placement.assign(self.now, waiting, self.table):
             if isinstance(decision, Hold):
                 continue
             del self._held[decision.request_id]
@@ -229,14 +238,14 @@ class Simulation:
     def _submit(self, request: SimRequest, engine: SimEngine) -> None:
         is_recovery = request.first_token_s >= 0.0
         number = engine.submit(request, RequestKind.RECOVERY if is_recovery else RequestKind.NEW_PROMPT)
-        self._table.mark_submitted(engine.engine_id, request.request_id, number)
-        self._kick(engine)
+        self.table.mark_submitted(engine.engine_id, request.request_id, number)
+        self.kick(engine)
 
     def _report_loads(self) -> None:
         """Bring the engine table up to date."""
         for engine in self._changed:
             if not engine.is_dead:
-                self._table.report(engine.engine_id, engine.report_load(self.now), self.now)
+                self.table.report(engine.engine_id, engine.report_load(self.now), self.now)
         self._changed.clear()
 
     # --- iterations --------------------------------------------------------------------------------------------
@@ -245,11 +254,13 @@ class Simulation:
         self._num_events += 1
         heappush(self._heap, (at_s, self._num_events, code, what))
 
-    def _kick(self, engine: SimEngine) -> None:
+    def kick(self, engine: SimEngine) -> None:
         """Start an iteration if the engine idles and has work."""
         if engine.is_running or engine.is_dead:
             return
         duration_s = engine.start(self.now)
+        while duration_s < 0.0 and self._hand_offs is not None and self._hand_offs.idle(engine):
+            duration_s = engine.start(self.now)
         if engine.prefills.returned:
             self._take_back(engine)
         if duration_s >= 0.0:
@@ -262,7 +273,7 @@ class Simulation:
         """Hold prompts that an engine gave back; a new report tells the table that they are gone."""
         returned, engine.prefills.returned = engine.prefills.returned, []
         for request in returned:
-            self._hold(request)
+            self.hold(request)
         self._schedule_retry()
 
     def _end_iteration(self, engine: SimEngine) -> None:
@@ -274,11 +285,13 @@ class Simulation:
             self._timeline.note_finished(engine.finished)
         if engine.batch.num_decodes:
             self._propose(engine)
+        if self._hand_offs is not None:
+            self._hand_offs.end_iteration(engine)
         if engine.has_freed_blocks:
             engine.has_freed_blocks = False
             if self._parked:
                 self._place_parked()
-        self._kick(engine)
+        self.kick(engine)
         if self._held:
             self._retry_held()
 
@@ -292,8 +305,11 @@ class Simulation:
 
     def _propose(self, engine: SimEngine) -> None:
         """Ask which decodes should leave, and let them."""
-        flow = self._void_flow if self._table.are_roles_void else self._flow
+        flow = self._void_flow if self.table.are_roles_void else self._flow
         proposals = flow.propose(self.now, engine.batch.decodes)
+        if self._hand_offs is not None:
+            self._hand_offs.propose(engine, proposals)
+            return
         while proposals:
             num_gone = 0
             for proposal in proposals:
@@ -306,7 +322,7 @@ class Simulation:
         must_wait = self._waits_for_grant and self._has_targets and proposal.cause is MoveCause.PREFILL_DONE
         target = None
         if not (must_wait and self._parked):
-            target = self._find_target(proposal.request_id, proposal.cause, engine, proposal.num_blocks)
+            target = self.find_target(proposal.request_id, proposal.cause, engine, proposal.num_blocks)
         if target is None and not must_wait:
             self.num_blocked_moves += 1
             return False
@@ -321,12 +337,13 @@ class Simulation:
             self._begin_transfer(request, engine, target, proposal.cause)
         return True
 
-    def _find_target(
+    def find_target(
         self, request_id: RequestId, cause: MoveCause, source: SimEngine, num_blocks: int
     ) -> SimEngine | None:
+        """Ask the flow policy where a request may go; None: it stays."""
         self._report_loads()
         flow_request = FlowRequest(request_id=request_id, cause=cause, source=source.engine_id, num_blocks=num_blocks)
-        target_id = self._flow.target(self.now, flow_request, self._table)
+        target_id = self._flow.target(self.now, flow_request, self.table)
         return None if target_id is None else self._by_id[target_id]
 
     def _place_parked(self) -> None:
@@ -343,9 +360,9 @@ class Simulation:
                 self._parked.popleft()
                 request.state = RequestState.MOVING
                 source.resume(request)
-                self._kick(source)
+                self.kick(source)
                 continue
-            target = self._find_target(request.request_id, MoveCause.PREFILL_DONE, source, request.num_blocks)
+            target = self.find_target(request.request_id, MoveCause.PREFILL_DONE, source, request.num_blocks)
             if target is None:
                 break
             self._parked.popleft()
@@ -356,6 +373,10 @@ class Simulation:
         target.reserve(request.num_blocks)
         request.state = RequestState.MOVING
         request.target = target.engine_id
+        self.send(request, source, cause, None)
+
+    def send(self, request: SimRequest, source: SimEngine, cause: MoveCause, move: Move | None) -> None:
+        """Send the KV over the source's link; with a move, ``HandOffs`` hears of its arrival."""
         request.num_moves += 1
         self.num_moves[cause] += 1
         link = source.setup.link
@@ -364,7 +385,10 @@ class Simulation:
         free_at_s = self._link_free_at_s.get(name, 0.0)
         self._link_free_at_s[name], arrives_at_s = link.speed.schedule(self.now, free_at_s, num_bytes)
         self.transfer_s += arrives_at_s - self.now
-        self._push(arrives_at_s, _TRANSFER, request)
+        if move is None:
+            self._push(arrives_at_s, _TRANSFER, request)
+        else:
+            self._push(arrives_at_s, _PULL, move)
         if self._timeline is not None:
             self._timeline.note_transfer(request, cause, self.now, arrives_at_s)
 
@@ -376,16 +400,16 @@ class Simulation:
             source.release(request.num_blocks)
         if target is None:
             # The target has died meanwhile: the router recovers the request.
-            self._hold(request)
+            self.hold(request)
             self._schedule_retry()
         elif source is None:
             target.recompute_arrival(request)
-            self._kick(target)
+            self.kick(target)
         else:
             target.receive(request)
-            self._kick(target)
+            self.kick(target)
         if source is not None:
-            self._kick(source)
+            self.kick(source)
             if source.has_freed_blocks and self._parked:
                 source.has_freed_blocks = False
                 self._place_parked()
@@ -398,7 +422,14 @@ class Simulation:
         if setup.engine_id in self._profiles:
             raise ValueError(f"engine {setup.engine_id!r} is there twice")
         joins_end_ttft = self.cell.options.ttft_end is TtftEnd.DECODE_JOIN
-        engine = SimEngine(setup, self._batching, self.gaps, self._changed, joins_end_ttft=joins_end_ttft)
+        engine = SimEngine(
+            setup,
+            self._batching,
+            self.gaps,
+            self._changed,
+            joins_end_ttft=joins_end_ttft,
+            schedules_ahead=self.cell.options.schedules_ahead,
+        )
         self.engines.append(engine)
         self._by_id[setup.engine_id] = engine
         self._profiles[setup.engine_id] = setup.profile
@@ -408,7 +439,7 @@ class Simulation:
             max_num_seqs=setup.max_num_seqs,
             max_batch_tokens=setup.max_batch_tokens,
         )
-        self._table.add(setup.engine_id, spec, role=setup.role, chunk_size_tokens=setup.chunk_size_tokens)
+        self.table.add(setup.engine_id, spec, role=setup.role, chunk_size_tokens=setup.chunk_size_tokens)
 
     def _change_cluster(self, event: object) -> None:
         if isinstance(event, AddEngine):
@@ -427,7 +458,7 @@ class Simulation:
     def _find_targets(self) -> bool:
         """Say whether first decodes have anywhere to go at all."""
         decode_heavy = [engine for engine in self._by_id.values() if engine.role is Role.DECODE_HEAVY]
-        return not self._table.are_roles_void and not all(engine.is_draining for engine in decode_heavy)
+        return not self.table.are_roles_void and not all(engine.is_draining for engine in decode_heavy)
 
     def _configure(self, event: Configure) -> None:
         """Put a plan in force; an iteration under way keeps the batch that it has."""
@@ -435,41 +466,30 @@ class Simulation:
         if engine is None:
             return
         engine.configure(event.role, event.chunk_size_tokens, is_draining=event.is_draining)
-        self._table.configure(
+        self.table.configure(
             event.engine_id,
             role=event.role,
             chunk_size_tokens=event.chunk_size_tokens,
             is_draining=event.is_draining,
         )
-        self._kick(engine)
+        self.kick(engine)
 
     def _fail(self, engine_id: EngineId) -> None:
         """Take an engine away; what it held is placed again, what was on its way there or from there is recomputed."""
         engine = self._by_id.pop(engine_id, None)
         if engine is None:
             return
-        self._table.remove(engine_id)
+        self.table.remove(engine_id)
         for request in engine.clear(self.now):
             request.num_blocks = 0
-            self._hold(request)
+            self.hold(request)
+        if self._hand_offs is not None:
+            self._hand_offs.fail(engine)
         for request, stay in self._parked:
             if request.source == engine_id and request.stay == stay and request.state is RequestState.PARKED:
-                self._hold(request)
+                self.hold(request)
         if self._held:
             self._schedule_retry()
-
-
-def _describe(request: SimRequest) -> PrefillRequest:
-    """Describe a request to the placement policy."""
-    return PrefillRequest(
-        request_id=request.request_id,
-        arrival_s=request.arrival_s,
-        prompt_tokens=request.prompt_tokens + request.generated_tokens,
-        slo=request.slo,
-        priority=request.priority,
-        is_recovery=request.first_token_s >= 0.0,
-        next_token_due_s=request.first_token_s + request.tpot_slo_s * request.generated_tokens,
-    )
 
 
 def _at_s_of(event: ClusterEvent) -> float:

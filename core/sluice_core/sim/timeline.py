@@ -30,6 +30,7 @@ class Iteration(NamedTuple):
     prefill_tokens: int
     num_chunks: int
     used_blocks: int
+    decode_context_tokens: int
 
 
 class Timeline:
@@ -57,6 +58,7 @@ class Timeline:
                 engine.prefills.num_tokens,
                 engine.prefills.num_chunks,
                 engine.used_blocks,
+                engine.decode_context_tokens,
             )
         )
 
@@ -95,10 +97,15 @@ class Timeline:
             yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
         for engine_id, track in self._tracks.items():
             yield {"ph": "M", "pid": _ENGINES, "tid": track, "name": "thread_name", "args": {"name": engine_id}}
-        for engine_id, start_s, duration_s, num_decodes, prefill_tokens, num_chunks, used in self.iterations:
+        for engine_id, start_s, duration_s, num_decodes, prefill_tokens, num_chunks, used, context in self.iterations:
             what = "mixed" if num_decodes and prefill_tokens else "prefill" if prefill_tokens else "decode"
             at = {"pid": _ENGINES, "tid": self._tracks[engine_id], "ts": start_s * _US}
-            arguments = {"decodes": num_decodes, "prefill_tokens": prefill_tokens, "chunks": num_chunks}
+            arguments = {
+                "decodes": num_decodes,
+                "context": context,
+                "prefill_tokens": prefill_tokens,
+                "chunks": num_chunks,
+            }
             yield {"ph": "X", "name": what, "dur": duration_s * _US, "args": arguments, **at}
             yield {"ph": "C", "name": f"{engine_id} decodes", "args": {"decodes": num_decodes}, **at}
             yield {"ph": "C", "name": f"{engine_id} KV blocks", "args": {"used": used}, **at}

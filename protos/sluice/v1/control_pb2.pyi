@@ -236,6 +236,10 @@ class EngineStatus(_message.Message):
     NUM_FITTED_ITERATIONS_FIELD_NUMBER: _builtins.int
     LATENCY_ERROR_RATIO_FIELD_NUMBER: _builtins.int
     MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    LATENCY_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Pod uid, or the launcher's name."""
     epoch: _builtins.int
@@ -280,6 +284,16 @@ class EngineStatus(_message.Message):
     """Mean relative error of the latency model, 0.1 is 10 %."""
     max_batch_tokens: _builtins.int
     """Largest chunk size that it can run, in tokens."""
+    block_size_tokens: _builtins.int
+    """Tokens per KV block."""
+    kv_bytes_per_token: _builtins.int
+    """Bytes of KV cache per token."""
+    max_num_seqs: _builtins.int
+    """Most running requests."""
+    @_builtins.property
+    def latency(self) -> Global___LatencyCoefficients:
+        """The latency model that this router fitted to its iterations; absent before the first one."""
+
     def __init__(
         self,
         *,
@@ -305,14 +319,60 @@ class EngineStatus(_message.Message):
         num_fitted_iterations: _builtins.int = ...,
         latency_error_ratio: _builtins.float = ...,
         max_batch_tokens: _builtins.int = ...,
+        latency: Global___LatencyCoefficients | None = ...,
+        block_size_tokens: _builtins.int = ...,
+        kv_bytes_per_token: _builtins.int = ...,
+        max_num_seqs: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latency", b"latency"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "address", b"address", "chunk_size_tokens", b"chunk_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_fault", b"last_fault", "latency_error_ratio", b"latency_error_ratio", "max_batch_tokens", b"max_batch_tokens", "num_fitted_iterations", b"num_fitted_iterations", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_decodes", b"running_decodes", "state", b"state", "transport", b"transport", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "address", b"address", "block_size_tokens", b"block_size_tokens", "chunk_size_tokens", b"chunk_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_bytes_per_token", b"kv_bytes_per_token", "last_fault", b"last_fault", "latency", b"latency", "latency_error_ratio", b"latency_error_ratio", "max_batch_tokens", b"max_batch_tokens", "max_num_seqs", b"max_num_seqs", "num_fitted_iterations", b"num_fitted_iterations", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_decodes", b"running_decodes", "state", b"state", "transport", b"transport", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class LatencyCoefficients(_message.Message):
+    """An iteration takes the sum of these, each times what there is of it; all are non-negative."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_S_FIELD_NUMBER: _builtins.int
+    PER_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PER_ATTENTION_PAIR_S_FIELD_NUMBER: _builtins.int
+    PER_CHUNK_S_FIELD_NUMBER: _builtins.int
+    PER_DECODE_S_FIELD_NUMBER: _builtins.int
+    PER_CONTEXT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    base_s: _builtins.float
+    """Seconds of any iteration."""
+    per_token_s: _builtins.float
+    """Seconds per token, of prefills and decodes alike."""
+    per_attention_pair_s: _builtins.float
+    """Seconds per token pair of prefill attention: tokens * (context + tokens / 2)."""
+    per_chunk_s: _builtins.float
+    """Seconds per prefill chunk."""
+    per_decode_s: _builtins.float
+    """Seconds per decode."""
+    per_context_token_s: _builtins.float
+    """Seconds per token of the decodes' contexts."""
+    def __init__(
+        self,
+        *,
+        base_s: _builtins.float = ...,
+        per_token_s: _builtins.float = ...,
+        per_attention_pair_s: _builtins.float = ...,
+        per_chunk_s: _builtins.float = ...,
+        per_decode_s: _builtins.float = ...,
+        per_context_token_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "per_attention_pair_s", b"per_attention_pair_s", "per_chunk_s", b"per_chunk_s", "per_context_token_s", b"per_context_token_s", "per_decode_s", b"per_decode_s", "per_token_s", b"per_token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatencyCoefficients: _TypeAlias = LatencyCoefficients  # noqa: Y015
 
 @_typing.final
 class ClassCounters(_message.Message):
@@ -361,22 +421,26 @@ class RequestSample(_message.Message):
     GAP_S_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
     gap_s: _builtins.float
-    """Seconds since the previous arrival."""
+    """Seconds since the newest arrival among the samples before it; 0 where it arrived before that one."""
     prompt_tokens: _builtins.int
     """Prompt length."""
     output_tokens: _builtins.int
     """Output length."""
+    slo_class: _builtins.str
+    """SLO class; empty for the default."""
     def __init__(
         self,
         *,
         gap_s: _builtins.float = ...,
         prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        slo_class: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gap_s", b"gap_s", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gap_s", b"gap_s", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "slo_class", b"slo_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,123 @@
+"""Tunes a local cluster's sliders as the operator does (``sluice_operator.tuner``), and says what was decided."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from sluice_cli.view import TuningView
+from sluice_operator.asking import Searches
+from sluice_operator.attainment import AttainmentWindow
+from sluice_operator.sliders import Sliders, resolve_sliders
+from sluice_operator.tuner import Circumstances, Tuner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sluice.v1 import control_pb2
+    from sluice_cli.records import ClusterDirectory
+    from sluice_operator.asking import Ask
+    from sluice_operator.question import Answer
+    from sluice_operator.spec import ServingCluster
+
+
+class LocalTuning:
+    """The tuner of a local cluster, and what it has said so far.
+
+    Args:
+        directory: Where other commands read what was decided.
+        report: Takes a line for people.
+        wake: Called when a search has ended, for a look.
+        clock: Monotonic seconds.
+        ask: Answers searches for sliders; None: in processes of their own.
+    """
+
+    def __init__(
+        self,
+        directory: ClusterDirectory,
+        *,
+        report: Callable[[str], None],
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+        ask: Ask | None = None,
+    ) -> None:
+        self._directory = directory
+        self._report = report
+        self._clock = clock
+        self._tuner = Tuner(ask or Searches().ask, wake=wake, now=clock)
+        self._window = AttainmentWindow()
+        self._in_force: tuple[Sliders, Sliders] | None = None
+        self.view: TuningView | None = None
+        directory.write_tuning(None)
+
+    def take(self, statuses: Sequence[control_pb2.GetStatusResponse]) -> None:
+        """Takes the routers' counters."""
+        for status in statuses:
+            self._window.take(self._clock(), status)
+
+    def look(
+        self, manifest: ServingCluster, statuses: Sequence[control_pb2.GetStatusResponse], *, is_settled: bool
+    ) -> ServingCluster:
+        """Decides; returns the manifest with the sliders that are to be in force."""
+        effective = self._tuner.look(self._describe(manifest, statuses, is_settled=is_settled))
+        asked_for, in_force = resolve_sliders(manifest.spec), resolve_sliders(effective.spec)
+        # What the user changed is reported with the edit.
+        if self._in_force is not None and asked_for == self._in_force[0] and in_force != self._in_force[1]:
+            self._report(f"autotune: {format_sliders(self._in_force[1])} -> {format_sliders(in_force)} (live)")
+        self._in_force = asked_for, in_force
+        self._show()
+        return effective
+
+    def is_due(
+        self, manifest: ServingCluster, statuses: Sequence[control_pb2.GetStatusResponse], *, is_settled: bool
+    ) -> bool:
+        """Whether a look would decide something."""
+        return self._tuner.is_due(lambda: self._describe(manifest, statuses, is_settled=is_settled))
+
+    def stop(self) -> None:
+        """Ends the search under way."""
+        self._tuner.stop()
+
+    def _describe(
+        self, manifest: ServingCluster, statuses: Sequence[control_pb2.GetStatusResponse], *, is_settled: bool
+    ) -> Circumstances:
+        return Circumstances(cluster=manifest, statuses=statuses, counts=self._window.total, is_settled=is_settled)
+
+    def _show(self) -> None:
+        """Tells what was decided, where it is another thing than before."""
+        verdict, answer, old = self._tuner.judge(), self._tuner.answer, self.view
+        if verdict is None or verdict.reason == "Off":
+            view = None
+        else:
+            view = TuningView(reason=verdict.reason, message=verdict.message, **_describe_answer(answer))
+        if view == old:
+            return
+        self.view = view
+        self._directory.write_tuning(None if view is None else asdict(view))
+        if view is not None and (old is None or old.reason != view.reason):
+            self._report(f"autotune: {view.message}")
+        if answer is not None and (old is None or _describe_answer(answer).items() - asdict(old).items()):
+            share = f"{answer.attainment:.0%} of the requests"
+            now = f"{answer.in_force_attainment:.0%}"
+            self._report(
+                f"autotune: recommends {format_sliders(answer.sliders)}: {share} would meet their objectives, {now} with"
+                " the sliders in force"
+            )
+
+
+def format_sliders(sliders: Sliders) -> str:
+    """Writes sliders for people."""
+    return (
+        f"prefillHeavy {sliders.num_prefill_heavy}, chunks {sliders.prefill_heavy_tokens}/{sliders.decode_heavy_tokens}"
+    )
+
+
+def _describe_answer(answer: Answer | None) -> dict[str, Any]:
+    if answer is None:
+        return {}
+    return {
+        "prefill_heavy": answer.sliders.num_prefill_heavy,
+        "prefill_heavy_tokens": answer.sliders.prefill_heavy_tokens,
+        "decode_heavy_tokens": answer.sliders.decode_heavy_tokens,
+        "predicted_attainment": round(answer.attainment, 3),
+    }

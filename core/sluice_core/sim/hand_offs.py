@@ -1,0 +1,254 @@
+"""How long a move takes where engines schedule ahead: each step of the hand-off waits for an iteration's end.
+
+An engine looks at what it is told between two iterations, when the next one is scheduled already. So, counting ends of
+iterations (of an engine at work; an idle one does everything at once):
+
+    source proposes ──► target grants     after 1 of the target's
+                    ──► source hands off  after 2 of its own: the one scheduled already still has the request
+                    ──► target pulls      after 1: the KV goes over the link
+                    ──► target notices    after 1 from the KV's arrival
+                    ──► request joins     after 3 more: notices come up with the output of the iteration that was scheduled
+                                          then, after which another one is scheduled already
+                    ──► source is free    after 3 of its own
+
+The request goes on where it is until it is handed off, and pauses from then until it has joined.
+
+Source: vLLM 0.32, ``EngineCore.step_with_batch_queue`` with a queue of 2; ``benchmarks/fidelity`` compares.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from sluice_core.records import MoveCause, MoveProposal, Role
+from sluice_core.sim.engine import SimEngine
+from sluice_core.sim.requests import RequestState, SimRequest
+
+if TYPE_CHECKING:
+    from sluice_core.sim.simulation import Simulation
+
+
+class Step(IntEnum):
+    """What an engine is told about a move."""
+
+    GRANT = 0
+    HAND_OFF = 1
+    SUBMIT = 2
+    NOTICE = 3
+    JOIN = 4
+    RELEASE = 5
+
+
+# Ends of iterations that each step waits for, on an engine at work.
+ENDS = {Step.GRANT: 1, Step.HAND_OFF: 2, Step.SUBMIT: 1, Step.NOTICE: 1, Step.JOIN: 3, Step.RELEASE: 3}
+
+
+class Move:
+    """A move under way; mutable, changed by ``HandOffs`` only.
+
+    Args:
+        number: Counts the moves.
+        request: The request.
+        source: Where it runs.
+        target: Where it goes.
+        cause: Why.
+        num_blocks: KV blocks to reserve.
+    """
+
+    __slots__ = ("cause", "is_granted", "num_blocks", "number", "request", "source", "stay", "target")
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        request: SimRequest,
+        source: SimEngine,
+        target: SimEngine,
+        cause: MoveCause,
+        num_blocks: int,
+    ) -> None:
+        self.number = number
+        self.request = request
+        self.stay = request.stay
+        self.source = source
+        self.target = target
+        self.cause = cause
+        self.num_blocks = num_blocks
+        self.is_granted = False
+
+
+class HandOffs:
+    """All moves under way; mutable.
+
+    Args:
+        simulation: Whose engines they are between.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._mail: dict[str, list[tuple[int, Step, Move]]] = {}
+        self._at_boundary: SimEngine | None = None
+        self._num_moves = 0
+
+    def propose(self, source: SimEngine, proposals: list[MoveProposal]) -> None:
+        """Ask targets for grants, between two iterations of the source."""
+        outer, self._at_boundary = self._at_boundary, source
+        for proposal in proposals:
+            self._ask(source, proposal)
+        self._at_boundary = outer
+
+    def end_iteration(self, engine: SimEngine) -> None:
+        """Carry out what an engine was told long enough ago."""
+        mail = self._mail.get(engine.engine_id)
+        if mail:
+            due = [entry for entry in mail if entry[0] <= engine.iteration]
+            if due:
+                self._mail[engine.engine_id] = [entry for entry in mail if entry[0] > engine.iteration]
+                self._carry_out_all(engine, due)
+
+    def idle(self, engine: SimEngine) -> bool:
+        """Carry out all that an engine was told, since it has nothing else to do; say whether there was anything."""
+        due = self._mail.pop(engine.engine_id, None)
+        if not due:
+            return False
+        self._carry_out_all(engine, due)
+        return True
+
+    def end_transfer(self, move: Move) -> None:
+        """The KV has arrived."""
+        if not self._has_lost_its_way(move):
+            self._post(move.target, Step.NOTICE, move)
+
+    def fail(self, engine: SimEngine) -> None:
+        """Settle what a dead engine was told."""
+        for _, step, move in self._mail.pop(engine.engine_id, []):
+            if step is Step.HAND_OFF or step is Step.GRANT:
+                self._cancel(move)
+            elif step is Step.SUBMIT or step is Step.NOTICE:
+                self._has_lost_its_way(move)
+            elif step is Step.JOIN:
+                self._simulation.hold(move.request)
+
+    def _ask(self, source: SimEngine, proposal: MoveProposal) -> None:
+        simulation = self._simulation
+        request = simulation.requests[int(proposal.request_id)]
+        if request.is_leaving:
+            return
+        target = simulation.find_target(proposal.request_id, proposal.cause, source, proposal.num_blocks)
+        if target is None:
+            simulation.num_blocked_moves += 1
+            return
+        self._num_moves += 1
+        request.is_leaving = True
+        move = Move(
+            number=self._num_moves,
+            request=request,
+            source=source,
+            target=target,
+            cause=proposal.cause,
+            num_blocks=proposal.num_blocks,
+        )
+        simulation.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
+        self._post(target, Step.GRANT, move)
+
+    def _post(self, engine: SimEngine, step: Step, move: Move) -> None:
+        """Tell an engine what to do; an idle one does it at once."""
+        if engine.is_running or engine is self._at_boundary:
+            self._mail.setdefault(engine.engine_id, []).append((engine.iteration + ENDS[step], step, move))
+        else:
+            self._carry_out(step, move)
+            self._simulation.kick(engine)
+
+    def _carry_out_all(self, engine: SimEngine, due: list[tuple[int, Step, Move]]) -> None:
+        outer, self._at_boundary = self._at_boundary, engine
+        for _, step, move in due:
+            self._carry_out(step, move)
+        self._at_boundary = outer
+
+    def _carry_out(self, step: Step, move: Move) -> None:
+        if step is Step.GRANT:
+            self._grant(move)
+        elif step is Step.HAND_OFF:
+            self._hand_off(move)
+        elif step is Step.SUBMIT:
+            if not self._has_lost_its_way(move):
+                self._simulation.send(move.request, move.source, move.cause, move)
+        elif step is Step.NOTICE:
+            if not self._has_lost_its_way(move):
+                self._post(move.source, Step.RELEASE, move)
+                self._post(move.target, Step.JOIN, move)
+        elif step is Step.JOIN:
+            move.target.receive(move.request)
+        elif not move.source.is_dead:
+            move.source.release(move.num_blocks)
+
+    def _grant(self, move: Move) -> None:
+        target = move.target
+        self._simulation.table.record_grant_answer(target.engine_id, move.number)
+        if not self._is_where_it_was(move):
+            move.request.is_leaving = False
+        elif self._may_grant(move):
+            target.reserve(move.num_blocks)
+            move.is_granted = True
+            self._post(move.source, Step.HAND_OFF, move)
+        else:
+            move.request.is_leaving = False
+            self._simulation.num_blocked_moves += 1
+
+    def _may_grant(self, move: Move) -> bool:
+        """Say whether the target has the room now that its router believed it to have."""
+        target = move.target
+        bound = target.total_blocks
+        if target.role is Role.PREFILL_HEAVY and move.cause is MoveCause.DEGRADE:
+            bound = int(self._simulation.cell.parameters.watermark * target.total_blocks)
+        used = target.used_blocks + target.granted_blocks
+        return not target.is_draining and used + move.num_blocks <= bound
+
+    def _hand_off(self, move: Move) -> None:
+        request, target = move.request, move.target
+        if target.is_dead or not self._is_where_it_was(move):
+            self._cancel(move)
+            return
+        more = move.source.count_blocks(request) - move.num_blocks
+        if more > target.free_blocks:
+            self._cancel(move)
+            return
+        move.source.hand_off(request.request_id, self._simulation.now)
+        target.granted_blocks += more
+        move.num_blocks += more
+        assert move.num_blocks == request.num_blocks
+        request.is_leaving = False
+        request.state = RequestState.MOVING
+        request.source, request.target = move.source.engine_id, target.engine_id
+        if move.cause is MoveCause.BACKFLOW:
+            request.reset_tokens = request.generated_tokens
+        self._post(target, Step.SUBMIT, move)
+
+    def _is_where_it_was(self, move: Move) -> bool:
+        request = move.request
+        return request.state is RequestState.DECODING and request.stay == move.stay and not move.source.is_dead
+
+    def _cancel(self, move: Move) -> None:
+        """The request stays where it is, or has ended there."""
+        move.request.is_leaving = False
+        target = move.target
+        if move.is_granted and not target.is_dead:
+            target.granted_blocks -= move.num_blocks
+            target.num_incoming -= 1
+            target.note_change()
+
+    def _has_lost_its_way(self, move: Move) -> bool:
+        """Settle a move after the hand-off one of whose engines has died; say whether that is so."""
+        request, source, target = move.request, move.source, move.target
+        if target.is_dead:
+            if not source.is_dead:
+                source.release(move.num_blocks)
+                self._simulation.kick(source)
+            self._simulation.hold(request)
+            return True
+        if source.is_dead:
+            target.recompute_arrival(request)
+            self._simulation.kick(target)
+            return True
+        return False

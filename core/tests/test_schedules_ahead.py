@@ -1,0 +1,145 @@
+"""Engines that schedule an iteration while another runs: when things are seen, and what a move takes."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_simulation import A100_14B, SLO, STRATEGIES, make_arrivals, make_engines, run
+
+from sluice_core.batching import ChunkedPrefillPolicy, RequestKind
+from sluice_core.latency.transfer import LinkSpeed
+from sluice_core.records import MoveCause, Slo
+from sluice_core.sim.engine import SimEngine
+from sluice_core.sim.gaps import GapHistogram
+from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.setup import Arrival, Cell, Configure, Fail, Link, NoGrant, SimOptions
+from sluice_core.sim.simulation import Simulation
+from sluice_core.sim.timeline import Timeline
+from sluice_core.strategies import get_strategy
+
+AHEAD = SimOptions(schedules_ahead=True)
+estimate = A100_14B.estimate_iteration_s
+
+
+def list_batches(cell, arrivals):
+    timeline = Timeline()
+    simulation = Simulation(cell, arrivals, timeline)
+    simulation.run()
+    batches = {}
+    for each in timeline.iterations:
+        batches.setdefault(each.engine_id, []).append((each.start_s, each.num_decodes, each.prefill_tokens))
+    return simulation, batches
+
+
+def test_an_arrival_waits_for_the_iteration_under_way_and_for_the_one_scheduled_already():
+    """The second prompt comes during iteration 1 and is in iteration 3; in iteration 2 the first one decodes alone."""
+    arrivals = [
+        Arrival(at_s=0.0, prompt_tokens=150, output_tokens=9, slo=SLO),
+        Arrival(at_s=0.001, prompt_tokens=40, output_tokens=1, slo=SLO),
+    ]
+    cell = Cell(engines=make_engines(((1, 200),)), strategy=get_strategy("aggregated"), options=AHEAD)
+    simulation, batches = list_batches(cell, arrivals)
+    assert [batch[1:] for batch in batches["P200-0"][:4]] == [(0, 150), (1, 0), (1, 40), (1, 0)]
+    first_s = estimate(150, 1, 150, 150 * 75, 0, 0)
+    second_s = estimate(1, 0, 0, 0.0, 1, 151)
+    third_s = estimate(41, 1, 40, 40 * 20, 1, 152)
+    assert simulation.requests[1].first_token_s == pytest.approx(first_s + second_s + third_s, abs=1e-12)
+
+
+def test_an_arrival_at_an_engine_that_will_idle_is_scheduled_at_once():
+    """Nothing was scheduled ahead, because nothing was there."""
+    arrivals = [
+        Arrival(at_s=0.0, prompt_tokens=150, output_tokens=1, slo=SLO),
+        Arrival(at_s=0.001, prompt_tokens=40, output_tokens=1, slo=SLO),
+    ]
+    cell = Cell(engines=make_engines(((1, 200),)), strategy=get_strategy("aggregated"), options=AHEAD)
+    _, batches = list_batches(cell, arrivals)
+    assert [batch[1:] for batch in batches["P200-0"]] == [(0, 150), (0, 40)]
+
+
+def test_blocks_that_an_iteration_frees_are_not_in_the_next_one():
+    """Twelve blocks of which either long prompt needs seven; the first ends with iteration 1, the short one decodes on."""
+    (setup,) = make_engines(((1, 200),), blocks=12)
+    engine = SimEngine(setup, ChunkedPrefillPolicy(), GapHistogram(), [], schedules_ahead=True)
+    lengths = ((100, 2), (30, 9), (100, 1))
+    for index, (prompt, output) in enumerate(lengths):
+        arrival = Arrival(at_s=0.0, prompt_tokens=prompt, output_tokens=output, slo=SLO)
+        engine.submit(SimRequest(index, arrival), RequestKind.NEW_PROMPT)
+    now, batches = 0.0, []
+    for _ in range(4):
+        now += engine.start(now)
+        batches.append((engine.batch.num_decodes, engine.prefills.num_tokens))
+        engine.end(now)
+    assert batches == [(0, 130), (2, 0), (1, 0), (1, 100)]
+
+
+def count_ends(times, after_s, before_s):
+    return sum(after_s < time_s <= before_s for time_s in times)
+
+
+def test_a_move_pauses_the_request_for_as_many_iterations_as_messages_take():
+    """One engine prefills, the other decodes another request meanwhile; the link takes no time.
+
+    From the last token on the source: 1 end of the target's iterations until it pulls, 1 until it notices, 3 until the request
+    joins, and the iteration of its next token.
+    """
+    slo = Slo(ttft_s=9.0, tpot_s=9.0)
+    arrivals = [
+        Arrival(at_s=0.0, prompt_tokens=64, output_tokens=200, slo=slo),
+        Arrival(at_s=1.0, prompt_tokens=64, output_tokens=40, slo=slo),
+    ]
+    link = Link(speed=LinkSpeed(bytes_per_s=1e15, latency_s=0.0))
+    cell = Cell(
+        engines=make_engines(((1, 2048), (1, 0)), blocks=200, link=link),
+        strategy=get_strategy("disaggregated"),
+        options=AHEAD,
+    )
+    timeline = Timeline()
+    simulation = Simulation(cell, arrivals, timeline)
+    simulation.run()
+    assert simulation.num_moves[MoveCause.PREFILL_DONE] == 2
+    source = [each for each in timeline.iterations if each.engine_id == "P2048-0" and each.start_s >= 1.0]
+    # The prefill, then the target's iteration passes, then the iteration that was scheduled already.
+    assert [each.num_decodes for each in source][:2] == [0, 1]
+    left_s = source[-1].start_s + source[-1].duration_s
+    target = [each for each in timeline.iterations if each.engine_id == "D0-0"]
+    joined = next(each for each in target if each.num_decodes == 2)
+    ends = [each.start_s + each.duration_s for each in target]
+    assert count_ends(ends, left_s, joined.start_s) == 1 + 1 + 3
+
+
+def test_papers_waiting_for_grants_needs_engines_that_do_not_schedule_ahead():
+    with pytest.raises(ValueError, match="no_grant"):
+        SimOptions(schedules_ahead=True, no_grant=NoGrant.WAIT)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32), rate=st.sampled_from((4.0, 25.0)), blocks=st.sampled_from((26, 60, 400)))
+def test_nothing_is_lost_however_scarce_kv_is(name, seed, rate, blocks):
+    """``run`` asserts that blocks, queues and tokens add up."""
+    strategy, shape = STRATEGIES[name]
+    slos = (SLO, Slo(ttft_s=0.4, tpot_s=0.03))
+    arrivals = make_arrivals(random.Random(seed), number=80, rate=rate, slos=slos, priorities=(0, 1))
+    cell = Cell(engines=make_engines(shape, blocks=blocks), strategy=strategy, options=AHEAD, seed=seed)
+    simulation = run(cell, arrivals)
+    assert all(
+        request.state is RequestState.FINISHED or arrival.prompt_tokens + arrival.output_tokens > blocks * 16
+        for request, arrival in zip(simulation.requests, arrivals, strict=True)
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), at_s=st.floats(0.2, 8.0), victim=st.integers(0, 3), flips=st.booleans())
+def test_a_move_survives_the_death_of_either_engine_at_any_step(seed, at_s, victim, flips):
+    strategy, shape = STRATEGIES["taichi"]
+    engines = make_engines(shape, blocks=60)
+    arrivals = make_arrivals(random.Random(seed), number=100, rate=12.0, slos=(Slo(ttft_s=1.5, tpot_s=0.03),))
+    events = [Fail(at_s=at_s, engine_id=engines[victim].engine_id)]
+    if flips:
+        flipped = engines[(victim + 1) % 4]
+        events.append(Configure(at_s=at_s / 2, engine_id=flipped.engine_id, role=engines[0].role, chunk_size_tokens=0))
+    cell = Cell(engines=engines, strategy=strategy, options=AHEAD, events=events, seed=1)
+    simulation = run(cell, arrivals)
+    assert all(request.state is RequestState.FINISHED for request in simulation.requests)

@@ -1,0 +1,416 @@
+"""When sliders are searched for, changed, kept and taken back. No clock but the one that is handed in."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice_operator import autotune
+from sluice_operator.attainment import Counts
+from sluice_operator.autotune import MEMORY_COOLDOWNS, Seen, State, Stored, judge_fall
+from sluice_operator.conditions import REASONS, ConditionType, Reason
+from sluice_operator.engine_facts import Emulated
+from sluice_operator.manifest import check_manifest
+from sluice_operator.question import Answer, Question, make_terms
+from sluice_operator.sliders import Sliders, resolve_sliders
+from sluice_operator.workload import Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COOLDOWN_S = 100.0
+ENGINE = Emulated(gpu="a100-80g", model="qwen2.5-14b")
+BOUNDS = {
+    "prefillHeavy": {"min": "25%", "max": "75%"},
+    "chunkSizes": {"prefillHeavy": {"min": 256, "max": 2048}, "decodeHeavy": {"min": 0, "max": 512}},
+}
+SPECS = Sliders(num_prefill_heavy=2, prefill_heavy_tokens=512, decode_heavy_tokens=64)
+FOR_LONG = Sliders(num_prefill_heavy=3, prefill_heavy_tokens=2048, decode_heavy_tokens=128)
+FOR_SHORT = Sliders(num_prefill_heavy=1, prefill_heavy_tokens=512, decode_heavy_tokens=256)
+LONG, SHORT = (8000, 100, ""), (500, 400, "")
+
+
+def make_spec(**changes: object) -> object:
+    spec = {
+        "replicas": 4,
+        "prefillHeavy": "50%",
+        "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64},
+        "slo": {"ttftMilliseconds": 2000, "tpotMilliseconds": 100},
+        "model": {"name": "m", "source": {"persistentVolumeClaim": {"claimName": "models"}}},
+        "autotune": {"mode": "Apply", "bounds": BOUNDS, "cooldownSeconds": int(COOLDOWN_S)},
+        **changes,
+    }
+    body = {"apiVersion": "sluice.dev/v1alpha1", "kind": "ServingCluster", "metadata": {"name": "m"}, "spec": spec}
+    return check_manifest(body).spec
+
+
+@dataclass
+class Plant:
+    """A cluster whose requests and searches behave as a test says.
+
+    Args:
+        spec: In force.
+        rows: Recent requests.
+        best: What a search finds for a question.
+        attainment: What is measured under sliders.
+    """
+
+    spec: object = field(default_factory=make_spec)
+    rows: tuple[tuple[int, int, str], ...] = (LONG,) * 100
+    best: Callable[[Question], Sliders] = lambda question: FOR_LONG
+    attainment: Callable[[Sliders], float] = lambda sliders: 0.95
+    gain: float = 0.2
+    rate_rps: float = 2.0
+    search_s: float = 3.0
+    state: State = field(default_factory=State)
+    stored: Stored | None = None
+    now: float = 1000.0
+    counts: Counts = field(default_factory=Counts)
+    is_settled: bool = True
+    has_sample: bool = True
+    due_s: float | None = None
+    num_asked: int = 0
+    changes: list[tuple[float, Sliders]] = field(default_factory=list)
+    returns_s: list[float] = field(default_factory=list)
+
+    @property
+    def sliders(self) -> Sliders:
+        return self.state.tuned or resolve_sliders(self.spec)
+
+    def see(self) -> Seen:
+        spec_sliders = resolve_sliders(self.spec)
+        question = Question(
+            terms=make_terms(self.spec),
+            spec_sliders=spec_sliders,
+            in_force=spec_sliders,
+            workload=Workload(rows=self.rows, rate_rps=self.rate_rps),
+            engine=ENGINE,
+        )
+        return Seen(
+            now=self.now,
+            mode=self.spec.autotune.mode,
+            basis=autotune.make_basis(self.spec),
+            cooldown_s=float(self.spec.autotune.cooldown_seconds),
+            question=question if self.has_sample else None,
+            missing=(Reason.NO_SAMPLE, "no requests"),
+            counts=self.counts,
+            is_settled=self.is_settled,
+            stored=self.stored,
+        )
+
+    def step(self, duration_s: float = 1.0) -> None:
+        """Lets time pass: requests finish, a search ends when its time has come, one decision is made."""
+        self.now += duration_s
+        finished = self.counts.num_finished + round(self.rate_rps * duration_s)
+        share = self.attainment(self.sliders)
+        met = self.counts.num_met_both + round(share * self.rate_rps * duration_s * 100) / 100
+        self.counts = Counts(num_finished=finished, num_met_both=met)
+        if self.state.is_searching and self.due_s is not None and self.now >= self.due_s:
+            self.state = autotune.take_answer(self.state, self.answer(self.state.asked), self.now)
+        before, sliders = self.state, self.sliders
+        self.state = autotune.decide(self.state, self.see())
+        if self.state.is_searching and self.state.asked is not before.asked:
+            self.num_asked += 1
+            self.due_s = self.now + self.search_s
+        if self.sliders != sliders:
+            self.changes.append((self.now, self.sliders))
+            if before.trial is not None and self.state.trial is None:
+                self.returns_s.append(self.now)
+
+    def run(self, duration_s: float, step_s: float = 1.0) -> None:
+        for _ in range(int(duration_s / step_s)):
+            self.step(step_s)
+
+    def answer(self, question: Question) -> Answer:
+        best = self.best(question)
+        gain = 0.0 if best == question.in_force else self.gain
+        return Answer(
+            sliders=best,
+            goodput_rps=2.0 * (1.0 + gain),
+            attainment=0.95,
+            in_force_goodput_rps=2.0,
+            in_force_attainment=0.8,
+            least_gain=gain - 0.02 if gain else 0.0,
+        )
+
+    @property
+    def reason(self) -> Reason:
+        verdict = autotune.judge(self.state, self.see())
+        assert verdict.reason in REASONS[ConditionType.AUTOTUNED]
+        return verdict.reason
+
+
+def best_for(question: Question) -> Sliders:
+    prompts = [row[0] for row in question.workload.rows]
+    return FOR_LONG if sum(prompts) / len(prompts) > 4000 else FOR_SHORT
+
+
+def test_recommend_searches_once_and_changes_nothing() -> None:
+    plant = Plant(make_spec(autotune={"mode": "Recommend", "bounds": BOUNDS}))
+    assert plant.reason is Reason.SEARCHING
+    plant.run(600)
+    assert (plant.num_asked, plant.changes) == (1, [])
+    assert plant.reason is Reason.RECOMMENDED
+    assert plant.state.answer is not None
+    assert plant.state.answer.sliders == FOR_LONG
+
+
+def test_apply_measures_first_then_changes_then_keeps_what_proved_itself() -> None:
+    plant = Plant()
+    plant.run(5)
+    assert plant.reason is Reason.MEASURING
+    plant.run(10)
+    assert plant.reason is Reason.ON_TRIAL
+    assert [sliders for _, sliders in plant.changes] == [FOR_LONG]
+    plant.run(2 * COOLDOWN_S)
+    assert plant.reason is Reason.TUNED
+    assert (plant.sliders, len(plant.changes), plant.num_asked) == (FOR_LONG, 1, 1)
+
+
+def test_a_gain_below_the_threshold_changes_nothing() -> None:
+    plant = Plant(gain=autotune.LEAST_GAIN - 0.001)
+    plant.run(600)
+    assert plant.changes == []
+    assert plant.reason is Reason.TUNED
+
+
+def test_sliders_return_when_attainment_falls_and_are_not_tried_again_for_the_same_question() -> None:
+    plant = Plant(attainment=lambda sliders: 0.5 if sliders == FOR_LONG else 0.95)
+    plant.run(1000)
+    assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS]
+    assert plant.changes[1][0] - plant.changes[0][0] < COOLDOWN_S, "a return waits for no cool-down"
+    assert plant.reason is Reason.RETURNED
+
+
+def test_refuted_sliders_may_be_tried_again_for_another_workload() -> None:
+    plant = Plant(best=best_for, attainment=lambda sliders: 0.5 if sliders == FOR_LONG else 0.95)
+    plant.run(200)
+    assert plant.reason is Reason.RETURNED
+    plant.rows = (SHORT,) * 100
+    plant.run(600)
+    assert plant.sliders == FOR_SHORT
+    plant.rows, plant.attainment = (LONG,) * 100, lambda sliders: 0.95
+    plant.run(2000)
+    assert plant.sliders == FOR_LONG
+
+
+def test_nothing_is_changed_or_judged_while_engines_come_and_go() -> None:
+    plant = Plant(is_settled=False)
+    plant.run(300)
+    assert plant.changes == []
+    plant.is_settled = True
+    plant.run(2)
+    assert plant.sliders == FOR_LONG
+    plant.is_settled, plant.attainment = False, lambda sliders: 0.1
+    plant.run(100)
+    assert plant.sliders == FOR_LONG
+
+
+def test_an_edit_of_a_slider_wins_at_once_and_begins_anew() -> None:
+    plant = Plant()
+    plant.run(20)
+    assert plant.sliders == FOR_LONG
+    plant.spec = make_spec(chunkSizes={"prefillHeavy": 1024, "decodeHeavy": 64})
+    plant.step()
+    assert plant.sliders == replace(SPECS, prefill_heavy_tokens=1024)
+    assert plant.state.answer is None
+    edited_s = plant.now
+    plant.run(COOLDOWN_S - 2)
+    assert plant.reason is Reason.COOLING_DOWN
+    plant.run(10)
+    assert plant.changes[-1][1] == FOR_LONG
+    assert plant.changes[-1][0] - edited_s >= COOLDOWN_S
+
+
+def test_an_edited_objective_is_asked_about_at_once_and_ends_the_search_under_way() -> None:
+    plant = Plant(search_s=30.0)
+    plant.run(10)
+    first = plant.state.asked
+    plant.spec = make_spec(slo={"ttftMilliseconds": 2000, "tpotMilliseconds": 40})
+    plant.step()
+    assert plant.state.asked is not first
+    assert plant.state.asked.terms.classes[0].tpot_milliseconds == 40
+    assert (plant.state.is_searching, plant.num_asked) == (True, 2)
+
+
+def test_an_edited_objective_leaves_the_sliders_in_force_until_there_are_better_ones() -> None:
+    plant = Plant()
+    plant.run(200)
+    assert plant.sliders == FOR_LONG
+    plant.spec, plant.best = make_spec(slo={"ttftMilliseconds": 2000, "tpotMilliseconds": 40}), lambda _: FOR_SHORT
+    plant.step()
+    assert plant.sliders == FOR_LONG
+    assert plant.reason is Reason.SEARCHING
+    plant.run(20)
+    assert plant.sliders == FOR_SHORT
+
+
+def test_a_trial_ends_with_the_objectives_that_it_was_about() -> None:
+    plant = Plant(search_s=40.0)
+    plant.run(50)
+    assert plant.reason is Reason.ON_TRIAL
+    plant.spec = make_spec(slo={"ttftMilliseconds": 1, "tpotMilliseconds": 1})
+    plant.attainment = lambda sliders: 0.0
+    plant.run(30)
+    assert plant.sliders == FOR_LONG, "objectives that nothing can meet say nothing against the sliders"
+
+
+def test_a_shift_of_the_workload_is_asked_about_and_wavering_is_not() -> None:
+    plant = Plant()
+    plant.run(200)
+    plant.rows = ((9000, 105, ""),) * 100
+    plant.run(100)
+    assert plant.num_asked == 1
+    plant.rows = ((12000, 105, ""),) * 100
+    plant.run(100)
+    assert plant.num_asked == 2
+
+
+def test_a_sample_that_has_grown_fourfold_is_asked_about_without_ending_a_trial() -> None:
+    plant = Plant(attainment=lambda sliders: 0.5 if sliders == FOR_LONG else 0.95)
+    plant.run(12)
+    assert plant.reason is Reason.ON_TRIAL
+    plant.rows = (LONG,) * 400
+    plant.run(100)
+    assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS]
+    assert plant.reason is Reason.RETURNED
+    assert plant.num_asked == 2
+
+
+def test_a_failed_search_is_said_and_tried_again_later() -> None:
+    plant = Plant(search_s=float("inf"))
+    plant.run(5)
+    plant.state = autotune.take_failure(plant.state, "out of luck", plant.now)
+    assert autotune.judge(plant.state, plant.see()).message == "out of luck"
+    plant.run(autotune.RETRY_S - 2)
+    assert plant.num_asked == 1
+    plant.run(5)
+    assert plant.num_asked == 2
+
+
+def test_an_answer_to_an_older_workload_is_not_put_in_force() -> None:
+    plant = Plant(make_spec(autotune={"mode": "Apply", "bounds": BOUNDS, "cooldownSeconds": 1}), is_settled=False)
+    plant.run(30)
+    plant.rows, plant.search_s = (SHORT,) * 100, float("inf")
+    plant.step()
+    plant.state = autotune.take_failure(plant.state, "out of luck", plant.now)
+    plant.is_settled = True
+    plant.run(50)
+    assert plant.changes == []
+    assert plant.reason is Reason.SEARCH_FAILED
+
+
+def test_off_takes_the_spec_again_and_forgets() -> None:
+    plant = Plant()
+    plant.run(50)
+    assert plant.sliders == FOR_LONG
+    plant.spec = make_spec(autotune={"mode": "Off", "bounds": BOUNDS})
+    plant.step()
+    assert (plant.sliders, plant.state, plant.reason) == (SPECS, State(), Reason.OFF)
+
+
+def test_without_a_sample_what_is_in_force_stays() -> None:
+    plant = Plant(has_sample=False)
+    plant.run(50)
+    assert plant.reason is Reason.NO_SAMPLE
+    plant.has_sample = True
+    plant.run(50)
+    plant.has_sample = False
+    plant.run(500)
+    assert plant.sliders == FOR_LONG
+
+
+def test_a_new_process_goes_on_with_the_sliders_of_the_last_one_unless_the_spec_was_edited() -> None:
+    old = Plant()
+    old.run(200)
+    stored = Stored.from_json(Stored(basis=old.state.basis, sliders=old.sliders).to_json())
+    new = Plant(stored=stored, has_sample=False)
+    new.step()
+    assert new.sliders == FOR_LONG
+    edited = Plant(make_spec(prefillHeavy=1), stored=stored, has_sample=False)
+    edited.step()
+    assert edited.sliders == replace(SPECS, num_prefill_heavy=1)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"basis": "b", "sliders": {"a": 1}}', '{"basis": "b"}'])
+def test_what_somebody_edited_is_no_memory(text: str) -> None:
+    assert Stored.from_json(text) is None
+
+
+def test_a_fall_is_one_beyond_chance() -> None:
+    before = Counts(num_finished=200, num_met_both=190)
+    assert not judge_fall(before, Counts(num_finished=19, num_met_both=0)), "too few to say"
+    assert not judge_fall(before, Counts(num_finished=40, num_met_both=37))
+    assert judge_fall(before, Counts(num_finished=40, num_met_both=30))
+    assert not judge_fall(before, Counts(num_finished=200, num_met_both=200))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    periods=st.lists(st.floats(min_value=5.0, max_value=40 * COOLDOWN_S), min_size=1, max_size=8),
+    bad=st.sampled_from([None, FOR_LONG, FOR_SHORT]),
+)
+def test_a_flapping_workload_does_not_flap_the_sliders(periods: list[float], bad: Sliders | None) -> None:
+    plant = Plant(best=best_for, attainment=lambda sliders: 0.5 if sliders == bad else 0.95)
+    turns, duration_s, next_s, is_long = 0, 2 * MEMORY_COOLDOWNS * COOLDOWN_S, plant.now, True
+    end_s = plant.now + duration_s
+    while plant.now < end_s:
+        if plant.now >= next_s:
+            next_s, is_long = plant.now + periods[turns % len(periods)], not is_long
+            plant.rows = (LONG if is_long else SHORT,) * 40
+            turns += 1
+        plant.step(10.0)
+    times = [at_s for at_s, _ in plant.changes]
+    forward = [at_s for at_s in times if at_s not in plant.returns_s]
+    assert all(after - before >= COOLDOWN_S for before, after in itertools.pairwise(forward))
+    for start_s in times:
+        within = [at_s for at_s in times if start_s <= at_s < start_s + MEMORY_COOLDOWNS * COOLDOWN_S]
+        assert len(within) <= 7, "1 + 2 + 4 + 8 cool-downs of waiting fit, and a return for each of few"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["rows", "slo", "slider", "off", "apply", "settle", "sample", "attainment"]),
+            st.integers(0, 5),
+            st.floats(0.5, 200.0),
+        ),
+        max_size=40,
+    )
+)
+def test_whatever_happens_sliders_stay_within_bounds_and_edits_win(  # noqa: C901 - one case per kind of event
+    steps: list[tuple[str, int, float]],
+) -> None:
+    plant = Plant(best=best_for)
+    for what, number, duration_s in steps:
+        edit: dict[str, object] = {}
+        basis = plant.state.basis
+        match what:
+            case "rows":
+                plant.rows = (LONG if number % 2 else SHORT,) * (30 + 100 * number)
+            case "slo":
+                edit = {"slo": {"ttftMilliseconds": 100 + number, "tpotMilliseconds": 100}}
+            case "slider":
+                edit = {"prefillHeavy": number % 3 + 1}
+            case "off":
+                edit = {"autotune": {"mode": "Off"}}
+            case "settle":
+                plant.is_settled = bool(number % 2)
+            case "sample":
+                plant.has_sample = bool(number % 2)
+            case "attainment":
+                plant.attainment = lambda _, share=number / 5: share
+        if edit or what == "apply":
+            plant.spec = make_spec(**edit)
+        plant.step(duration_s)
+        if basis and plant.state.basis != basis:
+            assert plant.sliders == resolve_sliders(plant.spec)
+        assert plant.sliders in (resolve_sliders(plant.spec), FOR_LONG, FOR_SHORT)
+        assert plant.spec.autotune.mode == "Apply" or plant.state.tuned is None
+        assert plant.reason in REASONS[ConditionType.AUTOTUNED]

@@ -1,0 +1,489 @@
+"""The operator tunes a cluster: on a fake Kubernetes, with searches that answer as a test says, and with real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from fake_kubernetes import READS
+from test_operator_faults import Crash, CrashOnce
+from world import KEY, World
+
+from sluice.v1 import control_pb2
+from sluice_core.planning.search import Effort
+from sluice_operator import asking
+from sluice_operator.asking import SearchError, Searches
+from sluice_operator.engine_facts import Emulated, Measured, find_facts
+from sluice_operator.kubernetes_port import CLUSTERS, CONFIG_MAPS
+from sluice_operator.manifest import check_manifest
+from sluice_operator.names import TUNED_ANNOTATION
+from sluice_operator.question import Answer, Question, make_terms
+from sluice_operator.search import search
+from sluice_operator.sliders import Sliders, resolve_sliders
+from sluice_operator.workload import Workload, has_shifted, read_workload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BOUNDS = {
+    "prefillHeavy": {"min": 1, "max": 3},
+    "chunkSizes": {"prefillHeavy": {"min": 256, "max": 2048}, "decodeHeavy": {"min": 0, "max": 256}},
+}
+APPLY = {"mode": "Apply", "bounds": BOUNDS, "cooldownSeconds": 10}
+FOUND = Sliders(num_prefill_heavy=3, prefill_heavy_tokens=1024, decode_heavy_tokens=128)
+COEFFICIENTS = control_pb2.LatencyCoefficients(
+    base_s=0.02,
+    per_token_s=9e-5,
+    per_attention_pair_s=5e-9,
+    per_chunk_s=4e-4,
+    per_decode_s=1e-5,
+    per_context_token_s=1e-7,
+)
+
+
+def make_answer(sliders: Sliders = FOUND, attainment: float = 0.934) -> Answer:
+    return Answer(
+        sliders=sliders,
+        goodput_rps=3.0,
+        attainment=attainment,
+        in_force_goodput_rps=2.0,
+        in_force_attainment=0.7,
+        least_gain=0.4,
+    )
+
+
+def make_samples(prompt_tokens: int, count: int = 100, gap_s: float = 0.5) -> list[control_pb2.RequestSample]:
+    return [
+        control_pb2.RequestSample(gap_s=gap_s, prompt_tokens=prompt_tokens, output_tokens=50, slo_class="chat")
+        for _ in range(count)
+    ]
+
+
+def make_status(samples: list[control_pb2.RequestSample], **engine: object) -> control_pb2.GetStatusResponse:
+    state = control_pb2.ENGINE_STATE_READY
+    return control_pb2.GetStatusResponse(
+        samples=samples, engines=[control_pb2.EngineStatus(engine_id="e", state=state, **engine)] if engine else []
+    )
+
+
+class Tuned:
+    """A settled world whose searches answer ``answer``, and whose requests finish."""
+
+    def __init__(self, **spec: object) -> None:
+        self.world = World(**spec)
+        self.world.ask = self.ask
+        self.world.routers.samples = make_samples(2000)
+        self.world.routers.latency = COEFFICIENTS
+        self.world.routers.num_fitted_iterations = 300
+        self.asked: list[Question] = []
+        self.answer: Answer | Exception = make_answer()
+        self.num_met = self.num_finished = 0
+
+    async def ask(self, question: Question) -> Answer:
+        self.asked.append(question)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def finish(self, count: int, share: float = 1.0) -> None:
+        """Has requests finish, and the routers tell."""
+        self.num_finished += count
+        self.num_met += round(count * share)
+        self.world.routers.counters[:] = [
+            control_pb2.ClassCounters(
+                num_finished=self.num_finished,
+                num_met_ttft=self.num_met,
+                num_met_tpot=self.num_met,
+                num_met_both=self.num_met,
+            )
+        ]
+        for status in self.world.routers.statuses(KEY).values():
+            self.world.reconciler.measure(KEY, status)
+
+    async def run(self, seconds: int, share: float = 1.0) -> None:
+        for _ in range(seconds):
+            self.finish(5, share)
+            await asyncio.sleep(0)
+            self.world.kubernetes.run_controllers()
+            await self.world.look()
+            self.world.now += 1.0
+
+    @property
+    def chunks(self) -> list[int]:
+        return sorted(part.chunk_size_tokens for part in self.world.plan.engines)
+
+    @property
+    def condition(self) -> tuple[str, str]:
+        return self.world.conditions["Autotuned"]
+
+
+async def test_recommend_writes_the_status_and_nothing_else() -> None:
+    tuned = Tuned(autotune={"mode": "Recommend"})
+    await tuned.run(30)
+    assert tuned.condition == ("False", "Recommended")
+    assert {**tuned.world.status["recommended"], "time": ""} == {
+        "replicas": 4,
+        "prefillHeavy": 3,
+        "chunkSizes": {"prefillHeavy": 1024, "decodeHeavy": 128},
+        "predictedAttainment": "93.4%",
+        "time": "",
+    }
+    assert tuned.chunks == [64, 64, 512, 512]
+    assert len(tuned.asked) == 1
+    engine = tuned.asked[0].engine
+    assert isinstance(engine, Measured)
+    assert engine.coefficients == pytest.approx((0.02, 9e-5, 5e-9, 4e-4, 1e-5, 1e-7))
+    assert (engine.kv_blocks_total, engine.block_size_tokens, engine.max_num_seqs) == (1000, 16, 256)
+
+
+async def test_apply_runs_on_what_was_found_without_a_write_of_the_spec_or_of_pods() -> None:
+    tuned = Tuned(autotune=APPLY)
+    await tuned.world.settle()
+    spec, template = tuned.world.kubernetes.find(CLUSTERS, "tiny")["spec"], tuned.world.deployment()["spec"]
+    uids = tuned.world.engine_uids
+    await tuned.run(40)
+    assert tuned.chunks == [128, 1024, 1024, 1024]
+    assert tuned.world.status["effective"] == {
+        "prefillHeavy": 3,
+        "decodeHeavy": 1,
+        "draining": 0,
+        "strategy": "TaiChi",
+        "chunkSizes": {"prefillHeavy": 1024, "decodeHeavy": 128},
+    }
+    assert tuned.condition == ("True", "Tuned")
+    assert tuned.world.kubernetes.find(CLUSTERS, "tiny")["spec"] == spec
+    assert (tuned.world.deployment()["spec"], tuned.world.engine_uids) == (template, uids)
+    generation = tuned.world.plan.generation
+    await tuned.run(60)
+    assert tuned.world.plan.generation == generation
+
+
+async def test_sliders_return_when_measured_attainment_falls() -> None:
+    tuned = Tuned(autotune=APPLY)
+    await tuned.world.settle()
+    await tuned.run(12)
+    assert tuned.chunks == [128, 1024, 1024, 1024]
+    await tuned.run(15, share=0.2)
+    assert tuned.chunks == [64, 64, 512, 512]
+    assert tuned.condition == ("False", "Returned")
+    assert [event["reason"] for event in tuned.world.kubernetes.events].count("Returned") == 1
+
+
+async def test_a_users_slider_wins_over_the_tuners() -> None:
+    tuned = Tuned(autotune={**APPLY, "cooldownSeconds": 300})
+    await tuned.world.settle()
+    await tuned.run(20)
+    assert tuned.chunks == [128, 1024, 1024, 1024]
+    tuned.world.edit(prefillHeavy=2, chunkSizes={"prefillHeavy": 512, "decodeHeavy": 96})
+    await tuned.run(1)
+    assert tuned.chunks == [96, 96, 512, 512]
+    await tuned.run(100)
+    assert tuned.chunks == [96, 96, 512, 512]
+    assert tuned.condition == ("False", "CoolingDown")
+
+
+async def test_a_new_process_keeps_the_tuned_sliders() -> None:
+    tuned = Tuned(autotune=APPLY)
+    await tuned.world.settle()
+    await tuned.run(30)
+    plan, recommended = tuned.world.plan, tuned.world.status["recommended"]
+    assert FOUND.num_prefill_heavy == 3
+    tuned.world.start_operator()
+    tuned.world.routers.samples = []
+    await tuned.world.settle()
+    assert tuned.world.plan == plan
+    assert tuned.world.status["recommended"] == recommended
+    assert tuned.condition == ("False", "NoSample")
+
+
+async def test_a_crash_after_any_write_of_a_change_ends_with_the_tuned_sliders() -> None:
+    calm = Tuned(autotune=APPLY)
+    await calm.world.settle()
+    num_before = len(calm.world.kubernetes.calls)
+    await calm.run(40)
+    writes = [number for number, (verb, *_) in enumerate(calm.world.kubernetes.calls[num_before:]) if verb not in READS]
+    assert len(writes) > 5
+    for crash_at in writes[::2]:
+        tuned = Tuned(autotune=APPLY)
+        await tuned.world.settle()
+        crash = tuned.world.kubernetes.after = CrashOnce(crash_at)
+        for _ in range(45):
+            try:
+                await tuned.run(1)
+            except* Crash:
+                tuned.world.start_operator()
+        assert crash.has_come
+        assert tuned.chunks == [128, 1024, 1024, 1024], f"crashed after request {crash_at}"
+        assert tuned.condition == ("True", "Tuned")
+
+
+async def test_a_tuned_plan_says_so_and_one_of_the_spec_does_not() -> None:
+    def annotation() -> str:
+        return tuned.world.kubernetes.find(CONFIG_MAPS, "tiny-plan")["metadata"]["annotations"][TUNED_ANNOTATION]
+
+    tuned = Tuned(autotune=APPLY)
+    await tuned.world.settle()
+    assert annotation() == ""
+    await tuned.run(30)
+    assert '"prefill_heavy_tokens": 1024' in annotation()
+    tuned.world.edit(autotune={"mode": "Off"})
+    await tuned.run(5)
+    assert annotation() == ""
+    assert tuned.chunks == [64, 64, 512, 512]
+    assert "recommended" not in tuned.world.status
+
+
+async def test_an_edited_objective_is_answered_at_once_and_a_shifted_workload_too() -> None:
+    tuned = Tuned(autotune=APPLY)
+    await tuned.run(30)
+    tuned.answer = make_answer(attainment=0.5)
+    tuned.world.edit(slo={"ttftMilliseconds": 2000, "tpotMilliseconds": 50})
+    await tuned.run(3)
+    assert tuned.world.status["recommended"]["predictedAttainment"] == "50%"
+    assert tuned.asked[-1].in_force == FOUND
+    await tuned.run(30)
+    num_asked = len(tuned.asked)
+    tuned.world.routers.samples[:] = make_samples(5000)
+    tuned.world.woken.clear()
+    tuned.world.now += 2.0
+    tuned.finish(1)
+    assert tuned.world.woken == [KEY], "counters alone cause no look"
+    await tuned.run(3)
+    assert len(tuned.asked) == num_asked + 1
+
+
+@pytest.mark.parametrize("failure", [SearchError("no chunk size fits"), ZeroDivisionError("a mistake")])
+async def test_a_search_that_fails_is_a_condition_and_the_cluster_goes_on(failure: Exception) -> None:
+    tuned = Tuned(autotune=APPLY)
+    tuned.answer = failure
+    await tuned.run(30)
+    assert tuned.condition == ("False", "SearchFailed")
+    assert str(failure) in tuned.world.message("Autotuned")
+    assert tuned.world.conditions["Ready"] == ("True", "Serving")
+    assert len(tuned.asked) == 1
+
+
+async def test_a_tuner_with_nothing_to_say_writes_nothing() -> None:
+    tuned = Tuned(autotune=APPLY)
+    await tuned.run(60)
+    tuned.world.now += 20.0
+    await tuned.world.settle()
+    tuned.world.kubernetes.calls.clear()
+    for _ in range(5):
+        await tuned.world.look()
+        tuned.world.now += 1.0
+    assert tuned.world.kubernetes.writes == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"samples": []}, "NoSample"),
+        ({"latency": None}, "NoLatencyModel"),
+        ({"num_fitted_iterations": 1}, "NoLatencyModel"),
+    ],
+)
+async def test_what_is_missing_is_said(change: dict[str, object], reason: str) -> None:
+    tuned = Tuned(autotune=APPLY)
+    for name, value in change.items():
+        setattr(tuned.world.routers, name, value)
+    await tuned.world.settle()
+    assert tuned.condition == ("False", reason)
+    assert tuned.asked == []
+
+
+async def test_bounds_that_leave_no_choice_are_said() -> None:
+    tuned = Tuned(autotune={"mode": "Apply"})
+    await tuned.world.settle()
+    assert tuned.condition == ("False", "NothingToTune")
+
+
+async def test_the_tuner_of_a_deleted_cluster_ends_its_search() -> None:
+    tuned, ended = Tuned(autotune=APPLY), asyncio.Event()
+
+    async def wait_for_ever(question: Question) -> Answer:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError
+
+    tuned.world.ask = wait_for_ever
+    await tuned.world.settle()
+    await tuned.run(3)
+    tuned.world.kubernetes.objects.pop(next(key for key in tuned.world.kubernetes.objects if key[0] == CLUSTERS.name))
+    await tuned.world.look()
+    await asyncio.wait_for(ended.wait(), 5)
+
+
+# What the routers say.
+
+
+def test_the_rate_is_that_of_all_routers_and_lengths_are_put_together() -> None:
+    workload = read_workload([make_status(make_samples(100, 50, 0.5)), make_status(make_samples(900, 50, 0.25))])
+    assert workload is not None
+    assert workload.rate_rps == pytest.approx(6.0)
+    assert workload.figures[1].mean == 500
+    assert workload.rows[0] == (100, 50, "chat")
+
+
+def test_only_the_newest_requests_count() -> None:
+    old, new = make_samples(100, 500, 1.0), make_samples(900, 100, 1.0)
+    pause = [control_pb2.RequestSample(gap_s=7000, prompt_tokens=900, output_tokens=50)]
+    workload = read_workload([make_status([*old, *pause, *new])])
+    assert workload is not None
+    assert {row[0] for row in workload.rows} == {900}
+    assert workload.rate_rps == pytest.approx(1.0, rel=0.02)
+
+
+def test_few_requests_or_requests_without_an_answer_say_nothing() -> None:
+    assert read_workload([]) is None
+    assert read_workload([make_status(make_samples(100, 29))]) is None
+    unanswered = [control_pb2.RequestSample(gap_s=1, prompt_tokens=10) for _ in range(100)]
+    assert read_workload([make_status(unanswered)]) is None
+
+
+def test_small_samples_shift_by_chance_and_large_ones_do_not() -> None:
+    def make(mean: int, count: int) -> Workload:
+        rows = tuple((mean * factor, 10, "") for factor in (1, 3) for _ in range(count // 2))
+        return Workload(rows=rows, rate_rps=1.0)
+
+    assert not has_shifted(make(100, 30), make(150, 30))
+    assert has_shifted(make(100, 1000), make(150, 1000))
+    assert not has_shifted(make(100, 1000), make(120, 1000))
+
+
+def test_fits_of_engines_are_averaged_by_what_they_have_seen() -> None:
+    spec = make_question().terms and make_spec()
+    slow = control_pb2.LatencyCoefficients(base_s=0.03)
+    fast = control_pb2.LatencyCoefficients(base_s=0.01)
+    known = {"kv_blocks_total": 10, "block_size_tokens": 16, "max_num_seqs": 8}
+    views = [
+        make_status([], latency=slow, num_fitted_iterations=100, **known),
+        make_status([], latency=fast, num_fitted_iterations=300, **known),
+    ]
+    facts, _ = find_facts(spec, views)
+    assert isinstance(facts, Measured)
+    assert facts.coefficients[0] == pytest.approx(0.015)
+    assert not facts.differs(facts)
+    slower, _ = find_facts(spec, views[:1] * 2)
+    assert slower is not None
+    assert facts.differs(slower)
+
+
+# Real searches.
+
+
+def make_spec(**changes: object) -> object:
+    spec = {
+        "replicas": 2,
+        "chunkSizes": {"prefillHeavy": 8192, "decodeHeavy": 512},
+        "slo": {"ttftMilliseconds": 4000, "tpotMilliseconds": 70},
+        "model": {"name": "m", "source": {"persistentVolumeClaim": {"claimName": "models"}}},
+        "autotune": APPLY,
+        **changes,
+    }
+    body = {"apiVersion": "sluice.dev/v1alpha1", "kind": "ServingCluster", "metadata": {"name": "m"}, "spec": spec}
+    return check_manifest(body).spec
+
+
+def make_question(num_requests: int = 60, **changes: object) -> Question:
+    spec = make_spec(**changes)
+    lengths = ((500 + 37 * number % 3000, 20 + 13 * number % 200, "") for number in range(num_requests))
+    sliders = resolve_sliders(spec)
+    return Question(
+        terms=make_terms(spec),
+        spec_sliders=sliders,
+        in_force=sliders,
+        workload=Workload(rows=tuple(lengths), rate_rps=2.0),
+        engine=Emulated(gpu="a100-80g", model="qwen2.5-14b"),
+    )
+
+
+def test_a_question_survives_the_way_to_another_process() -> None:
+    measured = Measured(
+        coefficients=(1e-3, 2e-5, 0.0, 1e-4, 0.0, 1e-8),
+        kv_blocks_total=10,
+        block_size_tokens=16,
+        kv_bytes_per_token=1,
+        max_num_seqs=8,
+    )
+    classes = [{"name": "chat", "ttftMilliseconds": 300, "tpotMilliseconds": 30, "priority": 2}]
+    slo = {"ttftMilliseconds": 1000, "tpotMilliseconds": 50, "classes": classes}
+    question = make_question(slo=slo)
+    for engine in (question.engine, measured):
+        asked = Question(**{**{name: getattr(question, name) for name in question.__slots__}, "engine": engine})
+        assert Question.from_json(asked.to_json()) == asked
+    answer = make_answer()
+    assert Answer.from_json(answer.to_json()) == answer
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kept"),
+    [("TaiChi", None), ("Aggregated", "num_prefill_heavy"), ("Disaggregated", "decode_heavy_tokens")],
+)
+def test_a_search_stays_within_bounds_and_is_no_worse_than_what_is_in_force(strategy: str, kept: str | None) -> None:
+    question = make_question(strategy=strategy)
+    answer = search(question, Effort(seeds=(1,), duration_s=12.0, num_compared=1))
+    assert 1 <= answer.sliders.num_prefill_heavy <= 3
+    if strategy != "Disaggregated":
+        assert 256 <= answer.sliders.prefill_heavy_tokens <= 2048 or answer.sliders == question.in_force
+    assert answer.gain >= 0.0
+    assert 0.0 <= answer.attainment <= 1.0
+    if kept is not None:
+        assert getattr(answer.sliders, kept) == getattr(question.in_force, kept)
+
+
+def test_a_slider_without_bounds_is_left_alone_by_apply_and_free_for_recommend() -> None:
+    one = {"prefillHeavy": {"min": 1, "max": 3}}
+    applied = make_question(autotune={**APPLY, "bounds": one}).terms
+    assert (applied.prefill_tokens, applied.decode_tokens) == ((8192, 8192), (512, 512))
+    recommended = make_question(autotune={"mode": "Recommend", "bounds": one}).terms
+    assert (recommended.prefill_tokens, recommended.decode_tokens) == ((64, 8192), (0, 8192))
+
+
+async def test_a_search_runs_in_a_process_of_its_own() -> None:
+    chunks = {"decodeHeavy": {"min": 128, "max": 192}}
+    question = make_question(autotune={**APPLY, "bounds": {"chunkSizes": chunks}})
+    answer = await Searches().ask(question)
+    assert answer.sliders.decode_heavy_tokens in (128, 192, 512)
+    assert answer.gain >= 0.0
+
+
+async def test_a_search_that_cannot_be_made_says_why() -> None:
+    unknown = make_question()
+    object.__setattr__(unknown, "engine", Emulated(gpu="abacus", model="qwen2.5-14b"))
+    with pytest.raises(SearchError, match="abacus"):
+        await Searches().ask(unknown)
+    with pytest.raises(SearchError, match="did not start"):
+        await Searches(("/nonexistent",)).ask(unknown)
+    with pytest.raises(SearchError, match="cannot be read"):
+        await Searches((sys.executable, "-c", "import sys; sys.stdin.read(); print('[]')")).ask(unknown)
+    with pytest.raises(SearchError, match="exit status 3"):
+        await Searches((sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)")).ask(unknown)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_search_is_killed_when_it_is_late_or_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_late: bool
+) -> None:
+    pid_file = tmp_path / "pid"
+    program = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    if is_late:
+        monkeypatch.setattr(asking, "LIMIT_S", 1.0)
+        monkeypatch.setattr(asking, "LIMIT_PER_ENGINE_S", 0.0)
+    task = asyncio.create_task(Searches((sys.executable, "-c", program)).ask(make_question()))
+    if is_late:
+        with pytest.raises(SearchError, match="took more than 1 s"):
+            await task
+    else:
+        while not (pid_file.exists() and pid_file.read_text()):  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    if pid_file.exists() and pid_file.read_text():
+        assert not psutil.pid_exists(int(pid_file.read_text()))
