@@ -26,7 +26,7 @@ RATE_RPS = 4.0
 # Prompt and output tokens. With a few long prompts among the chats, large chunks on the D-heavy engine cost the chats their
 # TPOT; with an objective that is not as tight, they are welcome again.
 CHAT, SUMMARY = (40, 200), (3000, 40)
-SHIFTED = [CHAT] * 9 + [SUMMARY]
+SHIFTED = [CHAT] * 7 + [SUMMARY]
 LARGE_TOKENS, SMALL_TOKENS = 512, 256
 # Searches share two cores with everything else; on a quiet machine each of these steps takes 10 to 20 s.
 STEP_S = 90.0
@@ -48,7 +48,7 @@ def make_manifest(example: dict[str, Any]) -> dict[str, Any]:
             "autotune": {
                 "mode": "Apply",
                 "cooldownSeconds": 1,
-                "bounds": {"chunkSizes": {"decodeHeavy": {"min": 64, "max": 1024}}},
+                "bounds": {"chunkSizes": {"decodeHeavy": {"min": 128, "max": LARGE_TOKENS}}},
             },
         },
     }
@@ -112,6 +112,6 @@ async def follow(cluster: Cluster, load: Load) -> None:
     assert decode_heavy_chunk(tuned) == LARGE_TOKENS
     load.shapes = SHIFTED
     shifted = await wait("smaller chunks", lambda status: 0 < decode_heavy_chunk(status) <= SMALL_TOKENS)
-    assert shifted["autotune"]["decode_heavy_tokens"] == decode_heavy_chunk(shifted)
+    small = decode_heavy_chunk(shifted)
     await asyncio.to_thread(cluster.edit, lambda spec: spec["slo"].update(ttftMilliseconds=1000, tpotMilliseconds=200))
-    await wait("larger chunks for a loose objective", lambda status: decode_heavy_chunk(status) > SMALL_TOKENS)
+    await wait("larger chunks for a loose objective", lambda status: decode_heavy_chunk(status) > small)

@@ -12,6 +12,7 @@ engine alone. See docs/simulator.md, section Fidelity.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -29,7 +30,7 @@ from benchmarks.fidelity.compare import Comparison, compare_batches, compare_run
 from benchmarks.fidelity.records import read_records
 from benchmarks.fidelity.simulated import find_goodput_rps, make_cell, replay, simulate
 from benchmarks.local_cluster.client import StreamFailedError, list_errors
-from benchmarks.local_cluster.cluster import Cluster, ClusterError, make_manifest, run_cluster
+from benchmarks.local_cluster.cluster import POLL_S, Cluster, ClusterError, make_manifest, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.sim.setup import Arrival as SimulatedArrival
@@ -71,6 +72,8 @@ def make_cluster_manifest(options: argparse.Namespace, setting: Setting) -> dict
         "maxBatchTokens": MAX_BATCH_TOKENS,
         "emulation": {"gpu": options.gpu, "model": options.model},
     }
+    if options.kv_mib:
+        spec["engine"]["extraArgs"] = ["--kv-cache-memory-bytes", str(options.kv_mib << 20)]
     spec["slo"] |= {"ttftMilliseconds": options.ttft_ms, "tpotMilliseconds": options.tpot_ms}
     spec.update(setting.spec)
     return manifest
@@ -85,24 +88,33 @@ class Run:
         options: The command line.
         lengths: Of the requests.
         records: Folder of the engines' records.
+        kv_blocks: Of each engine.
     """
 
     def __init__(
-        self, cluster: Cluster, client: Client, options: argparse.Namespace, lengths: Lengths, records: Path
+        self,
+        cluster: Cluster,
+        client: Client,
+        options: argparse.Namespace,
+        lengths: Lengths,
+        *,
+        records: Path,
+        kv_blocks: int,
     ) -> None:
         self._cluster = cluster
         self._client = client
         self._options = options
         self._lengths = lengths
         self._records = records
+        self._kv_blocks = kv_blocks
         self._num_loads = 0
         self.comparisons: list[Comparison] = []
 
     async def measure(self, setting: Setting) -> None:
         """Compares a strategy at every rate; the cluster takes its manifest first."""
         manifest = {**self._cluster.manifest, "spec": {**self._cluster.manifest["spec"], **setting.spec}}
-        cell, slo = make_cell(manifest)
         options = self._options
+        cell, slo = make_cell(manifest, self._kv_blocks)
         goodput_rps = None
         rates = [options.rate]
         if options.rate is None:
@@ -151,13 +163,23 @@ def to_simulated(arrival: Arrival, at_s: float, slo: Slo) -> SimulatedArrival:
     )
 
 
+async def count_blocks(client: Client) -> int:
+    """Waits until all engines have reported how many KV blocks they have; they have equally many."""
+    while True:
+        blocks = {engine.kv_blocks_total for engine in (await client.read_status()).engines}
+        if len(blocks) == 1 and 0 not in blocks:
+            return blocks.pop()
+        await asyncio.sleep(POLL_S)
+
+
 async def measure(
     cluster: Cluster, options: argparse.Namespace, lengths: Lengths, settings: list[Setting], records: Path
 ) -> list[Comparison]:
     """Runs everything on a cluster that is starting."""
     async with cluster.connect(options.start_timeout) as client:
-        print(f"{options.engines} engines serve", flush=True)
-        run = Run(cluster, client, options, lengths, records)
+        blocks = await count_blocks(client)
+        print(f"{options.engines} engines serve, of {blocks} KV blocks", flush=True)
+        run = Run(cluster, client, options, lengths, records=records, kv_blocks=blocks)
         for setting in settings:
             await run.measure(setting)
     return run.comparisons
@@ -182,6 +204,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tpot-ms", type=int, default=70, help="TPOT objective (default %(default)s)")
     parser.add_argument("--gpu", default="a100-80g", help="of a profile (default %(default)s)")
     parser.add_argument("--model", default="qwen2.5-14b", help="of a profile (default %(default)s)")
+    parser.add_argument(
+        "--kv-mib", type=int, help="KV cache of each engine, of the served model; without: the profile's"
+    )
     parser.add_argument("--start-timeout", type=float, default=240.0, help="for the cluster's start, in seconds")
     parser.add_argument("--port-base", type=int, default=29300, help="first of 300 ports (default %(default)s)")
     parser.add_argument("--logs", type=Path, help="run in this folder and keep it, logs and records included")

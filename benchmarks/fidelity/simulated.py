@@ -44,14 +44,20 @@ class Simulated:
     batches: dict[str, list[tuple[float, Batch]]]
 
 
-def make_cell(manifest: dict[str, Any]) -> tuple[Cell, Slo]:
-    """Makes the cell of a manifest with emulated engines: their KV goes over the link that they emulate."""
+def make_cell(manifest: dict[str, Any], kv_blocks: int) -> tuple[Cell, Slo]:
+    """Makes the cell of a manifest with emulated engines: their KV goes over the link that they emulate.
+
+    Args:
+        manifest: The manifest.
+        kv_blocks: What its engines report.
+    """
     spec = describe_manifest(ServingCluster.model_validate(manifest), None, None)
     defaults = EmulationSettings()
     settings = replace(
         spec.settings, link_bytes_per_s=defaults.link_bytes_per_s, link_latency_s=defaults.link_latency_s
     )
-    return build_cell(replace(spec, settings=settings), seed=0), spec.slo
+    cell = build_cell(replace(spec, settings=settings), seed=0)
+    return replace(cell, engines=[replace(setup, kv_blocks_total=kv_blocks) for setup in cell.engines]), spec.slo
 
 
 def simulate(cell: Cell, arrivals: Sequence[Arrival]) -> Simulated:

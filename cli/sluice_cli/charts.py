@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 620, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 14, 48
+_MANY = 100  # a value from which on decimals say nothing
 # Okabe and Ito's palette: told apart by everybody.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 
@@ -115,7 +116,7 @@ def draw_heat_map(
     width, height = (WIDTH - _LEFT - _RIGHT) / len(columns), (HEIGHT - _TOP - _BOTTOM) / len(rows)
     best = max(values.values()) or 1.0
     parts = []
-    for (x, y), value in values.items():
+    for (x, y), value in sorted(values.items(), key=lambda cell: cell[0] == marked):  # its frame is drawn last
         left = _LEFT + columns.index(x) * width
         top = HEIGHT - _BOTTOM - (rows.index(y) + 1) * height
         # From 60 % of the best on: below it all is equally bad.
@@ -127,7 +128,15 @@ def draw_heat_map(
             f'fill="rgb({235 - 200 * share:.0f},{240 - 130 * share:.0f},{245 - 70 * share:.0f})" {edge}/>'
         )
         ink = "light" if share > 0.55 else ""
-        parts.append(_text(left + width / 2, top + height / 2 + 4, f"{value:.3g}", "middle", ink))
+        parts.append(
+            _text(
+                left + width / 2,
+                top + height / 2 + 4,
+                f"{value:.2f}" if value < _MANY else f"{value:.0f}",
+                "middle",
+                ink,
+            )
+        )
     parts += [
         _text(_LEFT + (index + 0.5) * width, HEIGHT - _BOTTOM + 16, str(value), "middle")
         for index, value in enumerate(columns)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _FACTORS = (0.6, 0.75, 0.85, 0.92, 1.0, 1.08, 1.2)  # of the plan's goodput
 _MOST_LINES = len(COLOURS)
+_LEAST_CELLS = 4  # of a heat map that shows something
 _MOST_POINTS = 2000  # of the scatter: more make the page slow and the picture no clearer
 
 _PAGE = Template("""<!doctype html>
@@ -42,8 +43,10 @@ pre { background: #f5f5f5; padding: .8em; white-space: pre-wrap } .key { display
 <table>$facts</table>
 <pre>$command</pre>
 <div class="charts">
-<section><h2>Attainment against the rate</h2>$lines<p>$legend</p></section>
-<section><h2>Requests at $rate requests/s, and the objectives</h2>$scatter</section>
+<section><h2>Attainment against the rate</h2>$lines<p>$legend<br>Dashed: the target.</p></section>
+<section><h2>Requests at $rate requests/s, and the objectives</h2>$scatter
+<p><span class="key" style="background:$met"></span>meets both objectives, <span class="key" style="background:$missed"></span>misses one;
+points beyond an axis stand at its end.</p></section>
 $heat
 </div>
 <h2>Next best</h2><table><tr><th>plan</th><th>goodput</th><th>against the plan</th></tr>$alternatives</table>
@@ -88,6 +91,8 @@ def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate,
         ),
         rate=f"{result.prediction.rate_rps:.2f}",
         scatter=_draw_scatter(inputs, result),
+        met=COLOURS[0],
+        missed=COLOURS[1],
         heat=_draw_heat(result),
         alternatives="".join(
             f"<tr><td>{escape(name_candidate(other.standing.candidate))}</td>"
@@ -122,21 +127,21 @@ def _draw_scatter(inputs: PlanInputs, result: PlanResult) -> str:
 
 
 def _draw_heat(result: PlanResult) -> str:
-    """Chunk sizes against one another, at the plan's number of P-heavy engines; of M and alpha the best."""
+    """Chunk sizes against one another, at the plan's number of P-heavy engines; of M and alpha the best.
+
+    Large clusters are scouted on fewer engines, so the number nearest to the plan's is taken at which enough was tried.
+    """
     chosen = result.chosen
-    values: dict[tuple[int, int], float] = {}
+    by_count: dict[int, dict[tuple[int, int], float]] = {}
     for standing in result.found.explored:
         candidate = standing.candidate
-        if (candidate.strategy, candidate.num_prefill_heavy, candidate.num_decode_heavy) == (
-            chosen.strategy,
-            chosen.num_prefill_heavy,
-            chosen.num_decode_heavy,
-        ):
+        if (candidate.strategy, candidate.replicas) == (chosen.strategy, chosen.replicas):
+            values = by_count.setdefault(candidate.num_prefill_heavy, {})
             place = (candidate.prefill_heavy_tokens, candidate.decode_heavy_tokens)
             values[place] = max(values.get(place, 0.0), standing.goodput_rps)
+    count = max(by_count, key=lambda one: (len(by_count[one]) >= _LEAST_CELLS, -abs(one - chosen.num_prefill_heavy)))
     marked = (chosen.prefill_heavy_tokens, chosen.decode_heavy_tokens)
-    chart = draw_heat_map(
-        values, "chunk size of P-heavy engines, tokens", "chunk size of D-heavy engines, tokens", marked=marked
-    )
-    title = f"Goodput by chunk sizes, {chosen.num_prefill_heavy} P-heavy and {chosen.num_decode_heavy} D-heavy engines"
-    return f"<section><h2>{title}</h2>{chart}<p>Requests/s on short runs; blank: not tried.</p></section>"
+    labels = ("chunk size of P-heavy engines, tokens", "chunk size of D-heavy engines, tokens")
+    chart = draw_heat_map(by_count[count], *labels, marked=marked)
+    title = f"Goodput by chunk sizes, {count} P-heavy and {chosen.replicas - count} D-heavy engines"
+    return f"<section><h2>{title}</h2>{chart}<p>Requests/s on short runs, framed: the plan; blank: not tried.</p></section>"

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable
 
 from sluice_core.engines import EngineState, EngineTable
-from sluice_core.placement import CachedTokens, get_urgency
+from sluice_core.placement import NUM_RECORDS, CachedTokens, get_urgency
 from sluice_core.records import Decision, FlowParameters, Hold, Place, PrefillRequest
 
 
@@ -20,10 +20,11 @@ class _Balancing:
     Args:
         parameters: Not looked at.
         rng: Not looked at.
+        num_records: Not looked at: there is nothing to explain.
     """
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random) -> None:
-        del rng
+    def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
+        del rng, num_records
         self.parameters = parameters
 
     def assign(
@@ -51,8 +52,8 @@ class _Balancing:
 class RoundRobinPlacement(_Balancing):
     """Each prefill to the next engine in turn; for the arguments see ``_Balancing``."""
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random) -> None:
-        super().__init__(parameters, rng)
+    def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
+        super().__init__(parameters, rng, num_records)
         self._last_number = 0
 
     def _get_reason(self) -> str:

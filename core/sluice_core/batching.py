@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Final, Protocol
 
-RECOMPUTE_TOKENS = 2048  # architecture.md 2: per iteration, where the chunk size is 0
-PRIORITY_HEAD_START_S = 10.0  # one level of priority is worth this much earlier arrival
-MIN_PROGRESS_INTERVAL_S = 0.25  # longest time without prefill progress while prefills wait
-MIN_PROGRESS_TOKENS = 128  # 4 times a second: 512 tokens/s, for about 1 ms of TPOT on an A100 with a 14B model
+RECOMPUTE_TOKENS: Final = 2048  # architecture.md 2: per iteration, where the chunk size is 0
+PRIORITY_HEAD_START_S: Final = 10.0  # one level of priority is worth this much earlier arrival
+MIN_PROGRESS_INTERVAL_S: Final = 0.25  # longest time without prefill progress while prefills wait
+MIN_PROGRESS_TOKENS: Final = 128  # 4 times a second: 512 tokens/s, for about 1 ms of TPOT on an A100 with a 14B model
 
 
 class RequestKind(IntEnum):

@@ -18,11 +18,14 @@ import heapq
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import RequestId, Role
 
-_ROUNDING_S = 1e-6  # the static key and the plain formula differ by rounding; candidates are checked by the latter
+_ROUNDING_S: Final = (
+    1e-6  # the static key and the plain formula differ by rounding; candidates are checked by the latter
+)
 
 
 class Decode:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from sluice_core.decodes import Decode, DecodeSet
 from sluice_core.engines import EngineState, EngineTable
@@ -20,10 +21,13 @@ from sluice_core.records import EngineId, FlowParameters, MoveCause, MoveProposa
 
 __all__ = ["DecodeSet", "FlowPolicy", "FlowRequest"]
 
-MAX_STANDING_PROPOSALS = 16  # of one engine at a time
-PROPOSAL_BACKOFF_S = 0.25  # before an unanswered proposal is made again; doubles each time
-MAX_PROPOSAL_BACKOFF_S = 2.0  # the life of a grant (architecture.md 4.3)
-_MAX_DOUBLINGS = 8  # beyond the longest back-off, and far from overflow
+MAX_STANDING_PROPOSALS: Final = 16  # of one engine at a time
+PROPOSAL_BACKOFF_S: Final = 0.25  # before an unanswered proposal is made again; doubles each time
+MAX_PROPOSAL_BACKOFF_S: Final = 2.0  # the life of a grant (architecture.md 4.3)
+# Compiled, a name of the module costs less than an attribute of the enumeration; these are asked for in each iteration.
+_PREFILL_HEAVY: Final = Role.PREFILL_HEAVY
+_DECODE_HEAVY: Final = Role.DECODE_HEAVY
+_MAX_DOUBLINGS: Final = 8  # beyond the longest back-off, and far from overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +97,7 @@ class FlowPolicy:
             return []
         if engine.is_draining:
             return [_propose(now, engine, decode, MoveCause.DRAIN) for decode in engine.list_members(limit)]
-        if engine.role is Role.DECODE_HEAVY:
+        if engine.role is _DECODE_HEAVY:
             return self._degrade(now, engine, limit) if self.degrades else []
         proposals = self._flow_back(now, engine, limit) if self.flows_back else []
         if self.moves_first_decodes:
@@ -121,7 +125,7 @@ class FlowPolicy:
             others = self._list_with_room(request, engines)
             same_role = [state for state in others if source is not None and state.role is source.role]
             return self._pick_least_used(same_role or others)
-        role = Role.PREFILL_HEAVY if request.cause is MoveCause.DEGRADE else Role.DECODE_HEAVY
+        role = _PREFILL_HEAVY if request.cause is MoveCause.DEGRADE else _DECODE_HEAVY
         if engines.are_roles_void or (source is not None and source.role is role):
             return None
         return self._pick_least_used(self._list_with_room(request, engines, role))
@@ -164,7 +168,7 @@ class FlowPolicy:
         for state in engines.list_loads():
             if role is not None and state.role is not role:
                 continue
-            share = self.parameters.watermark if state.role is Role.PREFILL_HEAVY else 1.0
+            share = self.parameters.watermark if state.role is _PREFILL_HEAVY else 1.0
             if (
                 state.engine_id != request.source
                 and not state.is_draining

@@ -22,7 +22,7 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from sluice_core.engines import RECOVERY_BURST_S, EngineTable, EngineView, Entry
 from sluice_core.latency import compute_attention_work
@@ -42,8 +42,9 @@ from sluice_core.records import (
 CachedTokens = Callable[[PrefillRequest, EngineId], int]
 """Prompt tokens expected in an engine's prefix cache; the seam for prefix-aware routing."""
 
-MAX_RECORDED_ENGINES = 64  # per decision: those with the shortest queues, and the chosen one
-_MAX_TIE_DRAWS = 8  # random picks among tied engines before all of them are looked at
+MAX_RECORDED_ENGINES: Final = 64  # per decision: those with the shortest queues, and the chosen one
+NUM_RECORDS: Final = 4096  # decisions kept for explanations
+_MAX_TIE_DRAWS: Final = 8  # random picks among tied engines before all of them are looked at
 
 
 class PlacementPolicy(Protocol):
@@ -111,15 +112,16 @@ class LengthAwarePlacement:
     Args:
         parameters: Live parameters; replace the attribute on a plan change.
         rng: Breaks ties; seeded by the caller.
-        num_records: Decisions kept for explanations.
+        num_records: Decisions kept for explanations; 0: none, which spares their time.
 
     Attributes:
         records: The last decisions, oldest first.
     """
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random, *, num_records: int = 4096) -> None:
+    def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
         self.parameters = parameters
         self.records: deque[PlacementRecord] = deque(maxlen=num_records)
+        self._num_records = num_records
         self._rng = rng
 
     def assign(
@@ -137,11 +139,12 @@ class LengthAwarePlacement:
         if len(requests) > 1:
             requests.sort(key=get_urgency)
         for request in requests:
-            entries = tuple(engines.order[:MAX_RECORDED_ENGINES])
+            entries = tuple(engines.order[:MAX_RECORDED_ENGINES]) if self._num_records else ()
             decision = self._decide(round_, request)
             if isinstance(decision, Hold):
                 round_.note_hold(request, decision)
-            self._record(round_, request, decision, entries)
+            if self._num_records:
+                self._record(round_, request, decision, entries)
             decisions.append(decision)
         return decisions
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from sluice_core.balancing import LeastWorkPlacement, RoundRobinPlacement
 from sluice_core.batching import BatchPolicy, ChunkedPrefillPolicy
 from sluice_core.flowing import FlowPolicy
-from sluice_core.placement import LengthAwarePlacement, PlacementPolicy
+from sluice_core.placement import NUM_RECORDS, LengthAwarePlacement, PlacementPolicy
 from sluice_core.records import FlowParameters
 
-PLACEMENTS: dict[str, Callable[[FlowParameters, random.Random], PlacementPolicy]] = {
+PLACEMENTS: dict[str, Callable[[FlowParameters, random.Random, int], PlacementPolicy]] = {
     "length_aware": LengthAwarePlacement,
     "round_robin": RoundRobinPlacement,
     "least_work": LeastWorkPlacement,
@@ -62,9 +62,11 @@ class Strategy:
             varied = replace(varied, moves_first_decodes=False, degrades=False, flows_back=False)
         return varied
 
-    def make_placement(self, parameters: FlowParameters, rng: random.Random) -> PlacementPolicy:
-        """Make the router's placement policy."""
-        return PLACEMENTS[self.placement](parameters, rng)
+    def make_placement(
+        self, parameters: FlowParameters, rng: random.Random, *, num_records: int = NUM_RECORDS
+    ) -> PlacementPolicy:
+        """Make the router's placement policy, which keeps so many decisions for explanations."""
+        return PLACEMENTS[self.placement](parameters, rng, num_records)
 
     def make_batching(self) -> BatchPolicy:
         """Make the engine's batch policy."""

@@ -70,6 +70,8 @@ def test_papers_count_prefill_tokens_alone():
     """Up to what the engine can batch, which is tokens of all kinds."""
     policy = ChunkedPrefillPolicy(counts_decodes=False)
     batch = make_batch(num_decodes=100, num_joining=20, num_new_prompts=1)
+    for product in (ChunkedPrefillPolicy(), ChunkedPrefillPolicy(counts_decodes=True)):
+        assert product.limits(NOW, batch).prefill_room_tokens == 136
     limits = policy.limits(NOW, batch)
     assert (limits.prefill_room_tokens, limits.token_budget) == (256, 376)
     assert policy.limits(NOW, make_batch(num_decodes=100, max_batch_tokens=300)).prefill_room_tokens == 200
@@ -86,6 +88,7 @@ def test_each_class_is_hidden_by_its_own_switch(hidden):
         runs_new_prompts=hidden is not RequestKind.NEW_PROMPT,
         returns_new_prompts=False,
     )
+    assert not limits.is_minimum_progress
     also = {RequestKind.RECOVERY} if hidden is RequestKind.RECOMPUTE else set()
     assert {kind for kind in RequestKind if limits.hides(kind)} == {hidden} | also
 

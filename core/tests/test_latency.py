@@ -225,3 +225,17 @@ def test_transfer_time_is_latency_plus_bytes_over_the_measured_rate():
     assert estimate_transfer_s(1000, 200_000, 0.0) == pytest.approx(
         TRANSFER_LATENCY_S + 2e8 / DEFAULT_TRANSFER_BYTES_PER_S
     )
+
+
+def test_fitted_coefficients_make_a_profile_that_takes_as_long():
+    model = OnlineLatencyModel()
+    for tokens in (1, 7, 300, 2000):
+        model.observe(
+            IterationShape(prefill_tokens=tokens, num_chunks=1, attention_work=tokens**2 / 2), 0.01 + 1e-4 * tokens
+        )
+    profile = model.coefficients.make_profile()
+    for shape in (
+        IterationShape(num_decodes=1, decode_context_tokens=10),
+        IterationShape(prefill_tokens=511, num_chunks=2, attention_work=1e5, num_decodes=9, decode_context_tokens=4000),
+    ):
+        assert profile.estimate_shape_s(shape) == pytest.approx(model.estimate_shape_s(shape))

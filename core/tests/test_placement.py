@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_core.engines import PROVEN_OBSERVATIONS, SHARE_MARGIN_TOKENS, EngineSpec, EngineTable
+from sluice_core.engines import (
+    PROVEN_OBSERVATIONS,
+    RECOVERY_BURST_S,
+    SHARE_MARGIN_TOKENS,
+    EngineSpec,
+    EngineTable,
+)
 from sluice_core.latency import TRANSFER_LATENCY_S, compute_attention_work
 from sluice_core.placement import MAX_RECORDED_ENGINES, LengthAwarePlacement, explain
 from sluice_core.records import (
@@ -204,12 +210,18 @@ def test_a_decision_is_explained_by_what_it_saw(engines, tokens, ttft_s):
         assert decision.predicted_ttft_s == pytest.approx(total)
 
 
-def test_an_objective_met_exactly_is_not_feasible():
+def no_hits(_request, _engine_id):
+    return 0
+
+
+@pytest.mark.parametrize("cached_tokens", [None, no_hits], ids=["plain", "prefix cache"])
+def test_an_objective_met_exactly_is_not_feasible(cached_tokens):
     request = make_request()
     predicted = decide(make_table({}), request).predicted_ttft_s
     # Algorithm 2, line 6: strictly less.
-    assert not decide(make_table({}), make_request(ttft_s=predicted)).is_feasible
-    assert decide(make_table({}), make_request(ttft_s=predicted * (1 + 1e-9))).is_feasible
+    exact, more = make_request(ttft_s=predicted), make_request(ttft_s=predicted * (1 + 1e-9))
+    assert not decide(make_table({}), exact, cached_tokens=cached_tokens).is_feasible
+    assert decide(make_table({}), more, cached_tokens=cached_tokens).is_feasible
 
 
 @settings(max_examples=100, deadline=None)
@@ -286,6 +298,18 @@ def test_ties_among_equals_with_equal_kv_are_broken_uniformly_over_the_feasible_
     assert min(counts.values()) > 400
 
 
+@pytest.mark.parametrize(("queued", "used"), [(0, 0), (480, 0), (0, 9900)], ids=["idle", "busy", "just enough KV"])
+def test_both_of_two_tied_engines_are_drawn(queued, used):
+    tied = {"queued_prefill_tokens": queued, "kv_blocks_used": used}
+    engines, request = (tied, tied, {"queued_prefill_tokens": 500}), make_request(tokens=1600)
+    chosen = {decide(make_table(*engines), request, make_policy(seed=seed)).engine_id for seed in range(20)}
+    assert chosen == {"e0", "e1"}
+
+
+def test_of_equally_late_engines_the_first_is_taken():
+    assert decide(make_table(BUSY, BUSY), make_request(ttft_s=SHORT)).engine_id == "e0"
+
+
 def test_ties_go_to_more_kv_left_of_two_draws():
     """The fullest of three is chosen only when both draws hit it, the emptiest unless both miss it."""
     policy, counts = make_policy(seed=5), Counter()
@@ -319,7 +343,14 @@ def test_disaggregation_never_prefills_on_an_engine_with_chunk_size_0():
     policy = make_policy()
     decision = decide(table, make_request(ttft_s=0.5), policy)
     assert (decision.engine_id, decision.reason) == ("e0", "least_late")
-    assert explain(policy.records[0])[1].reason == "room"
+    blocked = explain(policy.records[0])[1]
+    assert (blocked.reason, blocked.queue_s, blocked.execute_s, blocked.transfer_s) == ("room", math.inf, math.inf, 0.0)
+
+
+def test_a_room_of_one_token_is_a_room():
+    decision = decide(make_table({"chunk": 17, "running_decodes": 16}), make_request(tokens=10, ttft_s=100.0))
+    assert decision.is_feasible
+    assert decision.predicted_ttft_s < math.inf
 
 
 def test_own_placements_are_seen_by_the_next_decision():
@@ -379,12 +410,153 @@ SHORT, GONE = 0.2, 0.001
 )
 def test_what_happens_when_nothing_is_feasible(policy, engines, ttft_s, expected):
     decision = decide(make_table(*engines), make_request(ttft_s=ttft_s), make_policy(policy))
+    assert decision.request_id == "r0"
     if isinstance(expected, tuple):
         assert (decision.engine_id, decision.reason) == expected
-        assert not decision.is_feasible
+        assert decision.is_feasible is False
     else:
         assert decision.reason == expected
         assert isinstance(decision, Reject if expected == "slo_infeasible" else Hold)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    engines=st.lists(engine_states, min_size=1, max_size=6),
+    tokens=st.integers(1, 6000),
+    ttft_s=st.sampled_from([0.001, 0.2, 1.0, 10.0]),
+    rejection=st.sampled_from(EarlyRejection),
+)
+def test_without_hits_a_prefix_cache_changes_no_decision(engines, tokens, ttft_s, rejection):
+    request = make_request(tokens=tokens, ttft_s=ttft_s)
+    tables = [make_table(*engines, observations=2) for _ in range(2)]
+    plain = decide(tables[0], request, make_policy(rejection))
+    assert decide(tables[1], request, make_policy(rejection), cached_tokens=no_hits) == plain
+
+
+@pytest.mark.parametrize("cached_tokens", [None, no_hits], ids=["plain", "prefix cache"])
+@pytest.mark.parametrize(
+    ("policy", "engines", "fields"),
+    [
+        (OFF, [{}], {}),
+        (OFF, [{}, {}], {}),
+        (OFF, [BUSY], {"ttft_s": GONE}),
+        (RANDOM, [BUSY], {"ttft_s": GONE}),
+        (REJECT, [{}], {"ttft_s": GONE}),
+        (OFF, [{}], {"is_recovery": True}),
+    ],
+    ids=["feasible", "a tie", "late", "late, at random", "late, but unproven", "a recovery"],
+)
+def test_a_prompt_fits_into_exactly_its_blocks(policy, engines, fields, cached_tokens):
+    for tokens, fits in ((1600, True), (1601, False)):
+        tight = [
+            {"kv_blocks_used": 9900 - -(-engine.get("queued_prefill_tokens", 0) // 16)} | engine for engine in engines
+        ]
+        request, placement = make_request(tokens=tokens, **fields), make_policy(policy)
+        decision = decide(make_table(*tight), request, placement, cached_tokens=cached_tokens)
+        assert isinstance(decision, Place) == fits
+        assert (explain(placement.records[0])[0].reason == "kv") == (not fits)
+
+
+def test_feasible_engines_are_drawn_uniformly_from_a_crowd_of_others():
+    """Random picks will mostly miss the two, so that all are looked at."""
+    slow = {"iteration_remaining_s": 60.0}
+    table, policy, counts = make_table({}, *[slow] * 60, {}, observations=1), make_policy(seed=5), Counter()
+    for number in range(400):
+        decision = decide(table, make_request(number), policy)
+        counts[decision.engine_id] += 1
+        table.cancel_placement(decision.engine_id, decision.request_id, 0.0)
+    assert set(counts) == {"e0", "e61"}
+    assert min(counts.values()) > 130
+
+
+def test_a_tied_engine_that_meets_the_objective_exactly_is_not_drawn():
+    later = {"iteration_remaining_s": 0.5}
+    ttft_s = decide(make_table(later), make_request()).predicted_ttft_s
+    for seed in range(20):
+        assert decide(make_table({}, later), make_request(ttft_s=ttft_s), make_policy(seed=seed)).engine_id == "e0"
+    assert {
+        decide(make_table({}, later), make_request(ttft_s=ttft_s + 1e-9), make_policy(seed=seed)).engine_id
+        for seed in range(20)
+    } == {"e0", "e1"}
+
+
+def test_of_unproven_engines_the_one_that_is_done_first_is_tried():
+    table = make_table(UNFITTED | {"iteration_remaining_s": 9.0}, UNFITTED | {"iteration_remaining_s": 5.0})
+    assert decide(table, make_request(ttft_s=GONE), make_policy(REJECT)).engine_id == "e1"
+
+
+def test_a_request_that_would_be_late_by_nothing_is_rejected():
+    """Done exactly at the deadline is not in time; then no KV is worth waiting for."""
+    ttft_s = decide(make_table(BUSY), make_request(ttft_s=SHORT)).predicted_ttft_s
+    rejection = decide(make_table(BUSY), make_request(ttft_s=ttft_s), make_policy(REJECT))
+    assert (type(rejection), rejection.retry_after_s) == (Reject, 0.0)
+
+
+def test_a_recovery_goes_where_it_is_done_first_not_where_the_queue_is_shortest():
+    table = make_table({"role": P, "queued_prefill_tokens": 800}, {"role": D, "queued_prefill_tokens": 700})
+    decision = decide(table, make_request(tokens=6000, is_recovery=True))
+    assert (decision.engine_id, decision.reason, decision.is_feasible) == ("e0", "recovery", True)
+
+
+@pytest.mark.parametrize(
+    ("engines", "reason"),
+    [([], "no_engine"), ([{"chunk": 0}], "room"), ([FULL], "kv")],
+    ids=["nobody", "no room", "no KV"],
+)
+def test_a_recovery_that_nobody_can_take_is_held(engines, reason):
+    decision = decide(make_table(*engines), make_request(is_recovery=True))
+    assert (type(decision), decision.request_id, decision.reason) == (Hold, "r0", reason)
+
+
+def use_up_recovery_share(table, name, *, tokens=6000):
+    """Place a recovery, and let the engine report that it is done with it, and what else it has."""
+    table.record_placement(
+        EngineId(name), RequestId("gone"), 0.0, tokens=tokens, kv_tokens=tokens, execute_s=0.75, is_recovery=True
+    )
+    table.mark_submitted(EngineId(name), RequestId("gone"), 1)
+
+
+def test_an_idle_engine_takes_recoveries_beyond_their_share():
+    table = make_table({})
+    use_up_recovery_share(table, "e0")
+    busy = EngineLoad(kv_blocks_total=10_000, last_submit_number=1, queued_prefill_tokens=1, queued_requests=1)
+    table.report(EngineId("e0"), busy, 0.0)
+    assert decide(table, make_request(is_recovery=True)).reason == "recovery_cap"
+    table.report(EngineId("e0"), EngineLoad(kv_blocks_total=10_000, last_submit_number=1), 0.0)
+    assert decide(table, make_request(1, is_recovery=True)).reason == "recovery"
+
+
+def test_the_share_of_recoveries_is_open_from_its_very_moment():
+    table = make_table({"queued_prefill_tokens": 500})
+    use_up_recovery_share(table, "e0")
+    open_s = table[EngineId("e0")].recovery_free_at_s - RECOVERY_BURST_S
+    assert decide(table, make_request(is_recovery=True), now=open_s - 1e-9).reason == "recovery_cap"
+    assert decide(table, make_request(is_recovery=True), now=open_s).reason == "recovery"
+
+
+def test_recoveries_behind_one_that_waits_for_its_share_wait_too():
+    """One walk, not one for each: the second would fit into the engine that is open, which the first does not."""
+    table = make_table({"queued_prefill_tokens": 500}, {"kv_blocks_used": 9900})
+    use_up_recovery_share(table, "e0")
+    waiting = [make_request(n, tokens=tokens, is_recovery=True) for n, tokens in enumerate((2000, 100))]
+    assert [d.reason for d in make_policy().assign(0.0, waiting, table)] == ["recovery_cap"] * 2
+    assert decide(table, waiting[1]).engine_id == "e1"
+
+
+def test_a_candidate_is_explained_in_full():
+    engines = ({"role": P, "queued_prefill_tokens": 300}, {"role": D, "queued_prefill_tokens": 200})
+    policy = make_policy()
+    decide(make_table(*engines), make_request(), policy)
+    decode_heavy, prefill_heavy = explain(policy.records[0])
+    assert (decode_heavy.role, decode_heavy.queued_prefill_tokens, decode_heavy.reason) == (D, 200, "feasible")
+    assert (prefill_heavy.role, prefill_heavy.queued_prefill_tokens, prefill_heavy.reason) == (P, 300, "feasible")
+    assert (decode_heavy.transfer_s, prefill_heavy.transfer_s > 0) == (0.0, True)
+    # The transfer alone makes it late; and an objective met exactly is not met.
+    done_s = prefill_heavy.queue_s + prefill_heavy.execute_s + prefill_heavy.transfer_s
+    for ttft_s, reason in ((done_s, "ttft"), (done_s - prefill_heavy.transfer_s, "ttft"), (done_s + 1e-9, "feasible")):
+        policy = make_policy()
+        decide(make_table(*engines), make_request(ttft_s=ttft_s), policy)
+        assert explain(policy.records[0])[1].reason == reason
 
 
 def test_retry_after_is_the_smallest_lateness():
@@ -392,6 +564,15 @@ def test_retry_after_is_the_smallest_lateness():
     least_late = decide(make_table(*engines), make_request(ttft_s=SHORT)).predicted_ttft_s
     rejection = decide(make_table(*engines), make_request(ttft_s=SHORT), make_policy(REJECT))
     assert rejection.retry_after_s == pytest.approx(least_late - SHORT)
+
+
+def test_lateness_includes_the_transfer():
+    """The P-heavy engine would be the first to be done, and hands the decode over."""
+    engines = [BUSY, BUSY | {"role": D, "queued_prefill_tokens": 90_000}]
+    least_late = decide(make_table(*engines), make_request(ttft_s=SHORT))
+    rejection = decide(make_table(*engines), make_request(ttft_s=SHORT), make_policy(REJECT))
+    assert least_late.engine_id == "e0"
+    assert rejection.retry_after_s == pytest.approx(least_late.predicted_ttft_s - SHORT)
 
 
 def test_random_reaches_every_engine():
@@ -414,7 +595,8 @@ def test_expected_prefix_hits_shorten_the_prefill_not_the_kv():
     hits = {"e0": 0, "e1": 5000}
     # e0 has the shorter queue; only e1, which knows the prompt, is in time.
     table = make_table({}, {"queued_prefill_tokens": 50})
-    decision = decide(table, make_request(tokens=6000, ttft_s=0.3), policy, cached_tokens=lambda _, e: hits[e])
+    request = make_request(tokens=6000, ttft_s=0.3)
+    decision = decide(table, request, policy, cached_tokens=lambda asked, e: hits[e] if asked is request else 0)
     assert decision.engine_id == "e1"
     assert table[EngineId("e1")].queued_prefill_tokens == 50 + 1000
     assert table[EngineId("e1")].reserved_kv_blocks == -(-50 // 16) + 375
@@ -430,6 +612,11 @@ def test_priority_then_arrival_order_waiting_requests():
     ]
     decisions = make_policy().assign(3.0, waiting, make_table({}))
     assert [d.request_id for d in decisions] == ["r2", "r1", "r0"]
+
+
+def test_two_waiting_requests_are_ordered_too():
+    waiting = [make_request(0, arrival_s=1.0), make_request(1, arrival_s=0.0)]
+    assert [d.request_id for d in make_policy().assign(3.0, waiting, make_table({}))] == ["r1", "r0"]
 
 
 def test_recoveries_go_first_by_tpot_debt():
@@ -481,7 +668,7 @@ def test_a_prompt_that_waits_too_long_for_kv_is_not_overtaken_any_more():
     young = policy.assign(0.5, [large, small], table)
     assert [type(d) for d in young] == [Hold, Place]
     old = policy.assign(1.5, [large, make_request(2, tokens=100, ttft_s=9.0)], table)
-    assert [d.reason for d in old] == ["kv", "kv"]
+    assert [(d.request_id, d.reason) for d in old] == [("r0", "kv"), ("r2", "kv")]
 
 
 def test_a_late_request_is_rejected_though_one_before_it_waits_for_kv():
@@ -490,12 +677,31 @@ def test_a_late_request_is_rejected_though_one_before_it_waits_for_kv():
     assert [type(d) for d in decisions] == [Hold, Reject]
 
 
-@pytest.mark.parametrize(("now", "kind"), [(1.0, Place), (7.0, Hold)], ids=["due recently", "due long ago"])
+@pytest.mark.parametrize(
+    ("now", "kind"),
+    [(1.0, Place), (6.0, Place), (6.5, Place), (7.0, Hold)],
+    ids=["not due", "due recently, arrived long ago", "on the verge", "due long ago"],
+)
 def test_a_recovery_without_kv_stops_new_prefills_only_when_it_has_waited_long(now, kind):
     table = make_table({"kv_blocks_used": 9950})
     recovery = make_request(0, tokens=5000, is_recovery=True, next_token_due_s=1.5)
     new = make_request(1, tokens=100, arrival_s=now)
     assert [type(d) for d in make_policy().assign(now, [recovery, new], table)] == [Hold, kind]
+
+
+def test_a_prompt_waits_from_its_arrival():
+    table = make_table({"kv_blocks_used": 9950})
+    large = make_request(0, tokens=5000, ttft_s=1.0, arrival_s=3.0)
+    for now, kind in ((3.5, Place), (4.0, Place), (4.5, Hold)):
+        small = make_request(1, tokens=10, ttft_s=9.0, arrival_s=now)
+        assert [type(d) for d in make_policy().assign(now, [large, small], table)] == [Hold, kind]
+
+
+def test_a_prompt_as_large_as_an_engine_fits_one_day():
+    for tokens, kind in ((160_000, Hold), (160_001, Place)):
+        waiting = [make_request(0, tokens=tokens, ttft_s=1.0), make_request(1, tokens=100, ttft_s=9.0)]
+        table = make_table({"kv_blocks_used": 10})
+        assert [type(d) for d in make_policy().assign(5.0, waiting, table)] == [Hold, kind]
 
 
 def test_a_prompt_that_never_fits_stops_nobody():
@@ -515,3 +721,15 @@ def test_records_are_bounded_and_include_the_chosen_engine():
     candidates = explain(policy.records[-1])
     assert len(candidates) == MAX_RECORDED_ENGINES + 1
     assert candidates[-1].engine_id == decision.engine_id
+
+
+def test_a_hold_of_many_full_engines_is_recorded():
+    policy = make_policy()
+    decision = decide(make_table(*[FULL] * (MAX_RECORDED_ENGINES + 2), observations=1), make_request(), policy)
+    (record,) = policy.records
+    assert record.decision is decision
+    assert [candidate.reason for candidate in explain(record)] == ["kv"] * MAX_RECORDED_ENGINES
+
+
+def test_thousands_of_decisions_are_kept():
+    assert make_policy().records.maxlen == 4096

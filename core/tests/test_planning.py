@@ -19,9 +19,10 @@ from sluice_core.planning.candidates import (
     list_coarse,
     list_neighbours,
     list_parameter_neighbours,
+    resize,
 )
 from sluice_core.planning.curves import Curve
-from sluice_core.planning.planner import Goal, Planner, estimate_start_rps, resize
+from sluice_core.planning.planner import Goal, Planner, estimate_start_rps
 from sluice_core.planning.prediction import estimate_interval, find_binding
 from sluice_core.planning.search import Effort, Search
 from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial, build_cell
@@ -253,7 +254,7 @@ def test_those_that_fall_behind_cost_one_run_each() -> None:
 def test_sharpening_finds_the_goodput_of_each_seed(start_rps) -> None:
     formula = Formula({512: 3.0})
     fidelity = Fidelity(seeds=(1, 2), duration_s=10.0)
-    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, start_rps)
+    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, {make_taichi(): start_rps})
     assert standing.goodputs_rps == pytest.approx((3.03, 3.06), rel=0.01)
 
 
@@ -279,7 +280,9 @@ def exhaustive() -> dict[Candidate, float]:
         ),
     ]
     fidelity = Fidelity(seeds=EFFORT.seeds, duration_s=20.0)
-    standings = make_arena(problem).sharpen(candidates, fidelity, estimate_start_rps(problem, 3, 1))
+    standings = make_arena(problem).sharpen(
+        candidates, fidelity, dict.fromkeys(candidates, estimate_start_rps(problem, 3, 1))
+    )
     return {standing.candidate: standing.goodput_rps for standing in standings}
 
 
@@ -290,6 +293,39 @@ def test_the_search_is_as_good_as_trying_everything(exhaustive) -> None:
     best = search.find_best(3, 1, estimate_start_rps(problem, 3, 1)).best.candidate
     assert exhaustive[best] >= 0.98 * max(exhaustive.values())
     assert max(exhaustive.values()) > 1.2 * min(exhaustive.values())
+
+
+class Shares(Formula):
+    """Stands in for runs: the goodput per engine falls with the distance from the best share of P-heavy engines."""
+
+    def __init__(self, best_share: float) -> None:
+        super().__init__({})
+        self.best_share = best_share
+
+    def _goodput(self, trial: Trial) -> float:
+        candidate = trial.candidate
+        share = candidate.num_prefill_heavy / candidate.replicas
+        return (
+            candidate.replicas
+            * (1.0 - abs(share - self.best_share))
+            * (0.8 if candidate.strategy == "aggregated" else 1)
+        )
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [PrefillHeavyBounds(), PrefillHeavyBounds(low=10, high=40, is_percent=False)],
+    ids=["any number", "a number at most"],
+)
+@pytest.mark.parametrize("best", [20, 38, 45])
+def test_large_clusters_are_scouted_small_and_compared_whole(bounds, best) -> None:
+    formula = Shares(best / 64)
+    found = Search(Arena(formula.run, 0.9), make_space(prefill_heavy=bounds), EFFORT).find_best(64, 1, 30.0)
+    wanted = min(best, 40) if not bounds.is_percent else best
+    assert abs(found.best.candidate.num_prefill_heavy - wanted) <= 2
+    assert {standing.candidate.replicas for standing in [*found.standings, *found.explored]} == {64}
+    num_whole = sum(trial.candidate.replicas == 64 for trial in formula.trials)
+    assert 0 < num_whole < len(formula.trials) / 2
 
 
 @pytest.mark.timeout(600)
@@ -345,7 +381,7 @@ def test_kv_binds_where_there_is_little_and_prefill_where_there_is_much() -> Non
             return [evaluator.evaluate(trial) for trial in trials]
 
         fidelity = Fidelity(seeds=(1,), duration_s=12.0)
-        (standing,) = Arena(run, 0.9).sharpen([candidate], fidelity, 4.0)
+        (standing,) = Arena(run, 0.9).sharpen([candidate], fidelity, {candidate: 4.0})
         binding = find_binding(run, candidate, standing.goodput_rps, 0.9, replace(fidelity, seeds=(1, 2)))
         assert sum(binding.missed.values()) > 0.1
         resources[kv_blocks] = binding.resource

@@ -69,7 +69,7 @@ def test_blocks_that_an_iteration_frees_are_not_in_the_next_one():
     now, batches = 0.0, []
     for _ in range(4):
         now += engine.start(now)
-        batches.append((engine.num_decodes, engine.prefill_tokens))
+        batches.append((engine.batch.num_decodes, engine.prefills.num_tokens))
         engine.end(now)
     assert batches == [(0, 130), (2, 0), (1, 0), (1, 100)]
 

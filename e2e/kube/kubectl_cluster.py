@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from testbed.client import Client
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 CHILDREN = "deployments,services,configmaps,serviceaccounts,poddisruptionbudgets,networkpolicies"
 
 

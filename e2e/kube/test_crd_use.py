@@ -154,12 +154,14 @@ def test_scaling_below_an_absolute_count_is_refused_with_the_remedy(client: Clie
 
 
 def test_kubectl_refuses_in_words(client: Client, namespace: str) -> None:
-    manifest = yaml.safe_dump(make_manifest({"chunkSizes": {"prefillHeavy": 9000}, "autotune": {"mode": "Apply"}}, {}))
+    bounds = {"chunkSizes": {"decodeHeavy": {"min": 99, "max": 32}}}
+    spec = {"chunkSizes": {"prefillHeavy": 9000}, "autotune": {"mode": "Apply", "bounds": bounds}}
+    manifest = yaml.safe_dump(make_manifest(spec, {}))
     with pytest.raises(TestbedError) as caught:
         client.kubectl("apply", "-n", namespace, "-f", "-", stdin=manifest)
     assert "spec.chunkSizes.prefillHeavy: " in str(caught.value)
     assert "is above engine.maxBatchTokens; lower it, or raise that (which restarts engines)" in str(caught.value)
-    assert 'is not available yet; use "Off"' in str(caught.value)
+    assert "is above max; swap them" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -190,12 +190,23 @@ def cluster(client: Client, operator: Operator) -> Iterator[LightCluster]:
 # What makes the operator use a right, by resource and verb; where there is nothing, a look does.
 
 
-def delete(what: str) -> Callable[[LightCluster], None]:
-    return lambda cluster: cluster.kubectl("delete", what)
+def locate(plural: str) -> str:
+    """Path of a kind's child."""
+    return f"{KINDS[plural].root}/namespaces/{TEAM}/{plural}/{CHILDREN[plural][0]}"
 
 
-def edit_child(what: str, patch: Object) -> Callable[[LightCluster], None]:
-    return lambda cluster: cluster.kubectl("patch", what, "--type=merge", "-p", json.dumps(patch))
+def delete(plural: str) -> Callable[[LightCluster], None]:
+    def act(cluster: LightCluster) -> None:
+        assert cluster.client.request("DELETE", locate(plural)).status in (200, 202)
+
+    return act
+
+
+def edit_child(plural: str) -> Callable[[LightCluster], None]:
+    def act(cluster: LightCluster) -> None:
+        assert cluster.client.request("PATCH", locate(plural), CHILDREN[plural][1], MERGE).is_ok
+
+    return act
 
 
 def flip(cluster: LightCluster) -> None:
@@ -218,15 +229,17 @@ def lose_the_lease(cluster: LightCluster) -> None:
     cluster.client.kubectl("delete", "lease", "-n", SYSTEM, "sluice-operator")
 
 
+KINDS = {kind.plural: kind for kind, _ in RULES}
+# One child of each kind: its name, and what somebody may have done to it.
 CHILDREN = {
-    "deployments": ("deployment/tiny-router", {"spec": {"replicas": 3}}),
-    "services": ("service/tiny-engines", {"spec": {"publishNotReadyAddresses": False}}),
-    "configmaps": ("configmap/tiny-plan", {"data": {"plan.json": "{}"}}),
-    "serviceaccounts": ("serviceaccount/tiny-engine", {"automountServiceAccountToken": True}),
-    "networkpolicies": ("networkpolicy/tiny-engine", {"spec": {"policyTypes": ["Egress", "Ingress"]}}),
-    "poddisruptionbudgets": ("pdb/tiny-engine", {"spec": {"maxUnavailable": 2}}),
-    "servicemonitors": ("servicemonitor/tiny-engine", {"spec": {"endpoints": []}}),
-    "certificates": ("certificate/tiny-front-tls", {"spec": {"dnsNames": ["elsewhere.example.com"]}}),
+    "deployments": ("tiny-router", {"spec": {"replicas": 3}}),
+    "services": ("tiny-engines", {"spec": {"publishNotReadyAddresses": False}}),
+    "configmaps": ("tiny-plan", {"data": {"plan.json": "{}"}}),
+    "serviceaccounts": ("tiny-engine", {"automountServiceAccountToken": True}),
+    "networkpolicies": ("tiny-engine", {"spec": {"policyTypes": ["Egress", "Ingress"]}}),
+    "poddisruptionbudgets": ("tiny-engine", {"spec": {"maxUnavailable": 2}}),
+    "servicemonitors": ("tiny-engine", {"spec": {"endpoints": []}}),
+    "certificates": ("tiny-front-tls", {"spec": {"dnsNames": ["elsewhere.example.com"]}}),
 }
 OCCASIONS: dict[tuple[str, str], Callable[[LightCluster], None]] = {
     ("servingclusters/status", "patch"): flip,
@@ -235,8 +248,8 @@ OCCASIONS: dict[tuple[str, str], Callable[[LightCluster], None]] = {
     ("poddisruptionbudgets", "delete"): shrink_routers,
     ("certificates", "delete"): drop_tls,
     ("leases", "create"): lose_the_lease,
-    **{(plural, verb): delete(what) for plural, (what, _) in CHILDREN.items() for verb in ("create", "get")},
-    **{(plural, "patch"): edit_child(what, patch) for plural, (what, patch) in CHILDREN.items()},
+    **{(plural, verb): delete(plural) for plural in CHILDREN for verb in ("create", "get")},
+    **{(plural, "patch"): edit_child(plural) for plural in CHILDREN},
 }
 # These leave nothing to write a condition with, or have nothing to do with the cluster.
 LOG_ONLY = {"servingclusters", "servingclusters/status", "events", "leases"}
@@ -325,15 +338,16 @@ def test_no_right_is_unused_and_none_is_asked_for_in_vain(
     wait_for(lambda: last.leads, "a leader")
     flip(cluster)
     cluster.wait("Progressing", "Settled")
-    for what, patch in CHILDREN.values():
-        edit_child(what, patch)(cluster)
+    for plural in CHILDREN:
+        edit_child(plural)(cluster)
     poke(cluster)
     cluster.wait("Progressing", "Settled")
     shrink_routers(cluster)
     cluster.wait("Progressing", "Settled")
-    for what, _ in CHILDREN.values():
-        delete(what)(cluster)
+    for plural in CHILDREN:
+        delete(plural)(cluster)
     poke(cluster)
+    wait_for(lambda: all(client.request("GET", locate(plural)).is_ok for plural in CHILDREN), "the children anew")
     drop_tls(cluster)
     cluster.wait("Progressing", "Settled")
     lose_the_lease(cluster)

@@ -44,6 +44,10 @@ class Recorder:
         # By the line: engines are killed.
         self._file = path.open("w", buffering=1)
 
+    def close(self) -> None:
+        """Ends the record."""
+        self._file.close()
+
     def note_request(self, tracked: Tracked) -> None:
         """Notes a request that has just come."""
         request = tracked.request

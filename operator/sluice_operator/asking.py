@@ -16,6 +16,7 @@ MOST_SEARCHES = 2
 # A search may take so long, and so much more for each engine.
 LIMIT_S = 60.0
 LIMIT_PER_ENGINE_S = 5.0
+MOST_LIMIT_S = 600.0
 MOST_FAULT_CHARACTERS = 500
 COMMAND = (sys.executable, "-m", "sluice_operator.search")
 
@@ -47,10 +48,13 @@ class Searches:
     async def _run(self, question: Question) -> Answer:
         pipe = asyncio.subprocess.PIPE
         try:
-            process = await asyncio.create_subprocess_exec(*self._command, stdin=pipe, stdout=pipe, stderr=pipe)
+            # A terminal's Ctrl-C is for the launcher, which ends the search itself.
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+            )
         except OSError as error:
             raise SearchError(f"the search did not start: {error}") from error
-        limit_s = LIMIT_S + LIMIT_PER_ENGINE_S * question.terms.replicas
+        limit_s = min(LIMIT_S + LIMIT_PER_ENGINE_S * question.terms.replicas, MOST_LIMIT_S)
         try:
             async with asyncio.timeout(limit_s):
                 output, faults = await process.communicate(question.to_json().encode())

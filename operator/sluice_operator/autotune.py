@@ -33,9 +33,9 @@ LEAST_FALL = 0.02
 _CHANCE = 2.0  # standard errors
 # Changes within so many cool-downs count for the wait.
 MEMORY_COOLDOWNS = 24
-# After a search nothing but an edit causes the next one for so many times as long as it took, and at least so long.
-REST_FACTOR = 4.0
-LEAST_REST_S = 5.0
+# After a search nothing but an edit causes the next one for so many times as long as it took, within these limits.
+REST_FACTOR = 1.0
+LEAST_REST_S, MOST_REST_S = 5.0, 60.0
 # A search that failed is tried again.
 RETRY_S = 60.0
 
@@ -188,7 +188,8 @@ def decide(state: State, seen: Seen) -> State:  # noqa: PLR0911 - one line per c
         return state
     if state.trial is not None:
         return _judge(state, state.trial, seen)
-    if seen.mode == "Apply" and state.answer is not None and _why_not(state, state.answer, seen) is None:
+    # While the newest search has failed, the answer is to an older question.
+    if seen.mode == "Apply" and state.answer and not state.failure and _why_not(state, state.answer, seen) is None:
         return _change(state, state.answer.sliders, seen)
     return state
 
@@ -271,7 +272,7 @@ def _must_ask(state: State, question: Question, now: float) -> bool:
         return False
     if state.failure:
         return now - state.ended_s >= RETRY_S
-    if now - state.ended_s < max(LEAST_REST_S, REST_FACTOR * (state.ended_s - state.asked_s)):
+    if now - state.ended_s < min(max(LEAST_REST_S, REST_FACTOR * (state.ended_s - state.asked_s)), MOST_REST_S):
         return False
     # A larger sample is no other workload: what is on trial is judged first.
     return asked.has_shifted(question) or (state.trial is None and asked.is_small_beside(question))

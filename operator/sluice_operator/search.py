@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ MOST_OVERLOAD = 1.3
 NICENESS = 10
 # A run makes many containers and hardly a cycle.
 GC_THRESHOLD = 200_000
+MOST_CPU_S = 600
 
 
 def search(question: Question, effort: Effort | None = None) -> Answer:
@@ -122,7 +124,7 @@ def make_problem(question: Question) -> Problem:
             early_rejection=EarlyRejection(terms.early_rejection),
             min_tokens_between_moves=terms.min_tokens_between_moves,
         ),
-        options=SimOptions(),
+        options=SimOptions(schedules_ahead=True),  # as the engines that it plans for
         classes=named,
     )
 
@@ -205,6 +207,8 @@ def make_sliders(question: Question, candidate: Candidate) -> Sliders:
 def main() -> None:
     """Answers one question."""
     os.nice(NICENESS)
+    # Whoever asked ends it earlier; but may have been killed.
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
     gc.set_threshold(GC_THRESHOLD)
     question = Question.from_json(sys.stdin.read())
     try:

@@ -34,6 +34,7 @@ CALM_REASONS = frozenset(
         Reason.MEASURING,
         Reason.SEARCHING,
         Reason.NO_SAMPLE,
+        Reason.NO_LATENCY_MODEL,
         Reason.NO_REPORT,
         Reason.STARTING,
         Reason.NONE_READY,

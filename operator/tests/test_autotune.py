@@ -293,6 +293,18 @@ def test_a_failed_search_is_said_and_tried_again_later() -> None:
     assert plant.num_asked == 2
 
 
+def test_an_answer_to_an_older_workload_is_not_put_in_force() -> None:
+    plant = Plant(make_spec(autotune={"mode": "Apply", "bounds": BOUNDS, "cooldownSeconds": 1}), is_settled=False)
+    plant.run(30)
+    plant.rows, plant.search_s = (SHORT,) * 100, float("inf")
+    plant.step()
+    plant.state = autotune.take_failure(plant.state, "out of luck", plant.now)
+    plant.is_settled = True
+    plant.run(50)
+    assert plant.changes == []
+    assert plant.reason is Reason.SEARCH_FAILED
+
+
 def test_off_takes_the_spec_again_and_forgets() -> None:
     plant = Plant()
     plant.run(50)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from fake_kubernetes import READS
+from test_operator_faults import Crash, CrashOnce
 from world import KEY, World
 
 from sluice.v1 import control_pb2
@@ -195,6 +197,27 @@ async def test_a_new_process_keeps_the_tuned_sliders() -> None:
     assert tuned.world.plan == plan
     assert tuned.world.status["recommended"] == recommended
     assert tuned.condition == ("False", "NoSample")
+
+
+async def test_a_crash_after_any_write_of_a_change_ends_with_the_tuned_sliders() -> None:
+    calm = Tuned(autotune=APPLY)
+    await calm.world.settle()
+    num_before = len(calm.world.kubernetes.calls)
+    await calm.run(40)
+    writes = [number for number, (verb, *_) in enumerate(calm.world.kubernetes.calls[num_before:]) if verb not in READS]
+    assert len(writes) > 5
+    for crash_at in writes[::2]:
+        tuned = Tuned(autotune=APPLY)
+        await tuned.world.settle()
+        crash = tuned.world.kubernetes.after = CrashOnce(crash_at)
+        for _ in range(45):
+            try:
+                await tuned.run(1)
+            except* Crash:
+                tuned.world.start_operator()
+        assert crash.has_come
+        assert tuned.chunks == [128, 1024, 1024, 1024], f"crashed after request {crash_at}"
+        assert tuned.condition == ("True", "Tuned")
 
 
 async def test_a_tuned_plan_says_so_and_one_of_the_spec_does_not() -> None:

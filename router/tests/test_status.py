@@ -11,6 +11,7 @@ from fake_engine import make_plan, make_rng
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.v1 import control_pb2, engine_pb2
+from sluice_core.records import EngineId
 from sluice_router.edge_metrics import EdgeMetrics
 from sluice_router.settings import Limits
 from sluice_router.slow_readers import SlowReaderLimits, SlowReaders
@@ -133,6 +134,31 @@ def test_status_counts_requests_by_class_and_samples_them():
     assert {engine.state for engine in status.engines} == {control_pb2.ENGINE_STATE_READY}
     assert {engine.transport for engine in status.engines} == {"fake"}
     assert sum(engine.num_fitted_iterations for engine in status.engines) > 0
+    fitted = [engine for engine in status.engines if engine.HasField("latency")]
+    assert fitted
+    for engine in fitted:
+        latency = harness.router.state.table[EngineId(engine.engine_id)].latency
+        assert engine.latency.per_token_s == latency.coefficients.per_token_s
+        assert engine.latency.base_s > 0
+    assert all(engine.block_size_tokens and engine.max_num_seqs for engine in status.engines)
+
+
+def test_gaps_of_samples_add_up_to_the_time_between_arrivals_in_whatever_order_requests_end():
+    harness = Harness(PD)
+    started_s = harness.clock.now_s
+    arrivals_s = []
+    for num_output in (200, 4, 90, 8):
+        arrivals_s.append(harness.clock.now_s - started_s)
+        harness.admit(20, num_output)
+        for _ in range(5):
+            harness.step_all()
+    harness.run()
+    samples = harness.router.describe().samples
+    assert [sample.output_tokens for sample in samples] != [200, 4, 90, 8], "they end in another order"
+    assert sum(sample.gap_s for sample in samples) <= arrivals_s[-1] + 1e-9
+    first_s = min(arrivals_s[(200, 4, 90, 8).index(sample.output_tokens)] for sample in samples[:1])
+    assert sum(sample.gap_s for sample in samples) == pytest.approx(arrivals_s[-1] - first_s)
+    assert {sample.slo_class for sample in samples} == {""}
 
 
 def test_finished_requests_are_news_once_a_second():

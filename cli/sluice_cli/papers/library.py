@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sluice_cli.papers.taichi import GOODPUT_CELLS
+from sluice_cli.papers.taichi import GOODPUT_CELLS, H100_CELL, OTHER_CELLS
 from sluice_cli.papers.taichi_breakdown import measure_figure17, measure_figure18, measure_figure19
 from sluice_cli.papers.taichi_goodput import measure_cell, measure_tuned_cell
 from sluice_cli.papers.taichi_motivation import (
@@ -30,8 +30,8 @@ TAICHI: Mapping[str, Experiment] = {
     "figure5": measure_figure5,
     "figure6": measure_figure6,
     "figure8": measure_figure8,
-    **{cell.name: partial(measure_cell, cell) for cell in GOODPUT_CELLS},
-    **{f"{cell.name}-tuned": partial(measure_tuned_cell, cell) for cell in GOODPUT_CELLS},
+    **{cell.name: partial(measure_cell, cell) for cell in (*GOODPUT_CELLS, *OTHER_CELLS)},
+    **{f"{cell.name}-tuned": partial(measure_tuned_cell, cell) for cell in (*GOODPUT_CELLS, H100_CELL)},
     "figure17": measure_figure17,
     "figure18": measure_figure18,
     "figure19": measure_figure19,

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sluice_core.latency.model import PrefillCoefficients
 from sluice_core.records import IterationShape
 
-TABLE_STEP_TOKENS = 8
+TABLE_STEP_TOKENS: Final = 8
 
 
 class DecodeCoefficients(NamedTuple):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from sluice_core.latency.model import UnknownModelError
 
-TRANSFER_LATENCY_S = 0.002  # simulation.md section 1: per transfer, whatever its size
-DEFAULT_TRANSFER_BYTES_PER_S = 10e9  # until an engine has measured a pull: a 100 Gb/s link, less overhead
+TRANSFER_LATENCY_S: Final = 0.002  # simulation.md section 1: per transfer, whatever its size
+DEFAULT_TRANSFER_BYTES_PER_S: Final = 10e9  # until an engine has measured a pull: a 100 Gb/s link, less overhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ finds the goodput of a few, of each seed by itself.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sluice_core.planning.candidates import Candidate
@@ -20,7 +20,9 @@ PRECISION = 0.04  # of a goodput: a straight line between rates so close is good
 _LEAST_CONTENDERS = 4
 _LEAST_RATE_RPS = 1e-4
 _MOST_STEPS = 60
-_STRIDE = 1.25  # of rates that are far from the goodput
+# Runs give up once so many times the misses that the target allows are certain: soon where candidates are only ranked,
+# later where a goodput is interpolated.
+_RANKED_MISSES, _SHARPENED_MISSES = 2.0, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ class Arena:
             rate_rps: Where to begin; best where some pass and most do not.
             factor: From a rate to the next.
         """
-        least = max(0.0, 1.0 - 3.0 * (1.0 - self._target))
+        least = self._bound(_RANKED_MISSES)
         passing = self._find_passing(candidates, fidelity, rate_rps, least)
         rate_down = rate_rps
         contenders = candidates
@@ -96,25 +98,29 @@ class Arena:
                 passing = self._find_passing(passing, fidelity, rate_rps, least)
         return [self._describe(candidate, fidelity) for candidate in self._rank(candidates, fidelity)]
 
-    def sharpen(self, candidates: Sequence[Candidate], fidelity: Fidelity, rate_rps: float) -> list[Standing]:
-        """Find the goodput of each candidate and seed to ``PRECISION``, the best candidate first."""
-        open_ = [(candidate, seed) for candidate in candidates for seed in fidelity.seeds]
-        for _ in range(_MOST_STEPS):
-            trials = [
-                Trial(
-                    candidate=candidate,
-                    seed=seed,
-                    rate_rps=rate,
-                    duration_s=fidelity.duration_s,
-                    least_attainment=max(0.0, 1.0 - 3.0 * (1.0 - self._target)),
-                )
-                for candidate, seed in open_
-                if (rate := self._choose_rate(self._curve(candidate, seed, fidelity), rate_rps)) is not None
-            ]
-            if not trials:
-                break
-            self.run(trials)
-            open_ = [(trial.candidate, trial.seed) for trial in trials]
+    def sharpen(
+        self, candidates: Sequence[Candidate], fidelity: Fidelity, starts_rps: Mapping[Candidate, float]
+    ) -> list[Standing]:
+        """Find the goodput of each candidate and seed to ``PRECISION``, the best candidate first.
+
+        Seeds are harder or easier for all candidates alike, so the first candidate's goodputs say where to begin with the
+        others'.
+
+        Args:
+            candidates: The candidates, one of the best first.
+            fidelity: How well to look.
+            starts_rps: Where to begin, by candidate.
+        """
+        leader, first = candidates[0], fidelity.seeds[0]
+        ahead = [(leader, seed) for seed in fidelity.seeds] + [(candidate, first) for candidate in candidates[1:]]
+        self._sharpen({pair: starts_rps[pair[0]] for pair in ahead}, fidelity)
+
+        def expect(candidate: Candidate, seed: int) -> float:
+            share = self._estimate(leader, seed, fidelity) / (self._estimate(leader, first, fidelity) or 1.0)
+            return self._estimate(candidate, first, fidelity) * share or starts_rps[candidate]
+
+        behind = [(candidate, seed) for candidate in candidates[1:] for seed in fidelity.seeds[1:]]
+        self._sharpen({pair: expect(*pair) for pair in behind}, fidelity)
         return [self._describe(candidate, fidelity) for candidate in self._rank(candidates, fidelity)]
 
     def run(self, trials: Sequence[Trial]) -> Sequence[Outcome]:
@@ -168,19 +174,44 @@ class Arena:
             >= self._target
         ]
 
+    def _sharpen(self, starts_rps: Mapping[tuple[Candidate, int], float], fidelity: Fidelity) -> None:
+        """Find the goodput of pairs of candidate and seed."""
+        open_ = list(starts_rps)
+        for _ in range(_MOST_STEPS):
+            trials = [
+                Trial(
+                    candidate=candidate,
+                    seed=seed,
+                    rate_rps=rate,
+                    duration_s=fidelity.duration_s,
+                    least_attainment=self._bound(_SHARPENED_MISSES),
+                )
+                for candidate, seed in open_
+                if (rate := self._choose_rate(self._curve(candidate, seed, fidelity), starts_rps[candidate, seed]))
+                is not None
+            ]
+            if not trials:
+                break
+            self.run(trials)
+            open_ = [(trial.candidate, trial.seed) for trial in trials]
+
     def _choose_rate(self, curve: Curve, start_rps: float) -> float | None:
-        """Choose the next rate for a goodput between two close rates; None: it is."""
+        """Choose the next rate for a goodput between two close rates; None: it is.
+
+        Steps grow: a start is good as a rule, and where it is not, two or three steps get there.
+        """
         low, high = curve.find_bracket(self._target)
         estimate = curve.estimate_goodput_rps(self._target)
+        step = 1.0 + PRECISION * 2.0 ** len(curve.points)
         if low is None and high is None:
             return start_rps
         if high is None:
             assert low is not None
             is_far = curve.points[low] >= self._target + 0.5 * (1.0 - self._target)
-            return max(low * (_STRIDE if is_far else 1.0 + PRECISION), estimate * (1.0 + PRECISION / 2))
+            return max(low * (step if is_far else 1.0 + PRECISION), estimate * (1.0 + PRECISION / 2))
         if low is None:
             is_far = curve.points[high] <= self._target - (1.0 - self._target)
-            return min(high / (_STRIDE if is_far else 1.0 + PRECISION), estimate / (1.0 + PRECISION / 2))
+            return min(high / (step if is_far else 1.0 + PRECISION), estimate / (1.0 + PRECISION / 2))
         if high / low <= 1.0 + PRECISION * 1.5:
             return None
         return min(max(estimate, low * (1.0 + PRECISION / 2)), high / (1.0 + PRECISION / 2))
@@ -191,7 +222,11 @@ class Arena:
     def _describe(self, candidate: Candidate, fidelity: Fidelity) -> Standing:
         return Standing(
             candidate=candidate,
-            goodputs_rps=tuple(
-                self._curve(candidate, seed, fidelity).estimate_goodput_rps(self._target) for seed in fidelity.seeds
-            ),
+            goodputs_rps=tuple(self._estimate(candidate, seed, fidelity) for seed in fidelity.seeds),
         )
+
+    def _bound(self, misses: float) -> float:
+        return max(0.0, 1.0 - misses * (1.0 - self._target))
+
+    def _estimate(self, candidate: Candidate, seed: int, fidelity: Fidelity) -> float:
+        return self._curve(candidate, seed, fidelity).estimate_goodput_rps(self._target)

@@ -77,6 +77,12 @@ class PrefillHeavyBounds:
         low, high = max(low, 1), min(high, replicas - 1)
         return None if low > high else (low, high)
 
+    def scale(self, replicas: int) -> PrefillHeavyBounds:
+        """Scale counts for so many engines to shares, which bound smaller clusters at least as widely."""
+        if self.is_percent:
+            return self
+        return PrefillHeavyBounds(low=100 * self.low // replicas, high=-(-100 * self.high // replicas))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
@@ -266,6 +272,17 @@ def _step(space: Space, candidate: Candidate, by_count: int, by_prefill: int, by
         prefill_heavy_tokens=prefill,
         decode_heavy_tokens=decode,
     )
+
+
+def resize(candidate: Candidate, replicas: int, space: Space) -> Candidate | None:
+    """Give a candidate another number of engines at the same share of P-heavy ones; None: out of bounds."""
+    if candidate.num_decode_heavy == 0:
+        return replace(candidate, num_prefill_heavy=replicas)
+    counts = space.prefill_heavy.resolve(replicas)
+    if counts is None:
+        return None
+    count = min(max(round(candidate.num_prefill_heavy * replicas / candidate.replicas), counts[0]), counts[1])
+    return replace(candidate, num_prefill_heavy=count, num_decode_heavy=replicas - count)
 
 
 def list_parameter_neighbours(space: Space, candidate: Candidate) -> list[Candidate]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sluice_core.planning.arena import Arena, RunTrials, Standing
-from sluice_core.planning.candidates import Candidate, Space
+from sluice_core.planning.candidates import Candidate, Space, resize
 from sluice_core.planning.prediction import Binding, Interval, Prediction, estimate_interval, find_binding, predict
 from sluice_core.planning.search import Effort, Found, Search
 from sluice_core.planning.trials import Problem
@@ -21,6 +21,8 @@ _FIRST_ENGINES = 4  # of the small cluster that the number for a rate is guessed
 _MOST_SIZES = 6  # numbers of engines that are tried around the guess
 _FRESH = 1000  # seeds of predictions are those of the search and so much
 _USED_SHARE = 0.6  # of what engines could do if nobody had to wait
+_SHOWN_OVERLOAD = 0.04  # of a rate: what must show within a run
+_ANSWERS_PER_RUN = 5  # one after the other: KV caches fill within the first two
 _TYPICAL_CHUNK, _TYPICAL_DECODES = 1024, 64
 
 
@@ -106,7 +108,8 @@ class Planner:
     ) -> None:
         self._problem = problem
         self._space = space
-        self._effort = effort
+        least_s = max(effort.least_duration_s, estimate_settling_s(problem))
+        self._effort = replace(effort, least_duration_s=min(least_s, effort.most_duration_s))
         self._run_trials = run_trials
         self._report = report
         self._span = (0.0, 0.9)
@@ -231,17 +234,6 @@ class Planner:
         )
 
 
-def resize(candidate: Candidate, replicas: int, space: Space) -> Candidate | None:
-    """Give a candidate another number of engines at the same share of P-heavy ones; None: out of bounds."""
-    if candidate.num_decode_heavy == 0:
-        return replace(candidate, num_prefill_heavy=replicas)
-    counts = space.prefill_heavy.resolve(replicas)
-    if counts is None:
-        return None
-    count = min(max(round(candidate.num_prefill_heavy * replicas / candidate.replicas), counts[0]), counts[1])
-    return replace(candidate, num_prefill_heavy=count, num_decode_heavy=replicas - count)
-
-
 def estimate_start_rps(problem: Problem, replicas: int, tensor_parallel: int) -> float:
     """Guess a goodput: what engines could do if nobody waited, times a typical share."""
     profile = problem.engines[tensor_parallel].profile
@@ -252,6 +244,12 @@ def estimate_start_rps(problem: Problem, replicas: int, tensor_parallel: int) ->
     decode_s = profile.estimate_iteration_s(_TYPICAL_DECODES, 0, 0, 0.0, _TYPICAL_DECODES, context)
     request_s = prompt * chunk_s / _TYPICAL_CHUNK + output * decode_s / _TYPICAL_DECODES
     return _USED_SHARE * replicas / request_s
+
+
+def estimate_settling_s(problem: Problem) -> float:
+    """Estimate how long a run must be for an overload to show: a backlog beyond the TTFT objective, full KV caches."""
+    answer_s = statistics.fmean(row.output_tokens for row in problem.rows) * problem.slo.tpot_s
+    return max(problem.slo.ttft_s / _SHOWN_OVERLOAD, _ANSWERS_PER_RUN * answer_s)
 
 
 def _rank_for_rate(found: Found, rate_rps: float) -> tuple[bool, float, float]:

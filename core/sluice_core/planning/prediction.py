@@ -159,9 +159,6 @@ def find_binding(
         target: Attainment of the goodput.
         fidelity: Of the runs.
     """
-    extra = max(1, candidate.replicas // _EXTRA_SHARE)
-    more_prefill = replace(candidate, num_prefill_heavy=candidate.num_prefill_heavy + extra)
-    more_decode = replace(candidate, num_decode_heavy=candidate.num_decode_heavy + extra)
 
     def run(variant: Candidate, rate_rps: float, kv_scale: float = 1.0) -> tuple[float, list[Detail]]:
         outcomes = run_trials(
@@ -190,13 +187,10 @@ def find_binding(
             break
     missed = _sum_missed(details)
     objective = "ttft" if missed["ttft"] >= missed["tpot"] else "tpot"
-    relief = {"kv": run(candidate, rate_rps, 1.0 + extra / candidate.replicas)[0] - attainment}
-    if candidate.num_decode_heavy:
-        relief["prefill"] = run(more_prefill, rate_rps)[0] - attainment
-        relief["decode"] = run(more_decode, rate_rps)[0] - attainment
-    else:
-        # Engines that are all alike do both; which they lack is what is missed.
-        relief["prefill" if objective == "ttft" else "decode"] = run(more_prefill, rate_rps)[0] - attainment
+    relief = {
+        resource: run(variant, rate_rps, kv_scale)[0] - attainment
+        for resource, variant, kv_scale in _list_reliefs(candidate, objective)
+    }
     return Binding(
         objective=objective,
         resource=_choose_resource(relief),
@@ -204,6 +198,18 @@ def find_binding(
         missed=missed,
         relief=relief,
     )
+
+
+def _list_reliefs(candidate: Candidate, objective: str) -> list[tuple[str, Candidate, float]]:
+    """List a little more of each resource: its name, the candidate with more engines, and the scale of the KV capacity."""
+    extra = max(1, candidate.replicas // _EXTRA_SHARE)
+    more_prefill = replace(candidate, num_prefill_heavy=candidate.num_prefill_heavy + extra)
+    more_decode = replace(candidate, num_decode_heavy=candidate.num_decode_heavy + extra)
+    more_kv = ("kv", candidate, 1.0 + extra / candidate.replicas)
+    if candidate.num_decode_heavy:
+        return [more_kv, ("prefill", more_prefill, 1.0), ("decode", more_decode, 1.0)]
+    # Engines that are all alike do both; which they lack is what is missed.
+    return [more_kv, ("prefill" if objective == "ttft" else "decode", more_prefill, 1.0)]
 
 
 def _choose_resource(relief: dict[str, float]) -> str:

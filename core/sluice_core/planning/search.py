@@ -3,12 +3,14 @@
 Rounds: the order of magnitude of the rate; candidates all over the space, on short runs; the neighbours of the best, on
 longer ones; M and alpha; and the best few of each strategy on whole runs over several seeds. A round starts at the rate at
 which the best candidate so far is about to fail, which is where candidates differ.
+
+Engines of a large cluster do what those of a smaller one do, so all rounds but the last are run on ``SCOUTED_ENGINES`` at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sluice_core.planning.arena import Arena, Fidelity, Standing
 from sluice_core.planning.candidates import (
@@ -17,10 +19,13 @@ from sluice_core.planning.candidates import (
     list_coarse,
     list_neighbours,
     list_parameter_neighbours,
+    resize,
 )
 
 # The clock of a search: which share of it each round takes, as measured on examples.
 STAGES = {"rate": 0.03, "explore": 0.30, "refine": 0.65, "parameters": 0.75, "compare": 1.0}
+
+SCOUTED_ENGINES = 16  # more engines even bursts out a little more: a few percent of goodput, alike for all candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +36,7 @@ class Effort:
         seeds: Of whole runs.
         duration_s: Length of whole runs; None: as many requests as ``num_requests``.
         num_requests: Requests of a whole run.
-        least_duration_s: Least length of a whole run: long enough for an overload to show.
+        least_duration_s: Least length of a whole run; the planner raises it to what an overload needs to show.
         most_duration_s: Most length of a whole run.
         num_compared: Candidates of the last round.
     """
@@ -39,7 +44,7 @@ class Effort:
     seeds: tuple[int, ...] = (1, 2, 3)
     duration_s: float | None = None
     num_requests: int = 2400
-    least_duration_s: float = 170.0
+    least_duration_s: float = 60.0
     most_duration_s: float = 600.0
     num_compared: int = 4
 
@@ -57,7 +62,8 @@ class Found:
     Args:
         standings: Whole runs of the best, best first.
         fidelity: Of these runs.
-        explored: Every candidate of the second and third round with the goodput that short runs gave it.
+        explored: Every candidate that was tried, with the goodput that short runs gave it; in a large cluster what that of
+            fewer engines makes one expect.
     """
 
     standings: tuple[Standing, ...]
@@ -103,14 +109,56 @@ class Search:
             ValueError: There is no candidate within the bounds.
         """
         warm = [] if in_force is None else [in_force]
-        coarse = list(dict.fromkeys(warm + list_coarse(self._space, replicas, tensor_parallel)))
+        if replicas <= SCOUTED_ENGINES:
+            explored, refined = self._scout(replicas, tensor_parallel, start_rps, warm)
+            return self._compare(refined, explored, warm)
+        space = replace(self._space, prefill_heavy=self._space.prefill_heavy.scale(replicas))
+        small = Search(self._arena, space, self._effort, self._report)
+        small_warm = [
+            one for one in (resize(candidate, SCOUTED_ENGINES, space) for candidate in warm) if one is not None
+        ]
+        explored, refined = small._scout(
+            SCOUTED_ENGINES, tensor_parallel, start_rps * SCOUTED_ENGINES / replicas, small_warm
+        )
+        refined = self._enlarge(refined, replicas)
+        return self._compare(self._add_between(refined, replicas), self._enlarge(explored, replicas), warm)
+
+    def _scout(
+        self, replicas: int, tensor_parallel: int, start_rps: float, warm: Sequence[Candidate]
+    ) -> tuple[list[Standing], list[Standing]]:
+        """Run all rounds but the last; returns what was explored, and the best of it refined."""
+        coarse = list(dict.fromkeys([*warm, *list_coarse(self._space, replicas, tensor_parallel)]))
         if not coarse:
             raise ValueError(f"no plan of {replicas} engines is within the bounds")
         rate_rps = self._find_rate(coarse, start_rps)
         explored = self._explore(coarse, rate_rps)
-        refined = self._refine(explored, warm, replicas)
-        refined = self._tune_parameters(refined, explored)
-        return self._compare(refined, explored, warm)
+        refined = self._refine(explored, warm)
+        return explored, self._tune_parameters(refined, explored)
+
+    def _enlarge(self, standings: Sequence[Standing], replicas: int) -> list[Standing]:
+        """Give candidates more engines at the same share, and as much more goodput; those out of bounds are left out."""
+        enlarged: dict[Candidate, Standing] = {}
+        for standing in standings:
+            candidate = resize(standing.candidate, replicas, self._space)
+            if candidate is not None and candidate not in enlarged:
+                factor = replicas / standing.candidate.replicas
+                goodputs_rps = tuple([factor * goodput_rps for goodput_rps in standing.goodputs_rps])
+                enlarged[candidate] = Standing(candidate=candidate, goodputs_rps=goodputs_rps)
+        return list(enlarged.values())
+
+    def _add_between(self, standings: Sequence[Standing], replicas: int) -> list[Standing]:
+        """Put the numbers of P-heavy engines behind the best one that a smaller cluster could not have."""
+        best = standings[0]
+        step = max(1, replicas // SCOUTED_ENGINES // 2)
+        known = {standing.candidate for standing in standings}
+        between = [
+            replace(best, candidate=moved)
+            for moved in list_neighbours(self._space, best.candidate, step)
+            if moved not in known
+            and moved.prefill_heavy_tokens == best.candidate.prefill_heavy_tokens
+            and moved.decode_heavy_tokens == best.candidate.decode_heavy_tokens
+        ]
+        return [best, *between, *standings[1:]]
 
     def _tell(self, stage: str) -> None:
         if self._report is not None:
@@ -128,38 +176,44 @@ class Search:
         return standings[0].goodput_rps
 
     def _explore(self, coarse: Sequence[Candidate], rate_rps: float) -> list[Standing]:
-        standings = self._arena.climb(coarse, self._shorten(rate_rps, _SHORT), rate_rps, _FACTOR)
+        """Try candidates all over the space; strategies that are far behind at a lower rate, where theirs differ."""
+        fidelity = self._shorten(rate_rps, _SHORT)
+        standings = self._arena.climb(coarse, fidelity, rate_rps, _FACTOR)
+        for strategy in self._space.strategies:
+            of_it = [standing for standing in standings if standing.candidate.strategy == strategy]
+            if of_it and all(self._arena.find_passing_rate(one.candidate, fidelity) is None for one in of_it):
+                few = [standing.candidate for standing in of_it[:_MOST_BEHIND]]
+                climbed = self._arena.climb(few, fidelity, of_it[0].goodput_rps, _FACTOR)
+                known = {standing.candidate: standing for standing in [*standings, *climbed]}
+                standings = sorted(known.values(), key=_by_goodput)
         self._tell("explore")
         return standings
 
-    def _refine(self, explored: Sequence[Standing], warm: Sequence[Candidate], replicas: int) -> list[Standing]:
-        """Go from the best to their neighbours until none of the first few has one that was not tried."""
+    def _refine(self, explored: Sequence[Standing], warm: Sequence[Candidate]) -> list[Standing]:
+        """Go from the best to their neighbours, as long as that gains something, or any of the first few was not asked."""
         fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
         centres = _pick(explored, _NUM_CENTRES, warm)
         standings = self._arena.climb(centres, fidelity, explored[0].goodput_rps, _FINE_FACTOR)
-        asked: set[tuple[Candidate, int]] = set()
-        count_step = max(1, replicas // _COUNT_STEPS)
-        while len(standings) < _MOST_REFINED:
-            centre = self._choose_centre(standings, asked, count_step)
+        asked: set[Candidate] = set()
+        num_idle = 0
+        while len(standings) < _MOST_REFINED and num_idle < _NUM_CENTRES:
+            centre = self._choose_centre(standings, asked)
             if centre is None:
-                if count_step == 1:
-                    break
-                count_step = max(1, count_step // 4)
-                continue
-            asked.add((centre, count_step))
+                break
+            asked.add(centre)
             known = {standing.candidate for standing in standings}
-            new = [moved for moved in list_neighbours(self._space, centre, count_step) if moved not in known]
+            new = [moved for moved in list_neighbours(self._space, centre) if moved not in known]
+            best_rps = standings[0].goodput_rps
             standings = self._challenge(standings, new, fidelity)
+            num_idle = 0 if standings[0].goodput_rps > best_rps * _WORTHWHILE else num_idle + 1
         self._tell("refine")
         return standings
 
-    def _choose_centre(
-        self, standings: Sequence[Standing], asked: set[tuple[Candidate, int]], count_step: int
-    ) -> Candidate | None:
+    def _choose_centre(self, standings: Sequence[Standing], asked: set[Candidate]) -> Candidate | None:
         """Choose whose neighbours to try: of the first few, near the best, the first that was not asked yet."""
         least_rps = standings[0].goodput_rps * _NEAR
         for standing in standings[:_NUM_CENTRES]:
-            if standing.goodput_rps >= least_rps and (standing.candidate, count_step) not in asked:
+            if standing.goodput_rps >= least_rps and standing.candidate not in asked:
                 return standing.candidate
         return None
 
@@ -174,25 +228,30 @@ class Search:
         return sorted(known.values(), key=_by_goodput)
 
     def _tune_parameters(self, refined: Sequence[Standing], explored: Sequence[Standing]) -> list[Standing]:
-        """Try other M and alpha for the best."""
+        """Try other M and alpha for the best; one is taken that gains more than chance would."""
         fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
         neighbours = list_parameter_neighbours(self._space, refined[0].candidate)
-        standings = self._challenge(refined, neighbours, fidelity)
+        tried = self._challenge(refined, neighbours, fidelity)
         self._tell("parameters")
-        return standings
+        best = next((one for one in tried if one.candidate in neighbours), None)
+        default = next(one for one in tried if one.candidate == refined[0].candidate)
+        if best is None or best.goodput_rps < default.goodput_rps * _WORTHWHILE:
+            return list(refined)
+        return [best, *refined]
 
     def _compare(self, refined: Sequence[Standing], explored: Sequence[Standing], warm: Sequence[Candidate]) -> Found:
         """Look closely at the best few, at the best of each strategy, and at the plan in force."""
-        everything = {standing.candidate: standing for standing in [*explored, *refined]}
         best = _pick(refined, self._effort.num_compared, warm)
         for strategy in self._space.strategies:
             of_it = [standing for standing in refined if standing.candidate.strategy == strategy]
             of_it = of_it or [standing for standing in explored if standing.candidate.strategy == strategy]
             best += [standing.candidate for standing in of_it[:1]]
         rate_rps = refined[0].goodput_rps
+        starts_rps = dict.fromkeys(warm, rate_rps) | {one.candidate: one.goodput_rps for one in [*explored, *refined]}
         fidelity = Fidelity(seeds=self._effort.seeds, duration_s=self._effort.choose_duration_s(rate_rps))
-        standings = self._arena.sharpen(list(dict.fromkeys(best)), fidelity, rate_rps)
+        standings = self._arena.sharpen(list(dict.fromkeys(best)), fidelity, starts_rps)
         self._tell("compare")
+        everything = {standing.candidate: standing for standing in [*standings, *explored, *refined]}
         return Found(
             standings=tuple(standings), fidelity=fidelity, explored=tuple(sorted(everything.values(), key=_by_goodput))
         )
@@ -201,9 +260,10 @@ class Search:
 _SHORT, _MIDDLE = 0.25, 0.6  # lengths of the first rounds' runs
 _COARSE_FACTOR, _FACTOR, _FINE_FACTOR = 1.5, 1.15, 1.06  # between rates of a round
 _NUM_CENTRES = 3
+_WORTHWHILE = 1.005  # of a goodput: a gain that is more than chance
 _NEAR = 0.98  # of the best's goodput: what may still turn out to be better
-_COUNT_STEPS = 16  # P-heavy engines in how many steps at first
 _MOST_REFINED = 70
+_MOST_BEHIND = 6  # candidates of a strategy that is far behind
 
 
 def _pick(standings: Iterable[Standing], number: int, always: Iterable[Candidate]) -> list[Candidate]:

@@ -92,7 +92,8 @@ class Outcome:
 
     Args:
         trial: The run.
-        attainment: Attainment; of a run that gave up, the most it could have reached.
+        attainment: Attainment; of a run that gave up, among the requests that had arrived by then, those in flight
+            counted as met: below ``least_attainment``, and the lower the sooner it gave up.
         num_iterations: Iterations of all engines: what the run cost.
         detail: Every metric, if asked for.
     """
@@ -150,7 +151,7 @@ class Evaluator:
         is_whole = simulation.run(most_missed=int(len(arrivals) * (1.0 - trial.least_attainment) + 1e-9))
         return Outcome(
             trial=trial,
-            attainment=1.0 - simulation.num_missed / len(arrivals),
+            attainment=1.0 - simulation.num_missed / simulation.num_arrived,
             num_iterations=sum(engine.counters.num_iterations for engine in simulation.engines),
             detail=_describe(simulation) if is_whole and trial.is_detailed else None,
         )

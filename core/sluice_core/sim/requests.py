@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from sluice_core.batching import RequestKind
-from sluice_core.records import EngineId, RequestId
+from sluice_core.records import EngineId, PrefillRequest, RequestId
 from sluice_core.sim.setup import Arrival
 
 
@@ -34,6 +34,7 @@ class SimRequest:
         num_blocks: Blocks that it holds while it does not decode.
         is_leaving: While it decodes: a move was proposed and not yet begun or given up.
         first_token_s: End of TTFT; -1 before.
+        has_missed_ttft: TTFT was over before the first token, as ``Deadlines`` noticed.
         last_token_s: When its last token came, as of the last time it left a decode batch or finished.
     """
 
@@ -42,6 +43,7 @@ class SimRequest:
         "born_at",
         "first_token_s",
         "generated_tokens",
+        "has_missed_ttft",
         "index",
         "is_leaving",
         "is_moved_in",
@@ -88,6 +90,7 @@ class SimRequest:
         self.stay = 0
         self.num_blocks = 0
         self.first_token_s = -1.0
+        self.has_missed_ttft = False
         self.last_token_s = -1.0
         self.is_leaving = False
         self.is_moved_in = False
@@ -115,3 +118,15 @@ class SimRequest:
             return False
         tpot_s = self.tpot_s
         return tpot_s is None or tpot_s <= self.tpot_slo_s
+
+    def describe_prefill(self) -> PrefillRequest:
+        """Describe what is to be computed to the placement policy."""
+        return PrefillRequest(
+            request_id=self.request_id,
+            arrival_s=self.arrival_s,
+            prompt_tokens=self.prompt_tokens + self.generated_tokens,
+            slo=self.slo,
+            priority=self.priority,
+            is_recovery=self.first_token_s >= 0.0,
+            next_token_due_s=self.first_token_s + self.tpot_slo_s * self.generated_tokens,
+        )

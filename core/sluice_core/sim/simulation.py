@@ -13,12 +13,15 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import islice
+from typing import Final
 
 from sluice_core.batching import BatchPolicy, ChunkedPrefillPolicy, RequestKind
 from sluice_core.engines import EngineSpec, EngineTable
 from sluice_core.flowing import FlowRequest
 from sluice_core.latency import LatencyModel
 from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, RequestId, Role
+from sluice_core.sim.deadlines import Deadlines
 from sluice_core.sim.engine import SimEngine
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.hand_offs import HandOffs, Move
@@ -27,10 +30,14 @@ from sluice_core.sim.setup import AddEngine, Arrival, Cell, ClusterEvent, Config
 from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
 
-ASSIGN_INTERVAL_S = 0.005  # the router looks at its queue again at most this often
-MAX_ASSIGNED_AT_ONCE = 256  # requests of one look
+ASSIGN_INTERVAL_S: Final = 0.005  # the router looks at its queue again at most this often
+MAX_ASSIGNED_AT_ONCE: Final = 256  # requests of one look
 
-_ITERATION, _TRANSFER, _RETRY, _CLUSTER, _PULL = 0, 1, 2, 3, 4
+_ITERATION: Final = 0  # kinds of events
+_TRANSFER: Final = 1
+_RETRY: Final = 2
+_CLUSTER: Final = 3
+_PULL: Final = 4
 _Event = tuple[float, int, int, object]
 
 
@@ -49,7 +56,9 @@ class Simulation:
         gaps: Gaps between tokens.
         num_moves: Moves that began, by cause.
         num_blocked_moves: Proposals without a target.
-        num_missed: Requests that ended and missed an objective, rejected ones included.
+        num_arrived: Requests that have arrived.
+        num_missed: Requests that ended and missed an objective, rejected ones included; in a run that may give up also
+            those that are late already.
         transfer_s: Time that requests spent in transfers, waits for a link included.
         table: The engines as policies see them.
 
@@ -65,12 +74,13 @@ class Simulation:
         self.gaps = GapHistogram()
         self.num_moves: dict[MoveCause, int] = dict.fromkeys(MoveCause, 0)
         self.num_blocked_moves = 0
+        self.num_arrived = 0
         self.num_missed = 0
         self.transfer_s = 0.0
         self._check_arrivals()
         rng = random.Random(cell.seed)  # noqa: S311 - breaks ties
         self._rng = rng
-        self._placement = cell.strategy.make_placement(cell.parameters, rng)
+        self._placement = cell.strategy.make_placement(cell.parameters, rng, num_records=0)
         self._flow = cell.strategy.make_flow(cell.parameters, rng)
         self._void_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
         self._batching: BatchPolicy = ChunkedPrefillPolicy(counts_decodes=cell.options.counts_decodes)
@@ -83,7 +93,7 @@ class Simulation:
         self._heap: list[_Event] = []
         self._num_events = 0
         self._changed: list[SimEngine] = []
-        self._held: dict[RequestId, SimRequest] = {}
+        self._held: dict[RequestId, PrefillRequest] = {}
         self._parked: deque[tuple[SimRequest, int]] = deque()
         self._link_free_at_s: dict[str, float] = {}
         self._last_assign_s = -1.0
@@ -104,12 +114,13 @@ class Simulation:
             False when it gave up.
         """
         heap, requests = self._heap, self.requests
-        position, num_requests = 0, len(requests)
+        num_requests = len(requests)
         limit = num_requests if most_missed is None else most_missed
+        deadlines = Deadlines([] if most_missed is None else requests)
         while self.num_missed <= limit:
-            if position < num_requests and (not heap or requests[position].arrival_s <= heap[0][0]):
-                request = requests[position]
-                position += 1
+            if self.num_arrived < num_requests and (not heap or requests[self.num_arrived].arrival_s <= heap[0][0]):
+                request = requests[self.num_arrived]
+                self.num_arrived += 1
                 self.now = request.arrival_s
                 self._arrive(request)
                 continue
@@ -117,6 +128,8 @@ class Simulation:
                 break
             at_s, _, code, what = heappop(heap)
             self.now = at_s
+            if deadlines.next_s < at_s:
+                self.num_missed += deadlines.mark_late(at_s)
             if code == _ITERATION:
                 assert isinstance(what, SimEngine)
                 if not what.is_dead:
@@ -190,7 +203,7 @@ class Simulation:
         """Keep a request at the router until it is placed."""
         request.state = RequestState.WAITING
         request.target = None
-        self._held[request.request_id] = request
+        self._held[request.request_id] = request.describe_prefill()
 
     def _schedule_retry(self) -> None:
         if not self._is_retry_due:
@@ -203,15 +216,12 @@ class Simulation:
             return
         self._last_assign_s = self.now
         self._report_loads()
-        waiting = []
-        for request in self._held.values():
-            waiting.append(self._describe(request))
-            if len(waiting) == MAX_ASSIGNED_AT_ONCE:
-                break
+        waiting = list(islice(self._held.values(), MAX_ASSIGNED_AT_ONCE))
         for decision in self._placement.assign(self.now, waiting, self.table):
             if isinstance(decision, Hold):
                 continue
-            request = self._held.pop(decision.request_id)
+            del self._held[decision.request_id]
+            request = self.requests[int(decision.request_id)]
             if isinstance(decision, Place):
                 self._submit(request, self._by_id[decision.engine_id])
             else:
@@ -219,19 +229,11 @@ class Simulation:
 
     def _reject(self, request: SimRequest) -> None:
         request.state = RequestState.REJECTED
-        self.num_missed += 1
+        self._count_missed(request)
 
-    def _describe(self, request: SimRequest) -> PrefillRequest:
-        has_tokens = request.first_token_s >= 0.0
-        return PrefillRequest(
-            request_id=request.request_id,
-            arrival_s=request.arrival_s,
-            prompt_tokens=request.prompt_tokens + request.generated_tokens,
-            slo=request.slo,
-            priority=request.priority,
-            is_recovery=has_tokens,
-            next_token_due_s=request.first_token_s + request.tpot_slo_s * request.generated_tokens,
-        )
+    def _count_missed(self, request: SimRequest) -> None:
+        if not request.has_missed_ttft:
+            self.num_missed += 1
 
     def _submit(self, request: SimRequest, engine: SimEngine) -> None:
         is_recovery = request.first_token_s >= 0.0
@@ -259,7 +261,7 @@ class Simulation:
         duration_s = engine.start(self.now)
         while duration_s < 0.0 and self._hand_offs is not None and self._hand_offs.idle(engine):
             duration_s = engine.start(self.now)
-        if engine.returned:
+        if engine.prefills.returned:
             self._take_back(engine)
         if duration_s >= 0.0:
             self._num_events += 1
@@ -269,7 +271,7 @@ class Simulation:
 
     def _take_back(self, engine: SimEngine) -> None:
         """Hold prompts that an engine gave back; a new report tells the table that they are gone."""
-        returned, engine.returned = engine.returned, []
+        returned, engine.prefills.returned = engine.prefills.returned, []
         for request in returned:
             self.hold(request)
         self._schedule_retry()
@@ -278,10 +280,10 @@ class Simulation:
         engine.end(self.now)
         for request in engine.finished:
             if not request.has_met_slo:
-                self.num_missed += 1
+                self._count_missed(request)
         if self._timeline is not None:
             self._timeline.note_finished(engine.finished)
-        if engine.num_decodes:
+        if engine.batch.num_decodes:
             self._propose(engine)
         if self._hand_offs is not None:
             self._hand_offs.end_iteration(engine)
@@ -304,7 +306,7 @@ class Simulation:
     def _propose(self, engine: SimEngine) -> None:
         """Ask which decodes should leave, and let them."""
         flow = self._void_flow if self.table.are_roles_void else self._flow
-        proposals = flow.propose(self.now, engine.decodes)
+        proposals = flow.propose(self.now, engine.batch.decodes)
         if self._hand_offs is not None:
             self._hand_offs.propose(engine, proposals)
             return
@@ -313,7 +315,7 @@ class Simulation:
             for proposal in proposals:
                 num_gone += self._move(engine, proposal)
             # Without a grant a request waits off the batch here, so that more may be proposed at once.
-            proposals = flow.propose(self.now, engine.decodes) if self._waits_for_grant and num_gone else []
+            proposals = flow.propose(self.now, engine.batch.decodes) if self._waits_for_grant and num_gone else []
 
     def _move(self, engine: SimEngine, proposal: MoveProposal) -> bool:
         """Move a request if there is a target; returns whether it left the decode batch."""

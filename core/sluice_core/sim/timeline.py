@@ -54,9 +54,9 @@ class Timeline:
                 engine.engine_id,
                 now,
                 engine.duration_s,
-                engine.num_decodes,
-                engine.prefill_tokens,
-                engine.prefill_chunks,
+                engine.batch.num_decodes,
+                engine.prefills.num_tokens,
+                engine.prefills.num_chunks,
                 engine.used_blocks,
                 engine.decode_context_tokens,
             )
