@@ -20,6 +20,7 @@ import grpc
 from cluster import Client as StreamClient
 from conftest import make_volume
 from kubectl_cluster import KubectlCluster, make_manifest
+from testbed.errors import TestbedError
 from testbed.settings import ROOT
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2_grpc
@@ -219,8 +220,18 @@ class PodCluster(KubectlCluster):
     # --- what to do
 
     def reset(self) -> None:
-        """Puts the manifest back."""
-        self.kubectl("replace", "-f", "-", stdin=json.dumps(self.manifest))
+        """Puts the manifest back; kubectl reads before it writes, and the operator may write its status in between."""
+
+        def is_replaced() -> bool:
+            try:
+                self.kubectl("replace", "-f", "-", stdin=json.dumps(self.manifest))
+            except TestbedError as error:
+                if "(Conflict)" not in str(error):
+                    raise
+                return False
+            return True
+
+        self.wait_for(is_replaced, "the manifest to be put back")
 
     def time_edit(self, is_reached: Callable[[Status], bool], **spec: Any) -> EditTimes:
         """Edits the spec, and measures the time until every engine has acknowledged it to every router.

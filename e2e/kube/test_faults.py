@@ -8,6 +8,7 @@ killed, pods that fit no node and clusters made anew are in ``test_operator``.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
@@ -355,12 +356,16 @@ def edit_until_among(cluster: LightCluster, num_prefill_heavy: int) -> None:
 def test_a_namespace_that_ends_takes_its_cluster_and_keeps_nobody_busy(
     client: Client, cluster: LightCluster, replica: Replica
 ) -> None:
-    namespace = cluster.namespace
+    def count_clusters() -> float:
+        (line,) = re.findall(r"^sluice_operator_clusters (.*)$", replica.operator.read("/metrics"), re.MULTILINE)
+        return float(line)
+
+    namespace, num_clusters = cluster.namespace, count_clusters()
     held = {"name": "held", "namespace": namespace, "finalizers": ["example.org/held"]}
     client.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": held})
     client.kubectl("delete", "namespace", namespace, "--wait=false")
     wait_for(lambda: list(cluster.versions()) == ["ConfigMap/held"], "the end of all but one")
-    wait_for(lambda: "sluice_operator_clusters 0.0" in replica.operator.read("/metrics"), "the cluster to be forgotten")
+    wait_for(lambda: count_clusters() == num_clusters - 1, "the cluster to be forgotten")
     calls = wait_until_still(replica.operator.calls)
     time.sleep(3)
     assert replica.operator.calls() == calls
