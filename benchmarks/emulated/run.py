@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 from benchmarks.emulated.arrivals import Arrival, Lengths, load_lengths, make_arrivals
 from benchmarks.emulated.load import Answer, run_load
+from benchmarks.emulated.manifests import ANSWER_TIMEOUT_S, MODEL_LIMIT_TOKENS, make_cluster_manifest, read_share
 from benchmarks.emulated.phases import Phase, Setting, run_phase
 from benchmarks.emulated.report import compute_ratios, find_warnings, format_moves, format_phases, format_ratios
 from benchmarks.local_cluster.client import StreamFailedError, list_errors
-from benchmarks.local_cluster.cluster import Cluster, ClusterError, make_manifest, run_cluster
+from benchmarks.local_cluster.cluster import Cluster, ClusterError, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.records import IterationShape
@@ -36,12 +37,9 @@ from sluice_engine.profiles import EmulatedGpu, load_gpu
 if TYPE_CHECKING:
     from benchmarks.local_cluster.client import Client
 
-MODEL_LIMIT_TOKENS = 4096
-MAX_BATCH_TOKENS = 8192
 LONE_PROMPT_TOKENS, LONE_OUTPUT_TOKENS = 512, 64
 # Enough iterations for the router's latency model before anything counts.
 FITTING_S = 15.0
-ANSWER_TIMEOUT_S = 300.0
 TIME_SCALE = 1.0
 SHOWN_TOKENS = (8, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -54,7 +52,7 @@ def make_settings(options: argparse.Namespace) -> list[Setting]:
             name="TaiChi",
             spec={
                 "strategy": "TaiChi",
-                "prefillHeavy": _read_share(share),
+                "prefillHeavy": read_share(share),
                 "chunkSizes": {"prefillHeavy": int(prefill), "decodeHeavy": int(decode)},
             },
         ),
@@ -62,7 +60,7 @@ def make_settings(options: argparse.Namespace) -> list[Setting]:
             name="Aggregated",
             spec={
                 "strategy": "Aggregated",
-                "prefillHeavy": _read_share(share),
+                "prefillHeavy": read_share(share),
                 "chunkSizes": {"prefillHeavy": int(options.aggregated), "decodeHeavy": int(options.aggregated)},
             },
         ),
@@ -70,29 +68,12 @@ def make_settings(options: argparse.Namespace) -> list[Setting]:
             name="Disaggregated",
             spec={
                 "strategy": "Disaggregated",
-                "prefillHeavy": _read_share(options.disaggregated),
+                "prefillHeavy": read_share(options.disaggregated),
                 "chunkSizes": {"prefillHeavy": int(prefill), "decodeHeavy": 0},
             },
         ),
     }
     return [known[name] for name in options.strategies.split(",")]
-
-
-def _read_share(text: str) -> int | str:
-    return text if text.endswith("%") else int(text)
-
-
-def make_cluster_manifest(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    """Makes the manifest of emulated engines that start with a strategy."""
-    manifest = make_manifest("emulated", http_port=options.port_base, replicas=options.engines)
-    spec = manifest["spec"]
-    spec["engine"] |= {
-        "maxBatchTokens": MAX_BATCH_TOKENS,
-        "emulation": {"gpu": options.gpu, "model": options.model},
-    }
-    spec["slo"] |= {"ttftMilliseconds": options.ttft_ms, "tpotMilliseconds": options.tpot_ms}
-    spec.update(setting.spec)
-    return manifest
 
 
 class Run:
@@ -325,7 +306,7 @@ def run_benchmark(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-emulated-")))
         ports = range(options.port_base + 1, options.port_base + 500)
-        manifest = make_cluster_manifest(options, settings[0])
+        manifest = make_cluster_manifest("emulated", options, settings[0])
         cluster = stack.enter_context(run_cluster(folder, manifest, ports=ports))
         phases, lone_ratio = uvloop.run(measure(cluster, options, lengths, settings))
     notes = make_notes(options, lengths, settings, lone_ratio)

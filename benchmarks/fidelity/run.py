@@ -21,16 +21,17 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvloop
 from benchmarks.emulated.arrivals import load_lengths, make_arrivals
+from benchmarks.emulated.manifests import ANSWER_TIMEOUT_S, MODEL_LIMIT_TOKENS, make_cluster_manifest, read_share
 from benchmarks.emulated.phases import Setting, run_phase
 from benchmarks.fidelity.compare import Comparison, compare_batches, compare_runs, format_comparisons
 from benchmarks.fidelity.records import read_records
 from benchmarks.fidelity.simulated import find_goodput_rps, make_cell, replay, simulate
 from benchmarks.local_cluster.client import StreamFailedError, list_errors
-from benchmarks.local_cluster.cluster import POLL_S, Cluster, ClusterError, make_manifest, run_cluster
+from benchmarks.local_cluster.cluster import POLL_S, Cluster, ClusterError, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.sim.setup import Arrival as SimulatedArrival
@@ -43,17 +44,13 @@ if TYPE_CHECKING:
 
     from sluice_core.records import Slo
 
-MODEL_LIMIT_TOKENS = 4096
-MAX_BATCH_TOKENS = 8192
-ANSWER_TIMEOUT_S = 300.0
-
 
 def make_settings(options: argparse.Namespace) -> list[Setting]:
     """Makes the strategies with the sliders of the command line."""
     share, prefill, decode = options.taichi.split(":")
     known = {
         "TaiChi": {
-            "prefillHeavy": share if share.endswith("%") else int(share),
+            "prefillHeavy": read_share(share),
             "chunkSizes": {"prefillHeavy": int(prefill), "decodeHeavy": int(decode)},
         },
         "Aggregated": {
@@ -62,21 +59,6 @@ def make_settings(options: argparse.Namespace) -> list[Setting]:
         },
     }
     return [Setting(name=name, spec={"strategy": name, **known[name]}) for name in options.strategies]
-
-
-def make_cluster_manifest(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    """Makes the manifest of emulated engines."""
-    manifest = make_manifest("fidelity", http_port=options.port_base, replicas=options.engines)
-    spec = manifest["spec"]
-    spec["engine"] |= {
-        "maxBatchTokens": MAX_BATCH_TOKENS,
-        "emulation": {"gpu": options.gpu, "model": options.model},
-    }
-    if options.kv_mib:
-        spec["engine"]["extraArgs"] = ["--kv-cache-memory-bytes", str(options.kv_mib << 20)]
-    spec["slo"] |= {"ttftMilliseconds": options.ttft_ms, "tpotMilliseconds": options.tpot_ms}
-    spec.update(setting.spec)
-    return manifest
 
 
 class Run:
@@ -234,7 +216,9 @@ def run_benchmark(options: argparse.Namespace) -> None:
         # The launcher hands its environment on to the engines.
         os.environ[VARIABLE] = str(records)
         ports = range(options.port_base + 1, options.port_base + 300)
-        manifest = make_cluster_manifest(options, settings[0])
+        manifest = make_cluster_manifest("fidelity", options, settings[0])
+        if options.kv_mib:
+            manifest["spec"]["engine"]["extraArgs"] = ["--kv-cache-memory-bytes", str(options.kv_mib << 20)]
         cluster = stack.enter_context(run_cluster(folder, manifest, ports=ports))
         comparisons = uvloop.run(measure(cluster, options, lengths, settings, records))
     print()

@@ -22,11 +22,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "router" / "tests"))
 
 from data_plane_harness import Harness, make_request  # noqa: E402
+from edge_fakes import make_stream_sink  # noqa: E402
 
-from sluice_router import sse  # noqa: E402
 from sluice_router.http_connection import HttpStream  # noqa: E402
-from sluice_router.output import Output, OutputSettings  # noqa: E402
-from sluice_router.sinks import StreamSink  # noqa: E402
 from sluice_router.slow_readers import SlowReaderLimits, SlowReaders  # noqa: E402
 from sluice_router.text.tokenizer import ModelText  # noqa: E402
 
@@ -57,28 +55,6 @@ class Connection:
         self.writing_paused = False
 
 
-def make_sink(text: ModelText, transport: DroppingTransport) -> tuple[StreamSink, HttpStream]:
-    """Makes a stream of ``/v1/completions`` as the HTTP edge does."""
-    settings = OutputSettings()
-    answer = sse.CompletionFormat(
-        answer_id="cmpl-0123456789abcdef",
-        created_s=1_760_000_000,
-        model="tiny",
-        settings=settings,
-        text=text,
-        includes_usage=True,
-        prompt_token_ids=None,
-    )
-    sink = StreamSink(
-        Output(text, settings),
-        answer,
-        slow_readers=SlowReaders(SlowReaderLimits()),
-        interval_tokens=1,
-        cancel=lambda: None,
-    )
-    return sink, HttpStream(Connection(transport), is_chunked=True)  # type: ignore[arg-type]
-
-
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the rounds.
 
@@ -90,7 +66,8 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     num_rounds = options.rounds + WARM_UP_ROUNDS
     sinks = []
     for number in range(options.streams):
-        sink, stream = make_sink(text, transport)
+        sink = make_stream_sink(text, slow_readers=SlowReaders(SlowReaderLimits()), cancel=lambda: None)
+        stream = HttpStream(Connection(transport), is_chunked=True)  # type: ignore[arg-type]
         harness.router.admit(make_request(20, num_rounds + 50, first=1 + number % 400), sink)
         sinks.append((sink, stream))
     while not all(request.output_token_ids for request in harness.state.requests.values()):

@@ -28,10 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sluice_core.sim.engine
-from sluice_cli.workers import GC_THRESHOLD
 from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo
-from sluice_core.sim.setup import Cell, EngineSetup, NoGrant, SimOptions, TtftEnd
+from sluice_core.sim.setup import GC_THRESHOLD, Cell, EngineSetup, NoGrant, SimOptions, TtftEnd
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow, parse_trace
 from sluice_core.sim.workload import PoissonWorkload

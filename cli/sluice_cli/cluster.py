@@ -30,6 +30,7 @@ from sluice_operator import names, render
 from sluice_operator.link import RouterLink
 from sluice_operator.reports import has_taken, merge_reports
 from sluice_operator.sliders import resolve_sliders
+from sluice_operator.tuner import Circumstances
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -353,7 +354,7 @@ class LocalCluster:
         """Makes the plan of what is wanted and runs; stores and pushes it if it differs from the last one."""
         self._write_engines()
         if self.phase != "stopping":
-            self._effective = self._tuning.look(self.manifest, self._statuses(), is_settled=self._is_settled())
+            self._effective = self._tuning.look(self._circumstances())
         plan = self._planner.make_plan(self._effective, self._engines, self._loads())
         if plan is None:
             return
@@ -375,6 +376,14 @@ class LocalCluster:
 
     def _statuses(self) -> list[control_pb2.GetStatusResponse]:
         return [slot.link.status for slot in self._routers.values() if slot.link.status]
+
+    def _circumstances(self) -> Circumstances:
+        return Circumstances(
+            cluster=self.manifest,
+            statuses=self._statuses(),
+            counts=self._tuning.counts,
+            is_settled=self._is_settled(),
+        )
 
     def _is_settled(self) -> bool:
         """Whether every engine serves with the newest plan, and none comes or goes."""
@@ -440,9 +449,7 @@ class LocalCluster:
         if self.phase == "starting" and self.view().is_ready:
             self.phase = "ready"
         self._tuning.take(self._statuses())
-        if self.phase != "stopping" and self._tuning.is_due(
-            self.manifest, self._statuses(), is_settled=self._is_settled()
-        ):
+        if self.phase != "stopping" and self._tuning.is_due(self._circumstances):
             self._publish()
         self._pulse()
 

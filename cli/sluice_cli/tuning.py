@@ -9,7 +9,7 @@ from sluice_cli.view import TuningView
 from sluice_operator.asking import Searches
 from sluice_operator.attainment import AttainmentWindow
 from sluice_operator.sliders import Sliders, resolve_sliders
-from sluice_operator.tuner import Circumstances, Tuner
+from sluice_operator.tuner import Tuner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2
     from sluice_cli.records import ClusterDirectory
     from sluice_operator.asking import Ask
+    from sluice_operator.attainment import Counts
     from sluice_operator.question import Answer
     from sluice_operator.spec import ServingCluster
+    from sluice_operator.tuner import Circumstances
 
 
 class LocalTuning:
@@ -55,12 +57,15 @@ class LocalTuning:
         for status in statuses:
             self._window.take(self._clock(), status)
 
-    def look(
-        self, manifest: ServingCluster, statuses: Sequence[control_pb2.GetStatusResponse], *, is_settled: bool
-    ) -> ServingCluster:
+    @property
+    def counts(self) -> Counts:
+        """Requests that the routers finished so far."""
+        return self._window.total
+
+    def look(self, circumstances: Circumstances) -> ServingCluster:
         """Decides; returns the manifest with the sliders that are to be in force."""
-        effective = self._tuner.look(self._describe(manifest, statuses, is_settled=is_settled))
-        asked_for, in_force = resolve_sliders(manifest.spec), resolve_sliders(effective.spec)
+        effective = self._tuner.look(circumstances)
+        asked_for, in_force = resolve_sliders(circumstances.cluster.spec), resolve_sliders(effective.spec)
         # What the user changed is reported with the edit.
         if self._in_force is not None and asked_for == self._in_force[0] and in_force != self._in_force[1]:
             self._report(f"autotune: {format_sliders(self._in_force[1])} -> {format_sliders(in_force)} (live)")
@@ -68,20 +73,13 @@ class LocalTuning:
         self._show()
         return effective
 
-    def is_due(
-        self, manifest: ServingCluster, statuses: Sequence[control_pb2.GetStatusResponse], *, is_settled: bool
-    ) -> bool:
-        """Whether a look would decide something."""
-        return self._tuner.is_due(lambda: self._describe(manifest, statuses, is_settled=is_settled))
+    def is_due(self, circumstances: Callable[[], Circumstances]) -> bool:
+        """Whether a look would decide something; asked at every status, so that what is the case is seldom gathered."""
+        return self._tuner.is_due(circumstances)
 
     def stop(self) -> None:
         """Ends the search under way."""
         self._tuner.stop()
-
-    def _describe(
-        self, manifest: ServingCluster, statuses: Sequence[control_pb2.GetStatusResponse], *, is_settled: bool
-    ) -> Circumstances:
-        return Circumstances(cluster=manifest, statuses=statuses, counts=self._window.total, is_settled=is_settled)
 
     def _show(self) -> None:
         """Tells what was decided, where it is another thing than before."""

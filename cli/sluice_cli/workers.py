@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 
 from sluice_cli.cells import read_trace
 from sluice_core.sim import pickling  # noqa: F401 - cells, trials and summaries go between processes
+from sluice_core.sim.setup import GC_THRESHOLD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from sluice_core.sim.traces import TraceRow
-
-# New containers between two collections: a run makes many and hardly a cycle, the default costs a tenth of its time.
-GC_THRESHOLD = 200_000
 
 
 def start_workers(

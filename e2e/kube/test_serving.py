@@ -69,6 +69,22 @@ def release(client: Client, node: Node, tmp_path_factory: pytest.TempPathFactory
     made.uninstall()
 
 
+def begin(cluster: PodCluster, release: Release) -> None:
+    """Makes a cluster, and says what hinders it if it does not come to serve."""
+    cluster.create()
+    try:
+        cluster.wait_whole()
+    except AssertionError:
+        print(release.describe(), describe(cluster), sep="\n")
+        raise
+
+
+def end(cluster: PodCluster) -> None:
+    """Deletes a cluster, and waits until its pods are gone."""
+    cluster.kubectl("delete", "slc", "tiny", "--timeout=120s")
+    cluster.wait_for(lambda: not cluster.engines and not cluster.routers, "the end of the pods")
+
+
 @pytest.fixture(scope="module")
 def served(client: Client, release: Release) -> Iterator[PodCluster]:
     """The cluster, in a namespace under Pod Security ``restricted``."""
@@ -77,17 +93,11 @@ def served(client: Client, release: Release) -> Iterator[PodCluster]:
     client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": RESTRICTED}})
     made = PodCluster(client, NAMESPACE)
     started_s = time.monotonic()
-    made.create()
-    try:
-        made.wait_whole()
-    except AssertionError:
-        print(release.describe(), describe(made), sep="\n")
-        raise
+    begin(made, release)
     print(f"from `kubectl apply` to two engines and two routers that serve: {time.monotonic() - started_s:.0f} s")
     yield made
     started_s = time.monotonic()
-    made.kubectl("delete", "slc", "tiny", "--timeout=120s")
-    made.wait_for(lambda: not made.engines and not made.routers, "the end of the pods")
+    end(made)
     print(f"from `kubectl delete` to the end of all pods: {time.monotonic() - started_s:.0f} s")
 
 
@@ -451,15 +461,9 @@ def secured(client: Client, release: Release, authority: trustme.CA) -> Iterator
     manifest = make_pods_manifest(replicas=1, network=TLS)
     manifest["spec"]["router"]["replicas"] = 1
     made = PodCluster(client, SECURED, manifest, Trust(files=make_files(authority, OPERATOR_NAME), name=ROUTER_NAME))
-    made.create()
-    try:
-        made.wait_whole()
-    except AssertionError:
-        print(release.describe(), describe(made), sep="\n")
-        raise
+    begin(made, release)
     yield made
-    made.kubectl("delete", "slc", "tiny", "--timeout=120s")
-    made.wait_for(lambda: not made.engines and not made.routers, "the end of the pods")
+    end(made)
 
 
 async def test_engines_and_routers_with_certificates_serve_and_refuse_strangers(

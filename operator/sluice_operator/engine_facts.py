@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2
+from sluice_core.latency.online import LinearCoefficients
+from sluice_core.records import IterationShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from sluice_core.latency.profile import IterationProfile
     from sluice_operator.spec import ServingClusterSpec
 
 # Over all engines; fewer iterations say too little.
@@ -25,8 +28,12 @@ MOST_ITERATIONS = 500
 CHANGED_RATIO = 1.5
 COEFFICIENTS = tuple(field.name for field in control_pb2.LatencyCoefficients.DESCRIPTOR.fields)
 _READY = frozenset({control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING})
-# Prefill tokens, chunks, token pairs of attention, decodes, context tokens.
-_TYPICAL = ((512, 1, 512 * 256.0, 16, 8192), (0, 0, 0.0, 16, 8192))
+_TYPICAL = (
+    IterationShape(
+        prefill_tokens=512, attention_work=512 * 256.0, num_chunks=1, num_decodes=16, decode_context_tokens=8192
+    ),
+    IterationShape(num_decodes=16, decode_context_tokens=8192),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,22 +77,14 @@ class Measured:
             return True
         if (self.block_size_tokens, self.max_num_seqs) != (other.block_size_tokens, other.max_num_seqs):
             return True
-        ratios = [mine / theirs for mine, theirs in zip(self.typical_s, other.typical_s, strict=True)]
+        mine, theirs = self.profile, other.profile
+        ratios = [mine.estimate_shape_s(shape) / theirs.estimate_shape_s(shape) for shape in _TYPICAL]
         return any(abs(math.log(ratio)) > math.log(CHANGED_RATIO) for ratio in ratios)
 
     @property
-    def typical_s(self) -> list[float]:
-        """How long typical iterations take, in seconds."""
-        base_s, token_s, pair_s, chunk_s, decode_s, context_s = self.coefficients
-        return [
-            max(1e-6, base_s)
-            + token_s * (tokens + decodes)
-            + pair_s * pairs
-            + chunk_s * chunks
-            + decode_s * decodes
-            + context_s * contexts
-            for tokens, chunks, pairs, decodes, contexts in _TYPICAL
-        ]
+    def profile(self) -> IterationProfile:
+        """How long its iterations take."""
+        return LinearCoefficients(*self.coefficients).make_profile()
 
 
 EngineFacts = Emulated | Measured

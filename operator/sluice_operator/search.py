@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
-from sluice_core.latency.online import LinearCoefficients
 from sluice_core.latency.transfer import find_link
 from sluice_core.planning.arena import Arena, Standing
 from sluice_core.planning.candidates import Candidate, PrefillHeavyBounds, Space, list_chunk_sizes
@@ -22,7 +21,7 @@ from sluice_core.planning.planner import estimate_start_rps
 from sluice_core.planning.search import Effort, Search
 from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
-from sluice_core.sim.setup import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS, EngineSetup, Link, SimOptions
+from sluice_core.sim.setup import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, Link, SimOptions
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies import STRATEGIES
 from sluice_operator.engine_facts import Emulated
@@ -43,8 +42,6 @@ FRESH_SEEDS = (1001, 1002)
 MOST_OVERLOAD = 1.3
 # Of the processor, beside engines and routers that share it.
 NICENESS = 10
-# A run makes many containers and hardly a cycle.
-GC_THRESHOLD = 200_000
 MOST_CPU_S = 600
 
 
@@ -139,7 +136,7 @@ def make_engine(question: Question) -> EngineSetup:
         block_size_tokens, max_num_seqs = BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
         kv_blocks_total = target.kv_capacity_tokens // block_size_tokens
     else:
-        profile = LinearCoefficients(*facts.coefficients).make_profile()
+        profile = facts.profile
         kv_bytes_per_token, kv_blocks_total = facts.kv_bytes_per_token, facts.kv_blocks_total
         block_size_tokens, max_num_seqs = facts.block_size_tokens, facts.max_num_seqs
     return EngineSetup(

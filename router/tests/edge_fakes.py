@@ -14,13 +14,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_core.records import RequestId
+from sluice_router import sse
 from sluice_router.errors import InvalidRequestError, RouterError
+from sluice_router.output import Output, OutputSettings
 from sluice_router.requests import Finish, NewRequest, ResponseSink, ServedModel, Usage
+from sluice_router.sinks import StreamSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from sluice_router.slow_readers import SlowReaders
     from sluice_router.text.tokenizer import ModelText
 
 LENGTH = sampling_pb2.FINISH_REASON_LENGTH
@@ -154,6 +158,21 @@ class FakePlane:
 
     def _note(self) -> None:
         self.changed.set()
+
+
+def make_stream_sink(text: ModelText, *, slow_readers: SlowReaders, cancel: Callable[[], None]) -> StreamSink:
+    """A stream of ``/v1/completions`` as the HTTP edge makes it."""
+    settings = OutputSettings()
+    answer = sse.CompletionFormat(
+        answer_id="cmpl-1",
+        created_s=1,
+        model="tiny",
+        settings=settings,
+        text=text,
+        includes_usage=False,
+        prompt_token_ids=None,
+    )
+    return StreamSink(Output(text, settings), answer, slow_readers=slow_readers, interval_tokens=1, cancel=cancel)
 
 
 def make_usage(live: Live) -> Usage:

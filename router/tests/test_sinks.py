@@ -6,15 +6,14 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from edge_fakes import LENGTH
+from edge_fakes import LENGTH, make_stream_sink
 
 from sluice_router import sse
-from sluice_router.output import Output, OutputSettings
 from sluice_router.requests import Finish, Usage
-from sluice_router.sinks import StreamSink
 from sluice_router.slow_readers import SlowReaderLimits, SlowReaders
 
 if TYPE_CHECKING:
+    from sluice_router.sinks import StreamSink
     from sluice_router.text.tokenizer import ModelText
 
 WORDS = "hello world the end"
@@ -69,19 +68,7 @@ def readers() -> SlowReaders:
 
 
 def make_sink(text: ModelText, readers: SlowReaders) -> StreamSink:
-    settings = OutputSettings()
-    answer = sse.CompletionFormat(
-        answer_id="cmpl-1",
-        created_s=1,
-        model="tiny",
-        settings=settings,
-        text=text,
-        includes_usage=False,
-        prompt_token_ids=None,
-    )
-    return StreamSink(
-        Output(text, settings), answer, slow_readers=readers, interval_tokens=1, cancel=lambda: pytest.fail("cancelled")
-    )
+    return make_stream_sink(text, slow_readers=readers, cancel=lambda: pytest.fail("cancelled"))
 
 
 @pytest.mark.parametrize("room", range(1, 20))
