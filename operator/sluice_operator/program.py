@@ -108,8 +108,8 @@ class Operator:
         await self._elector.lead()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._elector.keep(), name="renew the lease")
-            patient = RetryingKubernetes(self._kubernetes, now=time.monotonic)
-            fenced = FencedKubernetes(patient, lambda: self._elector.is_leading)
+            fenced = FencedKubernetes(self._kubernetes, lambda: self._elector.is_leading)
+            patient = RetryingKubernetes(fenced, rng=self._rng, now=time.monotonic)
 
             def measure(key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
                 reconciler.measure(key, status)
@@ -120,7 +120,7 @@ class Operator:
             if self._certificates is not None:
                 group.create_task(keep_fresh([self._certificates.refresh]), name="certificates")
             reconciler = Reconciler(
-                fenced, links, self._settings, now=time.monotonic, now_text=format_now, wake=self._queue.add
+                patient, links, self._settings, now=time.monotonic, now_text=format_now, wake=self._queue.add
             )
             for number in range(self._settings.workers):
                 group.create_task(self._work(reconciler), name=f"worker {number}")

@@ -1,7 +1,12 @@
 """The queue of clusters to look at: each key is in it once, and at work once.
 
 ``Schedule`` decides, without a clock of its own; ``WorkQueue`` waits. A key that is added while it is at work comes up
-again afterwards. Failures back off exponentially with jitter, so that clusters do not come in step.
+again afterwards.
+
+Failures back off exponentially with jitter, so that clusters do not come in step. A key that is added while it backs off,
+because something happened, comes up before its time, though not sooner than ``EVENT_PAUSE_S`` after its last failure nor
+than the server asked for. Only the tries that back-off itself has set count: if others failed too, something kept
+happening, which says nothing more of the server, and does not put off the try that was promised.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -16,9 +22,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIN_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 300.0
+# So long may an API server that has recovered go unnoticed. Five hundred clusters that all fail are 22 tries a second.
+MAX_BACKOFF_S = 30.0
+EVENT_PAUSE_S = 1.0
 
 Key = TypeVar("Key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BackOff:
+    """How a key backs off.
+
+    Args:
+        num_failures: Tries in a row that failed, of those that count.
+        least_s: Time before which it does not come up, whatever happens.
+        retry_s: Time of its next try, if nothing happens.
+    """
+
+    num_failures: int
+    least_s: float
+    retry_s: float
 
 
 class Schedule(Generic[Key]):
@@ -34,14 +57,16 @@ class Schedule(Generic[Key]):
         # Entries whose time is not the key's own any more are skipped.
         self._heap: list[tuple[float, int, Key]] = []
         self._counter = itertools.count()
-        self._at_work: set[Key] = set()
-        self._num_failures: dict[Key, int] = {}
+        # When the work on each key began.
+        self._at_work: dict[Key, float] = {}
+        self._back_offs: dict[Key, _BackOff] = {}
 
     def add(self, key: Key, due_s: float) -> None:
-        """Has a key looked at no later than ``due_s``."""
+        """Has a key looked at no later than ``due_s``, or than its back-off allows."""
+        back_off = self._back_offs.get(key)
+        due_s = max(due_s, back_off.least_s) if back_off else due_s
         if due_s < self._due_s.get(key, float("inf")):
-            self._due_s[key] = due_s
-            heapq.heappush(self._heap, (due_s, next(self._counter), key))
+            self._set_due(key, due_s)
 
     def take(self, now: float) -> Key | None:
         """Takes a key that is due and not at work; None when there is none."""
@@ -56,7 +81,7 @@ class Schedule(Generic[Key]):
                 held.append(entry)
                 continue
             del self._due_s[key]
-            self._at_work.add(key)
+            self._at_work[key] = now
             taken = key
             break
         for entry in held:
@@ -65,8 +90,8 @@ class Schedule(Generic[Key]):
 
     def finish(self, key: Key) -> None:
         """Ends the work on a key with success."""
-        self._at_work.discard(key)
-        self._num_failures.pop(key, None)
+        self._at_work.pop(key, None)
+        self._back_offs.pop(key, None)
 
     def fail(self, key: Key, now: float, least_s: float = 0.0) -> float:
         """Ends the work on a key with a failure, and schedules the next try.
@@ -77,15 +102,32 @@ class Schedule(Generic[Key]):
             least_s: Least pause, as the server asked for it.
 
         Returns:
-            The pause, in seconds.
+            The pause until that try, in seconds.
         """
-        self._at_work.discard(key)
-        failures = self._num_failures.get(key, 0)
-        self._num_failures[key] = failures + 1
-        longest_s = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(failures + 1, 20))
-        pause_s = max(least_s, longest_s * (0.5 + self._rng.random() / 2))
-        self.add(key, now + pause_s)
-        return pause_s
+        back_off = self._prolong(self._back_offs.get(key), self._at_work.pop(key, now), now, least_s)
+        self._back_offs[key] = back_off
+        # Whoever added it meanwhile waits like those who will.
+        due_s = min(max(self._due_s.get(key, float("inf")), back_off.least_s), back_off.retry_s)
+        self._set_due(key, due_s)
+        return due_s - now
+
+    def _prolong(self, old: _BackOff | None, started_s: float, now: float, least_s: float) -> _BackOff:
+        if old is not None and started_s < old.retry_s:
+            num_failures, retry_s = old.num_failures, max(old.retry_s, now + least_s)
+        else:
+            num_failures, retry_s = old.num_failures + 1 if old else 1, now
+        if retry_s <= now:
+            longest_s = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(num_failures, 20))
+            retry_s = now + max(least_s, longest_s * (0.5 + self._rng.random() / 2))
+        return _BackOff(
+            num_failures=num_failures,
+            least_s=min(retry_s, now + max(least_s, EVENT_PAUSE_S)),
+            retry_s=retry_s,
+        )
+
+    def _set_due(self, key: Key, due_s: float) -> None:
+        self._due_s[key] = due_s
+        heapq.heappush(self._heap, (due_s, next(self._counter), key))
 
     def wait_s(self, now: float) -> float | None:
         """Seconds until a key may be due; None: none is scheduled."""

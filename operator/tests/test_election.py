@@ -7,7 +7,7 @@ import random
 import pytest
 from fake_kubernetes import FakeKubernetes
 
-from sluice_operator.election import LEASE_S, RENEW_DEADLINE_S, Elector
+from sluice_operator.election import LEASE_S, RENEW_DEADLINE_S, RENEW_S, RETRY_S, Elector
 from sluice_operator.kubernetes_port import LEASES, BusyError, LeaseLostError
 
 
@@ -139,6 +139,35 @@ async def test_keeping_ends_when_the_lease_cannot_be_renewed() -> None:
     with pytest.raises(LeaseLostError):
         await elector.keep()
     assert RENEW_DEADLINE_S <= clock.now - 100.0 <= RENEW_DEADLINE_S + 2.0
+
+
+async def test_a_renewal_that_fails_is_tried_again_soon() -> None:
+    kubernetes, clock, pauses = FakeKubernetes(), Clock(), []
+    faults = iter([True, True, False, True])
+
+    class Enough(Exception):
+        pass
+
+    async def sleep(duration_s: float) -> None:
+        pauses.append(duration_s)
+        clock.now += duration_s
+
+    def fail(verb: str, _plural: str) -> None:
+        if verb == "get":
+            is_failing = next(faults, None)
+            if is_failing is None:
+                raise Enough
+            if is_failing:
+                raise BusyError("500")
+
+    elector = Elector(
+        kubernetes, namespace="default", name="lease", identity="a", now=clock, now_text=lambda: "t", sleep=sleep
+    )
+    await elector.attempt()
+    kubernetes.before = fail
+    with pytest.raises(Enough):
+        await elector.keep()
+    assert pauses == [RENEW_S, RETRY_S, RETRY_S, RENEW_S, RETRY_S]
 
 
 @pytest.mark.parametrize("seed", range(10))

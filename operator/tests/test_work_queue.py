@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sluice_operator.work_queue import MAX_BACKOFF_S, MIN_BACKOFF_S, Schedule, WorkQueue
+from sluice_operator.work_queue import EVENT_PAUSE_S, MAX_BACKOFF_S, MIN_BACKOFF_S, Schedule, WorkQueue
 
 
 def make_schedule() -> Schedule[str]:
@@ -63,12 +63,21 @@ def test_the_age_is_that_of_the_key_due_longest() -> None:
     assert schedule.age_s(1.0) == 0.0
 
 
+def fail_when_due(schedule: Schedule[str], now: float, num_failures: int) -> tuple[float, list[float]]:
+    """Fails a key whenever it comes up by itself; returns the time after the last failure, and the pauses."""
+    pauses = []
+    schedule.add("a", now)
+    for _ in range(num_failures):
+        now += schedule.wait_s(now) or 0.0
+        assert schedule.take(now) == "a"
+        pauses.append(schedule.fail("a", now))
+    return now, pauses
+
+
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 2**32))
 def test_the_pause_grows_and_stays_in_its_bounds(num_failures: int, seed: int) -> None:
-    schedule: Schedule[str] = Schedule(random.Random(seed))
-    pauses = [schedule.fail("a", 0.0) for _ in range(num_failures)]
-    assert all(MIN_BACKOFF_S <= pause <= MAX_BACKOFF_S for pause in pauses)
+    _, pauses = fail_when_due(Schedule(random.Random(seed)), 0.0, num_failures)
     for number, pause in enumerate(pauses):
         longest = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2 ** (number + 1))
         assert longest / 2 <= pause <= longest
@@ -76,15 +85,61 @@ def test_the_pause_grows_and_stays_in_its_bounds(num_failures: int, seed: int) -
 
 def test_success_forgets_failures_and_the_server_may_ask_for_more_time() -> None:
     schedule = make_schedule()
-    for _ in range(5):
-        schedule.fail("a", 0.0)
+    now, _ = fail_when_due(schedule, 0.0, 5)
+    now += schedule.wait_s(now) or 0.0
+    assert schedule.take(now) == "a"
     schedule.finish("a")
-    assert schedule.fail("a", 0.0) <= 2 * MIN_BACKOFF_S
-    assert schedule.fail("a", 0.0, least_s=77.0) == 77.0
+    _, (pause,) = fail_when_due(schedule, now, 1)
+    assert pause <= 2 * MIN_BACKOFF_S
+    assert make_schedule().fail("a", 0.0, least_s=77.0) == 77.0
+
+
+def test_what_happens_brings_a_key_forward_that_backs_off_but_not_at_once() -> None:
+    schedule = make_schedule()
+    now, pauses = fail_when_due(schedule, 0.0, 9)
+    assert pauses[-1] > MAX_BACKOFF_S / 2
+    schedule.add("a", now)
+    assert schedule.wait_s(now) == EVENT_PAUSE_S
+
+
+def test_what_happens_before_or_during_a_failure_waits_like_what_happens_afterwards() -> None:
+    schedule = make_schedule()
+    now, _ = fail_when_due(schedule, 0.0, 9)
+    now += schedule.wait_s(now) or 0.0
+    assert schedule.take(now) == "a"
+    schedule.add("a", now)
+    assert schedule.fail("a", now) == EVENT_PAUSE_S
+
+
+def test_no_event_is_faster_than_the_server_allows() -> None:
+    schedule = make_schedule()
+    schedule.add("a", 0.0)
+    schedule.take(0.0)
+    schedule.fail("a", 0.0, least_s=9.0)
+    schedule.add("a", 1.0)
+    assert schedule.wait_s(1.0) == 8.0
+
+
+def test_tries_that_events_caused_neither_count_nor_put_off_the_next_one() -> None:
+    schedule = make_schedule()
+    now, pauses = fail_when_due(schedule, 0.0, 5)
+    promised_s = now + pauses[-1]
+    while now + EVENT_PAUSE_S < promised_s:
+        schedule.add("a", now)
+        now += schedule.wait_s(now) or 0.0
+        assert schedule.take(now) == "a"
+        assert now + schedule.fail("a", now) == promised_s
+    now = promised_s
+    assert schedule.take(now) == "a"
+    # The sixth that counts, however many there were.
+    assert schedule.fail("a", now) <= MIN_BACKOFF_S * 2**6
 
 
 class ScheduleMachine(RuleBasedStateMachine):
-    """Whatever happens: a key that was added is at work or comes up at its time, and never twice at once."""
+    """Whatever happens: a key that was added is at work or comes up at its time, and never twice at once.
+
+    Unless it backs off: then it comes up no later than its next try, and not before ``least``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,11 +147,13 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.due: dict[int, float] = {}
         self.at_work: set[int] = set()
+        self.least: dict[int, float] = {}
 
     @rule(key=st.integers(0, 4), after_s=st.sampled_from([0.0, 0.5, 3.0]))
     def add(self, key: int, after_s: float) -> None:
         self.schedule.add(key, self.now + after_s)
-        self.due[key] = min(self.due.get(key, float("inf")), self.now + after_s)
+        due_s = max(self.now + after_s, self.least.get(key, 0.0))
+        self.due[key] = min(self.due.get(key, float("inf")), due_s)
 
     @rule()
     def take(self) -> None:
@@ -113,11 +170,13 @@ class ScheduleMachine(RuleBasedStateMachine):
         if key not in self.at_work:
             return
         self.at_work.discard(key)
-        if is_failure:
-            due_s = self.now + self.schedule.fail(key, self.now)
-            self.due[key] = min(self.due.get(key, float("inf")), due_s)
-        else:
+        if not is_failure:
             self.schedule.finish(key)
+            self.least.pop(key, None)
+            return
+        self.due[key] = self.now + self.schedule.fail(key, self.now)
+        self.least[key] = min(self.now + EVENT_PAUSE_S, self.due[key])
+        assert 0.0 < self.due[key] - self.now <= MAX_BACKOFF_S
 
     @rule(step_s=st.sampled_from([0.1, 1.0, 400.0]))
     def pass_time(self, step_s: float) -> None:
