@@ -145,7 +145,7 @@ async def test_a_renewal_that_fails_is_tried_again_soon() -> None:
     kubernetes, clock, pauses = FakeKubernetes(), Clock(), []
     faults = iter([True, True, False, True])
 
-    class Enough(Exception):
+    class EnoughError(Exception):
         pass
 
     async def sleep(duration_s: float) -> None:
@@ -156,7 +156,7 @@ async def test_a_renewal_that_fails_is_tried_again_soon() -> None:
         if verb == "get":
             is_failing = next(faults, None)
             if is_failing is None:
-                raise Enough
+                raise EnoughError
             if is_failing:
                 raise BusyError("500")
 
@@ -165,7 +165,7 @@ async def test_a_renewal_that_fails_is_tried_again_soon() -> None:
     )
     await elector.attempt()
     kubernetes.before = fail
-    with pytest.raises(Enough):
+    with pytest.raises(EnoughError):
         await elector.keep()
     assert pauses == [RENEW_S, RETRY_S, RETRY_S, RENEW_S, RETRY_S]
 
