@@ -22,9 +22,10 @@ from testbed.settings import ROOT
 from sluice_operator.kubernetes_client import KubernetesClient
 from sluice_operator.kubernetes_port import CLUSTERS, PODS, ConflictError, KubernetesError, annotations_of, uid_of
 from sluice_operator.names import COMPONENT_LABEL, DELETION_COST_ANNOTATION, ENGINE, ROLE_LABEL, ClusterKey
+from sluice_operator.observing import CHILD_KINDS
 from sluice_operator.planning import read_plan
 from sluice_operator.program import format_now
-from sluice_operator.reconciler import CHILD_KINDS, Reconciler
+from sluice_operator.reconciler import Reconciler
 from sluice_operator.settings import Settings
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """kopf as our informer: it lists, watches, reconnects and re-authenticates; we take keys from its events.
 
 No handler of its own reconciles: they would write finalizers and annotations, and retry at a fixed pace. Nothing of an
-event counts but its key, so that a gap in a watch loses time until the next event or resync, and nothing else.
+event counts but its key, and whether it is an echo of our own (``waking``), so that a gap in a watch loses time until the
+next event or resync, and nothing else.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Informer:
     """Feeds keys from watches.
 
     Args:
-        add: Takes the key of a cluster that should be looked at.
+        hear: Takes an event: the key of the cluster that it is about, and the object.
         now: Monotonic seconds.
         last_event_s: When the last event came, on that clock.
     """
 
-    add: Callable[[ClusterKey], None]
+    hear: Callable[[ClusterKey, Mapping[str, Any]], None]
     now: Callable[[], float]
     last_event_s: float = 0.0
 
@@ -64,7 +65,7 @@ class Informer:
         self.last_event_s = self.now()
         key = find_key(body)
         if key is not None:
-            self.add(key)
+            self.hear(key, body)
 
     def _make_registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from sluice.v1 import plan_pb2
     from sluice_operator.autotune import Stored
     from sluice_operator.children import Children
+    from sluice_operator.echoes import Echoes
     from sluice_operator.kubernetes_port import Object
 
 
-async def store_plan(children: Children, live: Object | None, plan: plan_pb2.Plan, tuned: Stored | None = None) -> bool:
+async def store_plan(
+    children: Children, live: Object | None, plan: plan_pb2.Plan, tuned: Stored | None, echoes: Echoes
+) -> bool:
     """Stores a plan.
 
     Args:
@@ -27,6 +30,7 @@ async def store_plan(children: Children, live: Object | None, plan: plan_pb2.Pla
         live: The ConfigMap that the plan's number was counted from; None: there was none.
         plan: The plan.
         tuned: Sliders in it that autotune put in force instead of the spec's; they are stored with it.
+        echoes: Takes note of the write.
 
     Returns:
         Whether it is stored; the reason is among the children's troubles otherwise.
@@ -50,7 +54,11 @@ async def store_plan(children: Children, live: Object | None, plan: plan_pb2.Pla
         return await children.attempt(children.kubernetes.create(content), what)
     version = {"uid": uid_of(live), "resourceVersion": live["metadata"]["resourceVersion"]}
     patch = {"metadata": {**content["metadata"], **version}, "data": content["data"]}
-    return await children.attempt(children.kubernetes.patch(CONFIG_MAPS, namespace, name, patch), what)
+
+    async def replace() -> None:
+        echoes.note(live, patch, await children.kubernetes.patch(CONFIG_MAPS, namespace, name, patch))
+
+    return await children.attempt(replace(), what)
 
 
 def _render(children: Children, plan: plan_pb2.Plan, tuned: Stored | None) -> Object:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kubernetes.aio.client.api_client import ApiClient
 
 from sluice.certificates import CertificateFolder, keep_fresh
+from sluice_operator.echoes import Echoes
 from sluice_operator.election import Elector
 from sluice_operator.fencing import FencedKubernetes
 from sluice_operator.health import Health
@@ -29,9 +30,13 @@ from sluice_operator.metrics import Metrics
 from sluice_operator.reconciler import Reconciler
 from sluice_operator.retrying import RetryingKubernetes
 from sluice_operator.router_links import RouterLinks
+from sluice_operator.waking import Waking
 from sluice_operator.work_queue import WorkQueue
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
     from sluice.v1 import control_pb2
     from sluice_operator.names import ClusterKey
     from sluice_operator.settings import Settings
@@ -40,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 # Part of the resync interval that is jitter, so that clusters spread over it.
 RESYNC_JITTER = 0.25
+# Routers and engines take up a plan within so long of each other: one look sees all of it.
+REPORTS_S = 0.1
 
 
 class StoppedError(Exception):
@@ -75,7 +82,9 @@ class Operator:
         self._rng = random.Random()  # noqa: S311 - jitter
         self._queue: WorkQueue[ClusterKey] = WorkQueue(self._rng, time.monotonic)
         self._known: set[ClusterKey] = set()
-        self._informer = Informer(add=self._add, now=time.monotonic)
+        self._echoes = Echoes()
+        self._waking = Waking(self._queue, self._echoes)
+        self._informer = Informer(hear=self._hear, now=time.monotonic)
         self._is_watching = asyncio.Event()
         self._links: RouterLinks | None = None
         self._stop = asyncio.Event()
@@ -114,13 +123,21 @@ class Operator:
             def measure(key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
                 reconciler.measure(key, status)
 
-            links = self._links = RouterLinks(
-                group, wake=self._queue.add, measure=measure, certificates=self._certificates
-            )
+            def wake(key: ClusterKey) -> None:
+                self._queue.add(key, REPORTS_S)
+
+            links = self._links = RouterLinks(group, wake=wake, measure=measure, certificates=self._certificates)
             if self._certificates is not None:
                 group.create_task(keep_fresh([self._certificates.refresh]), name="certificates")
             reconciler = Reconciler(
-                patient, links, self._settings, now=time.monotonic, now_text=format_now, wake=self._queue.add
+                patient,
+                links,
+                self._settings,
+                now=time.monotonic,
+                now_text=format_now,
+                wake=self._queue.add,
+                is_edited=self._waking.is_edited,
+                echoes=self._echoes,
             )
             for number in range(self._settings.workers):
                 group.create_task(self._work(reconciler), name=f"worker {number}")
@@ -170,6 +187,7 @@ class Operator:
                 self._known.discard(key)
             if after_s is not None:
                 self._queue.add(key, after_s)
+        self._waking.end_look(key)
         self._metrics.looks.labels(outcome).inc()
         self._metrics.look_s.observe(time.monotonic() - started_s)
 
@@ -181,9 +199,9 @@ class Operator:
             for key in list(self._known):
                 self._queue.add(key, self._rng.random() * spread_s)
 
-    def _add(self, key: ClusterKey) -> None:
+    def _hear(self, key: ClusterKey, body: Mapping[str, Any]) -> None:
         self._known.add(key)
-        self._queue.add(key)
+        self._waking.hear(key, body)
 
     def _is_ready(self) -> bool:
         """A leader is ready once it watches, another replica at once."""

@@ -1,5 +1,9 @@
 """Reconciles one ServingCluster: observe, decide, act, write the status.
 
+The plan first: a slider is in force before any child is looked at. After a new plan, and when the next edit is waiting,
+children and status are left to the next look, which comes in a moment: so an edit waits for one short look at most, and
+its status is written once, when routers and engines have taken it up.
+
 Every look starts from what the API server and the routers say now; nothing that matters lives in this process only.
 A look may therefore end anywhere, and the next one finishes what it began. What is kept between looks is timing: when
 an engine began to drain, when measurements were written last, and what routers counted in the last five minutes.
@@ -7,7 +11,6 @@ an engine began to drain, when measurements were written last, and what routers 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,29 +22,15 @@ from sluice_operator.attainment import AttainmentWindow
 from sluice_operator.checking import check_cluster
 from sluice_operator.children import Children
 from sluice_operator.conditions import Reason
-from sluice_operator.desired import Facts, find_owner, key_of, render_children
+from sluice_operator.desired import Facts, key_of, render_children
+from sluice_operator.echoes import Echoes
 from sluice_operator.events import render_event
 from sluice_operator.findings import Findings
-from sluice_operator.kubernetes_port import (
-    BUDGETS,
-    CERTIFICATES,
-    CLUSTERS,
-    CONFIG_MAPS,
-    DEPLOYMENTS,
-    NETWORK_POLICIES,
-    PODS,
-    SERVICE_ACCOUNTS,
-    SERVICE_MONITORS,
-    SERVICES,
-    BusyError,
-    ForbiddenError,
-    KubernetesError,
-    uid_of,
-)
+from sluice_operator.kubernetes_port import CLUSTERS, CONFIG_MAPS, PODS, ForbiddenError, KubernetesError, uid_of
 from sluice_operator.marking import mark_pods
+from sluice_operator.observing import observe_others, observe_plan
 from sluice_operator.plan_store import store_plan
 from sluice_operator.planning import StoredPlan, make_plan, read_plan
-from sluice_operator.pods import read_pod
 from sluice_operator.reports import has_taken, merge_reports
 from sluice_operator.scaling import Scale, decide_scale
 from sluice_operator.securing import find_certificate_troubles
@@ -55,10 +44,10 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2
     from sluice_core.records import EngineId
     from sluice_operator.asking import Ask
-    from sluice_operator.desired import ChildKey
-    from sluice_operator.kubernetes_port import Kind, Kubernetes, Object
+    from sluice_operator.kubernetes_port import Kubernetes, Object
     from sluice_operator.names import ClusterKey
-    from sluice_operator.pods import Pod, Trouble
+    from sluice_operator.observing import Observed
+    from sluice_operator.pods import Trouble
     from sluice_operator.reports import EngineReport
     from sluice_operator.router_links import Routers
     from sluice_operator.settings import Settings
@@ -74,7 +63,10 @@ ACQUAINTANCE_S = 5.0
 TROUBLE_INTERVAL_S = 30.0
 # An engine's own drain ends by then; the routers' reports of it may be late.
 DRAIN_MARGIN_S = 5.0
-CHILD_KINDS = (SERVICE_ACCOUNTS, NETWORK_POLICIES, SERVICES, CONFIG_MAPS, DEPLOYMENTS, BUDGETS)
+# Routers and engines have taken up a plan by then, or it is worth saying that they have not.
+PUT_OFF_S = 0.2
+# However fast edits come, children and status are not put off for longer than this.
+LONGEST_PUT_OFF_S = 1.0
 
 
 @dataclass(slots=True)
@@ -91,37 +83,32 @@ class Memory:
     measured_s: float = float("-inf")
     window: AttainmentWindow = field(default_factory=AttainmentWindow)
     told: Circumstances | None = None
+    put_off_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """What the API server says at one moment.
+class Course:
+    """What was decided about a cluster, and what has come of its plan.
 
     Args:
-        body: The ServingCluster.
-        live: Its children by kind and name, and others that carry its labels.
-        engines: Engine pods.
-        routers: Router pods.
-        has_monitors: Whether the cluster knows ServiceMonitors.
-        has_cert_manager: Whether it knows Certificates.
+        cluster: It, checked; None when it cannot be carried out.
+        refusal: Why it cannot.
+        statuses: Newest status of each router that answers.
+        reports: What routers say of the engines.
+        scale: The number of engines.
+        stored: The plan that is stored by now.
+        is_new: Whether this look has stored it.
+        troubles: Why it could not be stored.
     """
 
-    body: Object
-    live: Mapping[ChildKey, Object]
-    engines: tuple[Pod, ...]
-    routers: tuple[Pod, ...]
-    has_monitors: bool
-    has_cert_manager: bool
-
-    def own(self, kind: Kind, name: str) -> Object | None:
-        """A child, if it exists and is ours."""
-        child = self.live.get((kind.name, name))
-        owner = find_owner(child) if child else None
-        return child if owner and owner["uid"] == uid_of(self.body) else None
-
-    def deployment(self, component: str) -> Object | None:
-        """The Deployment of engines or routers."""
-        return self.own(DEPLOYMENTS, names.name_workload(self.body["metadata"]["name"], component))
+    cluster: ServingCluster | None
+    refusal: Trouble | None
+    statuses: Mapping[str, control_pb2.GetStatusResponse]
+    reports: Mapping[EngineId, EngineReport]
+    scale: Scale
+    stored: StoredPlan
+    is_new: bool = False
+    troubles: tuple[Trouble, ...] = ()
 
 
 class Reconciler:
@@ -135,6 +122,8 @@ class Reconciler:
         now_text: The time, as Kubernetes writes it.
         wake: Called with a cluster that a look would do something for.
         ask: Answers searches for sliders; None: in processes of their own.
+        is_edited: Whether a cluster has changed since the look at it began, and the next one waits for this one's end.
+        echoes: Takes note of our writes that need no look when their events come.
     """
 
     def __init__(
@@ -147,6 +136,8 @@ class Reconciler:
         now_text: Callable[[], str],
         wake: Callable[[ClusterKey], None] | None = None,
         ask: Ask | None = None,
+        is_edited: Callable[[ClusterKey], bool] = lambda _: False,
+        echoes: Echoes | None = None,
     ) -> None:
         self._kubernetes = kubernetes
         self._routers = routers
@@ -155,6 +146,8 @@ class Reconciler:
         self._now_text = now_text
         self._wake = wake or (lambda _: None)
         self._ask: Ask = ask or Searches().ask
+        self._is_edited = is_edited
+        self._echoes = echoes or Echoes()
         self._memories: dict[ClusterKey, Memory] = {}
 
     def measure(self, key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
@@ -197,98 +190,110 @@ class Reconciler:
             tuner = Tuner(self._ask, wake=partial(self._wake, key), now=self._now)
             memory = self._memories[key] = Memory(first_look_s=self._now(), tuner=tuner, uid=uid_of(body))
         try:
-            observed = await self._observe(key, body)
-            reachable = [pod for pod in observed.routers if pod.address and not pod.has_ended]
-            addresses = {pod.name: pod.address for pod in reachable}
-            # By pod: while TLS is turned on or off, routers of both kinds run.
-            self._routers.follow(key, addresses, {pod.name: pod.control_tls for pod in reachable if pod.control_tls})
-            found = await self._act(key, observed, memory)
+            return await self._look(key, body, memory)
         except ForbiddenError as error:
             # A read that is denied. The right may come back; until then people should read why nothing happens.
             await self._write_status(key, body, degrade(body, str(error), self._now_text()))
             raise
+
+    async def _look(self, key: ClusterKey, body: Object, memory: Memory) -> float | None:
+        observed = await observe_plan(self._kubernetes, key, body)
+        reachable = [pod for pod in observed.routers if pod.address and not pod.has_ended]
+        addresses = {pod.name: pod.address for pod in reachable}
+        # By pod: while TLS is turned on or off, routers of both kinds run.
+        self._routers.follow(key, addresses, {pod.name: pod.control_tls for pod in reachable if pod.control_tls})
+        course = await self._set_course(key, observed, memory)
+        if self._puts_off(key, course, memory):
+            return PUT_OFF_S
+        observed = await observe_others(self._kubernetes, key, observed)
+        found = await self._act(key, observed, course, memory)
         rest_s = memory.first_look_s + ACQUAINTANCE_S - self._now()
         if rest_s > 0 and len(found.statuses) < found.num_routers_ready:
             # A new leader knows nothing of the routers yet; to say so would take back what its predecessor said.
             return rest_s
+        if self._puts_off(key, course, memory):
+            return PUT_OFF_S
+        memory.put_off_s = None
         return self._next_look_s(found, memory, await self._report(key, found, memory))
+
+    def _puts_off(self, key: ClusterKey, course: Course, memory: Memory) -> bool:
+        """Whether what is left to do waits for the next look."""
+        is_new = course.is_new and bool(course.statuses)
+        if not is_new and not self._is_edited(key):
+            return False
+        if memory.put_off_s is None:
+            memory.put_off_s = self._now()
+        return self._now() - memory.put_off_s < LONGEST_PUT_OFF_S
 
     def _forget(self, key: ClusterKey) -> None:
         memory = self._memories.pop(key, None)
         if memory is not None:
             memory.tuner.stop()
 
-    # Observe.
-
-    async def _observe(self, key: ClusterKey, body: Object) -> Observed:
-        labels = {names.CLUSTER_LABEL: key.name}
-        has_monitors = await self._kubernetes.is_served(SERVICE_MONITORS)
-        has_cert_manager = await self._kubernetes.is_served(CERTIFICATES)
-        served = [(SERVICE_MONITORS, has_monitors), (CERTIFICATES, has_cert_manager)]
-        kinds = [*CHILD_KINDS, *(kind for kind, is_served in served if is_served)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                reads = [group.create_task(self._kubernetes.list(kind, key.namespace, labels)) for kind in kinds]
-                pods = group.create_task(self._kubernetes.list(PODS, key.namespace, labels))
-        except* KubernetesError as errors:
-            raise _first_of(errors) from errors
-        by_component: dict[str, list[Pod]] = {names.ENGINE: [], names.ROUTER: []}
-        for content in pods.result():
-            component = content["metadata"]["labels"].get(names.COMPONENT_LABEL)
-            if component in by_component:
-                by_component[component].append(read_pod(content))
-        return Observed(
-            body=body,
-            live={key_of(child): child for read in reads for child in read.result()},
-            engines=tuple(sorted(by_component[names.ENGINE], key=lambda pod: pod.name)),
-            routers=tuple(sorted(by_component[names.ROUTER], key=lambda pod: pod.name)),
-            has_monitors=has_monitors,
-            has_cert_manager=has_cert_manager,
-        )
-
     # Decide and act.
 
-    async def _act(self, key: ClusterKey, observed: Observed, memory: Memory) -> Findings:
+    async def _set_course(self, key: ClusterKey, observed: Observed, memory: Memory) -> Course:
+        """Decides about a cluster; stores its plan, and pushes it."""
         cluster, refusal = check_cluster(observed.body, self._settings, has_cert_manager=observed.has_cert_manager)
         statuses = self._routers.statuses(key)
         memory.window.keep_routers(status.router_id for status in statuses.values())
-        reports = merge_reports(statuses.values())
         plan_map = observed.own(CONFIG_MAPS, names.name_plan(key.name))
-        stored = read_plan(plan_map, uid_of(observed.body))
-        troubles: list[Trouble] = []
-        scale = Scale(replicas=0)
-        children = None
-        if cluster is not None:
-            memory.told = Circumstances(
-                cluster=cluster,
-                statuses=list(statuses.values()),
-                counts=memory.window.total,
-                is_settled=_is_settled(cluster, observed, stored, reports, statuses),
-                stored=stored.tuned,
-            )
-            effective = memory.tuner.look(memory.told)
-            scale = self._scale(effective, observed, stored, reports, memory)
-            plan = make_plan(
-                effective,
-                stored,
-                observed.engines,
-                leaving=scale.leaving,
-                reports=reports,
-                statuses=statuses.values(),
-            )
-            children = Children(self._kubernetes, cluster, observed.live)
-            if plan == stored.plan or await store_plan(children, plan_map, plan, memory.tuner.stored):
-                stored = StoredPlan(plan=plan, generation=plan.generation)
-        # The plan first: a slider is in force before any child is looked at.
-        if stored.plan is not None:
-            self._routers.offer(key, stored.plan)
-        if cluster is not None and children is not None:
-            await self._converge(cluster, observed, scale, children, reports)
-            troubles = [*children.troubles, *find_certificate_troubles(list(observed.live.values()))]
-        return Findings(
-            body=observed.body,
+        course = Course(
             cluster=cluster,
             refusal=refusal,
+            statuses=statuses,
+            reports=merge_reports(statuses.values()),
+            scale=Scale(replicas=0),
+            stored=read_plan(plan_map, uid_of(observed.body)),
+        )
+        if cluster is not None:
+            course = await self._plan(cluster, observed, course, plan_map, memory)
+        if course.stored.plan is not None:
+            self._routers.offer(key, course.stored.plan)
+        return course
+
+    async def _plan(
+        self, cluster: ServingCluster, observed: Observed, course: Course, plan_map: Object | None, memory: Memory
+    ) -> Course:
+        stored, reports, statuses = course.stored, course.reports, course.statuses
+        memory.told = Circumstances(
+            cluster=cluster,
+            statuses=list(statuses.values()),
+            counts=memory.window.total,
+            is_settled=_is_settled(cluster, observed, stored, reports, statuses),
+            stored=stored.tuned,
+        )
+        effective = memory.tuner.look(memory.told)
+        scale = self._scale(effective, observed, stored, reports, memory)
+        plan = make_plan(
+            effective,
+            stored,
+            observed.engines,
+            leaving=scale.leaving,
+            reports=reports,
+            statuses=statuses.values(),
+        )
+        children = Children(self._kubernetes, cluster, observed.live)
+        is_new = plan != stored.plan and await store_plan(children, plan_map, plan, memory.tuner.stored, self._echoes)
+        if is_new or plan == stored.plan:
+            stored = StoredPlan(plan=plan, generation=plan.generation)
+        return replace(course, scale=scale, stored=stored, is_new=is_new, troubles=tuple(children.troubles))
+
+    async def _act(self, key: ClusterKey, observed: Observed, course: Course, memory: Memory) -> Findings:
+        """Makes children as they should be."""
+        troubles: list[Trouble] = []
+        if course.cluster is not None:
+            children = Children(self._kubernetes, course.cluster, observed.live)
+            await self._converge(course.cluster, observed, course, children)
+            troubles = [
+                *course.troubles,
+                *children.troubles,
+                *find_certificate_troubles(list(observed.live.values())),
+            ]
+        return Findings(
+            body=observed.body,
+            cluster=course.cluster,
+            refusal=course.refusal,
             troubles=tuple(troubles),
             engines=observed.engines,
             routers=observed.routers,
@@ -297,13 +302,13 @@ class Reconciler:
                 for component in (names.ENGINE, names.ROUTER)
                 if (deployment := observed.deployment(component))
             },
-            scale=scale,
-            plan=stored.plan,
-            reports=reports,
-            statuses=statuses,
+            scale=course.scale,
+            plan=course.stored.plan,
+            reports=course.reports,
+            statuses=course.statuses,
             refusals=self._routers.refusals(key),
             attainment=memory.window.sum_up(self._now()),
-            tuning=memory.tuner.judge() if cluster else None,
+            tuning=memory.tuner.judge() if course.cluster else None,
             recommended=memory.tuner.answer,
         )
 
@@ -330,26 +335,22 @@ class Reconciler:
         memory.drain_started_s = {engine_id: started.get(engine_id, self._now()) for engine_id in scale.leaving}
         return scale
 
-    async def _converge(
-        self,
-        cluster: ServingCluster,
-        observed: Observed,
-        scale: Scale,
-        children: Children,
-        reports: Mapping[EngineId, EngineReport],
-    ) -> None:
-        facts = Facts(engine_replicas=scale.replicas, has_monitors=observed.has_monitors, live=observed.live)
-        namespace = cluster.metadata.namespace
+    async def _converge(self, cluster: ServingCluster, observed: Observed, course: Course, children: Children) -> None:
+        facts = Facts(engine_replicas=course.scale.replicas, has_monitors=observed.has_monitors, live=observed.live)
         # Marks before replicas: Kubernetes chooses victims at the very moment in which replicas are lowered.
-        for patch in mark_pods(observed.engines, scale, reports):
-            await children.attempt(
-                self._kubernetes.patch(PODS, namespace, patch["metadata"]["name"], patch),
-                f"pod {patch['metadata']['name']}",
-            )
+        for patch in mark_pods(observed.engines, course.scale, course.reports):
+            await children.attempt(self._mark(observed, patch), f"pod {patch['metadata']['name']}")
         wanted = render_children(cluster, facts, self._settings)
         for child in wanted:
             await children.ensure(child)
         await children.remove_obsolete({key_of(child) for child in wanted})
+
+    async def _mark(self, observed: Observed, patch: Object) -> None:
+        name, namespace = patch["metadata"]["name"], observed.body["metadata"]["namespace"]
+        answer = await self._kubernetes.patch(PODS, namespace, name, patch)
+        if "annotations" not in patch["metadata"]:
+            # A role is for people. Who is marked to go first is waited for, and has to be seen.
+            self._echoes.note(observed.pods[name], patch, answer)
 
     # Report.
 
@@ -370,7 +371,8 @@ class Reconciler:
         patch = make_patch(old, new)
         if patch:
             guarded = {"metadata": {"uid": uid_of(body)}, "status": patch}
-            await self._kubernetes.patch_status(CLUSTERS, key.namespace, key.name, guarded)
+            answer = await self._kubernetes.patch_status(CLUSTERS, key.namespace, key.name, guarded)
+            self._echoes.note(body, guarded, answer)
             for condition in list_transitions(old, new):
                 await self._tell(body, condition)
         return bool(patch)
@@ -410,16 +412,3 @@ def _is_settled(
         and stored.plan is not None
         and has_taken(stored.plan, reports, statuses.values())
     )
-
-
-def _first_of(errors: BaseExceptionGroup[KubernetesError]) -> KubernetesError:
-    """One error of several that came at once: what makes us wait counts most."""
-    leaves = list(_leaves(errors))
-    return next((error for error in leaves if isinstance(error, BusyError)), leaves[0])
-
-
-def _leaves(errors: BaseExceptionGroup[KubernetesError]) -> list[KubernetesError]:
-    found: list[KubernetesError] = []
-    for error in errors.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found

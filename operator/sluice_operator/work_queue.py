@@ -129,6 +129,10 @@ class Schedule(Generic[Key]):
         self._due_s[key] = due_s
         heapq.heappush(self._heap, (due_s, next(self._counter), key))
 
+    def is_at_work(self, key: Key) -> bool:
+        """Whether a key was taken, and its work has not ended."""
+        return key in self._at_work
+
     def wait_s(self, now: float) -> float | None:
         """Seconds until a key may be due; None: none is scheduled."""
         due = [due_s for key, due_s in self._due_s.items() if key not in self._at_work]
@@ -160,6 +164,10 @@ class WorkQueue(Generic[Key]):
         """Has a key looked at after at most so many seconds."""
         self._schedule.add(key, self._clock() + after_s)
         self._changed.set()
+
+    def is_at_work(self, key: Key) -> bool:
+        """Whether a key is being looked at."""
+        return self._schedule.is_at_work(key)
 
     async def get(self) -> Key:
         """Waits for a key that is due; end its work with ``finish`` or ``fail``."""

@@ -53,7 +53,7 @@ def test_settings_out_of_bounds_are_refused(arguments) -> None:
 )
 def test_every_event_of_a_cluster_or_its_children_wakes_it(body, key) -> None:
     keys: list[ClusterKey] = []
-    informer = Informer(add=keys.append, now=lambda: 5.0)
+    informer = Informer(hear=lambda key, _: keys.append(key), now=lambda: 5.0)
     informer.take(body)
     assert keys == ([key] if key else [])
     assert find_key(body) == key
@@ -63,7 +63,7 @@ def test_every_event_of_a_cluster_or_its_children_wakes_it(body, key) -> None:
 async def test_events_are_taken_on_the_event_loop() -> None:
     """The queue that they go to is not made for threads."""
     taken: list[tuple[ClusterKey, threading.Thread]] = []
-    informer = Informer(add=lambda key: taken.append((key, threading.current_thread())), now=lambda: 5.0)
+    informer = Informer(hear=lambda key, _: taken.append((key, threading.current_thread())), now=lambda: 5.0)
     handlers = informer._make_registry()._watching.get_all_handlers()
     assert len(handlers) == len(WATCHED)
     body = {"kind": "ServingCluster", "metadata": {"name": "c", "namespace": "n"}}

@@ -1,0 +1,258 @@
+"""Our own writes cost no look; what anybody else writes does, before ours, after it, or during it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from world import KEY, World
+
+from sluice_operator.echoes import Echoes, Version, merge_patch, read_version
+from sluice_operator.kubernetes_port import CLUSTERS, CONFIG_MAPS, PODS, Kind
+from sluice_operator.names import ROLE_LABEL
+from sluice_operator.reconciler import LONGEST_PUT_OFF_S, PUT_OFF_S, Reconciler
+from sluice_operator.waking import Waking
+from sluice_operator.work_queue import WorkQueue
+
+if TYPE_CHECKING:
+    from sluice_operator.kubernetes_port import Object
+
+NAME = "m"
+PATCH: Object = {"metadata": {"labels": {"role": "p"}}, "data": {"plan": "2"}}
+
+
+async def make_map(world: World) -> Object:
+    return await world.kubernetes.create(
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": NAME, "labels": {"role": "d"}},
+            "data": {"plan": "1"},
+        }
+    )
+
+
+async def test_the_event_of_a_write_of_ours_is_an_echo_once_and_no_other_is() -> None:
+    world, echoes = World(), Echoes()
+    seen = await make_map(world)
+    answer = await world.kubernetes.patch(CONFIG_MAPS, "default", NAME, PATCH)
+    echoes.note(seen, PATCH, answer)
+    assert echoes.has(read_version(answer))
+    assert not echoes.has(read_version(seen))
+    world.kubernetes.edit(CONFIG_MAPS, NAME, {"data": {"other": "x"}})
+    assert not echoes.has(read_version(world.kubernetes.find(CONFIG_MAPS, NAME)))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"data": {"other": "x"}},
+        {"metadata": {"labels": {"x": "y"}}},
+        {"metadata": {"annotations": {"x": "y"}}},
+        {"metadata": {"deletionTimestamp": "now"}},
+        {"status": {"x": "y"}},
+    ],
+    ids=["data", "label", "annotation", "deletion", "status"],
+)
+async def test_whoever_wrote_between_our_look_and_our_write_is_heard_though_only_our_event_comes(edit) -> None:
+    world, echoes = World(), Echoes()
+    seen = await make_map(world)
+    world.kubernetes.edit(CONFIG_MAPS, NAME, edit)
+    answer = await world.kubernetes.patch(CONFIG_MAPS, "default", NAME, PATCH)
+    echoes.note(seen, PATCH, answer)
+    assert not echoes.has(read_version(answer))
+
+
+def test_an_event_that_says_nothing_of_its_version_is_news() -> None:
+    echoes = Echoes()
+    assert not echoes.has(read_version({"metadata": {"name": "x"}}))
+    assert not echoes.has(Version(uid="", resource_version=""))
+
+
+def test_what_the_server_keeps_for_itself_makes_no_difference() -> None:
+    echoes = Echoes()
+    seen = {"metadata": {"uid": "u", "resourceVersion": "1", "managedFields": [1], "annotations": {"a": "b"}}}
+    patch = {"metadata": {"uid": "u", "annotations": {"a": None}}}
+    answer = {"metadata": {"uid": "u", "resourceVersion": "2", "managedFields": [1, 2]}}
+    echoes.note(seen, patch, answer)
+    assert echoes.has(Version(uid="u", resource_version="2"))
+
+
+def test_memory_has_a_bound() -> None:
+    echoes = Echoes(max_objects=3)
+    for number in range(5):
+        content = {"metadata": {"uid": f"u{number}", "resourceVersion": str(number)}}
+        echoes.note(content, {}, content)
+    kept = [number for number in range(5) if echoes.has(Version(uid=f"u{number}", resource_version=str(number)))]
+    assert kept == [2, 3, 4]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 3),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3) | st.lists(inner, max_size=2),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), JSON), st.dictionaries(st.sampled_from("abc"), JSON))
+def test_a_merge_patch_leaves_what_it_does_not_name_and_takes_away_what_it_names_none(
+    base: dict[str, Any], patch: dict[str, Any]
+) -> None:
+    merged = merge_patch(base, patch)
+    for name in {*base, *patch}:
+        if name not in patch:
+            assert merged[name] == base[name]
+        elif patch[name] is None:
+            assert name not in merged
+        elif not isinstance(patch[name], dict):
+            assert merged[name] == patch[name]
+        else:
+            assert merged[name] == merge_patch(base.get(name, {}), patch[name])
+
+
+# --- when events are judged
+
+
+def make_waking() -> tuple[Waking, WorkQueue[Any], Echoes]:
+    queue: WorkQueue[Any] = WorkQueue(random.Random(1), lambda: 0.0)
+    echoes = Echoes()
+    return Waking(queue, echoes), queue, echoes
+
+
+def make_event(kind: Kind, version: str) -> Object:
+    return {"kind": kind.name, "metadata": {"uid": "u", "resourceVersion": version}}
+
+
+async def test_an_event_between_two_looks_wakes_at_once_unless_it_is_an_echo() -> None:
+    waking, queue, echoes = make_waking()
+    echoes.note(make_event(CLUSTERS, "6"), {}, make_event(CLUSTERS, "7"))
+    waking.hear(KEY, make_event(CLUSTERS, "7"))
+    assert len(queue) == 0
+    waking.hear(KEY, make_event(CLUSTERS, "8"))
+    assert await queue.get() is KEY
+
+
+@pytest.mark.parametrize(("versions", "wakes"), [(["7"], False), (["8"], True), (["7", "8"], True), ([], False)])
+async def test_an_echo_that_is_faster_than_its_answer_costs_no_look(versions, wakes) -> None:
+    waking, queue, echoes = make_waking()
+    queue.add(KEY)
+    await queue.get()
+    for version in versions:
+        waking.hear(KEY, make_event(CONFIG_MAPS, version))
+    assert not waking.is_edited(KEY)
+    echoes.note(make_event(CONFIG_MAPS, "6"), {}, make_event(CONFIG_MAPS, "7"))
+    queue.finish(KEY)
+    waking.end_look(KEY)
+    assert len(queue) == wakes
+    # Each look hears of its own events only.
+    queue.add(KEY)
+    await queue.get()
+    queue.finish(KEY)
+    waking.end_look(KEY)
+    assert len(queue) == 0
+
+
+async def test_an_edit_of_the_cluster_during_a_look_is_told_to_it() -> None:
+    waking, queue, _ = make_waking()
+    queue.add(KEY)
+    await queue.get()
+    waking.hear(KEY, make_event(PODS, "7"))
+    assert not waking.is_edited(KEY)
+    waking.hear(KEY, make_event(CLUSTERS, "8"))
+    assert waking.is_edited(KEY)
+    queue.finish(KEY)
+    waking.end_look(KEY)
+    assert not waking.is_edited(KEY)
+
+
+# --- what a look leaves to the next one
+
+
+async def test_an_edit_is_one_short_look_and_one_that_tells_of_it() -> None:
+    world = World()
+    await world.settle()
+    before, num_events = world.status, len(world.kubernetes.events)
+    world.edit(chunkSizes={"prefillHeavy": 1024})
+    world.kubernetes.calls.clear()
+    assert await world.look() == PUT_OFF_S
+    assert world.kubernetes.writes == [("patch", "configmaps")]
+    assert [call for call in world.kubernetes.calls if call[0] in ("get", "list")] == [
+        ("get", "servingclusters"),
+        ("list", "configmaps"),
+        ("list", "deployments"),
+        ("list", "pods"),
+    ]
+    assert all(plan == world.plan for plan in world.routers.plans.values())
+    assert world.status == before
+    world.kubernetes.calls.clear()
+    await world.look()
+    assert world.kubernetes.writes == [("patch_status", "servingclusters")]
+    assert world.conditions["Progressing"] == ("False", "Settled")
+    assert world.status["effective"]["chunkSizes"]["prefillHeavy"] == 1024
+    assert len(world.kubernetes.events) == num_events
+
+
+async def test_routers_that_are_late_are_told_of() -> None:
+    world = World()
+    await world.settle()
+    world.routers.late = set(world.engine_uids)
+    world.edit(chunkSizes={"prefillHeavy": 1024})
+    await world.look()
+    world.now += PUT_OFF_S
+    await world.look()
+    assert world.conditions["Progressing"] == ("True", "ApplyingPlan")
+
+
+async def test_edits_without_end_put_off_children_and_status_for_a_while_only() -> None:
+    world = World()
+    reconciler = Reconciler(
+        world.kubernetes,
+        world.routers,
+        world.settings,
+        now=lambda: world.now,
+        now_text=lambda: "t",
+        is_edited=lambda _: True,
+    )
+    world.reconciler = reconciler
+    await world.settle()
+    told_s = []
+    for number in range(60):
+        world.edit(chunkSizes={"prefillHeavy": 600 + number})
+        world.kubernetes.calls.clear()
+        await world.look()
+        assert world.kubernetes.writes[0] == ("patch", "configmaps")
+        if ("patch_status", "servingclusters") in world.kubernetes.writes:
+            told_s.append(world.now)
+        world.now += 0.1
+    assert len(told_s) >= 5
+    assert all(later - sooner <= LONGEST_PUT_OFF_S + 0.2 for sooner, later in itertools.pairwise(told_s))
+
+
+async def test_no_write_of_a_flip_wakes_anybody_and_no_mark_of_who_leaves_is_missed() -> None:
+    world, echoes = World(), Echoes()
+    world.reconciler = Reconciler(
+        world.kubernetes, world.routers, world.settings, now=lambda: world.now, now_text=lambda: "t", echoes=echoes
+    )
+
+    async def look_at_news() -> set[str]:
+        """One look; the kinds of the objects that it wrote, and whose events are news."""
+        before = world.snapshot()
+        await world.look()
+        return {
+            kind
+            for (kind, *address), version in world.snapshot().items()
+            if version != before.get((kind, *address))
+            and not echoes.has(read_version(world.kubernetes.objects[kind, *address]))
+        }
+
+    await world.settle()
+    world.edit(prefillHeavy=3)
+    assert [await look_at_news(), await look_at_news()] == [set(), set()]
+    assert sum(pod["metadata"]["labels"][ROLE_LABEL] == "p-heavy" for pod in world.engines) == 3
+    world.edit(replicas=3)
+    # Who leaves is in the plan first, then marked; only who is seen to be marked may go.
+    assert [await look_at_news(), await look_at_news()] == [set(), {"Pod"}]
