@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from testbed.bed import Testbed
     from testbed.client import Client
 
-pytestmark = pytest.mark.usefixtures("crd", "nodes")
+pytestmark = pytest.mark.usefixtures("crd", "nothing_else", "nodes")
 
 PORT = 17480
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/faults"
@@ -39,6 +39,7 @@ STRATEGIC_MERGE = "application/strategic-merge-patch+json"
 INACTIVITY_S = 70.0
 # After so long without a request, none is under way.
 STILL_S = 2.0
+ENOUGH_FAULTS = 30
 FAULTS = {"429", "500", "503", "refused", "lost", "slow"}
 
 
@@ -78,6 +79,21 @@ class Replica:
 
     def read_log(self) -> str:
         return self._log.read_text()
+
+
+@pytest.fixture(scope="module")
+def nothing_else(client: Client, crd: Path) -> None:
+    """Takes away the clusters that other modules have left: the operator here would look after them too, and while many
+    requests fail, that keeps it busy. Their engines may take their time to end."""
+    assert crd.is_file()
+    client.kubectl("delete", "servingclusters", "--all", "--all-namespaces")
+    query = "labelSelector=app.kubernetes.io%2Fmanaged-by%3Dsluice-operator"
+
+    def are_ending() -> bool:
+        pods = client.request("GET", f"/api/v1/pods?{query}").content["items"]
+        return all("deletionTimestamp" in pod["metadata"] for pod in pods)
+
+    wait_for(are_ending, "the end of other clusters")
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +167,9 @@ def test_a_fifth_of_all_requests_may_fail_or_be_slow(
     proxy.fail_share = 0.2
     for number in (3, 1, 4, 2):
         edit_until(cluster, replica, number)
-    while set(proxy.faults) != FAULTS:
+    while set(proxy.faults) != FAULTS or sum(proxy.faults.values()) <= ENOUGH_FAULTS:
         edit_until(cluster, replica, 5 - cluster.roles.count("p-heavy"))
+    edit_until(cluster, replica, 2)
     assert set(cluster.engines) == before
     cluster.kubectl("scale", "slc/tiny", "--replicas=2")
     wait_for(lambda: replica.operator and len(cluster.engines) == 2, "the end of two engines")
@@ -161,7 +178,6 @@ def test_a_fifth_of_all_requests_may_fail_or_be_slow(
     proxy.fail_share = 0.0
     wait_for(lambda: replica.leads, "a leader")
     cluster.wait("Progressing", "Settled")
-    assert sum(proxy.faults.values()) > 20
     assert "a look failed" not in replica.read_log()
 
 
