@@ -42,7 +42,7 @@ def measure_tuned_cell(cell: GoodputCell, bench: Bench) -> Chapter:
         for system, grid in zip(papers, grids, strict=True)
     )
     outcomes = bench.measure(f"{cell.name} tuned", cell.testbed, tuned)
-    names = [f"{system.strategy} {system} of the paper" for system in papers[:2]]
+    names = [f"untuned {system.strategy} {system}" for system in papers[:2]]
     untuned = bench.measure(f"{cell.name} baselines of the paper", cell.testbed, papers[:2])
     return Chapter(
         name=f"{cell.name}-tuned",
