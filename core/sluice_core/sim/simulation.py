@@ -172,13 +172,22 @@ class Simulation:
             if not engine.is_dead:
                 engine.check_idle()
         if all(request.num_preemptions == 0 for request in self.requests):
-            assert sum(engine.counters.num_completed_prefill_tokens for engine in self.engines) >= num_recomputed
+            num_completed = sum(engine.counters.num_completed_prefill_tokens for engine in self.engines)
+            num_found = sum(engine.cache.num_hit_tokens for engine in self.engines if engine.cache is not None)
+            assert num_completed + num_found >= num_recomputed
 
     # --- arrivals and placement --------------------------------------------------------------------------------
 
     def _check_arrivals(self) -> None:
         last_s = 0.0
+        hash_block_tokens = self.cell.options.hash_block_tokens
         for request in self.requests:
+            num_hashes = len(request.block_hashes)
+            if hash_block_tokens and num_hashes and num_hashes != -(-request.prompt_tokens // hash_block_tokens):
+                raise ValueError(
+                    f"request {request.request_id} has {num_hashes} hashes of {hash_block_tokens} tokens each for "
+                    f"{request.prompt_tokens} prompt tokens"
+                )
             if request.arrival_s < last_s or request.prompt_tokens < 1 or request.output_tokens < 1:
                 raise ValueError(
                     f"request {request.request_id} at {request.arrival_s} s after one at {last_s} s, with "
@@ -202,7 +211,7 @@ class Simulation:
     def hold(self, request: SimRequest) -> None:
         """Keep a request at the router until it is placed."""
         request.state = RequestState.WAITING
-        request.target = None
+        request.target = request.table = None
         self._held[request.request_id] = request.describe_prefill()
 
     def _schedule_retry(self) -> None:
@@ -381,7 +390,11 @@ class Simulation:
         self.num_moves[cause] += 1
         link = source.setup.link
         name = link.name or source.engine_id
-        num_bytes = (request.prompt_tokens + request.generated_tokens - 1) * source.setup.kv_bytes_per_token
+        num_tokens = request.prompt_tokens + request.generated_tokens - 1
+        if self.cell.options.hash_block_tokens is not None:
+            assert request.target is not None
+            num_tokens -= self._by_id[request.target].begin_pull(request)
+        num_bytes = num_tokens * source.setup.kv_bytes_per_token
         free_at_s = self._link_free_at_s.get(name, 0.0)
         self._link_free_at_s[name], arrives_at_s = link.speed.schedule(self.now, free_at_s, num_bytes)
         self.transfer_s += arrives_at_s - self.now
@@ -397,7 +410,7 @@ class Simulation:
         source = None if request.source is None else self._by_id.get(request.source)
         target = None if request.target is None else self._by_id.get(request.target)
         if source is not None:
-            source.release(request.num_blocks)
+            source.release(request.num_blocks, request.source_table)
         if target is None:
             # The target has died meanwhile: the router recovers the request.
             self.hold(request)
@@ -429,6 +442,7 @@ class Simulation:
             self._changed,
             joins_end_ttft=joins_end_ttft,
             schedules_ahead=self.cell.options.schedules_ahead,
+            hash_block_tokens=self.cell.options.hash_block_tokens,
         )
         self.engines.append(engine)
         self._by_id[setup.engine_id] = engine
