@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 from sluice_core.batching import RequestKind
@@ -142,3 +143,30 @@ class SimRequest:
             is_recovery=self.first_token_s >= 0.0,
             next_token_due_s=self.first_token_s + self.tpot_slo_s * self.generated_tokens,
         )
+
+
+def check_arrivals(requests: Sequence[SimRequest], hash_block_tokens: int | None) -> None:
+    """Check the requests of a run.
+
+    Args:
+        requests: In the order in which they were given.
+        hash_block_tokens: See ``SimOptions``.
+
+    Raises:
+        ValueError: Out of order, without tokens, or with hashes for another prompt than theirs.
+    """
+    last_s = 0.0
+    for request in requests:
+        if request.arrival_s < last_s or request.prompt_tokens < 1 or request.output_tokens < 1:
+            raise ValueError(
+                f"request {request.request_id} at {request.arrival_s} s after one at {last_s} s, with "
+                f"{request.prompt_tokens} prompt and {request.output_tokens} output tokens: "
+                f"arrivals are in order, with at least 1 token each"
+            )
+        last_s = request.arrival_s
+        num_hashes = len(request.block_hashes)
+        if hash_block_tokens and num_hashes and num_hashes != -(-request.prompt_tokens // hash_block_tokens):
+            raise ValueError(
+                f"request {request.request_id} has {num_hashes} hashes of {hash_block_tokens} tokens each for "
+                f"{request.prompt_tokens} prompt tokens"
+            )

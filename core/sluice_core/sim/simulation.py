@@ -25,7 +25,7 @@ from sluice_core.sim.deadlines import Deadlines
 from sluice_core.sim.engine import SimEngine
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.hand_offs import HandOffs, Move
-from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals
 from sluice_core.sim.setup import AddEngine, Arrival, Cell, ClusterEvent, Configure, EngineSetup, Fail, NoGrant, TtftEnd
 from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
@@ -77,7 +77,7 @@ class Simulation:
         self.num_arrived = 0
         self.num_missed = 0
         self.transfer_s = 0.0
-        self._check_arrivals()
+        check_arrivals(self.requests, cell.options.hash_block_tokens)
         rng = random.Random(cell.seed)  # noqa: S311 - breaks ties
         self._rng = rng
         self._placement = cell.strategy.make_placement(cell.parameters, rng, num_records=0)
@@ -177,24 +177,6 @@ class Simulation:
             assert num_completed + num_found >= num_recomputed
 
     # --- arrivals and placement --------------------------------------------------------------------------------
-
-    def _check_arrivals(self) -> None:
-        last_s = 0.0
-        hash_block_tokens = self.cell.options.hash_block_tokens
-        for request in self.requests:
-            num_hashes = len(request.block_hashes)
-            if hash_block_tokens and num_hashes and num_hashes != -(-request.prompt_tokens // hash_block_tokens):
-                raise ValueError(
-                    f"request {request.request_id} has {num_hashes} hashes of {hash_block_tokens} tokens each for "
-                    f"{request.prompt_tokens} prompt tokens"
-                )
-            if request.arrival_s < last_s or request.prompt_tokens < 1 or request.output_tokens < 1:
-                raise ValueError(
-                    f"request {request.request_id} at {request.arrival_s} s after one at {last_s} s, with "
-                    f"{request.prompt_tokens} prompt and {request.output_tokens} output tokens: "
-                    f"arrivals are in order, with at least 1 token each"
-                )
-            last_s = request.arrival_s
 
     def _arrive(self, request: SimRequest) -> None:
         """Take a request in; one that no engine can ever hold is rejected."""
