@@ -183,6 +183,26 @@ def test_the_longest_unused_blocks_are_evicted_first_and_the_end_of_a_prompt_bef
     engine.cache.check_idle()
 
 
+def test_of_equal_blocks_the_one_that_was_cached_first_is_found():
+    """Three requests begin one prompt before any has scheduled its end; the twins of it are found in turn."""
+    cache = PrefixCache(12, 4, 4)
+    tables = [cache.open(index, 8, (1, 2), []) for index in range(3)]
+    for table in tables:
+        cache.extend(table, 8)
+    order = [table.entries for table in tables]
+    assert cache.look_up(9, 8, (1, 2), 8) == order[0]
+    for table in tables:
+        cache.release(table)
+    cache.take(6)  # of twelve: six were blank
+    cache.take(2)
+    assert cache.look_up(9, 8, (1, 2), 8) == order[1]
+    cache.take(2)
+    assert cache.look_up(9, 8, (1, 2), 8) == order[2]
+    cache.take(1)
+    assert cache.look_up(9, 8, (1, 2), 8) == order[2][:1]
+    cache.check()
+
+
 def test_a_preempted_request_finds_its_own_blocks():
     """Two decodes in blocks for one and a half: the later one goes, and computes little again."""
     arrivals = [
