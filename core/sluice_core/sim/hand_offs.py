@@ -130,7 +130,7 @@ class HandOffs:
             elif step is Step.SUBMIT or step is Step.NOTICE:
                 self._has_lost_its_way(move)
             elif step is Step.JOIN:
-                self._simulation.hold(move.request)
+                self._simulation.recover(move.request)
 
     def _ask(self, source: SimEngine, proposal: MoveProposal) -> None:
         simulation = self._simulation
@@ -248,7 +248,7 @@ class HandOffs:
             if not source.is_dead:
                 source.release(move.num_blocks, move.table)
                 self._simulation.kick(source)
-            self._simulation.hold(request)
+            self._simulation.recover(request)
             return True
         if source.is_dead:
             target.recompute_arrival(request)

@@ -196,6 +196,11 @@ class Simulation:
         request.target = request.table = None
         self._held[request.request_id] = request.describe_prefill()
 
+    def recover(self, request: SimRequest) -> None:
+        """Keep a request that has lost its engine until it is placed again."""
+        self.hold(request)
+        self._schedule_retry()
+
     def _schedule_retry(self) -> None:
         if not self._is_retry_due:
             self._is_retry_due = True
@@ -395,8 +400,7 @@ class Simulation:
             source.release(request.num_blocks, request.source_table)
         if target is None:
             # The target has died meanwhile: the router recovers the request.
-            self.hold(request)
-            self._schedule_retry()
+            self.recover(request)
         elif source is None:
             target.recompute_arrival(request)
             self.kick(target)
