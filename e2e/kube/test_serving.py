@@ -24,9 +24,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kubectl_cluster import wait_for
 from pod_cluster import MODELS, EditTimes, PodCluster, Status, Trust, make_pods_manifest, open_channel
 from pod_streams import stream_while
-from release import DEFINITION, Release, load_images, make_next_chart
+from release import DEFINITION, Release, load_images, make_next_chart, run_release
 from test_exactness import check
-from testbed.errors import TestbedError
 from testbed.helm import CHART, SYSTEM
 
 from sluice.v1 import plan_pb2, router_pb2
@@ -56,17 +55,8 @@ NUM_TIMED_EDITS = int(os.environ.get("SLUICE_TIMED_EDITS", "12"))
 def release(client: Client, node: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
     """The chart, installed into a Kubernetes that has never seen Sluice."""
     load_images(node, tmp_path_factory.mktemp("environments"))
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": RESTRICTED}}
-    client.apply(namespace)
-    made = Release(client)
-    made.remove_definition()
-    try:
-        made.install()
+    with run_release(client) as made:
         yield made
-    except TestbedError:
-        print(made.describe())
-        raise
-    made.uninstall()
 
 
 def begin(cluster: PodCluster, release: Release) -> None:
@@ -146,18 +136,8 @@ def test_the_example_is_served(cluster: PodCluster) -> None:
     assert {pod["spec"]["nodeName"] for pod in pods} == {"real"}
 
 
-CHAT = """
-import json, sys, urllib.request
-body = {"model": "tiny", "stream": True, "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
-request = urllib.request.Request("http://tiny-router:8000/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-with urllib.request.urlopen(request, timeout=60) as answer:
-    lines = [line.decode().strip() for line in answer]
-print(json.dumps([line.removeprefix("data: ") for line in lines if line]))
-"""
-
-
 def test_a_pod_streams_a_chat_through_the_service_by_its_name(cluster: PodCluster) -> None:
-    lines = json.loads(cluster.kubectl("exec", "deployment/tiny-router", "--", "python", "-c", CHAT))
+    lines = cluster.chat()
     assert lines[-1] == "[DONE]"
     pieces = [json.loads(line) for line in lines[:-1]]
     assert len(pieces) > 1
