@@ -7,9 +7,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from release import DEFINITION, Release, load_images
 from testbed.bed import Testbed, run_testbed
 from testbed.errors import TestbedError
-from testbed.helm import Helm
+from testbed.helm import SYSTEM, Helm
 from testbed.images import make_python_image
 from testbed.settings import NODE_NAME, ROOT, make_settings
 from testbed.toolchain import build
@@ -27,6 +28,7 @@ sys.path.append(str(ROOT / "operator" / "tests"))
 CRD = ROOT / "crds" / "servingclusters.yaml"
 PYTHON_IMAGE = "docker.io/local/python:1"
 NUMBERS = itertools.count()
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 FAILED = pytest.StashKey[bool]()
 
 
@@ -43,6 +45,12 @@ def node(testbed: Testbed) -> Node:
     """This machine as a node, with an image of its Python."""
     testbed.node.load_image(make_python_image(PYTHON_IMAGE))
     return testbed.node
+
+
+@pytest.fixture(scope="session")
+def product(node: Node, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The product's images, on the node."""
+    load_images(node, tmp_path_factory.mktemp("environments"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,6 +85,26 @@ def crd(client: Client) -> Path:
     client.kubectl("apply", "--server-side", "-f", str(CRD))
     client.wait_established("servingclusters.sluice.dev")
     return CRD
+
+
+@pytest.fixture(scope="module")
+def release(client: Client, crd: Path, product: None) -> Iterator[Release]:
+    """The chart, installed into a Kubernetes that has never seen Sluice; afterwards the definition is as other tests need it."""
+    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": RESTRICTED}})
+    made = Release(client)
+    made.remove_definition()
+    try:
+        made.install()
+        yield made
+    except TestbedError:
+        print(made.describe())
+        raise
+    finally:
+        if made.is_installed():
+            made.uninstall()
+        made.remove_definition()
+        client.kubectl("apply", "--server-side", "-f", str(crd))
+        client.wait_established(DEFINITION)
 
 
 @pytest.hookimpl(wrapper=True)

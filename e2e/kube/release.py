@@ -15,6 +15,7 @@ from testbed.product import make_engine_image, make_service_image
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pod_cluster import PodCluster
     from testbed.client import Client
     from testbed.images import Image
     from testbed.node import Node
@@ -48,6 +49,15 @@ class Release:
 
     def __init__(self, client: Client) -> None:
         self.client = client
+
+    def begin(self, cluster: PodCluster) -> None:
+        """Makes a cluster, and says what hinders it if it does not come to serve."""
+        cluster.create()
+        try:
+            cluster.wait_whole()
+        except AssertionError:
+            print(self.describe(), cluster.describe(), sep="\n")
+            raise
 
     def install(self) -> None:
         self._helm("install", "--create-namespace", "--wait", "--timeout=3m", chart=CHART)
