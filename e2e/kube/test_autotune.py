@@ -40,17 +40,18 @@ NUM_CONNECTIONS = 4
 
 CHATS = Shape(prompt_tokens=40, output_tokens=200, rate_rps=2.0)
 REPORTS = Shape(prompt_tokens=1500, output_tokens=200, rate_rps=4.0)
+QUESTIONS = Shape(prompt_tokens=500, output_tokens=200, rate_rps=4.0)
 # Chats whose tokens may take their time are served as well by any chunks (within 1 % of goodput in the simulator); hasty ones
-# gain 45 % from small chunks on D-heavy engines. Reports gain 20 % from large ones if their tokens may take their time, and
-# 10 % and more from small ones if they may not; half as many chats among them change little of that.
+# gain 45 % from small chunks on D-heavy engines. Reports and questions gain 15 to 20 % from large ones if their tokens may take
+# their time, and 10 % and more from small ones if they may not; as many chats among them change little of that.
 LOOSE = {"ttftMilliseconds": 1000, "tpotMilliseconds": 200}
 TIGHT = {"ttftMilliseconds": 2000, "tpotMilliseconds": 50}
 LEAST_TOKENS, SMALL_TOKENS, LARGE_TOKENS = 128, 256, 512
 BOUNDS = {"chunkSizes": {"decodeHeavy": {"min": LEAST_TOKENS, "max": LARGE_TOKENS}}}
 
-NUM_FLIPS = 8
 # Of the flapping; before it, it only costs time.
-COOLDOWN_S = 10
+COOLDOWN_S = 15
+FLAPPING_S = 4.0 * COOLDOWN_S
 # What the tuner says once it has decided about the newest spec.
 DECIDED = frozenset({"Tuned", "Recommended", "OnTrial", "Returned", "CoolingDown"})
 
@@ -244,21 +245,21 @@ def most_changes(duration_s: float) -> int:
 
 async def test_what_flaps_does_not_flap_the_sliders(cluster: PodCluster) -> None:
     tuning = Tuning(cluster)
-    async with keep_asking(cluster, REPORTS):
+    async with keep_asking(cluster, QUESTIONS):
         # An edit of the sliders wins over what the tuner had found, and makes it begin anew.
         started_s = time.monotonic()
         await tuning.edit(chunkSizes={"decodeHeavy": 384}, autotune={"cooldownSeconds": COOLDOWN_S})
         await tuning.wait_decode_heavy("the user's chunks", lambda it: it == 384)
         since, first = tuning.read_version(), tuning.read_sliders()
         reasons = []
-        for number in range(NUM_FLIPS):
-            await tuning.edit(slo=LOOSE if number % 2 else TIGHT)
-            reasons.append(await tuning.wait_reason(f"what flip {number} comes to", *DECIDED))
+        while time.monotonic() - started_s < FLAPPING_S:
+            await tuning.edit(slo=LOOSE if len(reasons) % 2 else TIGHT)
+            reasons.append(await tuning.wait_reason(f"what flip {len(reasons)} comes to", *DECIDED))
         history = tuning.read_history(since)
         duration_s = time.monotonic() - started_s
     changes = len(history) - (history[:1] == [first])
-    print(f"{NUM_FLIPS} flips of the objectives in {duration_s:.0f} s: {changes} changes, {reasons}, {history}")
+    print(f"{len(reasons)} flips of the objectives in {duration_s:.0f} s: {changes} changes, {reasons}, {history}")
     # Changes were called for and made, and more were called for than made.
     assert changes >= 1
     assert "CoolingDown" in reasons
-    assert changes <= most_changes(duration_s) < NUM_FLIPS
+    assert changes <= most_changes(duration_s)
