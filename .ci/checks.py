@@ -35,7 +35,7 @@ TESTS = (
     "e2e",
     "docs/tests",
 )
-DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile")
+DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile", "e2e/kube/bases/Dockerfile")
 # What the compiled core decides, on the wheel as images install it.
 COMPILED = ROOT / "build" / "compiled"
 COMPILED_TESTS = (

@@ -26,7 +26,7 @@ from sluice_core.sim.setup import (
     SimOptions,
     TtftEnd,
 )
-from sluice_core.sim.traces import TraceError, TraceRow, parse_trace
+from sluice_core.sim.traces import HASH_BLOCK_TOKENS, TraceError, TraceRow, parse_trace
 from sluice_core.strategies import PLACEMENTS, get_strategy
 from sluice_operator.sliders import resolve_sliders
 
@@ -83,6 +83,8 @@ class CellSettings:
         link_shared: All engines share one link.
         host_iteration_s: The host's work per iteration; None: as the profile assumes.
         profile: Where the profile comes from; None: the best one there is.
+        prefix_reuse: Engines reuse the KV of prompts that begin alike, as the trace's hashes say; False: they do not, and the
+            requests are the same. None: hashes are not looked at. A flag of its own.
     """
 
     watermark: float = 0.95
@@ -105,6 +107,7 @@ class CellSettings:
     link_shared: bool = False
     host_iteration_s: float | None = None
     profile: ProfileKind | None = None
+    prefix_reuse: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +317,7 @@ def make_options(settings: CellSettings) -> SimOptions:
         ttft_end=settings.ttft_end,
         counts_decodes=settings.budget == "all",
         schedules_ahead=settings.scheduling == AHEAD and settings.no_grant is not NoGrant.WAIT,
+        hash_block_tokens=HASH_BLOCK_TOKENS if settings.prefix_reuse else None,
     )
 
 
@@ -353,19 +357,20 @@ def _load(
     return load_model_on_gpu(model, gpu, tensor_parallel, kind=kind, assumptions=assumptions)
 
 
-def read_trace(path: Path, *, skips_unanswered: bool = False) -> list[TraceRow]:
+def read_trace(path: Path, *, skips_unanswered: bool = False, reads_hashes: bool = False) -> list[TraceRow]:
     """Reads a trace, gzipped if its name ends so.
 
     Args:
         path: The file.
         skips_unanswered: Leave out requests whose answer has no tokens.
+        reads_hashes: Every row needs hashes of its prompt.
 
     Raises:
         TraceError: Names the file and the line.
     """
     try:
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return parse_trace(text.decode().splitlines(), skips_unanswered=skips_unanswered)
+        return parse_trace(text.decode().splitlines(), skips_unanswered=skips_unanswered, reads_hashes=reads_hashes)
     except TraceError as error:
         raise TraceError(f"{path}, {error}") from error
     except (OSError, EOFError, UnicodeDecodeError) as error:

@@ -114,6 +114,11 @@ _RANGE_HELP = "LOW-HIGH"
 @click.option("--duration-s", type=_POSITIVE, help="Length of whole runs.  [default: as the rate asks for, 170 to 600]")
 @click.option("--seeds", default="1,2,3", show_default=True, callback=parse_seeds, help="Of whole runs.")
 @click.option(
+    "--prefix-reuse/--no-prefix-reuse",
+    default=None,
+    help="Reuse KV of prompts that begin alike, as for simulate.",
+)
+@click.option(
     "--set",
     "changes",
     multiple=True,
@@ -144,8 +149,10 @@ def plan(
     rate at the target.
     """
     try:
+        reads_hashes = given["prefix_reuse"] is not None
+        rows = read_trace(trace, skips_unanswered=skip_unanswered, reads_hashes=reads_hashes)
         cluster = None if manifest is None else parse_manifest(manifest.read_text())
-        inputs = make_inputs(cluster, Flags(**given), read_trace(trace, skips_unanswered=skip_unanswered))
+        inputs = make_inputs(cluster, Flags(**given), rows)
         result, page = _carry_out(inputs, Effort(seeds=seeds, duration_s=duration_s), jobs, draws=html is not None)
     except (ValueError, ManifestError) as error:
         raise click.ClickException(str(error)) from error

@@ -58,6 +58,7 @@ class Flags:
         rate_rps: Rate to serve.
         target: Attainment.
         changes: Settings, as ``NAME=VALUE``; M and alpha given here are not searched.
+        prefix_reuse: See ``CellSettings``.
     """
 
     model: str | None = None
@@ -74,6 +75,7 @@ class Flags:
     rate_rps: float | None = None
     target: float | None = None
     changes: tuple[str, ...] = ()
+    prefix_reuse: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +173,7 @@ def _choose_spec(manifest: ServingCluster | None, flags: Flags) -> CellSpec:
             tpot_s=spec.slo.tpot_s if flags.tpot_ms is None else flags.tpot_ms / 1e3,
         ),
         engines=spec.engines if flags.engines is None else parse_engines(flags.engines),
-        settings=change_settings(spec.settings, flags.changes),
+        settings=replace(change_settings(spec.settings, flags.changes), prefix_reuse=flags.prefix_reuse),
     )
 
 

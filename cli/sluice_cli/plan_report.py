@@ -111,7 +111,7 @@ def make_plan_report(inputs: PlanInputs, result: PlanResult) -> dict[str, Any]:
                 name: metrics[name]
                 for name in ("attainment_ttft", "attainment_tpot", "attainment_longest_tenth", "ttft_s", "tpot_s")
             },
-            **{name: metrics[name] for name in ("moves", "preemptions", "rejected")},
+            **{name: metrics[name] for name in ("moves", "preemptions", "rejected", "prefix_hit_rate")},
         },
         "binds": {
             "objective": binding.objective,
@@ -161,6 +161,10 @@ def make_plan_summary(inputs: PlanInputs, result: PlanResult) -> RenderableType:
             median, ninetieth = statistics.median(values), values[len(values) * 9 // 10]
             shown = f"p50 {median * 1e3:.0f} ms, p90 {ninetieth * 1e3:.0f} ms, objective {slo_s * 1e3:.0f} ms"
             table.add_row(name, shown)
+    num_queried_tokens = sum(detail.summary.num_queried_tokens for detail in prediction.details)
+    if num_queried_tokens:
+        num_hit_tokens = sum(detail.summary.num_hit_tokens for detail in prediction.details)
+        table.add_row("prefix hit rate", f"{100 * num_hit_tokens / num_queried_tokens:.1f} % of prompt tokens")
     missed = ", ".join(f"{name} {100 * share:.1f} %" for name, share in binding.missed.items())
     table.add_row(
         "binds",

@@ -66,7 +66,7 @@ class Run:
 
 def carry_out(run: Run) -> tuple[float | None, RunSummary]:
     """Simulates one seed; returns the goodput if that was asked for, and the run at that rate."""
-    rows = load_rows(run.trace)
+    rows = load_rows(run.trace, reads_hashes=run.spec.settings.prefix_reuse is not None)
     cell = build_cell(run.spec, run.seed)
     workload = PoissonWorkload(rows, run.spec.slo, run.seed, run.spec.classes)
     if run.target is not None:
@@ -112,6 +112,7 @@ def describe_results(runs: Sequence[Run], results: Sequence[tuple[float | None, 
         "rate_rps": None if rates else runs[0].rate_rps,
         "duration_s": runs[0].duration_s,
         "seeds": [run.seed for run in runs],
+        "prefix_reuse": bool(spec.settings.prefix_reuse),
     }
     if rates:
         report["target"] = runs[0].target
@@ -155,14 +156,16 @@ def _override(spec: CellSpec, given: dict[str, object], engines: str | None, cha
         ttft_s=spec.slo.ttft_s if ttft_ms is None else float(str(ttft_ms)) / 1e3,
         tpot_s=spec.slo.tpot_s if tpot_ms is None else float(str(tpot_ms)) / 1e3,
     )
-    tensor_parallel = given["tensor_parallel"]
+    tensor_parallel, prefix_reuse = given["tensor_parallel"], given["prefix_reuse"]
     return replace(
         spec,
         slo=slo,
         strategy=spec.strategy if given["strategy"] is None else str(given["strategy"]),
         tensor_parallel=spec.tensor_parallel if tensor_parallel is None else int(str(tensor_parallel)),
         engines=spec.engines if engines is None else parse_engines(engines),
-        settings=change_settings(spec.settings, changes),
+        settings=replace(
+            change_settings(spec.settings, changes), prefix_reuse=None if prefix_reuse is None else bool(prefix_reuse)
+        ),
     )
 
 
@@ -184,6 +187,8 @@ def make_results_table(report: dict[str, object]) -> Table:
     moves = report["moves"]
     assert isinstance(moves, dict)
     table.add_row("moves", "  ".join(f"{cause} {number}" for cause, number in moves.items() if number) or "none")
+    if report["prefix_hit_rate"] is not None:
+        table.add_row("prefix hit rate", f"{100 * float(str(report['prefix_hit_rate'])):.1f} % of prompt tokens")
     for name in ("preemptions", "rejected", "requests"):
         table.add_row(name, str(report[name]))
     return table
@@ -217,6 +222,11 @@ def parse_seeds(_context: click.Context, _parameter: click.Parameter, value: str
 @click.option("--seeds", default="1,2,3", show_default=True, callback=parse_seeds, help="One run for each.")
 @click.option(
     "--trace-times", is_flag=True, help="Arrivals of the trace, stretched to --rate, instead of Poisson ones."
+)
+@click.option(
+    "--prefix-reuse/--no-prefix-reuse",
+    default=None,
+    help="Reuse KV of prompts that begin alike, by the trace's hash_ids; --no-...: the same requests without that.",
 )
 @click.option("--set", "changes", multiple=True, metavar="NAME=VALUE", help="A parameter; see docs/simulator.md.")
 @click.option(

@@ -38,9 +38,9 @@ def start_workers(
 
 
 @lru_cache(maxsize=8)
-def load_rows(trace: Path) -> list[TraceRow]:
+def load_rows(trace: Path, *, reads_hashes: bool = False) -> list[TraceRow]:
     """Reads a trace once per process."""
-    return read_trace(trace)
+    return read_trace(trace, reads_hashes=reads_hashes)
 
 
 def _begin(prepare: Callable[..., None] | None, arguments: tuple[object, ...]) -> None:

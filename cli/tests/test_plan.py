@@ -80,6 +80,19 @@ def test_a_plan_is_printed_for_programs(trace: str, tmp_path: Path) -> None:
     assert "<script" not in text
 
 
+def test_a_plan_reuses_prefixes_where_asked_to(trace: str) -> None:
+    hashed = str(EXAMPLE.parent / "traces" / "mooncake-conversation.jsonl.gz")
+    slow = ("--ttft-ms", "20000", "--tpot-ms", "200", "--replicas", "1", "--duration-s", "30")
+    code, output = run(*CELL, *QUICK, *slow, "--trace", hashed, "--prefix-reuse", "--json")
+    assert code == 0, output
+    assert json.loads(output)["predicted"]["prefix_hit_rate"] > 0.01
+    code, output = run(*CELL, *QUICK, *slow, "--trace", hashed, "--prefix-reuse")
+    assert "prefix hit rate" in output
+    code, output = run(*CELL, *QUICK, "--replicas", "1", "--trace", trace, "--prefix-reuse")
+    assert code == 1
+    assert "line 1: there are no hash_ids" in " ".join(output.split())
+
+
 def test_a_rate_out_of_reach_is_refused_with_the_best_there_is(trace: str) -> None:
     code, output = run(*CELL, *QUICK, "--replicas", "1", "--trace", trace, "--rate", "500")
     assert code == 1

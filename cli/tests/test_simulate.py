@@ -82,6 +82,51 @@ def test_the_start_of_the_search_does_not_clip_it(rate: str) -> None:
     assert simulate_json(*arguments, "--rate", rate)["goodput_rps"] == pytest.approx(expected, rel=0.05)
 
 
+HASHED_TRACE = str(ROOT / "examples" / "traces" / "mooncake-conversation.jsonl.gz")
+
+
+def test_prefix_reuse_is_compared_on_the_same_requests() -> None:
+    arguments = (*CELL, "--trace", HASHED_TRACE, "--rate", "0.5", *SHORT)
+    reusing = simulate_json(*arguments, "--prefix-reuse")
+    same = simulate_json(*arguments, "--no-prefix-reuse")
+    assert 0.01 < float(str(reusing["prefix_hit_rate"])) < 0.4
+    assert same["prefix_hit_rate"] is None
+    assert (reusing["prefix_reuse"], same["prefix_reuse"]) == (True, False)
+    assert reusing["requests"] == same["requests"]
+    tokens = [sum(use["prefill_tokens"] for use in report["engine_use"]) for report in (reusing, same)]  # type: ignore[attr-defined]
+    assert tokens[0] < tokens[1]
+
+
+def test_the_table_shows_the_hit_rate_where_prefixes_are_reused() -> None:
+    arguments = (*CELL, "--trace", HASHED_TRACE, "--rate", "0.5", *SHORT)
+    assert "prefix hit rate" in simulate(*arguments, "--prefix-reuse")[1]
+    assert "prefix hit rate" not in simulate(*arguments)[1]
+
+
+def test_prefix_reuse_goes_with_a_manifest_and_the_trace_s_times() -> None:
+    cell = (str(MANIFEST), "--model", "llama-3-8b", "--gpu", "h100-80g", "--trace", HASHED_TRACE, *SHORT)
+    report = simulate_json(*cell, "--trace-times", "--prefix-reuse")
+    assert float(str(report["prefix_hit_rate"])) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [("", "line 2: there are no hash_ids"), (', "hash_ids": [1, 2]', "line 2: hash_ids has 2 entries")],
+)
+def test_wrong_hashes_are_named_with_file_and_line(ids: str, message: str, tmp_path: Path) -> None:
+    trace = tmp_path / "mine.jsonl"
+    trace.write_text(
+        '{"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [1]}\n'
+        f'{{"timestamp": 1, "input_length": 10, "output_length": 5{ids}}}\n'
+    )
+    code, output = simulate(*CELL, "--trace", str(trace), "--rate", "1", *SHORT, "--prefix-reuse")
+    assert code == 1
+    assert f"{trace}, {message}" in " ".join(output.split())
+    code, output = simulate(*CELL, "--trace", TRACE, "--rate", "1", *SHORT, "--prefix-reuse")
+    assert code == 1
+    assert f"{TRACE}, line 1: there are no hash_ids" in " ".join(output.split())
+
+
 def test_a_manifest_gives_engines_strategy_and_objectives() -> None:
     report = simulate_json(
         str(MANIFEST), "--model", "llama-3-8b", "--gpu", "h100-80g", "--trace", TRACE, "--rate", "2", *SHORT

@@ -17,6 +17,65 @@ from sluice_core.sim.simulation import ASSIGN_INTERVAL_S, MAX_ASSIGNED_AT_ONCE
 from sluice_core.strategies import get_strategy
 
 
+class NaivePool:
+    """An engine's KV blocks one by one: who refers to each, under which hash it is cached, in which order they go."""
+
+    def __init__(self, setup, hash_block_tokens):
+        self.block, self.hash_block = setup.block_size_tokens, hash_block_tokens
+        self.blocks = [[None, 0] for _ in range(setup.kv_blocks_total)]  # hash, references
+        self.free = list(self.blocks)
+        self.cached = []  # blocks with a hash, in the order in which they got it
+        self.tables = {}  # of the requests
+        self.hits = self.queries = 0
+
+    def used(self):
+        return sum(references > 0 for _, references in self.blocks)
+
+    def hash_of(self, request, number):
+        end = (number + 1) * self.block
+        if end <= request.arrival.prompt_tokens and request.arrival.block_hashes:
+            return request.arrival.block_hashes[: -(-end // self.hash_block)], end
+        return request.name, end
+
+    def find(self, request, num_tokens):
+        found = []
+        for number in range(num_tokens // self.block):
+            match = [block for block in self.cached if block[0] == self.hash_of(request, number)]
+            if not match:
+                break
+            found.append(match[0])
+        return found
+
+    def idle(self, found):
+        return sum(block[1] == 0 for block in found)
+
+    def open(self, request, found):
+        for block in found:
+            if block[1] == 0:
+                self.free = [other for other in self.free if other is not block]
+            block[1] += 1
+        self.tables[request] = found
+
+    def take(self, request, num_blocks):
+        for _ in range(num_blocks - len(self.tables[request])):
+            block = self.free.pop(0)
+            self.cached = [other for other in self.cached if other is not block]
+            block[:] = None, 1
+            self.tables[request].append(block)
+
+    def fill(self, request, num_tokens):
+        for number, block in enumerate(self.tables[request][: num_tokens // self.block]):
+            if block[0] is None:
+                block[0] = self.hash_of(request, number)
+                self.cached.append(block)
+
+    def release(self, request):
+        for block in reversed(self.tables.pop(request)):
+            block[1] -= 1
+            if block[1] == 0:
+                self.free.insert(len(self.free) if block[0] else 0, block)
+
+
 @dataclass(eq=False)
 class NaiveRequest:
     index: int
@@ -24,6 +83,7 @@ class NaiveRequest:
     tokens: list = field(default_factory=list)  # when each came
     kind: RequestKind = RequestKind.NEW_PROMPT
     computed: int = 0
+    cached: int = 0  # tokens found where its prefill runs
     to_compute: int = 0
     blocks: int = 0
     reset: int = 0
@@ -34,6 +94,7 @@ class NaiveRequest:
     first_s: float = -1.0
     source: object = None
     target: object = None
+    arriving: int = 0  # blocks on their way
 
     @property
     def name(self):
@@ -45,8 +106,9 @@ class NaiveRequest:
 
 
 class NaiveEngine:
-    def __init__(self, setup, policy):
+    def __init__(self, setup, policy, hash_block_tokens=None):
         self.setup, self.policy = setup, policy
+        self.pool = None if hash_block_tokens is None else NaivePool(setup, hash_block_tokens)
         self.block = setup.block_size_tokens
         self.queue, self.decodes, self.arrived, self.incoming, self.pinned = [], [], [], [], []
         self.batch = None
@@ -59,10 +121,17 @@ class NaiveEngine:
         self.last_batch = (0, 0)
 
     def used(self):
-        return sum(r.blocks for r in {*self.queue, *self.decodes, *self.arrived, *self.pinned, *(self.batch or ())})
+        if self.pool is None:
+            return sum(r.blocks for r in {*self.queue, *self.decodes, *self.arrived, *self.pinned, *(self.batch or ())})
+        promised = sum(r.blocks - len(self.pool.tables[r]) for r in self.queue if r.blocks)
+        return self.pool.used() - self.granted() + promised
 
     def granted(self):
-        return sum(r.blocks for r in self.incoming)
+        return sum(r.arriving if self.pool else r.blocks for r in self.incoming)
+
+    def free_blocks_of(self, request):
+        if self.pool is not None:
+            self.pool.release(request)
 
     def free(self):
         return self.setup.kv_blocks_total - self.used() - self.granted()
@@ -107,10 +176,14 @@ class NaiveEngine:
                 self.decodes, key=lambda r: (self.policy.victim_key(r.arrival.at_s, r.arrival.priority), r.index)
             )
             self.leave(victim)
+            self.free_blocks_of(victim)
             victim.preemptions += 1
             self.enqueue(victim, RequestKind.RECOMPUTE)
         for request in self.decodes:
             request.blocks += self.grows(request)
+            if self.pool is not None:
+                self.pool.take(request, request.blocks)
+                self.pool.fill(request, request.kv_tokens + 1)
         chunks = self.schedule(now) if self.queue else []
         if not any(r.computed < r.to_compute for r in self.queue) or chunks:
             self.last_prefill_s = now
@@ -157,13 +230,24 @@ class NaiveEngine:
             if not request.blocks:
                 blocks = blocks_for_tokens(request.to_compute, self.block)
                 seats = len(self.decodes) + len(self.incoming) + sum(r.blocks > 0 for r in self.queue)
-                if is_blocked or limits.hides(request.kind) or seats >= self.setup.max_num_seqs or blocks > self.free():
+                found = [] if self.pool is None else self.pool.find(request, request.to_compute - 1)
+                need = blocks - len(found) + (self.pool.idle(found) if found else 0)
+                if is_blocked or limits.hides(request.kind) or seats >= self.setup.max_num_seqs or need > self.free():
                     is_blocked = True
                     continue
                 request.blocks = blocks
+                if self.pool is not None:
+                    self.pool.open(request, found)
+                    request.computed = request.cached = len(found) * self.block
+                    if request.kind is RequestKind.NEW_PROMPT:
+                        self.pool.queries += request.to_compute
+                        self.pool.hits += request.cached
             tokens = min(room, limits.max_tokens_per_prefill, request.to_compute - request.computed)
             chunks.append((request, tokens, request.computed))
             request.computed += tokens
+            if self.pool is not None:
+                self.pool.take(request, blocks_for_tokens(request.computed, self.block))
+                self.pool.fill(request, request.computed)
             room -= tokens
             if request.kind is RequestKind.NEW_PROMPT:
                 request.kind = RequestKind.STARTED_PREFILL
@@ -177,12 +261,14 @@ class NaiveEngine:
         for request in list(self.decodes):
             if len(request.tokens) == request.arrival.output_tokens:
                 self.leave(request)
+                self.free_blocks_of(request)
                 self.freed = True
         for request in batch:
             request.tokens.append(now)
             if len(request.tokens) == 1:
                 request.first_s = now
             if len(request.tokens) == request.arrival.output_tokens:
+                self.free_blocks_of(request)
                 self.freed = True
             else:
                 self.join(request, now)
@@ -190,7 +276,7 @@ class NaiveEngine:
             KvBlocks(
                 total=self.setup.kv_blocks_total,
                 used=self.used(),
-                pinned=sum(request.blocks for request in self.pinned),
+                pinned=min(self.used(), sum(request.blocks for request in self.pinned)),
             )
         )
 
@@ -206,7 +292,7 @@ class NaiveEngine:
             kv_blocks_total=self.setup.kv_blocks_total,
             kv_blocks_used=self.used(),
             kv_blocks_granted=self.granted(),
-            kv_blocks_pinned=sum(r.blocks for r in self.pinned),
+            kv_blocks_pinned=min(self.used(), sum(r.blocks for r in self.pinned)),
             iteration_remaining_s=self.ends_at_s - now if self.batch is not None else 0.0,
             pull_bytes_per_s=self.setup.link.speed.bytes_per_s,
         )
@@ -220,7 +306,9 @@ class NaiveSimulation:
         self.flow = cell.strategy.make_flow(cell.parameters, rng)
         self.void_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
         policy = ChunkedPrefillPolicy(counts_decodes=self.options.counts_decodes)
-        self.engines = {setup.engine_id: NaiveEngine(setup, policy) for setup in cell.engines}
+        self.engines = {
+            setup.engine_id: NaiveEngine(setup, policy, self.options.hash_block_tokens) for setup in cell.engines
+        }
         self.table = EngineTable(
             lambda engine_id: self.engines[engine_id].setup.profile, counts_decodes=self.options.counts_decodes
         )
@@ -372,7 +460,14 @@ class NaiveSimulation:
         request.target = target
         link = source.setup.link
         name = link.name or source.setup.engine_id
-        bytes_s = request.kv_tokens * source.setup.kv_bytes_per_token / link.speed.bytes_per_s
+        num_tokens = request.kv_tokens
+        if target.pool is not None:
+            found = target.pool.find(request, num_tokens)
+            num_tokens -= len(found) * target.block
+            request.arriving = request.blocks - len(found)
+            target.pool.open(request, found)
+            target.pool.take(request, request.blocks)
+        bytes_s = num_tokens * source.setup.kv_bytes_per_token / link.speed.bytes_per_s
         self.links[name] = max(self.now, self.links.get(name, 0.0)) + bytes_s
         self.at(self.links[name] + link.speed.latency_s, self.arrived, request)
 
@@ -381,6 +476,9 @@ class NaiveSimulation:
         source.pinned.remove(request)
         target.incoming.remove(request)
         target.arrived.append(request)
+        source.free_blocks_of(request)
+        if target.pool is not None:
+            target.pool.fill(request, request.kv_tokens)
         self.kick(target)
         self.kick(source)
         if self.parked:

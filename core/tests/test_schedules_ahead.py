@@ -143,3 +143,17 @@ def test_a_move_survives_the_death_of_either_engine_at_any_step(seed, at_s, vict
     cell = Cell(engines=engines, strategy=strategy, options=AHEAD, events=events, seed=1)
     simulation = run(cell, arrivals)
     assert all(request.state is RequestState.FINISHED for request in simulation.requests)
+
+
+def test_a_request_whose_target_dies_during_the_transfer_is_recovered_even_if_nothing_else_runs():
+    """Its KV takes 0.3 s; without D-heavy engines it ends where it began."""
+    engines = make_engines(((1, 256), (2, 64)), link=Link(speed=LinkSpeed(bytes_per_s=1e8)))
+    cell = Cell(
+        engines=engines,
+        strategy=get_strategy("taichi"),
+        options=AHEAD,
+        events=[Fail(at_s=0.25, engine_id=engine.engine_id) for engine in engines[1:]],
+    )
+    (request,) = run(cell, [Arrival(at_s=0.0, prompt_tokens=160, output_tokens=9, slo=SLO)]).requests
+    assert request.state is RequestState.FINISHED
+    assert request.num_moves == 1

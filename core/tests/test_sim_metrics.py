@@ -155,6 +155,35 @@ def test_lengths_are_drawn_without_replacement():
         assert sorted(lengths) == [row.prompt_tokens for row in ROWS]
 
 
+def test_prompts_with_hashes_keep_their_order_and_are_new_ones_each_time_round():
+    rows = [replace(row, block_hashes=(number // 10, 100 + number)) for number, row in enumerate(ROWS)]
+    arrivals = PoissonWorkload(rows, SLO, seed=1).make_arrivals(10.0, 60.0)
+    assert len(arrivals) > 2 * len(rows)
+    first = arrivals[0].prompt_tokens - ROWS[0].prompt_tokens
+    assert [a.prompt_tokens for a in arrivals[:200]] == [ROWS[(first + n) % 200].prompt_tokens for n in range(200)]
+    hashes = [{each for a in arrivals[start : start + 200] for each in a.block_hashes} for start in (0, 200, 400)]
+    assert len(hashes[0]) == 20 + 200
+    assert not hashes[0] & hashes[1]
+    assert not hashes[1] & hashes[2]
+    assert {PoissonWorkload(rows, SLO, seed).make_arrivals(1.0, 9.0)[0].prompt_tokens for seed in range(5)} != {
+        arrivals[0].prompt_tokens
+    }
+
+
+def test_the_hit_rate_is_the_share_of_prompt_tokens_that_were_found():
+    """Of 40 tokens the second prompt finds two blocks of 16; of 30 the third, which shares no hash, none."""
+    lengths = ((40, (1,)), (40, (1,)), (30, (2,)))
+    arrivals = [
+        Arrival(at_s=float(at_s), prompt_tokens=tokens, output_tokens=2, slo=SLO, block_hashes=hashes)
+        for at_s, (tokens, hashes) in enumerate(lengths)
+    ]
+    cell = Cell(engines=make_engines(((1, 96),)), strategy=get_strategy("aggregated"))
+    plain = summarize(run(cell, arrivals))
+    reusing = summarize(run(replace(cell, options=SimOptions(hash_block_tokens=512)), arrivals))
+    assert make_report([plain])["prefix_hit_rate"] is None
+    assert make_report([reusing, reusing])["prefix_hit_rate"] == pytest.approx(32 / 110)
+
+
 def test_the_mean_rate_is_the_wanted_one():
     arrivals = PoissonWorkload(ROWS, SLO, seed=1).make_arrivals(20.0, 500.0)
     assert len(arrivals) / 500.0 == pytest.approx(20.0, rel=0.03)

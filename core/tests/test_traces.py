@@ -77,6 +77,49 @@ def test_own_columns_are_kept() -> None:
 MOONCAKE = '{"timestamp": 5, "input_length": 10, "output_length": 3}'
 LOG = '{"timestamp": 5, "prompt_tokens": 10, "completion_tokens": 3}'
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+HASHED = '{"timestamp": 5, "input_length": 1030, "output_length": 3, "hash_ids": [7, 8, 9]}'
+
+
+def test_hashes_name_a_block_and_all_before_it() -> None:
+    """Whether the ids do that by themselves, as Mooncake's, or name a block only, as the second prompt's 8 here."""
+    lines = [
+        HASHED,
+        HASHED.replace("[7, 8, 9]", "[5, 8, 9]"),
+        HASHED.replace("[7, 8, 9]", "[7, 8, 6]"),
+        HASHED.replace("1030", "1040"),
+    ]
+    first, second, third, fourth = [row.block_hashes for row in parse_trace(lines, reads_hashes=True)]
+    assert len(first) == 3
+    assert not set(first) & set(second)
+    assert third[:2] == first[:2]
+    assert third[2] != first[2]
+    assert fourth[:2] == first[:2]
+    assert fourth[2] != first[2]  # 16 tokens, not 6
+
+
+def test_hashes_are_not_looked_at_unless_asked_for() -> None:
+    assert parse_trace([HASHED.replace("[7, 8, 9]", '"none"')])[0].block_hashes == ()
+
+
+NONE = "there are no hash_ids, which the reuse of prefixes needs: only Mooncake's format has them"
+WRONG_HASHES: dict[str, tuple[list[str], str]] = {
+    "missing": ([HASHED, MOONCAKE], f"line 2: {NONE}"),
+    "CSV": (["", "input_tokens,output_tokens", "1,2"], f"line 2: {NONE}"),
+    "log": ([LOG], f"line 1: {NONE}"),
+    "no list": ([HASHED.replace("[7, 8, 9]", "7")], "line 1: hash_ids is 7, a list of whole numbers is needed"),
+    "texts": ([HASHED, HASHED.replace("8", '"8"')], "line 2: hash_ids is [7, '8', 9], a list of whole numbers"),
+    "truth": ([HASHED.replace("8", "true")], "line 1: hash_ids is [7, True, 9], a list of whole numbers is needed"),
+    "too few": ([HASHED.replace("8, ", "")], "line 1: hash_ids has 2 entries; one is needed for each 512 of 1030 tokens: 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "message"), WRONG_HASHES.values(), ids=WRONG_HASHES)
+def test_a_row_with_wrong_hashes_is_named(lines: list[str], message: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        parse_trace(lines, reads_hashes=True)
+    assert str(caught.value).startswith(message)
+
+
 WRONG: dict[str, tuple[list[str], str]] = {
     "empty": ([], "line 1: the trace is empty"),
     "header only": (["input_tokens,output_tokens"], "line 2: the trace has no rows"),

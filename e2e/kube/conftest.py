@@ -7,10 +7,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from release import DEFINITION, Release, load_images
+from release import DEFINITION, Release, load_images, run_release
 from testbed.bed import Testbed, run_testbed
 from testbed.errors import TestbedError
-from testbed.helm import SYSTEM, Helm
+from testbed.helm import Helm
 from testbed.images import make_python_image
 from testbed.settings import NODE_NAME, ROOT, make_settings
 from testbed.toolchain import build
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # The table of verdicts, which the Python model and the CRD are held to without a cluster.
 sys.path.append(str(ROOT / "operator" / "tests"))
 
+# Builds images for minutes, and needs 30 GB of disk: `make images-check` runs it.
+collect_ignore = ["test_images.py"]
 CRD = ROOT / "crds" / "servingclusters.yaml"
 PYTHON_IMAGE = "docker.io/local/python:1"
 NUMBERS = itertools.count()
@@ -90,21 +92,11 @@ def crd(client: Client) -> Path:
 @pytest.fixture(scope="module")
 def release(client: Client, crd: Path, product: None) -> Iterator[Release]:
     """The chart, installed into a Kubernetes that has never seen Sluice; afterwards the definition is as other tests need it."""
-    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": RESTRICTED}})
-    made = Release(client)
-    made.remove_definition()
-    try:
-        made.install()
+    with run_release(client) as made:
         yield made
-    except TestbedError:
-        print(made.describe())
-        raise
-    finally:
-        if made.is_installed():
-            made.uninstall()
-        made.remove_definition()
-        client.kubectl("apply", "--server-side", "-f", str(crd))
-        client.wait_established(DEFINITION)
+    made.remove_definition()
+    client.kubectl("apply", "--server-side", "-f", str(crd))
+    client.wait_established(DEFINITION)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -27,13 +27,15 @@ from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2_grpc
 from sluice_operator.names import CONTROL_PORT, GRPC_PORT, METRICS_PORT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from pathlib import Path
 
     from testbed.client import Client
 
 Status = control_pb2.GetStatusResponse
 
 MODELS = ROOT / ".sluice" / "volumes" / "models"
+CLAIMS = {"models": MODELS, "checkout": ROOT}
 # What gRPC's own documentation advises clients of servers that come and go: a call that has not had an answer yet is sent
 # again, by gRPC. One that has had its first token is not.
 RETRIES = {
@@ -50,6 +52,15 @@ RETRIES = {
         }
     ]
 }
+# A client in a pod, which knows the Service by its name only.
+CHAT = """
+import json, sys, urllib.request
+body = {"model": "tiny", "stream": True, "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+request = urllib.request.Request("http://tiny-router:8000/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+with urllib.request.urlopen(request, timeout=60) as answer:
+    lines = [line.decode().strip() for line in answer]
+print(json.dumps([line.removeprefix("data: ") for line in lines if line]))
+"""
 # An engine imports vLLM for half a minute where other engines want the same two cores.
 PATIENCE_S = 240.0
 
@@ -114,19 +125,26 @@ class PodCluster(KubectlCluster):
         namespace: Its namespace.
         manifest: The ServingCluster; two engines and two routers by default.
         trust: How its control ports are spoken with, if it has ``network.tls``.
+        claims: Folders that its pods claim.
     """
 
     def __init__(
-        self, client: Client, namespace: str, manifest: dict[str, Any] | None = None, trust: Trust | None = None
+        self,
+        client: Client,
+        namespace: str,
+        manifest: dict[str, Any] | None = None,
+        trust: Trust | None = None,
+        claims: Mapping[str, Path] = CLAIMS,
     ) -> None:
         super().__init__(client, namespace, PATIENCE_S)
         self.manifest = manifest or make_pods_manifest()
         self._trust = trust
+        self._claims = claims
         self._path = f"/apis/sluice.dev/v1alpha1/namespaces/{namespace}/servingclusters/tiny"
 
     def create(self) -> None:
         """Makes it, with the volumes that its pods claim."""
-        for claim, folder in {"models": MODELS, "checkout": ROOT}.items():
+        for claim, folder in self._claims.items():
             volume, content = make_volume(self.namespace, claim, folder)
             self.client.apply(volume)
             self.kubectl("apply", "-f", "-", stdin=json.dumps(content))
@@ -285,6 +303,11 @@ class PodCluster(KubectlCluster):
         return self.client.request("POST", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction", content).status
 
     # --- streams
+
+    def chat(self) -> list[str]:
+        """Asks the Service for a streamed answer of 16 tokens from within a router pod; returns what each event says."""
+        said: list[str] = json.loads(self.kubectl("exec", "deployment/tiny-router", "--", "python", "-c", CHAT))
+        return said
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[StreamClient]:

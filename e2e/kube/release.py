@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from testbed.helm import CHART, RELEASE, SYSTEM
 from testbed.product import make_engine_image, make_service_image
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from pod_cluster import PodCluster
@@ -26,18 +28,23 @@ OPERATOR = "deployment/sluice-operator"
 LIBRARY = "docker.io/library"
 
 
+def name_image(part: str) -> str:
+    """What the kubelet calls the image of a part that the chart names by default."""
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    return f"{LIBRARY}/sluice-{part}:{version}"
+
+
 def load_images(node: Node, folder: Path) -> None:
     """Brings the product's images, under the names that the chart has for them, to the node."""
-    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 
     def make(part: str) -> Image:
-        return make_service_image(f"{LIBRARY}/sluice-{part}:{version}", part, folder / part)
+        return make_service_image(name_image(part), part, folder / part)
 
     with ThreadPoolExecutor() as pool:
         # Each is half a minute of installing.
         for image in pool.map(make, ("operator", "router")):
             node.load_image(image)
-    node.load_image(make_engine_image(f"{LIBRARY}/sluice-engine:{version}"))
+    node.load_image(make_engine_image(name_image("engine")))
 
 
 class Release:
@@ -101,6 +108,22 @@ class Release:
 
     def _helm(self, command: str, *arguments: str, chart: Path | None = None) -> str:
         return self.client.helm(command, RELEASE, *([str(chart)] if chart else []), "-n", SYSTEM, *arguments)
+
+
+@contextlib.contextmanager
+def run_release(client: Client) -> Iterator[Release]:
+    """The chart, installed into a Kubernetes that has never seen Sluice, as long as the block lasts."""
+    restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
+    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": restricted}})
+    made = Release(client)
+    made.remove_definition()
+    try:
+        made.install()
+        yield made
+    except TestbedError:
+        print(made.describe())
+        raise
+    made.uninstall()
 
 
 def make_next_chart(folder: Path) -> Path:

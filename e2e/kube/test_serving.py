@@ -103,18 +103,8 @@ def test_the_example_is_served(cluster: PodCluster) -> None:
     assert {pod["spec"]["nodeName"] for pod in pods} == {"real"}
 
 
-CHAT = """
-import json, sys, urllib.request
-body = {"model": "tiny", "stream": True, "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
-request = urllib.request.Request("http://tiny-router:8000/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-with urllib.request.urlopen(request, timeout=60) as answer:
-    lines = [line.decode().strip() for line in answer]
-print(json.dumps([line.removeprefix("data: ") for line in lines if line]))
-"""
-
-
 def test_a_pod_streams_a_chat_through_the_service_by_its_name(cluster: PodCluster) -> None:
-    lines = json.loads(cluster.kubectl("exec", "deployment/tiny-router", "--", "python", "-c", CHAT))
+    lines = cluster.chat()
     assert lines[-1] == "[DONE]"
     pieces = [json.loads(line) for line in lines[:-1]]
     assert len(pieces) > 1

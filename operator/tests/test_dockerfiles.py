@@ -1,4 +1,4 @@
-"""The Dockerfiles agree with the repository, and with the pods that run their images. None is built here.
+"""The Dockerfiles agree with the repository, and with the pods that run their images. None is built here (`make images-check`).
 
 Read are the instructions that the files use: no heredocs, no escape directive.
 """
@@ -10,8 +10,9 @@ import re
 import shlex
 import tomllib
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_kubernetes import make_cluster
@@ -21,6 +22,9 @@ from sluice_operator.engine_pods import render_engines
 from sluice_operator.manifest import check_manifest
 from sluice_operator.router_pods import render_routers
 from sluice_operator.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -184,9 +188,9 @@ def test_python_is_one_that_the_project_is_for(image: str) -> None:
     assert least <= numbers < (3, 15)
     assert f"Programming Language :: Python :: {version}" in PROJECT["project"]["classifiers"]
     assert all("python_version < '3.15'" in item for item in PROJECT["tool"]["uv"]["environments"])
-    # The standard library whose bytecode is compiled is that of the base.
-    (compiled,) = [json.loads(item) for item in final(image, "RUN") if "compileall" in item]
-    assert compiled[-1] == f"/usr/local/lib/python{version}"
+    # The standard library whose bytecode is compiled is that of the base, whichever BUILD_BASE and RUN_BASE name.
+    (compiled,) = [shlex.split(item) for item in final(image, "RUN") if "compileall" in item]
+    assert fnmatchcase(f"/usr/local/lib/python{version}", compiled[-1])
 
 
 @images
@@ -228,6 +232,20 @@ def test_the_stages_before_the_dependencies_are_built_once_for_all_images() -> N
         assert len({read_stages(image)[name] for image in FILES}) == 1
 
 
+def test_what_the_files_repeat_is_the_same_in_all() -> None:
+    def generalize(image: str, items: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Without what an image has of its own: the name of its lock, its system packages."""
+        texts = [(name, text.replace(f"{image}.txt", "lock.txt")) for name, text in items]
+        return [(name, text) for name, text in texts if name != "ARG" and "apt-get" not in text]
+
+    installed = {tuple(generalize(image, read_stages(image)["install"].instructions)) for image in FILES}
+    assert len(installed) == 1
+    system = {tuple(item for item in final(image, "RUN") if "apt-get" not in item) for image in FILES}
+    assert len(system) == 1
+    common = environment("operator").items()
+    assert all(environment(image).items() >= common for image in FILES)
+
+
 @images
 def test_what_is_installed_is_locked(image: str) -> None:
     """Each package has a hash, and nothing is resolved while an image is built."""
@@ -249,8 +267,10 @@ def test_what_is_installed_is_locked(image: str) -> None:
 @images
 def test_what_is_installed_is_run_without_writing_bytecode(image: str) -> None:
     stages = read_stages(image)
-    assert "PYC_INVALIDATION_MODE=UNCHECKED_HASH" in stages["install"].find("ENV")
-    assert "--compile-bytecode" in stages["install"].find("RUN")[-1]
+    settings = {word for item in stages["install"].find("ENV") for word in shlex.split(item)}
+    assert "PYC_INVALIDATION_MODE=UNCHECKED_HASH" in settings
+    # At each installation: one compiles only what it installs itself.
+    assert "UV_COMPILE_BYTECODE=1" in settings
     assert f"--python {VENV}/bin/python" in stages["install"].find("RUN")[-1]
     assert environment(image)["PYTHONDONTWRITEBYTECODE"] == "1"
 

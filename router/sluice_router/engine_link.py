@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2
 from sluice_router.engine_stream import EngineStream, StreamEndedError, connect
+from sluice_router.turns import Turns
 
 if TYPE_CHECKING:
     import random
@@ -53,6 +54,7 @@ class EngineLinks:
         self._tls = tls
         self._hello_timeout_s = hello_timeout_s
         self._rng = rng
+        self._turns = Turns()
         self._streams: dict[Engine, EngineStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wanted: frozenset[str] = frozenset()
@@ -111,7 +113,7 @@ class EngineLinks:
         try:
             async with asyncio.timeout(self._hello_timeout_s):
                 tls = self._tls() if self._tls else None
-                stream = await connect(address, self._router.traffic_of(address), tls)
+                stream = await connect(address, self._router.traffic_of(address), self._turns, tls)
                 stream.send(engine_pb2.AttachRequest(hello=self._make_hello()))
                 first = await stream.read_first()
             if not first.HasField("hello"):

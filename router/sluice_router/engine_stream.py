@@ -4,7 +4,12 @@ grpc.aio hands every message through two threads before the loop sees it, which 
 does; here ``data_received`` parses it and calls the handler. ``h2`` keeps the HTTP/2 state. Nothing awaits per message:
 ``send`` writes at once, and what the engine's flow-control window does not take yet waits, in order.
 
-Messages are handled one per turn of the loop, so that a burst of one engine does not hold up the others.
+Messages of all engines are handled one per turn of the loop, the engines in turn, so that a burst holds up neither other
+engines nor new requests.
+
+What frames with message bytes say is read here, past h2, which spends as much on such a frame as the router spends on ten
+of its tokens: a frame of this one stream, without padding or an end, changes nothing that h2 would have to know but the
+windows. Their bytes are acknowledged here; for bytes that h2 has seen, h2 keeps the account.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from h2.events import Event
 
     from sluice_router.metrics import LinkTraffic
+    from sluice_router.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +55,9 @@ METHOD = f"/{engine_pb2.DESCRIPTOR.services_by_name['Engine'].full_name}/Attach"
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 # What an engine may send before it hears that it was read; large, because the loop reads at once or is overloaded.
 RECEIVE_WINDOW_BYTES = 16 * 1024 * 1024
+# A frame's length (3 bytes), type, flags and stream (4 bytes) stand before it.
+FRAME_HEADER_BYTES = 9
+LENGTH_BYTES = 3
 # A gRPC message is preceded by a flag, compressed or not, and its length (4 bytes, big endian).
 PREFIX_BYTES = 5
 # HTTP/2's name in TLS.
@@ -90,6 +99,7 @@ class EngineStream(asyncio.Protocol):
     Args:
         authority: host:port, for the engine.
         traffic: Where its bytes are counted, HTTP/2's own included.
+        turns: The loop's, for messages of all streams.
         loop: The event loop.
         is_encrypted: The transport is.
     """
@@ -98,6 +108,7 @@ class EngineStream(asyncio.Protocol):
         self,
         authority: str,
         traffic: LinkTraffic,
+        turns: Turns,
         loop: asyncio.AbstractEventLoop,
         *,
         is_encrypted: bool = False,
@@ -105,14 +116,18 @@ class EngineStream(asyncio.Protocol):
         self._authority = authority
         self._is_encrypted = is_encrypted
         self._traffic = traffic
+        self._turns = turns
         self._loop = loop
         self._http = H2Connection(_CONFIGURATION)
         self._transport: asyncio.Transport | None = None
         self._stream_id = 0
+        # Type, flags and stream of frames that carry message bytes and nothing else.
+        self._plain_data = b""
+        self._frames = bytearray()
         self._received = bytearray()
         self._num_unacknowledged = 0
         self._messages: deque[engine_pb2.AttachResponse] = deque()
-        self._is_scheduled = False
+        self._has_turn = False
         self._handler: Callable[[engine_pb2.AttachResponse], None] | None = None
         self._outgoing: deque[memoryview] = deque()
         self._fault = ""
@@ -173,6 +188,7 @@ class EngineStream(asyncio.Protocol):
         self._http.initiate_connection()
         self._http.increment_flow_control_window(RECEIVE_WINDOW_BYTES)
         self._stream_id = self._http.get_next_available_stream_id()
+        self._plain_data = b"\0\0" + self._stream_id.to_bytes(4, "big")
         self._http.send_headers(
             self._stream_id,
             [
@@ -192,13 +208,11 @@ class EngineStream(asyncio.Protocol):
         self._traffic.num_bytes_up += len(data)
         if self._fault:
             return
+        self._frames += data
         try:
-            self._take_events(self._http.receive_data(data))
+            self._take_frames()
         except (ProtocolError, DecodeError, StreamEndedError) as error:
             self._end(f"internal: {error}")
-        else:
-            # Answers to settings and pings, and what a larger window takes.
-            self._write()
         self._advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -211,10 +225,31 @@ class EngineStream(asyncio.Protocol):
 
     # --- inward --------------------------------------------------------------------------------------------------
 
+    def _take_frames(self) -> None:
+        """Takes the frames that are whole."""
+        frames, start = self._frames, 0
+        while len(frames) - start >= FRAME_HEADER_BYTES and not self._fault:
+            payload = start + FRAME_HEADER_BYTES
+            end = payload + int.from_bytes(frames[start : start + LENGTH_BYTES], "big")
+            if len(frames) < end:
+                break
+            if frames[start + LENGTH_BYTES : payload] == self._plain_data:
+                self._take_data(frames[payload:end])
+                self._num_unacknowledged += end - payload
+            else:
+                self._take_events(self._http.receive_data(bytes(frames[start:end])))
+                # Answers to settings and pings, and what a larger window takes.
+                self._write()
+            start = end
+        del frames[:start]
+        if self._num_unacknowledged > RECEIVE_WINDOW_BYTES // 4:
+            self._acknowledge()
+
     def _take_events(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, DataReceived):
-                self._take_data(event.data, event.flow_controlled_length)
+                self._take_data(event.data)
+                self._http.acknowledge_received_data(event.flow_controlled_length, self._stream_id)
             elif isinstance(event, ResponseReceived | TrailersReceived):
                 self._take_headers({str(name): str(value) for name, value in event.headers})
             elif isinstance(event, StreamEnded):
@@ -233,8 +268,8 @@ class EngineStream(asyncio.Protocol):
         elif http_status != "200":
             self._end(f"unavailable: the engine's port answers with HTTP status {http_status}")
 
-    def _take_data(self, data: bytes, num_window_bytes: int) -> None:
-        """Gathers bytes into messages, and opens the engine's window again before it is half used."""
+    def _take_data(self, data: bytes | bytearray) -> None:
+        """Gathers bytes into messages."""
         received = self._received
         received += data
         start = 0
@@ -250,32 +285,33 @@ class EngineStream(asyncio.Protocol):
             self._messages.append(engine_pb2.AttachResponse.FromString(bytes(received[start + PREFIX_BYTES : end])))
             start = end
         del received[:start]
-        self._num_unacknowledged += num_window_bytes
-        if self._num_unacknowledged > RECEIVE_WINDOW_BYTES // 4:
-            self._http.acknowledge_received_data(self._num_unacknowledged, self._stream_id)
-            self._num_unacknowledged = 0
+
+    def _acknowledge(self) -> None:
+        """Opens the engine's windows, of the connection and of the stream, again by what was read."""
+        number, self._num_unacknowledged = self._num_unacknowledged, 0
+        self._write_bytes(_format_window_update(0, number) + _format_window_update(self._stream_id, number))
 
     def _advance(self) -> None:
-        """Handles what has come, unless the loop's next turn will."""
+        """Handles what has come, as soon as it is this stream's turn."""
         if not self._has_first.done() and (self._messages or self._fault):
             self._has_first.set_result(None)
-        if self._handler is not None and not self._is_scheduled:
-            self._handle_next(self._handler)
+        if self._handler is not None and not self._has_turn and (self._messages or self._fault):
+            self._has_turn = True
+            self._turns.run(self._handle_next)
 
-    def _handle_next(self, handler: Callable[[engine_pb2.AttachResponse], None]) -> None:
+    def _handle_next(self) -> None:
         """Handles one message; the end is told after the last."""
-        self._is_scheduled = False
-        if self._messages:
+        if self._messages and self._handler is not None:
             message = self._messages.popleft()
             try:
-                handler(message)
+                self._handler(message)
             except Exception:
                 # The data plane deals with an engine's faults itself; what comes here is our own, and costs this stream.
                 logger.exception("stream to %s: a message could not be handled", self._authority)
                 self.cancel("a message could not be handled")
+        self._has_turn = False
         if self._messages:
-            self._is_scheduled = True
-            self._loop.call_soon(self._handle_next, handler)
+            self._advance()
         elif self._fault and not self._closed.done():
             self._closed.set_result(self._fault)
 
@@ -299,7 +335,9 @@ class EngineStream(asyncio.Protocol):
         self._write_frames()
 
     def _write_frames(self) -> None:
-        data = self._http.data_to_send()
+        self._write_bytes(self._http.data_to_send())
+
+    def _write_bytes(self, data: bytes) -> None:
         if data and self._transport is not None and not self._transport.is_closing():
             self._traffic.num_bytes_down += len(data)
             self._transport.write(data)
@@ -317,12 +355,18 @@ class EngineStream(asyncio.Protocol):
         self._advance()
 
 
-async def connect(address: str, traffic: LinkTraffic, tls: PeerTls | None = None) -> EngineStream:
+def _format_window_update(stream_id: int, num_bytes: int) -> bytes:
+    """Formats an HTTP/2 frame: 4 bytes of type WINDOW_UPDATE (8), without flags. Source: RFC 9113, section 6.9."""
+    return b"\0\0\4\x08\0" + stream_id.to_bytes(4, "big") + num_bytes.to_bytes(4, "big")
+
+
+async def connect(address: str, traffic: LinkTraffic, turns: Turns, tls: PeerTls | None = None) -> EngineStream:
     """Connects to an engine and begins the call.
 
     Args:
         address: host:port; an IPv6 host stands in brackets.
         traffic: Where its bytes are counted.
+        turns: The loop's, for messages of all streams.
         tls: How the stream is encrypted; None: it is not.
 
     Raises:
@@ -332,7 +376,7 @@ async def connect(address: str, traffic: LinkTraffic, tls: PeerTls | None = None
     host, _, port = address.rpartition(":")
     try:
         _, stream = await loop.create_connection(
-            lambda: EngineStream(address, traffic, loop, is_encrypted=tls is not None),
+            lambda: EngineStream(address, traffic, turns, loop, is_encrypted=tls is not None),
             host.removeprefix("[").removesuffix("]"),
             int(port),
             ssl=tls.context if tls else None,

@@ -1,5 +1,7 @@
 """From a checked body to a request for the data plane: the one path of HTTP and gRPC.
 
+Of requests that come at once each is prepared in a turn of the loop of its own, so that tokens go out in between.
+
 Here is what needs to know the model: its name, its template and tokenizer, its vocabulary and length, and the defaults
 that its files give for sampling fields that the client leaves out.
 """
@@ -20,6 +22,7 @@ from sluice_router.output import OutputSettings
 from sluice_router.requests import NewRequest
 from sluice_router.structured_output import check_constraint, find_constraint
 from sluice_router.text.chat_template import ChatTemplateError
+from sluice_router.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,6 +117,7 @@ class Preparer:
         self._plane = plane
         self._text = text
         self._metrics = metrics
+        self._turns = Turns()
 
     async def prepare_completion(self, body: CompletionBody, caller: Caller) -> PreparedRequest:
         """Prepares a completion.
@@ -123,6 +127,7 @@ class Preparer:
             ModelNotFoundError: Another model is asked for.
         """
         self.check_model(body.model)
+        await self._turns.wait()
         if isinstance(body.prompt, str):
             started_s = time.perf_counter()
             ids = await self._text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
@@ -135,6 +140,7 @@ class Preparer:
     async def prepare_chat(self, body: ChatBody, caller: Caller) -> PreparedRequest:
         """Prepares a chat; see ``prepare_completion``."""
         self.check_model(body.model)
+        await self._turns.wait()
         started_s = time.perf_counter()
         prompt = self._render(body)
         # Templates write BOS themselves.

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import grpc
 import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import RequestReceived
 
 from sluice.v1 import engine_pb2, engine_pb2_grpc
 from sluice_router import engine_stream
 from sluice_router.engine_stream import EngineStream, StreamEndedError, connect
 from sluice_router.metrics import LinkTraffic
+from sluice_router.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -44,8 +48,10 @@ async def serving(serve: Serve) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def calling(address: str, traffic: LinkTraffic | None = None) -> AsyncIterator[EngineStream]:
-    stream = await connect(address, traffic or LinkTraffic())
+async def calling(
+    address: str, traffic: LinkTraffic | None = None, turns: Turns | None = None
+) -> AsyncIterator[EngineStream]:
+    stream = await connect(address, traffic or LinkTraffic(), turns or Turns())
     try:
         yield stream
     finally:
@@ -129,6 +135,66 @@ async def test_burst_is_handled_one_message_per_turn_of_the_loop():
         assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(seen))
 
 
+async def test_engines_with_bursts_are_handled_in_turn():
+    """One message of all engines per turn of the loop, and no engine waits for another's burst."""
+
+    async def burst(_requests, _context):
+        for index in range(10):
+            yield make_message(index)
+
+    turns = Turns()
+    async with (
+        serving(burst) as first,
+        serving(burst) as second,
+        calling(first, turns=turns) as one,
+        calling(second, turns=turns) as other,
+    ):
+        await one.read_first()
+        await other.read_first()
+        # Let the rest arrive, so that it lies in the streams' queues.
+        await asyncio.sleep(0.2)
+        seen: list[str] = []
+        async with asyncio.timeout(20):
+            await asyncio.gather(
+                one.serve(lambda _message: seen.append("one")), other.serve(lambda _message: seen.append("other"))
+            )
+        # The first one begins a message early, and so ends one early.
+        assert seen[1:-1] == ["one", "other"] * 8
+
+
+class PaddingEngine(asyncio.Protocol):
+    """Sends messages in padded frames, which gRPC's own server never does."""
+
+    def __init__(self, num_messages: int) -> None:
+        self._num_messages = num_messages
+        self._http = H2Connection(H2Configuration(client_side=False))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._http.initiate_connection()
+
+    def data_received(self, data: bytes) -> None:
+        for event in self._http.receive_data(data):
+            if isinstance(event, RequestReceived):
+                self._http.send_headers(1, [(":status", "200"), ("content-type", "application/grpc")])
+                for index in range(self._num_messages):
+                    body = make_message(index).SerializeToString()
+                    # Every other frame is one that needs no look from h2.
+                    padding = 100 if index % 2 else None
+                    self._http.send_data(1, b"\0" + len(body).to_bytes(4, "big") + body, pad_length=padding)
+                self._http.send_headers(1, [("grpc-status", "0")], end_stream=True)
+        self._transport.write(self._http.data_to_send())
+
+
+async def test_padded_and_plain_frames_are_the_same_stream():
+    server = await asyncio.get_running_loop().create_server(lambda: PaddingEngine(20), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, calling(f"127.0.0.1:{port}") as stream:
+        messages, fault = await gather(stream)
+        assert [message.slots[0] for message in messages] == list(range(20))
+        assert fault == "the engine ended the stream"
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 3, 7])
 async def test_messages_cut_anywhere_are_put_together(chunk_bytes):
     """Whatever the pieces in which the network delivers, the messages are the same."""
@@ -201,7 +267,7 @@ async def test_port_that_speaks_something_else_is_a_fault(answer):
 
 async def test_port_that_nobody_listens_on_is_a_fault():
     with pytest.raises(StreamEndedError, match="unavailable"):
-        await connect("127.0.0.1:1", LinkTraffic())
+        await connect("127.0.0.1:1", LinkTraffic(), Turns())
 
 
 async def test_compressed_message_ends_the_stream():

@@ -59,5 +59,5 @@ makes this page and its plots anew from the traces in `../shared/data/traces` (`
 rate at which 90 % of the requests meet both objectives, the mean over seeds ± their standard deviation; ratios are paired by seed.
 *Tuned* systems are the best of a grid by goodput, chosen at other seeds than those reported: aggregation over chunk sizes 256 to 2048,
 disaggregation over ratios 1:3 to 3:1, both by round robin and by least work; TaiChi over its three sliders. A weak baseline
-proves nothing.
+proves nothing. Where a tuned cell has bands, they are of a search over TaiChi's sliders alone: tuned TaiChi beside the untuned others.
 """

@@ -69,7 +69,7 @@ class GoodputCell:
         taichi: With the paper's sliders.
         paper: What the paper states.
         expected: Bands with the paper's sliders.
-        expected_tuned: Bands of the ratios between tuned systems.
+        expected_tuned: Bands of tuned TaiChi's ratios over the paper's baselines (simulation.md, section 6).
         notes: What differs from the paper and why.
     """
 

@@ -15,6 +15,7 @@ from sluice_core.sim.counters import EngineCounters
 from sluice_core.sim.decode_batch import DecodeBatch
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.prefills import PrefillQueue
+from sluice_core.sim.prefix_cache import KvTable, PrefixCache
 from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.setup import EngineSetup
 
@@ -32,8 +33,10 @@ class SimEngine:
         joins_end_ttft: TTFT ends when a request joins its first decode batch.
         schedules_ahead: What an iteration may hold was decided when the one before it began: requests that came and
             blocks that became free since then are not in it.
+        hash_block_tokens: See ``SimOptions``.
 
     Attributes:
+        cache: Its blocks, with prefix reuse; None: without.
         counters: What it has done.
         prefills: Its prefills.
         batch: Its decodes.
@@ -56,6 +59,7 @@ class SimEngine:
         "_profile",
         "_schedules_ahead",
         "batch",
+        "cache",
         "counters",
         "duration_s",
         "ends_at_s",
@@ -84,12 +88,16 @@ class SimEngine:
         *,
         joins_end_ttft: bool = False,
         schedules_ahead: bool = False,
+        hash_block_tokens: int | None = None,
     ) -> None:
         self.setup = setup
         self.engine_id: EngineId = setup.engine_id
         self.role: Role = setup.role
         self.counters = EngineCounters()
-        self.prefills = PrefillQueue(setup, batching)
+        self.cache: PrefixCache | None = None
+        if hash_block_tokens is not None:
+            self.cache = PrefixCache(setup.kv_blocks_total, setup.block_size_tokens, hash_block_tokens)
+        self.prefills = PrefillQueue(setup, batching, self.cache)
         self.batch = DecodeBatch(setup)
         self.is_draining = False
         self.is_dead = False
@@ -147,16 +155,41 @@ class SimEngine:
         self.num_incoming += 1
         self.note_change()
 
+    def begin_pull(self, request: SimRequest) -> int:
+        """Take the granted blocks, or refer to those that still are here of the request's tokens.
+
+        Returns:
+            Tokens that need not be moved.
+        """
+        cache = self.cache
+        if cache is None:
+            return 0
+        index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
+        found = cache.look_up(index, prompt_tokens, hashes, prompt_tokens + request.generated_tokens - 1)
+        self.granted_blocks -= len(found)
+        self.used_blocks += cache.count_idle(found)
+        request.table = cache.open(index, prompt_tokens, hashes, found)
+        cache.reserve(request.table, request.num_blocks)
+        self.note_change()
+        return len(found) * self.setup.block_size_tokens
+
     def receive(self, request: SimRequest) -> None:
         """Take a request over whose KV has arrived; it joins at the next iteration boundary."""
-        self.granted_blocks -= request.num_blocks
-        self.used_blocks += request.num_blocks
+        num_moved = self._count_moved(request)
+        self.granted_blocks -= num_moved
+        self.used_blocks += num_moved
+        if self.cache is not None and request.table is not None:
+            self.cache.settle(request.table, request.prompt_tokens + request.generated_tokens - 1)
         self._arrived.append(request)
         self.note_change()
 
     def recompute_arrival(self, request: SimRequest) -> None:
         """Take a request over whose KV will not arrive: it is recomputed here."""
-        self.granted_blocks -= request.num_blocks
+        num_moved = self._count_moved(request)
+        self.granted_blocks -= num_moved
+        if self.cache is not None and request.table is not None:
+            self.used_blocks += num_moved - self.cache.release(request.table)
+            request.table = None
         self.num_incoming -= 1
         request.num_blocks = 0
         request.state = RequestState.QUEUED
@@ -168,6 +201,8 @@ class SimEngine:
         request = self.batch[request_id]
         self.batch.leave(request, now)
         self.pinned_blocks += request.num_blocks
+        self._settle(request)
+        request.source_table, request.table = request.table, None
         self.note_change()
         return request
 
@@ -179,21 +214,29 @@ class SimEngine:
     def resume(self, request: SimRequest) -> None:
         """Take a request back that was handed off and has not left; it joins at the next iteration boundary."""
         self.pinned_blocks -= request.num_blocks
+        request.table, request.source_table = request.source_table, None
         self.num_incoming += 1
         self._arrived.append(request)
         self.note_change()
 
-    def release(self, num_blocks: int) -> None:
-        """Free the KV of a request that was handed off."""
+    def release(self, num_blocks: int, table: KvTable | None) -> None:
+        """Free the KV of a request that was handed off.
+
+        Args:
+            num_blocks: Blocks that it held.
+            table: What they are, with prefix reuse.
+        """
         self.pinned_blocks -= num_blocks
-        self._free(num_blocks)
+        self._free(num_blocks, table)
         self.note_change()
 
     def clear(self, now: float) -> list[SimRequest]:
         """Die: returns every request that ran or waited here; the iteration under way yields nothing."""
         self.is_dead = True
         waiting, computing = self.prefills.clear()
-        self.counters.num_lost_prefill_tokens += sum(request.num_computed_tokens for request in computing)
+        self.counters.num_lost_prefill_tokens += sum(
+            request.num_computed_tokens - request.num_cached_tokens for request in computing
+        )
         if self.is_running:
             self.counters.num_lost_prefill_tokens -= self.prefills.num_tokens
         last_token_s = self.ends_at_s - self.duration_s if self.is_running else now
@@ -234,6 +277,8 @@ class SimEngine:
             if need > self.free_blocks - prefills.unseen_blocks:
                 need = self._preempt(now)
             self.used_blocks += need
+            if self.cache is not None:
+                self.cache.take(need)
         work2 = self._schedule_prefills(now)
         num_tokens = batch.num_decodes + prefills.num_tokens
         if num_tokens == 0:
@@ -277,7 +322,8 @@ class SimEngine:
             completing, self.prefills.completing = self.prefills.completing, []
             for request in completing:
                 self._complete(request, now)
-        self.batch.decodes.kv_blocks_held = self.used_blocks - self.pinned_blocks
+        # Handed-off requests may share blocks of a common prefix, which are then pinned twice.
+        self.batch.decodes.kv_blocks_held = max(0, self.used_blocks - self.pinned_blocks)
 
     def note_change(self) -> None:
         """Note that the load is no longer what was last reported."""
@@ -297,7 +343,7 @@ class SimEngine:
         load.decode_context_tokens = self.batch.context_tokens
         load.kv_blocks_used = self.used_blocks
         load.kv_blocks_granted = self.granted_blocks
-        load.kv_blocks_pinned = self.pinned_blocks
+        load.kv_blocks_pinned = min(self.used_blocks, self.pinned_blocks)
         load.iteration_remaining_s = self.ends_at_s - now if self.is_running else 0.0
         return load
 
@@ -308,6 +354,8 @@ class SimEngine:
         assert not self._arrived, self.engine_id
         assert self.num_incoming == 0, self.engine_id
         assert self.used_blocks == self.pinned_blocks == self.granted_blocks == 0, self.engine_id
+        if self.cache is not None:
+            self.cache.check_idle()
 
     # --- what an iteration does to requests --------------------------------------------------------------------
 
@@ -340,7 +388,7 @@ class SimEngine:
         """Take the token in that the end of a prefill yields."""
         request.generated_tokens += 1
         self.counters.num_output_tokens += 1
-        self.counters.num_completed_prefill_tokens += request.prefill_tokens
+        self.counters.num_completed_prefill_tokens += request.prefill_tokens - request.num_cached_tokens
         if request.first_token_s < 0.0:
             request.first_token_s = now
         else:
@@ -369,10 +417,21 @@ class SimEngine:
         """Free what a request held that has its last token."""
         request.state = RequestState.FINISHED
         request.last_token_s = now
-        self._free(request.num_blocks)
+        self._settle(request)
+        self._free(request.num_blocks, request.table)
         self.finished.append(request)
 
-    def _free(self, num_blocks: int) -> None:
+    def _settle(self, request: SimRequest) -> None:
+        if self.cache is not None and request.table is not None:
+            self.cache.settle(request.table, request.prompt_tokens + request.generated_tokens - 1)
+
+    def _count_moved(self, request: SimRequest) -> int:
+        """Count the blocks of a request on its way here that were not here already."""
+        return request.num_blocks - (0 if request.table is None else request.table.num_found)
+
+    def _free(self, num_blocks: int, table: KvTable | None) -> None:
+        if self.cache is not None and table is not None:
+            num_blocks = self.cache.release(table)
         self.used_blocks -= num_blocks
         self.has_freed_blocks = True
         if self._schedules_ahead:
@@ -391,7 +450,7 @@ class SimEngine:
             self.batch.leave(victim, victim.last_token_s if is_new_here else now)
             if is_new_here:
                 self._joined.remove(victim)
-            self.used_blocks -= victim.num_blocks
+            self.used_blocks -= self._give_up(victim)
             victim.num_blocks = 0
             victim.num_preemptions += 1
             victim.state = RequestState.QUEUED
@@ -399,6 +458,13 @@ class SimEngine:
             self._enqueue(victim, RequestKind.RECOMPUTE)
             need = self.batch.count_growth_blocks()
         return need
+
+    def _give_up(self, victim: SimRequest) -> int:
+        """Free the blocks of a preempted decode; returns how many are free now."""
+        if self.cache is None or victim.table is None:
+            return victim.num_blocks
+        self._settle(victim)
+        return self.cache.release(victim.table)
 
     def _pick_victim(self) -> SimRequest:
         """Pick the decode that comes last in the batch policy's order; of equals the one that arrived last."""

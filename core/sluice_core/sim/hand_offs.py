@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.records import MoveCause, MoveProposal, Role
 from sluice_core.sim.engine import SimEngine
+from sluice_core.sim.prefix_cache import KvTable
 from sluice_core.sim.requests import RequestState, SimRequest
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Move:
         num_blocks: KV blocks to reserve.
     """
 
-    __slots__ = ("cause", "is_granted", "num_blocks", "number", "request", "source", "stay", "target")
+    __slots__ = ("cause", "is_granted", "num_blocks", "number", "request", "source", "stay", "table", "target")
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class Move:
         self.cause = cause
         self.num_blocks = num_blocks
         self.is_granted = False
+        self.table: KvTable | None = None  # what the source holds, with prefix reuse
 
 
 class HandOffs:
@@ -128,7 +130,7 @@ class HandOffs:
             elif step is Step.SUBMIT or step is Step.NOTICE:
                 self._has_lost_its_way(move)
             elif step is Step.JOIN:
-                self._simulation.hold(move.request)
+                self._simulation.recover(move.request)
 
     def _ask(self, source: SimEngine, proposal: MoveProposal) -> None:
         simulation = self._simulation
@@ -181,7 +183,7 @@ class HandOffs:
         elif step is Step.JOIN:
             move.target.receive(move.request)
         elif not move.source.is_dead:
-            move.source.release(move.num_blocks)
+            move.source.release(move.num_blocks, move.table)
 
     def _grant(self, move: Move) -> None:
         target = move.target
@@ -215,6 +217,7 @@ class HandOffs:
             self._cancel(move)
             return
         move.source.hand_off(request.request_id, self._simulation.now)
+        move.table = request.source_table
         target.granted_blocks += more
         move.num_blocks += more
         assert move.num_blocks == request.num_blocks
@@ -243,9 +246,9 @@ class HandOffs:
         request, source, target = move.request, move.source, move.target
         if target.is_dead:
             if not source.is_dead:
-                source.release(move.num_blocks)
+                source.release(move.num_blocks, move.table)
                 self._simulation.kick(source)
-            self._simulation.hold(request)
+            self._simulation.recover(request)
             return True
         if source.is_dead:
             target.recompute_arrival(request)

@@ -67,6 +67,8 @@ class RunSummary:
         num_preemptions: Preemptions.
         transfer_share: Share of the requests' time that went into transfers.
         engines: Use of each engine.
+        num_queried_tokens: Tokens of the prompts that were looked up in a prefix cache; 0 without prefix reuse.
+        num_hit_tokens: Of these, tokens that were found.
     """
 
     num_requests: int
@@ -85,6 +87,8 @@ class RunSummary:
     num_preemptions: int
     transfer_share: float
     engines: tuple[EngineUse, ...]
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
 
     @property
     def attainment(self) -> float:
@@ -110,6 +114,7 @@ def summarize(simulation: Simulation) -> RunSummary:
     tpots_s = [(request, request.tpot_s) for request in finished]
     longest = list_longest_tenth(requests)
     served_s = sum(request.last_token_s - request.arrival_s for request in finished)
+    caches = [engine.cache for engine in simulation.engines if engine.cache is not None]
     return RunSummary(
         num_requests=len(requests),
         duration_s=simulation.now,
@@ -127,6 +132,8 @@ def summarize(simulation: Simulation) -> RunSummary:
         num_preemptions=sum(engine.counters.num_preemptions for engine in simulation.engines),
         transfer_share=simulation.transfer_s / served_s if served_s > 0 else 0.0,
         engines=tuple(_describe_use(engine, simulation.now) for engine in simulation.engines),
+        num_queried_tokens=sum(cache.num_queried_tokens for cache in caches),
+        num_hit_tokens=sum(cache.num_hit_tokens for cache in caches),
     )
 
 
@@ -169,6 +176,7 @@ def make_report(runs: Sequence[RunSummary]) -> dict[str, object]:
     ttfts_s = sorted(value for run in runs for value in run.ttfts_s)
     tpots_s = sorted(value for run in runs for value in run.tpots_s)
     first = runs[0]
+    num_queried_tokens = sum(run.num_queried_tokens for run in runs)
     return {
         "attainment": statistics.fmean(run.attainment for run in runs),
         "attainment_per_seed": [run.attainment for run in runs],
@@ -183,6 +191,7 @@ def make_report(runs: Sequence[RunSummary]) -> dict[str, object]:
         "preemptions": sum(run.num_preemptions for run in runs),
         "rejected": sum(run.num_rejected for run in runs),
         "requests": sum(run.num_requests for run in runs),
+        "prefix_hit_rate": sum(run.num_hit_tokens for run in runs) / num_queried_tokens if num_queried_tokens else None,
         "transfer_share": statistics.fmean(run.transfer_share for run in runs),
         "engine_use": [
             {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from sluice_core.batching import BatchLimits, BatchPolicy, EngineBatch, RequestKind
+from sluice_core.sim.prefix_cache import PrefixCache
 from sluice_core.sim.requests import SimRequest
 from sluice_core.sim.setup import EngineSetup
 
@@ -21,6 +22,7 @@ class PrefillQueue:
     Args:
         setup: What the engine is.
         batching: What an iteration may hold.
+        cache: The engine's blocks, with prefix reuse; None: without.
 
     Attributes:
         batch: What the batch policy sees; the engine keeps its settings up to date.
@@ -38,6 +40,7 @@ class PrefillQueue:
     __slots__ = (
         "_batching",
         "_block_size",
+        "_cache",
         "_started",
         "_unseen",
         "_waiting",
@@ -53,7 +56,7 @@ class PrefillQueue:
         "unseen_blocks",
     )
 
-    def __init__(self, setup: EngineSetup, batching: BatchPolicy) -> None:
+    def __init__(self, setup: EngineSetup, batching: BatchPolicy, cache: PrefixCache | None = None) -> None:
         self.batch = EngineBatch(
             chunk_size_tokens=setup.chunk_size_tokens,
             last_chunk_size_tokens=setup.chunk_size_tokens,
@@ -70,6 +73,7 @@ class PrefillQueue:
         self.returned: list[SimRequest] = []
         self.unseen_blocks = 0
         self._batching = batching
+        self._cache = cache
         self._block_size = setup.block_size_tokens
         self._waiting: list[_Waiting] = []
         self._started: list[SimRequest] = []
@@ -84,7 +88,7 @@ class PrefillQueue:
             is_unseen: It came after the next iteration was decided on: it waits for ``see``.
         """
         request.kind = kind
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_cached_tokens = 0
         request.prefill_tokens = tokens = request.prompt_tokens + request.generated_tokens
         first, second = self._batching.order_key(kind, request.arrival_s, request.priority)
         request.order = (first, second, request.index)
@@ -183,6 +187,9 @@ class PrefillQueue:
         self.num_tokens += tokens
         self.num_chunks += 1
         self.queued_tokens -= tokens
+        if self._cache is not None:
+            assert request.table is not None
+            self._cache.extend(request.table, after)
         if after == request.prefill_tokens:
             self.num_queued -= 1
             self._count_kind(request.kind, -1)
@@ -202,10 +209,32 @@ class PrefillQueue:
         if limits.hides(request.kind):
             return False
         blocks = -(-request.prefill_tokens // self._block_size)
-        if self.reserved_blocks + blocks > free_blocks - self.unseen_blocks:
+        room = free_blocks - self.unseen_blocks - self.reserved_blocks
+        if self._cache is None:
+            if blocks > room:
+                return False
+            self.reserved_blocks += blocks
+        elif not self._reuse(request, self._cache, blocks, room):
             return False
         request.num_blocks = blocks
-        self.reserved_blocks += blocks
+        return True
+
+    def _reuse(self, request: SimRequest, cache: PrefixCache, blocks: int, room: int) -> bool:
+        """Reserve the blocks of a prompt that may have some of them in the cache; False when there are not enough."""
+        index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
+        found = cache.look_up(index, prompt_tokens, hashes, request.prefill_tokens - 1)
+        need = blocks - len(found) + cache.count_idle(found)
+        if need > room:
+            return False
+        self.reserved_blocks += need
+        tokens = len(found) * self._block_size
+        request.table = cache.open(index, prompt_tokens, hashes, found)
+        request.num_computed_tokens = request.num_cached_tokens = tokens
+        self.queued_tokens -= tokens
+        self.queued_work2 -= tokens * tokens
+        if request.kind is RequestKind.NEW_PROMPT:
+            cache.num_queried_tokens += prompt_tokens
+            cache.num_hit_tokens += tokens
         return True
 
     def _return_new_prompts(self) -> None:

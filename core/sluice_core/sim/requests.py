@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 from sluice_core.batching import RequestKind
 from sluice_core.records import EngineId, PrefillRequest, RequestId
+from sluice_core.sim.prefix_cache import KvTable
 from sluice_core.sim.setup import Arrival
 
 
@@ -26,12 +28,15 @@ class SimRequest:
 
     Attributes:
         num_computed_tokens: Tokens of its prefill (or recompute) that have KV on the engine.
-        prefill_tokens: Tokens that this prefill (or recompute) computes.
+        num_cached_tokens: Of these, tokens that were found there and not computed.
+        prefill_tokens: Tokens of this prefill (or recompute).
         generated_tokens: Output tokens so far; while it decodes as of the last time it joined a decode batch.
         reset_tokens: Output tokens when its length was last reset (Algorithm 1).
         born_at: While it decodes: iteration of the engine at which it had no output.
         stay: Counts how often it left a decode batch: tells entries about an earlier stay from those of this one.
         num_blocks: Blocks that it holds while it does not decode.
+        table: What these are where it is or goes, with prefix reuse.
+        source_table: The same where it was handed off, until its KV is released there.
         is_leaving: While it decodes: a move was proposed and not yet begun or given up.
         first_token_s: End of TTFT; -1 before.
         has_missed_ttft: TTFT was over before the first token, as ``Deadlines`` noticed.
@@ -40,6 +45,7 @@ class SimRequest:
 
     __slots__ = (
         "arrival_s",
+        "block_hashes",
         "born_at",
         "first_token_s",
         "generated_tokens",
@@ -50,6 +56,7 @@ class SimRequest:
         "kind",
         "last_token_s",
         "num_blocks",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_moves",
         "num_preemptions",
@@ -62,8 +69,10 @@ class SimRequest:
         "reset_tokens",
         "slo",
         "source",
+        "source_table",
         "state",
         "stay",
+        "table",
         "target",
         "tpot_slo_s",
         "ttft_slo_s",
@@ -83,6 +92,7 @@ class SimRequest:
         self.kind = RequestKind.NEW_PROMPT
         self.order: tuple[int, float, int] = (0, 0.0, 0)
         self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
         self.prefill_tokens = 0
         self.generated_tokens = 0
         self.reset_tokens = 0
@@ -96,6 +106,9 @@ class SimRequest:
         self.is_moved_in = False
         self.num_moves = 0
         self.num_preemptions = 0
+        self.block_hashes = arrival.block_hashes
+        self.table: KvTable | None = None
+        self.source_table: KvTable | None = None
         self.source: EngineId | None = None
         self.target: EngineId | None = None
 
@@ -130,3 +143,30 @@ class SimRequest:
             is_recovery=self.first_token_s >= 0.0,
             next_token_due_s=self.first_token_s + self.tpot_slo_s * self.generated_tokens,
         )
+
+
+def check_arrivals(requests: Sequence[SimRequest], hash_block_tokens: int | None) -> None:
+    """Check the requests of a run.
+
+    Args:
+        requests: In the order in which they were given.
+        hash_block_tokens: See ``SimOptions``.
+
+    Raises:
+        ValueError: Out of order, without tokens, or with hashes for another prompt than theirs.
+    """
+    last_s = 0.0
+    for request in requests:
+        if request.arrival_s < last_s or request.prompt_tokens < 1 or request.output_tokens < 1:
+            raise ValueError(
+                f"request {request.request_id} at {request.arrival_s} s after one at {last_s} s, with "
+                f"{request.prompt_tokens} prompt and {request.output_tokens} output tokens: "
+                f"arrivals are in order, with at least 1 token each"
+            )
+        last_s = request.arrival_s
+        num_hashes = len(request.block_hashes)
+        if hash_block_tokens and num_hashes and num_hashes != -(-request.prompt_tokens // hash_block_tokens):
+            raise ValueError(
+                f"request {request.request_id} has {num_hashes} hashes of {hash_block_tokens} tokens each for "
+                f"{request.prompt_tokens} prompt tokens"
+            )

@@ -43,17 +43,22 @@ class SimOptions:
         counts_decodes: The chunk size counts decodes; False: prefill tokens only (simulation.md, section 2.3).
         schedules_ahead: Engines schedule an iteration while another runs, as vLLM does on GPUs: whatever comes to an
             engine meanwhile waits for both. False: papers, whose simulators know no such delay.
+        hash_block_tokens: Tokens that each of a request's ``block_hashes`` names: requests reuse KV blocks that an engine
+            still has (``sim.prefix_cache``). None: they do not.
 
     Raises:
-        ValueError: Papers' waiting for grants with engines that schedule ahead.
+        ValueError: Papers' waiting for grants with engines that schedule ahead, or hashes of nothing.
     """
 
     no_grant: NoGrant = NoGrant.IN_PLACE
     ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
     counts_decodes: bool = True
     schedules_ahead: bool = False
+    hash_block_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.hash_block_tokens is not None and self.hash_block_tokens < 1:
+            raise ValueError(f"a hash names {self.hash_block_tokens} tokens; at least 1 is needed")
         if self.schedules_ahead and self.no_grant is NoGrant.WAIT:
             raise ValueError("engines that schedule ahead do not wait for grants: no_grant is in_place")
 
@@ -124,6 +129,8 @@ class Arrival:
         output_tokens: Answer length, at least 1; no policy sees it.
         slo: Its objectives.
         priority: Higher goes first.
+        block_hashes: One for each ``SimOptions.hash_block_tokens`` of the prompt, a partial block at its end included. It
+            names these tokens and all before them: equal ones mean equal prompts up to there. Empty: unlike any other.
     """
 
     at_s: float
@@ -131,6 +138,7 @@ class Arrival:
     output_tokens: int
     slo: Slo
     priority: int = 0
+    block_hashes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

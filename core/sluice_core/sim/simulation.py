@@ -25,7 +25,7 @@ from sluice_core.sim.deadlines import Deadlines
 from sluice_core.sim.engine import SimEngine
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.hand_offs import HandOffs, Move
-from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals
 from sluice_core.sim.setup import AddEngine, Arrival, Cell, ClusterEvent, Configure, EngineSetup, Fail, NoGrant, TtftEnd
 from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
@@ -77,7 +77,7 @@ class Simulation:
         self.num_arrived = 0
         self.num_missed = 0
         self.transfer_s = 0.0
-        self._check_arrivals()
+        check_arrivals(self.requests, cell.options.hash_block_tokens)
         rng = random.Random(cell.seed)  # noqa: S311 - breaks ties
         self._rng = rng
         self._placement = cell.strategy.make_placement(cell.parameters, rng, num_records=0)
@@ -172,20 +172,11 @@ class Simulation:
             if not engine.is_dead:
                 engine.check_idle()
         if all(request.num_preemptions == 0 for request in self.requests):
-            assert sum(engine.counters.num_completed_prefill_tokens for engine in self.engines) >= num_recomputed
+            num_completed = sum(engine.counters.num_completed_prefill_tokens for engine in self.engines)
+            num_found = sum(engine.cache.num_hit_tokens for engine in self.engines if engine.cache is not None)
+            assert num_completed + num_found >= num_recomputed
 
     # --- arrivals and placement --------------------------------------------------------------------------------
-
-    def _check_arrivals(self) -> None:
-        last_s = 0.0
-        for request in self.requests:
-            if request.arrival_s < last_s or request.prompt_tokens < 1 or request.output_tokens < 1:
-                raise ValueError(
-                    f"request {request.request_id} at {request.arrival_s} s after one at {last_s} s, with "
-                    f"{request.prompt_tokens} prompt and {request.output_tokens} output tokens: "
-                    f"arrivals are in order, with at least 1 token each"
-                )
-            last_s = request.arrival_s
 
     def _arrive(self, request: SimRequest) -> None:
         """Take a request in; one that no engine can ever hold is rejected."""
@@ -202,8 +193,13 @@ class Simulation:
     def hold(self, request: SimRequest) -> None:
         """Keep a request at the router until it is placed."""
         request.state = RequestState.WAITING
-        request.target = None
+        request.target = request.table = None
         self._held[request.request_id] = request.describe_prefill()
+
+    def recover(self, request: SimRequest) -> None:
+        """Keep a request that has lost its engine until it is placed again."""
+        self.hold(request)
+        self._schedule_retry()
 
     def _schedule_retry(self) -> None:
         if not self._is_retry_due:
@@ -381,7 +377,11 @@ class Simulation:
         self.num_moves[cause] += 1
         link = source.setup.link
         name = link.name or source.engine_id
-        num_bytes = (request.prompt_tokens + request.generated_tokens - 1) * source.setup.kv_bytes_per_token
+        num_tokens = request.prompt_tokens + request.generated_tokens - 1
+        if self.cell.options.hash_block_tokens is not None:
+            assert request.target is not None
+            num_tokens -= self._by_id[request.target].begin_pull(request)
+        num_bytes = num_tokens * source.setup.kv_bytes_per_token
         free_at_s = self._link_free_at_s.get(name, 0.0)
         self._link_free_at_s[name], arrives_at_s = link.speed.schedule(self.now, free_at_s, num_bytes)
         self.transfer_s += arrives_at_s - self.now
@@ -397,11 +397,10 @@ class Simulation:
         source = None if request.source is None else self._by_id.get(request.source)
         target = None if request.target is None else self._by_id.get(request.target)
         if source is not None:
-            source.release(request.num_blocks)
+            source.release(request.num_blocks, request.source_table)
         if target is None:
             # The target has died meanwhile: the router recovers the request.
-            self.hold(request)
-            self._schedule_retry()
+            self.recover(request)
         elif source is None:
             target.recompute_arrival(request)
             self.kick(target)
@@ -429,6 +428,7 @@ class Simulation:
             self._changed,
             joins_end_ttft=joins_end_ttft,
             schedules_ahead=self.cell.options.schedules_ahead,
+            hash_block_tokens=self.cell.options.hash_block_tokens,
         )
         self.engines.append(engine)
         self._by_id[setup.engine_id] = engine

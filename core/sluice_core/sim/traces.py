@@ -4,7 +4,8 @@ Four formats, told apart by their first line:
 
 - ours: CSV with ``[arrival_s,] [class,] input_tokens, output_tokens [, ttft_slo_s]``;
 - Azure's public traces: CSV with ``TIMESTAMP,ContextTokens,GeneratedTokens``;
-- Mooncake's: a JSON object per line with ``timestamp`` (milliseconds), ``input_length``, ``output_length``;
+- Mooncake's: a JSON object per line with ``timestamp`` (milliseconds), ``input_length``, ``output_length``, and where
+  asked for ``hash_ids``, an id for each 512 tokens of the prompt;
 - request logs of vLLM and OpenAI-compatible gateways: a JSON object per line with ``prompt_tokens`` and
   ``completion_tokens``, at its top or under ``usage``, and ``timestamp`` or ``created`` (seconds since 1970, or ISO 8601).
   Gateways write when they are done, so the lines need not be in the order of the times.
@@ -23,8 +24,10 @@ _REQUIRED = ("input_tokens", "output_tokens")
 _KNOWN = (*_REQUIRED, "arrival_s", "class", "ttft_slo_s")
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOONCAKE = ("timestamp", "input_length", "output_length")
+HASH_BLOCK_TOKENS = 512  # Mooncake, FAST25-release/traces
 _MOST_SECONDS = 1e11  # of a time since 1970: the year 5138; what is more are milliseconds
 _MOST_TOKENS = 2**31
+_NO_HASHES = "there are no hash_ids, which the reuse of prefixes needs: only Mooncake's format has them"
 
 
 class TraceError(ValueError):
@@ -41,6 +44,7 @@ class TraceRow:
         arrival_s: When it arrived; None: the trace does not say.
         slo_class: Its class; empty without.
         ttft_slo_s: Its own TTFT objective; None: the default.
+        block_hashes: See ``Arrival.block_hashes``: one for each ``HASH_BLOCK_TOKENS``; empty: not asked for.
     """
 
     prompt_tokens: int
@@ -48,15 +52,17 @@ class TraceRow:
     arrival_s: float | None = None
     slo_class: str = ""
     ttft_slo_s: float | None = None
+    block_hashes: tuple[int, ...] = ()
 
 
-def parse_trace(lines: Iterable[str], *, skips_unanswered: bool = False) -> list[TraceRow]:
+def parse_trace(lines: Iterable[str], *, skips_unanswered: bool = False, reads_hashes: bool = False) -> list[TraceRow]:
     """Parse a trace of any of the formats.
 
     Args:
         lines: The lines.
         skips_unanswered: Leave out requests whose answer has 0 tokens, such as failed ones of a log; otherwise they are
             wrong rows.
+        reads_hashes: Every row needs ``hash_ids``; otherwise they are not looked at.
 
     Raises:
         TraceError: Unknown or missing fields, a value that is no number, a count below 1, arrivals out of order, no row.
@@ -66,7 +72,10 @@ def parse_trace(lines: Iterable[str], *, skips_unanswered: bool = False) -> list
     if first is None:
         raise TraceError("line 1: the trace is empty")
     if first[1].lstrip().startswith("{"):
-        rows = _parse_json_lines(chain([first], numbered), skips_unanswered=skips_unanswered)
+        chains = _HashChains() if reads_hashes else None
+        rows = _parse_json_lines(chain([first], numbered), chains, skips_unanswered=skips_unanswered)
+    elif reads_hashes:
+        raise TraceError(f"line {first[0]}: {_NO_HASHES}")
     else:
         rows = _parse_csv(first, numbered, skips_unanswered=skips_unanswered)
     if not rows:
@@ -112,7 +121,9 @@ def _parse_csv(
     return _start_at_zero(rows) if is_azure else rows
 
 
-def _parse_json_lines(numbered: Iterable[tuple[int, str]], *, skips_unanswered: bool) -> list[TraceRow]:
+def _parse_json_lines(
+    numbered: Iterable[tuple[int, str]], chains: _HashChains | None, *, skips_unanswered: bool
+) -> list[TraceRow]:
     rows: list[TraceRow] = []
     is_mooncake: bool | None = None
     for number, line in numbered:
@@ -126,6 +137,8 @@ def _parse_json_lines(numbered: Iterable[tuple[int, str]], *, skips_unanswered: 
         if skips_unanswered and counts.get(names[1]) == 0:
             continue
         row = _make_row(counts, names, number)
+        if chains is not None:
+            row = replace(row, block_hashes=chains.parse(record, row.prompt_tokens, number))
         if is_mooncake:
             arrival_s = _parse_seconds(record, "timestamp", number)
             if arrival_s is None:
@@ -141,6 +154,40 @@ def _parse_json_lines(numbered: Iterable[tuple[int, str]], *, skips_unanswered: 
     if not is_mooncake and rows and rows[0].arrival_s is not None:
         rows.sort(key=_get_arrival_s)
     return _start_at_zero(rows)
+
+
+class _HashChains:
+    """Gives each block of a trace and all before it one number, whether or not its ids do; mutable."""
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int, int], int] = {}
+
+    def parse(self, record: Mapping[str, object], prompt_tokens: int, number: int) -> tuple[int, ...]:
+        """Parse ``hash_ids``.
+
+        Raises:
+            TraceError: Not a list of as many whole numbers as the prompt has blocks.
+        """
+        if "hash_ids" not in record:
+            raise TraceError(f"line {number}: {_NO_HASHES}")
+        ids = record["hash_ids"]
+        num_blocks = -(-prompt_tokens // HASH_BLOCK_TOKENS)
+        if not isinstance(ids, list) or not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+            raise TraceError(f"line {number}: hash_ids is {str(ids)[:80]}, a list of whole numbers is needed")
+        if len(ids) != num_blocks:
+            raise TraceError(
+                f"line {number}: hash_ids has {len(ids)} entries; one is needed for each {HASH_BLOCK_TOKENS} of "
+                f"{prompt_tokens} tokens: {num_blocks}"
+            )
+        chain_numbers: list[int] = []
+        before = -1
+        for position, each in enumerate(ids):
+            tokens = min(HASH_BLOCK_TOKENS, prompt_tokens - position * HASH_BLOCK_TOKENS)
+            before = self._numbers.setdefault((before, each, tokens), len(self._numbers))
+            chain_numbers.append(before)
+        return tuple(chain_numbers)
 
 
 def _parse_object(line: str, number: int) -> Mapping[str, object]:

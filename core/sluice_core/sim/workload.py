@@ -18,7 +18,8 @@ class PoissonWorkload:
     """Lengths of a trace at Poisson arrivals; mutable only in what it has drawn so far.
 
     Lengths are drawn without replacement, independently of the arrivals; a run that needs more than the trace has starts
-    over in a new order.
+    over in a new order. Where rows have hashes their order is what says which prompts are still in a cache: it is kept, from a
+    row on that is drawn, and to a run that starts over all prompts are new ones.
 
     Args:
         rows: The trace.
@@ -34,6 +35,11 @@ class PoissonWorkload:
         self._lengths_rng = random.Random(f"lengths {seed}")  # noqa: S311 - a workload
         self._gaps_rng = random.Random(f"gaps {seed}")  # noqa: S311 - a workload
         self._drawn: list[TraceRow] = []
+        self._first_row = -1
+        self._num_hashes = 0
+        if any(row.block_hashes for row in rows):
+            self._first_row = self._lengths_rng.randrange(len(rows))
+            self._num_hashes = 1 + max(max(row.block_hashes, default=0) for row in rows)
         self._unit_times: list[float] = []
 
     def make_arrivals(self, rate_rps: float, duration_s: float) -> list[Arrival]:
@@ -51,10 +57,11 @@ class PoissonWorkload:
         end = rate_rps * duration_s
         self._draw_until(end)
         arrivals = []
-        for unit_time, row in zip(self._unit_times, self._drawn, strict=False):
+        for index, (unit_time, row) in enumerate(zip(self._unit_times, self._drawn, strict=False)):
             if unit_time > end:
                 break
-            arrivals.append(make_arrival(row, unit_time / rate_rps, self._slo, self._classes))
+            shift = index // len(self._rows) * self._num_hashes
+            arrivals.append(make_arrival(row, unit_time / rate_rps, self._slo, self._classes, shift))
         return arrivals
 
     def _draw_until(self, end: float) -> None:
@@ -63,11 +70,23 @@ class PoissonWorkload:
             last += self._gaps_rng.expovariate(1.0)
             self._unit_times.append(last)
         while len(self._drawn) < len(self._unit_times):
-            self._drawn += self._lengths_rng.sample(self._rows, len(self._rows))
+            if self._first_row >= 0:
+                self._drawn += self._rows[self._first_row :]
+                self._drawn += self._rows[: self._first_row]
+            else:
+                self._drawn += self._lengths_rng.sample(self._rows, len(self._rows))
 
 
-def make_arrival(row: TraceRow, at_s: float, slo: Slo, classes: Mapping[str, SloClass]) -> Arrival:
-    """Make a request of a row of a trace; the row's own TTFT objective wins over its class's."""
+def make_arrival(row: TraceRow, at_s: float, slo: Slo, classes: Mapping[str, SloClass], hash_shift: int = 0) -> Arrival:
+    """Make a request of a row of a trace; the row's own TTFT objective wins over its class's.
+
+    Args:
+        row: The row.
+        at_s: When it arrives.
+        slo: Objectives, unless it has its own.
+        classes: By their names.
+        hash_shift: What its hashes grow by.
+    """
     priority = 0
     slo_class = classes.get(row.slo_class)
     if slo_class is not None:
@@ -80,6 +99,7 @@ def make_arrival(row: TraceRow, at_s: float, slo: Slo, classes: Mapping[str, Slo
         output_tokens=row.output_tokens,
         slo=slo,
         priority=priority,
+        block_hashes=tuple([each + hash_shift for each in row.block_hashes]) if hash_shift else row.block_hashes,
     )
 
 

@@ -78,10 +78,18 @@ class Node:
         """
         archive = self._settings.node / "image.tar"
         write_image(image, archive)
-        done = self._ctr("-n", "k8s.io", "images", "import", str(archive))
+        self.load_archive(archive)
         archive.unlink()
+
+    def load_archive(self, archive: Path) -> None:
+        """Gives containerd an image that was made elsewhere, under the name that the archive has for it.
+
+        Raises:
+            TestbedError: containerd did not take it.
+        """
+        done = self._ctr("-n", "k8s.io", "images", "import", str(archive))
         if done.returncode != 0:
-            raise TestbedError(f"image {image.name}: {done.stderr.strip()}")
+            raise TestbedError(f"image {archive}: {done.stderr.strip()}")
 
     def _ctr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return run_ctr(self._settings, *arguments)

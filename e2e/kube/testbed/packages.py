@@ -6,8 +6,12 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from testbed.errors import MissingError, TestbedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # Debian's package, and a program or file that shows that it is there.
 PACKAGES = {
@@ -23,16 +27,19 @@ PACKAGES = {
 }
 
 
-def install_packages() -> None:
+def install_packages(packages: Mapping[str, str] = PACKAGES) -> None:
     """Installs what is missing with apt.
+
+    Args:
+        packages: Debian's package, and a program or file that shows that it is there.
 
     Raises:
         MissingError: This is not root, or there is no apt.
         TestbedError: apt failed.
     """
     if os.geteuid() != 0:
-        raise MissingError("a real node needs root: containers, network and mounts; run as root, or without the node")
-    missing = [name for name, proof in PACKAGES.items() if not _is_there(proof)]
+        raise MissingError("this needs root: containers, network and mounts; run as root, or without a real node")
+    missing = [name for name, proof in packages.items() if not _is_there(proof)]
     if not missing:
         return
     if shutil.which("apt-get") is None:

@@ -83,10 +83,11 @@ def install_environment(part: str, folder: Path) -> Path:
     if len(wheels) != 1:
         raise MissingError(f"{WHEELS} holds {len(wheels)} wheels instead of one; run `make build/compiled/stamp`")
     uv = Path(sys.executable).with_name("uv")
-    install = [str(uv), "pip", "install", "--quiet", "--python", str(folder / "bin" / "python"), "--no-deps"]
+    python = ("--python", str(folder / "bin" / "python"))
+    install = [str(uv), "pip", "install", "--quiet", *python, "--no-deps", "--compile-bytecode"]
     _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     _run(*install, "--require-hashes", "-r", str(ROOT / "requirements" / f"{part}.txt"))
-    _run(*install, "--offline", "--compile-bytecode", str(wheels[0]))
+    _run(*install, "--offline", str(wheels[0]))
     return folder
 
 

@@ -7,13 +7,13 @@ clouds.)
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 from testbed.errors import MissingError, TestbedError
+from testbed.settings import find_cache
 
 PACKAGE = "prometheus"
 
@@ -28,7 +28,7 @@ def find_promtool() -> Path:
     found = shutil.which("promtool")
     if found:
         return Path(found)
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluice" / "promtool" / "promtool"
+    cached = find_cache("promtool") / "promtool"
     if not cached.is_file():
         if shutil.which("apt-get") is None:
             raise MissingError("there is no promtool and no apt-get; put promtool of Prometheus on PATH")

@@ -21,6 +21,7 @@ import jsonschema
 import yaml
 
 from testbed.errors import TestbedError
+from testbed.settings import find_cache
 from testbed.toolchain import find_go
 
 Object = dict[str, Any]
@@ -43,7 +44,7 @@ class Source:
     @property
     def cached(self) -> Path:
         """Where the file is kept."""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluice" / "schemas"
+        cache = find_cache("schemas")
         return cache / f"{self.module.replace('/', '_')}_{Path(self.path).name}"
 
 

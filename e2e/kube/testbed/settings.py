@@ -107,6 +107,11 @@ class Settings:
         return self.folder / f"{user}.conf"
 
 
+def find_cache(name: str) -> Path:
+    """Folder that is kept between runs, for all checkouts; nothing in it is missed but time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluice" / name
+
+
 def find_address() -> str:
     """The address of this machine that others, pods among them, would reach it at; loopback without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from testbed.errors import MissingError, TestbedError
+from testbed.settings import find_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-MODULES = Path(__file__).parents[1] / "go"
+THIS = Path(__file__)
+MODULES = THIS.parents[1] / "go"
 # Names by which the one binary is called.
 PROGRAMS = ("etcd", "kubectl", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet")
 # What fake nodes and their pods do, as kwok's authors publish it.
@@ -52,20 +54,42 @@ def build(*, is_quiet: bool = False) -> Path:
         MissingError: There is no Go, or it is too old.
         TestbedError: A build failed.
     """
+    sources = [*sorted(MODULES.rglob("*.*")), THIS]
+    return build_once("Kubernetes", find_cache("kube"), sources, _build_into, is_quiet=is_quiet)
+
+
+def build_once(
+    what: str, cache: Path, sources: Sequence[Path], build_into: Callable[[Path, str], None], *, is_quiet: bool = False
+) -> Path:
+    """Builds something unless it was built before from the same sources with the same Go.
+
+    Args:
+        what: Its name, for people.
+        cache: Folder of its builds.
+        sources: Every file that it depends on.
+        build_into: Builds it into a folder that does not exist yet, with a ``go`` command.
+        is_quiet: Says nothing while it builds.
+
+    Returns:
+        Folder of this build.
+
+    Raises:
+        MissingError: There is no Go, or it is too old.
+        TestbedError: A build failed.
+    """
     go = find_go()
-    version = _run(go, MODULES, "env", "GOVERSION").strip()
+    version = run_go(go, MODULES, "env", "GOVERSION").strip()
     if tuple(int(part) for part in version.removeprefix("go").split(".")[:2]) < OLDEST_GO:
-        raise MissingError(f"{go} is {version}; Kubernetes needs Go {OLDEST_GO[0]}.{OLDEST_GO[1]} or newer")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluice" / "kube"
-    folder = cache / _key(version)
+        raise MissingError(f"{go} is {version}; {what} needs Go {OLDEST_GO[0]}.{OLDEST_GO[1]} or newer")
+    folder = cache / _key(version, sources)
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / "lock"):
         if not folder.is_dir():
             if not is_quiet:
-                print(f"building Kubernetes into {folder}: minutes once, seconds from then on", flush=True)
-            _build_into(folder, go)
+                print(f"building {what} into {folder}: minutes once, seconds from then on", flush=True)
+            build_into(folder, go)
             _forget_old_builds(cache)
     return folder
 
@@ -84,10 +108,10 @@ def find_go() -> str:
     return go
 
 
-def _key(version: str) -> str:
+def _key(version: str, sources: Sequence[Path]) -> str:
     """Identifies a build: the version of Go, every source file with its name, and how it is built."""
     digest = hashlib.sha256(version.encode())
-    for path in [*sorted(MODULES.rglob("*.*")), Path(__file__)]:
+    for path in sources:
         digest.update(path.relative_to(MODULES.parent).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -101,36 +125,37 @@ def _build_into(folder: Path, go: str) -> None:
         _, minor, _ = kube.split(".")
         stamps = {"gitVersion": kube, "gitMajor": "1", "gitMinor": minor, "gitTreeState": "clean"}
         flags = {f"{package}.{name}": value for package in STAMPED for name, value in stamps.items()}
-        _compile(go, kubernetes, ".", target / "kube", flags)
+        compile_program(go, kubernetes, ".", target / "kube", flags)
         for name in PROGRAMS:
             (target / name).symlink_to("kube")
         helm, kwok = _version(go, tools, "helm.sh/helm/v4"), _version(go, tools, "sigs.k8s.io/kwok")
-        _compile(
+        compile_program(
             go, tools, "helm.sh/helm/v4/cmd/helm", target / "helm", {"helm.sh/helm/v4/internal/version.version": helm}
         )
-        _compile(
+        compile_program(
             go, tools, "sigs.k8s.io/kwok/cmd/kwok", target / "kwok", {"sigs.k8s.io/kwok/pkg/consts.Version": kwok[1:]}
         )
-        _compile(go, tools, "./dns", target / "coredns", {})
-        _compile(go, MODULES / "pause", ".", target / "pause", {})
+        compile_program(go, tools, "./dns", target / "coredns", {})
+        compile_program(go, MODULES / "pause", ".", target / "pause", {})
         stages = (
-            Path(_run(go, tools, "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/kwok").strip()) / "kustomize" / "stage"
+            Path(run_go(go, tools, "list", "-m", "-f", "{{.Dir}}", "sigs.k8s.io/kwok").strip()) / "kustomize" / "stage"
         )
         texts = [(stages / f"{name}.yaml").read_text() for name in STAGES]
         (target / "kwok-stages.yaml").write_text("\n---\n".join(texts))
         target.rename(folder)  # whole or not at all
 
 
-def _compile(go: str, module: Path, package: str, binary: Path, stamps: dict[str, str]) -> None:
+def compile_program(go: str, module: Path, package: str, binary: Path, stamps: dict[str, str]) -> None:
+    """Compiles a package of a module, or of one that it requires, with strings set by the linker."""
     flags = " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in stamps.items())])
-    _run(go, module, "build", "-p", str(os.cpu_count() or 1), "-ldflags", flags, "-o", str(binary), package)
+    run_go(go, module, "build", "-p", str(os.cpu_count() or 1), "-ldflags", flags, "-o", str(binary), package)
 
 
 def _version(go: str, module: Path, name: str) -> str:
-    return _run(go, module, "list", "-m", "-f", "{{.Version}}", name).strip()
+    return run_go(go, module, "list", "-m", "-f", "{{.Version}}", name).strip()
 
 
-def _run(go: str, module: Path, *arguments: str) -> str:
+def run_go(go: str, module: Path, *arguments: str) -> str:
     """Runs go at low priority: a build must not starve what else runs on the machine."""
     # Flags of the user's own would make another build under the same key.
     environment = {

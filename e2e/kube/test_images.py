@@ -1,0 +1,230 @@
+"""The images that the Dockerfiles make: built by BuildKit, installed with the chart, run under Pod Security ``restricted``.
+
+Their bases are stand-ins (``testbed.bases``). `make images-check` runs this; SLUICE_KEEP_IMAGES=1 keeps what the builder
+knows, about 25 GB in .sluice/images, so that the next run builds only what has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from kubectl_cluster import make_manifest
+from pod_cluster import MODELS, PodCluster
+from release import OPERATOR, Release, name_image, run_release
+from test_dockerfiles import list_containers
+from test_tuning import make_question
+from testbed.bases import make_bases, read_bases
+from testbed.builder import Build, run_builder
+from testbed.helm import SYSTEM
+from testbed.images import USER
+from testbed.settings import ROOT
+
+from sluice_cli.tiny_model import make_tiny_model
+from sluice_operator.question import Answer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from testbed.client import Client
+    from testbed.node import Node
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+FOLDER = ROOT / ".sluice" / "images"
+NAMESPACE = "images"
+FOLDERS = {"operator": "operator", "router": "router", "engine": "engine_image"}
+# Machines that have this to run have no GPU.
+ARGUMENTS = {"engine": {"ENGINE": "engine-cpu"}}
+# What the node brings, not the image: GPU drivers.
+OF_THE_NODE = ("libcuda.so", "libnvidia-ml.so")
+
+parts = pytest.mark.parametrize("part", FOLDERS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def archives() -> Iterator[dict[str, Path]]:
+    """All three images, built from this checkout before there is a cluster, by part."""
+    made = {part: FOLDER / f"{part}.tar" for part in FOLDERS}
+    with run_builder(FOLDER) as builder:
+        bases = make_bases(builder, read_bases(ROOT / "operator" / "Dockerfile"), FOLDER / "bases")
+        for part, folder in FOLDERS.items():
+            started_s = time.monotonic()
+            dockerfile = ROOT / folder / "Dockerfile"
+            build = Build(dockerfile=dockerfile, context=ROOT, arguments=ARGUMENTS.get(part, {}), bases=bases)
+            builder.build(build, archive=made[part], name=name_image(part))
+            print(f"{part}: built in {time.monotonic() - started_s:.0f} s\n{describe_layers(made[part])}", flush=True)
+    if not os.environ.get("SLUICE_KEEP_IMAGES"):
+        shutil.rmtree(FOLDER / "state")
+    yield made
+    for archive in made.values():
+        archive.unlink()
+    if not os.environ.get("SLUICE_KEEP_IMAGES"):
+        shutil.rmtree(FOLDER)
+
+
+def describe_layers(archive: Path) -> str:
+    """Size of each layer, as a registry would keep it, and what made it."""
+    with closing(tarfile.open(archive)) as opened:
+
+        def read(digest: str) -> Any:
+            return json.load(opened.extractfile(f"blobs/sha256/{digest.removeprefix('sha256:')}"))  # type: ignore[arg-type]
+
+        index = json.load(opened.extractfile("index.json"))  # type: ignore[arg-type]
+        manifest = read(index["manifests"][0]["digest"])
+        history = [item for item in read(manifest["config"]["digest"])["history"] if not item.get("empty_layer")]
+    pairs = zip(manifest["layers"], history, strict=True)
+    lines = [f"{layer['size'] / 1e6:9.1f} MB  {made['created_by'][:100]}" for layer, made in pairs]
+    return "\n".join([*lines, f"{sum(layer['size'] for layer in manifest['layers']) / 1e6:9.1f} MB  in all"])
+
+
+@pytest.fixture(scope="module")
+def release(client: Client, node: Node, archives: dict[str, Path]) -> Iterator[Release]:
+    """The chart, with these images under the names that it has for them."""
+    for archive in archives.values():
+        node.load_archive(archive)
+    with run_release(client) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster(client: Client, release: Release) -> Iterator[PodCluster]:
+    """The example, with as many engines as two cores start in a minute; nothing but the model is mounted into its pods."""
+    make_tiny_model(MODELS / "tiny")
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}})
+    manifest = make_manifest()
+    manifest["spec"]["replicas"] = 2
+    made = PodCluster(client, NAMESPACE, manifest, claims={"models": MODELS})
+    started_s = time.monotonic()
+    made.create()
+    try:
+        made.wait_whole()
+    except AssertionError:
+        print(release.describe(), made.kubectl("get", "slc,pods", "-o", "wide"), made.kubectl("events"), sep="\n")
+        raise
+    print(f"from `kubectl apply` to two engines and a router that serve: {time.monotonic() - started_s:.0f} s")
+    yield made
+    made.kubectl("delete", "slc", "tiny", "--timeout=120s")
+    made.wait_for(lambda: not made.engines and not made.routers, "the end of the pods")
+
+
+DEPLOYED = {"router": "deployment/tiny-router", "engine": "deployment/tiny-engine"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """Runs Python in the containers of running pods, which have the user and the restrictions that they serve with."""
+
+    client: Client
+
+    def run(self, part: str, *arguments: str, stdin: str | None = None) -> str:
+        namespace, pods = (SYSTEM, OPERATOR) if part == "operator" else (NAMESPACE, DEPLOYED[part])
+        return self.client.kubectl("exec", "-i", "-n", namespace, pods, "--", "python", *arguments, stdin=stdin)
+
+
+@pytest.fixture
+def inside(client: Client, cluster: PodCluster) -> Inside:
+    """Runs Python in the pods."""
+    return Inside(client=client)
+
+
+SURVEY = """
+import importlib.util, json, os, sys, sysconfig
+from pathlib import Path
+
+import sluice_core.engines
+
+def can_write(folder):
+    try:
+        Path(folder, "probe").touch()
+    except OSError:
+        return False
+    return True
+
+def lacks_bytecode(folder, skipped):
+    files = [path for path in Path(folder).rglob("*.py") if not skipped & set(path.parts[len(Path(folder).parts):])]
+    lacking = [str(path) for path in files if not Path(importlib.util.cache_from_source(path)).is_file()]
+    return len(files), lacking
+
+print(json.dumps({
+    "python": sys.version.split()[0],
+    "user": [os.getuid(), os.getgid()],
+    "core": sluice_core.engines.__file__,
+    "writable": [folder for folder in ("/", "/opt/sluice", "/usr/local", "/etc", "/var", "/home", "/tmp") if can_write(folder)],
+    "standard": lacks_bytecode(sysconfig.get_path("stdlib"), {"site-packages"}),
+    "installed": lacks_bytecode(sysconfig.get_path("purelib"), set()),
+}))
+"""
+# Python source that is not for this Python: templates, and examples of what is wrong.
+UNCOMPILABLE = 0.005
+
+
+@parts
+def test_an_image_runs_as_its_user_on_a_root_that_nothing_writes_to(inside: Inside, part: str) -> None:
+    found = json.loads(inside.run(part, "-c", SURVEY))
+    assert found["user"] == [USER, USER]
+    assert found["writable"] == ["/tmp"]
+
+
+@parts
+def test_what_an_image_runs_is_compiled(inside: Inside, part: str) -> None:
+    found = json.loads(inside.run(part, "-c", SURVEY))
+    print(f"{part}: Python {found['python']}, {found['installed'][0]} files of packages")
+    assert found["core"].endswith(".so")
+    for files, lacking in (found["standard"], found["installed"]):
+        assert files > 100
+        assert len(lacking) <= UNCOMPILABLE * files, lacking[:20]
+
+
+MISSING = """
+import json, os, subprocess
+from pathlib import Path
+
+found = [path for path in Path("/opt/sluice").rglob("*.so*") if not path.is_symlink()]
+names = {path.name for path in Path("/opt/sluice").rglob("*.so*")}
+missing = {}
+for path in found:
+    for line in subprocess.run(["ldd", path], capture_output=True, text=True).stdout.splitlines():
+        name = line.split()[0]
+        if line.endswith("not found") and name not in names:
+            missing.setdefault(name, []).append(str(path))
+print(json.dumps(missing))
+"""
+
+
+@parts
+def test_no_library_is_missing(inside: Inside, part: str) -> None:
+    """Libraries of other packages count as there: packages load those themselves, before what needs them."""
+    missing = json.loads(inside.run(part, "-c", MISSING))
+    assert {name: users[:3] for name, users in missing.items() if not name.startswith(OF_THE_NODE)} == {}
+
+
+IMPORT = "import importlib, sys; print(*(importlib.import_module(name).__name__ for name in sys.argv[1:]))"
+
+
+@pytest.mark.parametrize("part", ["router", "engine"])
+def test_every_program_of_the_pods_can_be_imported(inside: Inside, part: str) -> None:
+    containers = list_containers("engine-cpu" if part == "engine" else part)
+    modules = sorted({container["command"][2] for container in containers} - {f"sluice_{part}"})
+    assert inside.run(part, "-c", IMPORT, *modules).split()[-len(modules) :] == modules
+
+
+def test_the_operator_searches_for_sliders_in_its_image(inside: Inside) -> None:
+    answer = Answer.from_json(inside.run("operator", "-m", "sluice_operator.search", stdin=make_question().to_json()))
+    assert answer.goodput_rps > 0
+
+
+def test_the_example_streams_a_chat(cluster: PodCluster, release: Release) -> None:
+    lines = cluster.chat()
+    assert lines[-1] == "[DONE]"
+    assert json.loads(lines[-2])["choices"][0]["finish_reason"] in ("length", "stop")
+    assert "Succeeded" in release.test()
