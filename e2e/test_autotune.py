@@ -7,23 +7,22 @@ and searches in processes of their own.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from workload import Request, make_prompt
+from steady_load import Load, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-    from cluster import Client, Cluster, Result
+    from cluster import Cluster
 
 pytestmark = pytest.mark.engine
 
 PORTS = "26500-26899"
-# Prompt and output tokens, and requests per second.
-CHATS, SUMMARIES = (40, 200, 4.0), (3000, 40, 2.0)
+CHATS = Shape(prompt_tokens=40, output_tokens=200, rate_rps=4.0)
+SUMMARIES = Shape(prompt_tokens=3000, output_tokens=40, rate_rps=2.0)
 # Chats whose tokens may take their time are served as well by any chunks (within 2 % of goodput in the simulator); hasty ones
 # lose 11 % to large chunks on the D-heavy engine. Summaries that may take their time lose 10 % and more to small ones.
 LOOSE = {"ttftMilliseconds": 1000, "tpotMilliseconds": 200}
@@ -55,51 +54,22 @@ def make_manifest(example: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Load:
-    """Requests that keep coming, of a shape that may change; every one of them must be answered whole."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.shape = CHATS
-        self.results: list[Result] = []
-
-    async def run(self) -> None:
-        rng = random.Random(1)
-        async with asyncio.TaskGroup() as group:
-            for number in itertools.count():
-                prompt, output, rate_rps = self.shape
-                sampling: dict[str, Any] = {"max_tokens": output, "ignore_eos": True, "temperature": 0.0}
-                request = Request(name=f"load-{number}", prompt_token_ids=make_prompt(prompt, rng), sampling=sampling)
-                group.create_task(self._ask(request, output))
-                await asyncio.sleep(rng.expovariate(rate_rps))
-
-    async def _ask(self, request: Request, output: int) -> None:
-        result = await self.client.generate(request)
-        assert len(result.token_ids) == output, f"{request.name} broke"
-        self.results.append(result)
-
-
 def decode_heavy_chunk(status: dict[str, Any]) -> int:
     return next((e["chunk_size_tokens"] for e in status["engines"] if e["role"] == "D-heavy"), 0)
 
 
 async def test_an_edited_objective_and_a_shifted_workload_change_sliders_and_break_no_stream(
-    start_cluster: Callable[[dict[str, Any], str], Any], example: dict[str, Any]
+    start_cluster: Callable[[dict[str, Any], str], Any], example: dict[str, Any], models: Path
 ) -> None:
     with start_cluster(make_manifest(example), PORTS) as cluster:
         before = await asyncio.to_thread(cluster.wait_ready)
         async with cluster.client() as client:
-            load = Load(client)
-            running = asyncio.create_task(load.run())
-            try:
+            async with Load([client], CHATS, models / "tiny").run() as load:
                 await follow(cluster, load)
-            finally:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
             after = await asyncio.to_thread(cluster.status)
-        assert not [task for task in (running,) if task.done() and not task.cancelled()], "a stream broke"
     assert {e["pid"]: e["num_restarts"] for e in after["engines"]} == {e["pid"]: 0 for e in before["engines"]}
-    assert len(load.results) > 100
+    print(f"streams: {dict(load.fared)}")
+    assert load.fared["exact"] > 100
 
 
 async def follow(cluster: Cluster, load: Load) -> None:

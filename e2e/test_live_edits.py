@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 from cluster import Result
 from test_exactness import check
+
+from sluice.v1 import control_pb2
+from sluice_core.records import IterationShape
+from sluice_operator.asking import Searches
+from sluice_operator.engine_facts import Measured, find_facts
+from sluice_operator.manifest import check_manifest
+from sluice_operator.question import Question, make_terms
+from sluice_operator.sliders import resolve_sliders
+from sluice_operator.workload import read_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +35,14 @@ Edit = dict[str, Any]
 # Generous against a shared machine; the figure itself is printed.
 IN_FORCE_S = 15.0
 ANOTHER_PORT = 26900
+ONE_DECODE = IterationShape(num_decodes=1, decode_context_tokens=100)
+TUNED = {
+    "mode": "Apply",
+    "bounds": {
+        "prefillHeavy": {"min": 1, "max": 3},
+        "chunkSizes": {"prefillHeavy": {"min": 128, "max": 1024}, "decodeHeavy": {"min": 0, "max": 128}},
+    },
+}
 
 
 def merge(spec: dict[str, Any], edit: Edit) -> None:
@@ -74,6 +94,41 @@ async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[
     for result, (_, answer) in zip(results + later, asked + asked[:4], strict=True):
         check(result, answer)
     assert {e["pid"] for e in after["engines"]} == {e["pid"] for e in before["engines"]}
+
+
+async def test_routers_learn_how_fast_engines_are_and_a_search_goes_by_it(
+    cluster: Cluster, known: list[tuple[Request, Answer]]
+) -> None:
+    statuses = []
+    for router in ("router-0", "router-1"):
+        async with cluster.client(router) as client:
+            await asyncio.gather(*(client.generate(request) for request, _ in known[:40]))
+            statuses.append(await client.control.GetStatus(control_pb2.GetStatusRequest(), timeout=10))
+            async with aiohttp.ClientSession() as session, session.get(f"{cluster.url(router)}/metrics") as answer:
+                metrics = await answer.text()
+        # Nobody told the routers what these engines are; how well they know depends on what else the machine does.
+        errors = re.findall(r'^sluice_latency_model_error_ratio\{engine="(.+)"\} (.+)$', metrics, re.MULTILINE)
+        assert len(errors) == 4
+        assert all(0.0 < float(error) < math.inf for _, error in errors), errors
+        print(f"{router}: errors of the latency model {dict(errors)}")
+    spec = check_manifest({**cluster.manifest, "spec": {**cluster.manifest["spec"], "autotune": TUNED}}).spec
+    engine, missing = find_facts(spec, statuses)
+    workload = read_workload(statuses)
+    assert isinstance(engine, Measured), missing
+    assert workload is not None
+    sliders = resolve_sliders(spec)
+    terms = make_terms(spec)
+    found = await Searches().ask(
+        Question(terms=terms, spec_sliders=sliders, in_force=sliders, workload=workload, engine=engine)
+    )
+    print(f"{engine}; {found}")
+    # A tiny model takes milliseconds for an iteration, more on a machine that does something else.
+    assert 1e-4 < engine.profile.estimate_shape_s(ONE_DECODE) < 1.0
+    assert found.goodput_rps >= found.in_force_goodput_rps > 0.0
+    assert 0.0 <= found.attainment <= 1.0
+    assert 1 <= found.sliders.num_prefill_heavy <= 3
+    assert 128 <= found.sliders.prefill_heavy_tokens <= 1024
+    assert found.sliders.decode_heavy_tokens <= 128
 
 
 async def test_the_router_moves_to_another_port_once_its_streams_have_ended(

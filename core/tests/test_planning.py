@@ -258,6 +258,23 @@ def test_sharpening_finds_the_goodput_of_each_seed(start_rps) -> None:
     assert standing.goodputs_rps == pytest.approx((3.03, 3.06), rel=0.01)
 
 
+class Never(Formula):
+    """Stands in for runs in which a share of the requests misses, whatever the rate."""
+
+    def run(self, trials):
+        self.trials += trials
+        return [Outcome(trial=trial, attainment=0.7, num_iterations=1) for trial in trials]
+
+
+@pytest.mark.parametrize("start_rps", [3.0, 0.0], ids=["near", "known to be hopeless"])
+def test_what_misses_the_target_at_any_rate_has_no_goodput(start_rps) -> None:
+    formula = Never({512: 3.0})
+    fidelity = Fidelity(seeds=(1, 2), duration_s=10.0)
+    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, {make_taichi(): start_rps})
+    assert standing.goodput_rps < 0.01
+    assert all(trial.rate_rps > 1e-5 for trial in formula.trials)
+
+
 # --- the search ----------------------------------------------------------------------------------------------------
 
 EFFORT = Effort(seeds=(1,), duration_s=20.0)

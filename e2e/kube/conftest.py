@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from release import DEFINITION, Release, load_images, run_release
 from testbed.bed import Testbed, run_testbed
 from testbed.errors import TestbedError
 from testbed.helm import Helm
@@ -29,6 +30,7 @@ collect_ignore = ["test_images.py"]
 CRD = ROOT / "crds" / "servingclusters.yaml"
 PYTHON_IMAGE = "docker.io/local/python:1"
 NUMBERS = itertools.count()
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 FAILED = pytest.StashKey[bool]()
 
 
@@ -45,6 +47,12 @@ def node(testbed: Testbed) -> Node:
     """This machine as a node, with an image of its Python."""
     testbed.node.load_image(make_python_image(PYTHON_IMAGE))
     return testbed.node
+
+
+@pytest.fixture(scope="session")
+def product(node: Node, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The product's images, on the node."""
+    load_images(node, tmp_path_factory.mktemp("environments"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,6 +87,16 @@ def crd(client: Client) -> Path:
     client.kubectl("apply", "--server-side", "-f", str(CRD))
     client.wait_established("servingclusters.sluice.dev")
     return CRD
+
+
+@pytest.fixture(scope="module")
+def release(client: Client, crd: Path, product: None) -> Iterator[Release]:
+    """The chart, installed into a Kubernetes that has never seen Sluice; afterwards the definition is as other tests need it."""
+    with run_release(client) as made:
+        yield made
+    made.remove_definition()
+    client.kubectl("apply", "--server-side", "-f", str(crd))
+    client.wait_established(DEFINITION)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -150,7 +150,21 @@ class PodCluster(KubectlCluster):
             self.kubectl("apply", "-f", "-", stdin=json.dumps(content))
         self.apply(self.manifest)
 
+    def remove(self) -> None:
+        """Deletes it, and waits until its pods are gone."""
+        self.kubectl("delete", "slc", "tiny", "--timeout=120s")
+        self.wait_for(lambda: not self.engines and not self.routers, "the end of the pods")
+
     # --- what is the case
+
+    def describe(self) -> str:
+        """What is there, and what it said last, for people."""
+        said = [
+            self.kubectl(*command.split()) for command in ("get slc,pods -o wide", "get slc tiny -o yaml", "events")
+        ]
+        pods = self.kubectl("get", "pods", "-o", "name").split()
+        logs = [f"--- {pod}\n{self.kubectl('logs', '--tail=30', '--ignore-errors', pod)}" for pod in pods]
+        return "\n".join([*said, *logs])
 
     def read(self, what: str) -> Any:
         return self.client.request("GET", self._path).content if what == "slc/tiny" else super().read(what)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from pod_cluster import PodCluster
     from testbed.client import Client
     from testbed.images import Image
     from testbed.node import Node
@@ -55,6 +56,15 @@ class Release:
 
     def __init__(self, client: Client) -> None:
         self.client = client
+
+    def begin(self, cluster: PodCluster) -> None:
+        """Makes a cluster, and says what hinders it if it does not come to serve."""
+        cluster.create()
+        try:
+            cluster.wait_whole()
+        except AssertionError:
+            print(self.describe(), cluster.describe(), sep="\n")
+            raise
 
     def install(self) -> None:
         self._helm("install", "--create-namespace", "--wait", "--timeout=3m", chart=CHART)

@@ -19,12 +19,12 @@ import grpc
 import pytest
 import trustme
 from certificate_files import make_files
-from conftest import FAILED
+from conftest import FAILED, RESTRICTED
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kubectl_cluster import wait_for
 from pod_cluster import MODELS, EditTimes, PodCluster, Status, Trust, make_pods_manifest, open_channel
 from pod_streams import stream_while
-from release import DEFINITION, Release, load_images, make_next_chart, run_release
+from release import DEFINITION, Release, make_next_chart
 from test_exactness import check
 from testbed.helm import CHART, SYSTEM
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from testbed.client import Client
-    from testbed.node import Node
     from workload import Answer, Request
 
     Known = list[tuple[Request, Answer]]
@@ -45,34 +44,9 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 NAMESPACE, SECURED = "serving", "secured"
-RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 P, D = plan_pb2.ROLE_PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY
 # A p99 worth its name needs more of them than CI has time for.
 NUM_TIMED_EDITS = int(os.environ.get("SLUICE_TIMED_EDITS", "12"))
-
-
-@pytest.fixture(scope="module")
-def release(client: Client, node: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    """The chart, installed into a Kubernetes that has never seen Sluice."""
-    load_images(node, tmp_path_factory.mktemp("environments"))
-    with run_release(client) as made:
-        yield made
-
-
-def begin(cluster: PodCluster, release: Release) -> None:
-    """Makes a cluster, and says what hinders it if it does not come to serve."""
-    cluster.create()
-    try:
-        cluster.wait_whole()
-    except AssertionError:
-        print(release.describe(), describe(cluster), sep="\n")
-        raise
-
-
-def end(cluster: PodCluster) -> None:
-    """Deletes a cluster, and waits until its pods are gone."""
-    cluster.kubectl("delete", "slc", "tiny", "--timeout=120s")
-    cluster.wait_for(lambda: not cluster.engines and not cluster.routers, "the end of the pods")
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +57,11 @@ def served(client: Client, release: Release) -> Iterator[PodCluster]:
     client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": RESTRICTED}})
     made = PodCluster(client, NAMESPACE)
     started_s = time.monotonic()
-    begin(made, release)
+    release.begin(made)
     print(f"from `kubectl apply` to two engines and two routers that serve: {time.monotonic() - started_s:.0f} s")
     yield made
     started_s = time.monotonic()
-    end(made)
+    made.remove()
     print(f"from `kubectl delete` to the end of all pods: {time.monotonic() - started_s:.0f} s")
 
 
@@ -97,18 +71,11 @@ def cluster(served: PodCluster, release: Release, request: pytest.FixtureRequest
     served.wait_whole()
     yield served
     if request.node.stash.get(FAILED, False):
-        print(release.describe(), describe(served), sep="\n")
+        print(release.describe(), served.describe(), sep="\n")
     if not release.is_installed():
         release.install()
     served.reset()
     served.wait_whole()
-
-
-def describe(cluster: PodCluster) -> str:
-    said = [cluster.kubectl(*command.split()) for command in ("get slc,pods -o wide", "get slc tiny -o yaml", "events")]
-    pods = cluster.kubectl("get", "pods", "-o", "name").split()
-    logs = [f"--- {pod}\n{cluster.kubectl('logs', '--tail=30', '--ignore-errors', pod)}" for pod in pods]
-    return "\n".join([*said, *logs])
 
 
 def count_roles(status: Status) -> tuple[int, int]:
@@ -441,9 +408,9 @@ def secured(client: Client, release: Release, authority: trustme.CA) -> Iterator
     manifest = make_pods_manifest(replicas=1, network=TLS)
     manifest["spec"]["router"]["replicas"] = 1
     made = PodCluster(client, SECURED, manifest, Trust(files=make_files(authority, OPERATOR_NAME), name=ROUTER_NAME))
-    begin(made, release)
+    release.begin(made)
     yield made
-    end(made)
+    made.remove()
 
 
 async def test_engines_and_routers_with_certificates_serve_and_refuse_strangers(

@@ -4,19 +4,16 @@
 before, plus its modelled time; with asynchronous scheduling the next one is scheduled meanwhile, as on a GPU. The engine's
 own CPU time is part of that time and not added to it, as long as it is no more than the host's part of the profile.
 
-The token at a position is a function of the prompt and the position alone, so that a request that moves, recomputes or
-recovers has the very tokens of one that does not. It is never an EOS token, and it has no logprobs.
+Tokens are those of ``emulated_tokens``; they have no logprobs.
 """
 
 from __future__ import annotations
 
 import time
-import zlib
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -28,6 +25,7 @@ from sluice_core.latency.catalog import DEFAULT_ASSUMPTIONS
 from sluice_core.records import IterationShape
 from sluice_engine.control import decode_extras
 from sluice_engine.emulated_kv import EmulatedTransfers, KvPort
+from sluice_engine.emulated_tokens import choose_token, hash_prompt
 from sluice_engine.profiles import find_gpu, read_settings
 
 if TYPE_CHECKING:
@@ -39,33 +37,6 @@ if TYPE_CHECKING:
 DEFAULT_KV_BYTES = 1 << 30
 # Host's time within a modelled iteration: an iteration scheduled so late after the one before began when that one ended.
 HOST_S = DEFAULT_ASSUMPTIONS.host_iteration_s
-# Ids below it are usually special tokens.
-FIRST_TOKEN = 16
-# Odd constants of a multiplicative hash (Knuth, TAOCP 6.4); any would do.
-_HASH_PROMPT, _HASH_POSITION = 2654435761, 2246822519
-
-
-def choose_token(prompt_hash: int, position: int, vocabulary_tokens: int, eos_token_ids: frozenset[int]) -> int:
-    """The token at a position of a prompt's sequence, and of every part of it wherever it is computed.
-
-    Args:
-        prompt_hash: ``hash_prompt`` of the whole prompt.
-        position: Index in prompt + output.
-        vocabulary_tokens: Size of the vocabulary.
-        eos_token_ids: Tokens that it must not be.
-    """
-    first = min(FIRST_TOKEN, vocabulary_tokens - 1)
-    mixed = (prompt_hash * _HASH_PROMPT ^ position * _HASH_POSITION) & 0xFFFFFFFF
-    mixed ^= mixed >> 15
-    token = first + mixed % (vocabulary_tokens - first)
-    while token in eos_token_ids:
-        token = first + (token + 1 - first) % (vocabulary_tokens - first)
-    return token
-
-
-def hash_prompt(prompt_token_ids: list[int]) -> int:
-    """Checksum of a whole prompt."""
-    return zlib.crc32(np.asarray(prompt_token_ids, dtype=np.uint32).tobytes())
 
 
 class ClockFuture(Future[ModelRunnerOutput]):

@@ -40,6 +40,8 @@ LEAST_DURATION_S, ENOUGH_DURATION_S = 20.0, 60.0
 FRESH_SEEDS = (1001, 1002)
 # Far above the goodput nothing is met, whatever the sliders, and runs take for ever.
 MOST_OVERLOAD = 1.3
+# Requests that a prediction is made of, at least.
+LEAST_PREDICTED = 30
 # Of the processor, beside engines and routers that share it.
 NICENESS = 10
 MOST_CPU_S = 600
@@ -71,7 +73,9 @@ def search(question: Question, effort: Effort | None = None) -> Answer:
     best = found.best
 
     def predict(standing: Standing) -> float:
-        rate_rps = min(question.workload.rate_rps, MOST_OVERLOAD * max(standing.goodput_rps, best.goodput_rps / 2))
+        most_rps = MOST_OVERLOAD * max(standing.goodput_rps, best.goodput_rps / 2)
+        # Objectives that nothing meets have no goodput, and yet an attainment.
+        rate_rps = min(question.workload.rate_rps, max(most_rps, LEAST_PREDICTED / effort.most_duration_s))
         trials = [
             Trial(
                 candidate=standing.candidate,
@@ -83,12 +87,16 @@ def search(question: Question, effort: Effort | None = None) -> Answer:
         ]
         return sum(evaluator.evaluate(trial).attainment for trial in trials) / len(trials)
 
-    pairs = zip(best.goodputs_rps, present.goodputs_rps, strict=True)
+    def count(goodput_rps: float) -> float:
+        # Of less than one request in a whole run nothing is known but that it is little.
+        return goodput_rps if goodput_rps * effort.most_duration_s >= 1.0 else 0.0
+
+    pairs = zip(map(count, best.goodputs_rps), map(count, present.goodputs_rps), strict=True)
     return Answer(
         sliders=make_sliders(question, best.candidate),
-        goodput_rps=best.goodput_rps,
+        goodput_rps=count(best.goodput_rps),
         attainment=predict(best),
-        in_force_goodput_rps=present.goodput_rps,
+        in_force_goodput_rps=count(present.goodput_rps),
         in_force_attainment=predict(present),
         least_gain=min(ours / theirs - 1.0 if theirs > 0 else float(ours > 0) for ours, theirs in pairs),
     )

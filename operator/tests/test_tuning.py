@@ -437,6 +437,13 @@ def test_a_search_stays_within_bounds_and_is_no_worse_than_what_is_in_force(stra
         assert getattr(answer.sliders, kept) == getattr(question.in_force, kept)
 
 
+def test_objectives_that_nothing_meets_are_answered_with_an_attainment_to_expect() -> None:
+    question = make_question(slo={"ttftMilliseconds": 4000, "tpotMilliseconds": 1})
+    answer = search(question, Effort(seeds=(1,), duration_s=12.0, num_compared=1))
+    assert (answer.goodput_rps, answer.gain, answer.least_gain) == (0.0, 0.0, 0.0)
+    assert answer.attainment < 0.5
+
+
 def test_a_slider_without_bounds_is_left_alone_by_apply_and_free_for_recommend() -> None:
     one = {"prefillHeavy": {"min": 1, "max": 3}}
     applied = make_question(autotune={**APPLY, "bounds": one}).terms

@@ -18,7 +18,7 @@ from sluice_core.planning.trials import Outcome, Trial
 RunTrials = Callable[[Sequence[Trial]], Sequence[Outcome]]
 PRECISION = 0.04  # of a goodput: a straight line between rates so close is good to a percent
 _LEAST_CONTENDERS = 4
-_LEAST_RATE_RPS = 1e-4
+_LEAST_RATE_RPS = 1e-4  # what misses the target even here misses it at any rate
 _MOST_STEPS = 60
 # Runs give up once so many times the misses that the target allows are certain: soon where candidates are only ranked,
 # later where a goodput is interpolated.
@@ -189,6 +189,7 @@ class Arena:
                 for candidate, seed in open_
                 if (rate := self._choose_rate(self._curve(candidate, seed, fidelity), starts_rps[candidate, seed]))
                 is not None
+                and rate >= _LEAST_RATE_RPS
             ]
             if not trials:
                 break

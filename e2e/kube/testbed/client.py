@@ -72,6 +72,25 @@ class Client:
             with error:
                 return Answer(error.code, _read_json(error.read()))
 
+    def read_changes(self, collection: str, since: str) -> list[dict[str, Any]]:
+        """Reads what has become of the objects of a collection, oldest first: what a watch tells of the past.
+
+        The API server remembers some minutes.
+
+        Args:
+            collection: Path of the collection.
+            since: Resource version of the collection or of one of its objects.
+
+        Raises:
+            TestbedError: It does not remember that far back.
+        """
+        query = f"watch=true&resourceVersion={since}&timeoutSeconds=2"
+        with urllib.request.urlopen(f"{self._url}{collection}?{query}", context=self._tls, timeout=30) as answer:
+            events = [json.loads(line) for line in answer]
+        if any(event["type"] == "ERROR" for event in events):
+            raise TestbedError(f"{collection} since {since}: {events[-1]['object']}")
+        return [event["object"] for event in events]
+
     def is_ready(self) -> bool:
         """Whether the API server says that it is ready."""
         try:

@@ -1,0 +1,265 @@
+"""The tuner at work in a Kubernetes: a helm-installed operator tunes engines in real pods, while streams run.
+
+Objectives are edited and the workload shifts; sliders change with them within their bounds, and what flaps changes them
+rarely. No pod is replaced, every stream has its tokens, and nobody but the user writes the spec. The engines emulate a GPU,
+so that what a search predicts is what they do.
+
+The tests are steps of one story: each finds the cluster as the one before it left it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from conftest import FAILED, RESTRICTED
+from pod_cluster import MODELS, PodCluster, make_pods_manifest
+from steady_load import Load, Shape
+
+from sluice_cli.tiny_model import make_tiny_model
+from sluice_core.records import Role
+from sluice_operator.planning import read_plan
+from sluice_operator.reports import ROLES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from release import Release
+    from testbed.client import Client
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+NAMESPACE = "tuned"
+PLANS = f"/api/v1/namespaces/{NAMESPACE}/configmaps"
+NUM_CONNECTIONS = 4
+
+CHATS = Shape(prompt_tokens=40, output_tokens=200, rate_rps=2.0)
+REPORTS = Shape(prompt_tokens=1500, output_tokens=200, rate_rps=4.0)
+QUESTIONS = Shape(prompt_tokens=500, output_tokens=200, rate_rps=4.0)
+# Chats whose tokens may take their time are served as well by any chunks (within 1 % of goodput in the simulator); hasty ones
+# gain 45 % from small chunks on D-heavy engines. Reports and questions gain 15 to 20 % from large ones if their tokens may take
+# their time, and 10 % and more from small ones if they may not; as many chats among them change little of that.
+LOOSE = {"ttftMilliseconds": 1000, "tpotMilliseconds": 200}
+TIGHT = {"ttftMilliseconds": 2000, "tpotMilliseconds": 50}
+LEAST_TOKENS, SMALL_TOKENS, LARGE_TOKENS = 128, 256, 512
+BOUNDS = {"chunkSizes": {"decodeHeavy": {"min": LEAST_TOKENS, "max": LARGE_TOKENS}}}
+
+# Of the flapping; before it, it only costs time.
+COOLDOWN_S = 15
+FLAPPING_S = 4.0 * COOLDOWN_S
+# What the tuner says once it has decided about the newest spec.
+DECIDED = frozenset({"Tuned", "Recommended", "OnTrial", "Returned", "CoolingDown"})
+
+Sliders = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def tuned(client: Client, release: Release) -> Iterator[PodCluster]:
+    """Two P-heavy and two D-heavy engines, with a tuner that only recommends."""
+    assert release.is_installed()
+    make_tiny_model(MODELS / "tiny")
+    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": RESTRICTED}})
+    manifest = make_pods_manifest(
+        replicas=4,
+        prefillHeavy=2,
+        chunkSizes={"prefillHeavy": 2048, "decodeHeavy": LARGE_TOKENS},
+        slo=LOOSE,
+        autotune={"mode": "Recommend", "cooldownSeconds": 1, "bounds": BOUNDS},
+    )
+    manifest["spec"]["engine"]["emulation"] = {"gpu": "a100-80g", "model": "qwen2.5-14b"}
+    made = PodCluster(client, NAMESPACE, manifest)
+    started_s = time.monotonic()
+    release.begin(made)
+    print(f"from `kubectl apply` to four engines and two routers that serve: {time.monotonic() - started_s:.0f} s")
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def cluster(tuned: PodCluster, release: Release, request: pytest.FixtureRequest) -> Iterator[PodCluster]:
+    """The cluster; whatever a test does, its pods stay who they are, and the operator writes no spec."""
+    before = tuned.identify("engine"), tuned.identify("router")
+    yield tuned
+    if request.node.stash.get(FAILED, False):
+        print(release.describe(), tuned.describe(), sep="\n")
+    assert (tuned.identify("engine"), tuned.identify("router")) == before
+    pods = [*tuned.engines.values(), *tuned.routers.values()]
+    assert {status["restartCount"] for pod in pods for status in pod["status"]["containerStatuses"]} == {0}
+    assert list_spec_writers(tuned) == {"kubectl-client-side-apply", "kubectl-patch"}
+
+
+def list_spec_writers(cluster: PodCluster) -> set[str]:
+    """Who has written fields of the spec, by the API server's own account."""
+    managers = json.loads(cluster.kubectl("get", "slc", "tiny", "-o", "json", "--show-managed-fields"))
+    return {item["manager"] for item in managers["metadata"]["managedFields"] if "f:spec" in item.get("fieldsV1", {})}
+
+
+@contextlib.asynccontextmanager
+async def keep_asking(cluster: PodCluster, shape: Shape) -> AsyncIterator[Load]:
+    """Keeps streams under way through the Service, by connections of which kube-proxy gives some to each router."""
+    async with contextlib.AsyncExitStack() as connections:
+        clients = [await connections.enter_async_context(cluster.connect()) for _ in range(NUM_CONNECTIONS)]
+        load = Load(clients, shape, MODELS / "tiny")
+        async with load.run():
+            yield load
+    print(f"streams: {dict(load.fared)}")
+    assert load.fared["exact"] > 0
+
+
+class Tuning:
+    """The tuner, as its user sees it.
+
+    Args:
+        cluster: Its cluster.
+    """
+
+    def __init__(self, cluster: PodCluster) -> None:
+        self._cluster = cluster
+
+    def read(self) -> dict[str, Any]:
+        """The status."""
+        status: dict[str, Any] = self._cluster.read("slc/tiny")["status"]
+        return status
+
+    def read_reason(self) -> str:
+        """Why the sliders are as they are; empty until the newest spec was looked at."""
+        body = self._cluster.read("slc/tiny")
+        (found,) = (item for item in body["status"]["conditions"] if item["type"] == "Autotuned")
+        is_newest = found["observedGeneration"] == body["metadata"]["generation"]
+        return str(found["reason"]) if is_newest else ""
+
+    async def edit(self, **spec: Any) -> None:
+        """Edits the spec as a user does; the generation shows that nobody else does."""
+        before = self.generation
+        await asyncio.to_thread(self._cluster.edit, **spec)
+        assert self.generation == before + 1
+
+    @property
+    def generation(self) -> int:
+        return int(self._cluster.read("slc/tiny")["metadata"]["generation"])
+
+    async def wait(self, what: str, look: Callable[[], Any]) -> Any:
+        """Waits for something, and says how long that took."""
+        started_s = time.monotonic()
+        found = await asyncio.to_thread(self._cluster.wait_for, look, what)
+        print(f"{what}: after {time.monotonic() - started_s:.1f} s")
+        return found
+
+    async def wait_reason(self, what: str, *reasons: str) -> str:
+        """Waits for one of some reasons."""
+        return str(await self.wait(what, lambda: reason if (reason := self.read_reason()) in reasons else ""))
+
+    async def wait_decode_heavy(self, what: str, is_reached: Callable[[int], bool]) -> int:
+        """Waits for a chunk size of D-heavy engines that these have acknowledged."""
+
+        def look() -> int:
+            sizes = self.read()["effective"].get("chunkSizes", {})
+            tokens = int(sizes.get("decodeHeavy", 0))
+            return tokens if tokens and is_reached(tokens) else 0
+
+        return int(await self.wait(what, look))
+
+    def read_version(self) -> str:
+        """Version of the plan's ConfigMap."""
+        return str(self._cluster.read("configmap/tiny-plan")["metadata"]["resourceVersion"])
+
+    def read_sliders(self) -> Sliders:
+        """Sliders of the newest plan."""
+        return list_sliders(self._cluster.read("configmap/tiny-plan"))
+
+    def read_history(self, since: str) -> list[Sliders]:
+        """Sliders of all plans after a version, equal ones in a row once."""
+        changes = self._cluster.client.read_changes(PLANS, since)
+        sliders = [list_sliders(item) for item in changes if item["metadata"]["name"] == "tiny-plan"]
+        return [after for before, after in zip([None, *sliders], sliders, strict=False) if after != before]
+
+
+def list_sliders(config_map: dict[str, Any]) -> Sliders:
+    """How many P-heavy engines a plan has, and the chunk sizes of each role."""
+    (owner,) = config_map["metadata"]["ownerReferences"]
+    plan = read_plan(config_map, owner["uid"]).plan
+    assert plan is not None
+    sizes: dict[Role, set[int]] = {role: set() for role in Role}
+    for engine in plan.engines:
+        sizes[ROLES[engine.role]].add(engine.chunk_size_tokens)
+    count = sum(ROLES[engine.role] is Role.PREFILL_HEAVY for engine in plan.engines)
+    return count, tuple(sorted(sizes[Role.PREFILL_HEAVY])), tuple(sorted(sizes[Role.DECODE_HEAVY]))
+
+
+def is_share(text: str) -> bool:
+    """Whether it is a percentage."""
+    return text.endswith("%") and 0.0 <= float(text.removesuffix("%")) <= 100.0
+
+
+async def test_recommend_says_what_an_edited_objective_asks_for_and_changes_no_slider(cluster: PodCluster) -> None:
+    tuning = Tuning(cluster)
+    since, sliders = tuning.read_version(), tuning.read_sliders()
+    async with keep_asking(cluster, CHATS):
+        await tuning.wait("a recommendation, from the first request on", lambda: "recommended" in tuning.read())
+        assert await tuning.wait_reason("what the present objectives ask for", *DECIDED) in ("Tuned", "Recommended")
+        await tuning.edit(slo=TIGHT)
+        await tuning.wait_reason("a recommendation for tight objectives", "Recommended")
+        recommended = tuning.read()["recommended"]
+    print(recommended)
+    assert recommended["replicas"] == 4
+    assert recommended["chunkSizes"]["decodeHeavy"] <= SMALL_TOKENS
+    assert is_share(recommended["predictedAttainment"])
+    # The objectives are in the plan too; so it changed, but not its sliders.
+    assert set(tuning.read_history(since)) == {sliders}
+    cluster.wait_chunk_sizes([LARGE_TOKENS, LARGE_TOKENS, 2048, 2048])
+
+
+async def test_apply_puts_in_force_what_objectives_and_workload_ask_for(cluster: PodCluster) -> None:
+    tuning = Tuning(cluster)
+    async with keep_asking(cluster, CHATS) as load:
+        await tuning.edit(slo=LOOSE, autotune={"mode": "Apply"})
+        await tuning.wait_reason("the sliders of the spec are good enough for loose objectives", "Tuned")
+        since = tuning.read_version()
+        assert tuning.read_sliders() == (2, (2048,), (LARGE_TOKENS,))
+
+        await tuning.edit(slo=TIGHT)
+        small = await tuning.wait_decode_heavy("small chunks for tight objectives", lambda it: it <= SMALL_TOKENS)
+        assert tuning.read_sliders() == (2, (2048,), (small,))
+
+        await tuning.edit(slo=LOOSE)
+        await tuning.wait_reason("what is in force is good enough for loose objectives", "Tuned")
+        assert tuning.read_sliders() == (2, (2048,), (small,))
+
+        load.shape = REPORTS
+        await tuning.wait_decode_heavy("larger chunks for long prompts", lambda it: it > small)
+    history = tuning.read_history(since)
+    print(history)
+    assert {(count, prefill) for count, prefill, _ in history} == {(2, (2048,))}
+    assert all(LEAST_TOKENS <= tokens <= LARGE_TOKENS for _, _, (tokens,) in history)
+
+
+def most_changes(duration_s: float) -> int:
+    """Changes that the doubling wait allows after an edit of the user's: the first one after a cool-down."""
+    return max(0, 1 + math.floor(math.log2(duration_s / COOLDOWN_S))) if duration_s > 0 else 0
+
+
+async def test_what_flaps_does_not_flap_the_sliders(cluster: PodCluster) -> None:
+    tuning = Tuning(cluster)
+    async with keep_asking(cluster, QUESTIONS):
+        # An edit of the sliders wins over what the tuner had found, and makes it begin anew.
+        started_s = time.monotonic()
+        await tuning.edit(chunkSizes={"decodeHeavy": 384}, autotune={"cooldownSeconds": COOLDOWN_S})
+        await tuning.wait_decode_heavy("the user's chunks", lambda it: it == 384)
+        since, first = tuning.read_version(), tuning.read_sliders()
+        reasons = []
+        while time.monotonic() - started_s < FLAPPING_S:
+            await tuning.edit(slo=LOOSE if len(reasons) % 2 else TIGHT)
+            reasons.append(await tuning.wait_reason(f"what flip {len(reasons)} comes to", *DECIDED))
+        history = tuning.read_history(since)
+        duration_s = time.monotonic() - started_s
+    changes = len(history) - (history[:1] == [first])
+    print(f"{len(reasons)} flips of the objectives in {duration_s:.0f} s: {changes} changes, {reasons}, {history}")
+    # Changes were called for and made, and more were called for than made.
+    assert changes >= 1
+    assert "CoolingDown" in reasons
+    assert changes <= most_changes(duration_s)

@@ -1,0 +1,90 @@
+"""Requests that keep coming to emulated engines, of a shape that may change, each answered whole and exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from workload import Request, make_prompt
+
+from sluice_engine.emulated_tokens import choose_token, hash_prompt
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from cluster import Client
+
+
+class Shape(NamedTuple):
+    """What is asked for.
+
+    Args:
+        prompt_tokens: Length of prompts.
+        output_tokens: Length of answers.
+        rate_rps: Requests per second.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    rate_rps: float
+
+
+class Load:
+    """See the module.
+
+    Args:
+        clients: Connections, which take turns.
+        shape: Of the first requests; ``shape`` may be set anew at any time.
+        model: Folder of the model that the engines pretend to run.
+    """
+
+    def __init__(self, clients: Sequence[Client], shape: Shape, model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        self._vocabulary_tokens: int = config["vocab_size"]
+        self._eos_token_ids = frozenset({int(config["eos_token_id"])})
+        self._clients = clients
+        self._is_over = asyncio.Event()
+        self.shape = shape
+        self.fared: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def run(self) -> AsyncIterator[Load]:
+        """Sends requests while the block runs, and waits for the last answers; one that is wrong ends the block."""
+        async with asyncio.TaskGroup() as streams:
+            streams.create_task(self._send(streams))
+            try:
+                yield self
+            finally:
+                self._is_over.set()
+
+    async def _send(self, streams: asyncio.TaskGroup) -> None:
+        rng = random.Random(1)
+        for number, client in enumerate(itertools.cycle(self._clients)):
+            shape = self.shape
+            sampling: dict[str, Any] = {"max_tokens": shape.output_tokens, "ignore_eos": True, "temperature": 0.0}
+            prompt = make_prompt(shape.prompt_tokens, rng)
+            request = Request(name=f"load-{number}", prompt_token_ids=prompt, sampling=sampling)
+            streams.create_task(self._ask(client, request))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_over.wait(), rng.expovariate(shape.rate_rps))
+                return
+
+    async def _ask(self, client: Client, request: Request) -> None:
+        result = await client.generate(request)
+        assert result.token_ids == self._expect(request), f"{request.name} broke"
+        self.fared["exact"] += 1
+        self.fared["moved"] += result.num_hand_offs > 0
+
+    def _expect(self, request: Request) -> list[int]:
+        prompt = request.prompt_token_ids
+        first, prompt_hash = len(prompt), hash_prompt(prompt)
+        return [
+            choose_token(prompt_hash, position, self._vocabulary_tokens, self._eos_token_ids)
+            for position in range(first, first + request.sampling["max_tokens"])
+        ]
