@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,20 @@ def test_a_rate_out_of_reach_is_refused_with_the_best_there_is(trace: str) -> No
     assert code == 1
     assert "no plan within the bounds serves 500 requests/s; the best found reaches" in output
     assert "kubectl patch servingcluster NAME --type merge" in output
+
+
+@pytest.mark.parametrize("goal", [(), ("--rate", "5")], ids=["highest", "fewest"])
+def test_objectives_that_nothing_meets_are_refused_with_what_requests_need(trace: str, goal: tuple[str, ...]) -> None:
+    cell = (*CELL[:4], "--ttft-ms", "1", "--tpot-ms", "80", "--replicas", "1", "--trace", trace)
+    code, output = run(*cell, *QUICK, *goal)
+    assert code == 1
+    said = " ".join(output.split())
+    assert (
+        "no plan within the bounds meets a TTFT of 1 ms and a TPOT of 80 ms for 0.9 of the requests at any rate" in said
+    )
+    ttft_ms, tpot_ms = (float(value) for value in re.findall(r"TTFT and TPOT of (\S+) ms and (\S+) ms", said)[0])
+    assert ttft_ms > 50
+    assert 1 < tpot_ms < 80
 
 
 @pytest.mark.parametrize(

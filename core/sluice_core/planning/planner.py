@@ -24,6 +24,7 @@ _USED_SHARE = 0.6  # of what engines could do if nobody had to wait
 _SHOWN_OVERLOAD = 0.04  # of a rate: what must show within a run
 _ANSWERS_PER_RUN = 5  # one after the other: KV caches fill within the first two
 _TYPICAL_CHUNK, _TYPICAL_DECODES = 1024, 64
+_FEW_REQUESTS = 30  # of a run that shows what requests need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +123,15 @@ class Planner:
             in_force: The plan in force: where the search begins, and what it is compared with.
 
         Raises:
-            ValueError: Nothing is within the bounds.
+            ValueError: Nothing is within the bounds, or nothing within them meets the objectives at any rate.
         """
         arena = Arena(self._run_trials, goal.target)
         if goal.rate_rps is None:
             found = self._find_highest(arena, goal, in_force)
         else:
             found = self._find_fewest(arena, goal, goal.rate_rps, in_force)
+        if not _has_goodput(found):
+            raise ValueError(self._explain_unmet(goal, found))
         return self._describe(arena, goal, found, in_force)
 
     def _find_highest(self, arena: Arena, goal: Goal, in_force: Candidate | None) -> Found:
@@ -162,6 +165,8 @@ class Planner:
         low, high = goal.least_replicas, goal.most_replicas
         replicas = min(max(low, _FIRST_ENGINES), high)
         found = self._search(arena, replicas, tensor_parallel, None, in_force)
+        if not _has_goodput(found):
+            return found
         tried = {replicas: found}
         guess = min(max(math.ceil(rate_rps * replicas / found.best.goodput_rps), low), high)
         for _ in range(_MOST_SIZES):
@@ -200,6 +205,18 @@ class Planner:
             tensor_parallel,
             start_rps or estimate_start_rps(self._problem, replicas, tensor_parallel),
             in_force if is_same else None,
+        )
+
+    def _explain_unmet(self, goal: Goal, found: Found) -> str:
+        """Say how far the objectives are from what requests need that hardly share an engine."""
+        best, duration_s, slo = found.best.candidate, found.fidelity.duration_s, self._problem.slo
+        prediction = predict(self._run_trials, best, _FEW_REQUESTS / duration_s, found.fidelity.seeds[:1], duration_s)
+        needed = [pair for detail in prediction.details for pair in detail.latencies_s]
+        medians = [f"{1e3 * statistics.median(values):.4g} ms" for values in zip(*needed, strict=True)]
+        return (
+            f"no plan within the bounds meets a TTFT of {1e3 * slo.ttft_s:.4g} ms and a TPOT of {1e3 * slo.tpot_s:.4g} ms for "
+            f"{goal.target:.4g} of the requests at any rate; at {prediction.rate_rps:.2g} requests/s the best attains "
+            f"{prediction.attainment.mean:.4g}, with a median TTFT and TPOT of {' and '.join(medians) or 'nothing finished'}"
         )
 
     def _describe(self, arena: Arena, goal: Goal, found: Found, in_force: Candidate | None) -> PlanResult:
@@ -250,6 +267,11 @@ def estimate_settling_s(problem: Problem) -> float:
     """Estimate how long a run must be for an overload to show: a backlog beyond the TTFT objective, full KV caches."""
     answer_s = statistics.fmean(row.output_tokens for row in problem.rows) * problem.slo.tpot_s
     return max(problem.slo.ttft_s / _SHOWN_OVERLOAD, _ANSWERS_PER_RUN * answer_s)
+
+
+def _has_goodput(found: Found) -> bool:
+    """Say whether anything meets the objectives: of less than a request in a whole run nothing is known but that it is little."""
+    return found.best.goodput_rps * found.fidelity.duration_s >= 1.0
 
 
 def _rank_for_rate(found: Found, rate_rps: float) -> tuple[bool, float, float]:
