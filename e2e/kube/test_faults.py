@@ -193,6 +193,8 @@ def test_watches_that_end_lose_nothing(fault: str, cluster: LightCluster, proxy:
 @pytest.mark.timeout(420)
 def test_watches_that_go_silent_are_noticed(cluster: LightCluster, proxy: FaultProxy, replica: Replica) -> None:
     number_of_ends = replica.num_ends
+    # A look that something else has brought on would see the edit too.
+    wait_until_still(replica.operator.calls)
     assert proxy.mute_watches() > 5
     cluster.edit(prefillHeavy=3)
     time.sleep(5)
