@@ -30,7 +30,6 @@ collect_ignore = ["test_images.py"]
 CRD = ROOT / "crds" / "servingclusters.yaml"
 PYTHON_IMAGE = "docker.io/local/python:1"
 NUMBERS = itertools.count()
-RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 FAILED = pytest.StashKey[bool]()
 
 

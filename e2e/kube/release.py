@@ -26,6 +26,8 @@ DEFINITION = "servingclusters.sluice.dev"
 OPERATOR = "deployment/sluice-operator"
 # What the kubelet asks for when a manifest says `sluice-engine:0.1.0`.
 LIBRARY = "docker.io/library"
+# Labels of a namespace whose pods must be as Pod Security wants them at its strictest.
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
 def name_image(part: str) -> str:
@@ -113,8 +115,7 @@ class Release:
 @contextlib.contextmanager
 def run_release(client: Client) -> Iterator[Release]:
     """The chart, installed into a Kubernetes that has never seen Sluice, as long as the block lasts."""
-    restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
-    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": restricted}})
+    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": RESTRICTED}})
     made = Release(client)
     made.remove_definition()
     try:

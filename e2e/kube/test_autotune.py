@@ -17,8 +17,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import FAILED, RESTRICTED
+from conftest import FAILED
 from pod_cluster import MODELS, PodCluster, make_pods_manifest
+from release import RESTRICTED
 from steady_load import Load, Shape
 
 from sluice_cli.tiny_model import make_tiny_model

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kubectl_cluster import make_manifest
 from pod_cluster import MODELS, PodCluster
-from release import OPERATOR, Release, name_image, run_release
+from release import OPERATOR, RESTRICTED, Release, name_image, run_release
 from test_dockerfiles import list_containers
 from test_tuning import make_question
 from testbed.bases import make_bases, read_bases
@@ -99,8 +99,7 @@ def release(client: Client, node: Node, archives: dict[str, Path]) -> Iterator[R
 def cluster(client: Client, release: Release) -> Iterator[PodCluster]:
     """The example, with as many engines as two cores start in a minute; nothing but the model is mounted into its pods."""
     make_tiny_model(MODELS / "tiny")
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}})
+    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": RESTRICTED}})
     manifest = make_manifest()
     manifest["spec"]["replicas"] = 2
     made = PodCluster(client, NAMESPACE, manifest, claims={"models": MODELS})

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from kubectl_cluster import wait_for
 from light_cluster import MERGE, LightCluster
+from release import RESTRICTED
 from stand_in_router import StandInRouters, run_stand_in_routers
 from test_chart import one, pick
 from test_operator import Operator
@@ -136,8 +137,7 @@ class Access:
 def access(client: Client, testbed: Testbed, crd: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
     """The service account and roles of the chart, as it renders them, and nothing else of it."""
     for name in (SYSTEM, TEAM):
-        labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-        client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+        client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": RESTRICTED}})
     rendered = Helm(build() / "helm", tmp_path_factory.mktemp("helm")).template(VALUES, namespace=SYSTEM)
     assert set(find_grants_in(rendered)) == {(SYSTEM, LEASE_ROLE), (TEAM, ROLE)}
     client.apply(*(item for kind in ("ServiceAccount", "Role", "RoleBinding") for item in pick(rendered, kind)))

@@ -19,12 +19,12 @@ import grpc
 import pytest
 import trustme
 from certificate_files import make_files
-from conftest import FAILED, RESTRICTED
+from conftest import FAILED
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kubectl_cluster import wait_for
 from pod_cluster import MODELS, EditTimes, PodCluster, Status, Trust, make_pods_manifest, open_channel
 from pod_streams import stream_while
-from release import DEFINITION, Release, make_next_chart
+from release import DEFINITION, RESTRICTED, Release, make_next_chart
 from test_exactness import check
 from testbed.helm import CHART, SYSTEM
 

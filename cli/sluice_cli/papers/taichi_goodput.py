@@ -108,7 +108,7 @@ def _compare(
 
 def _relate(
     taichi: Sequence[Outcome],
-    names: Sequence[object],
+    names: Sequence[str],
     baselines: Sequence[Sequence[Outcome]],
     paper: Stated,
     expected: Stated,

@@ -178,8 +178,7 @@ class SimEngine:
         num_moved = self._count_moved(request)
         self.granted_blocks -= num_moved
         self.used_blocks += num_moved
-        if self.cache is not None and request.table is not None:
-            self.cache.settle(request.table, request.prompt_tokens + request.generated_tokens - 1)
+        self._settle(request)
         self._arrived.append(request)
         self.note_change()
 
