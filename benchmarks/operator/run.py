@@ -184,8 +184,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clusters", type=int, default=500)
     parser.add_argument("--pods", type=int, default=10_000, help="engines and routers of all clusters")
-    parser.add_argument("--idle-s", type=float, default=60.0, help="length of the idle phase")
     parser.add_argument("--resync-s", type=float, default=420.0, help="the operator's resync interval")
+    parser.add_argument("--idle-s", type=float, help="length of the idle phase (default: a resync of every cluster)")
     parser.add_argument(
         "--profile", type=Path, help="have cProfile watch the operator (which slows it), and write this"
     )
@@ -207,7 +207,7 @@ def main() -> None:
             testbed=testbed, operator=operator, plans=PlanWatch(testbed), names=names, num_engines=num_engines
         )
         phases = {"create": trial.create()}
-        phases["idle"] = trial.rest(arguments.idle_s)
+        phases["idle"] = trial.rest(arguments.resync_s if arguments.idle_s is None else arguments.idle_s)
         phases["edits"] = trial.edit_in_turn(random.Random(1))
         phases["burst"] = trial.edit_at_once()
     print(f"{arguments.clusters} clusters of {num_engines} engines and {NUM_ROUTERS} routers")
