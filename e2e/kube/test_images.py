@@ -61,6 +61,8 @@ UNUSED = re.compile(
     | /libucx_perftest_\w+\.so                         # UCX's
     | /nixl_ep_cu\d+/                                  # NIXL's expert parallelism, for mixtures of experts
     | /nvidia/nvshmem/                                 # the same
+    | /\.?nixl(_ep)?_cu12[./]                          # the same NIXL for CUDA 12; it takes the one of torch's CUDA
+    | /torchcodec/                                     # video and sound, by a version of FFmpeg for each file
     | /libcufile_rdma\.so                              # GPUDirect Storage
     | /numba/np/ufunc/(omp|tbb)pool                    # numba has a pool of its own where these cannot be loaded
     """,
@@ -75,21 +77,29 @@ parts = pytest.mark.parametrize("part", FOLDERS)
 def archives() -> Iterator[dict[str, Path]]:
     """All three images, built from this checkout before there is a cluster, by part."""
     made = {part: FOLDER / f"{part}.tar" for part in FOLDERS}
-    with run_builder(FOLDER) as builder:
-        bases = make_bases(builder, read_bases(ROOT / "operator" / "Dockerfile"), FOLDER / "bases")
-        for part, folder in FOLDERS.items():
-            started_s = time.monotonic()
-            dockerfile = ROOT / folder / "Dockerfile"
-            build = Build(dockerfile=dockerfile, context=ROOT, arguments=ARGUMENTS.get(part, {}), bases=bases)
-            builder.build(build, archive=made[part], name=name_image(part))
-            print(f"{part}: built in {time.monotonic() - started_s:.0f} s\n{describe_layers(made[part])}", flush=True)
-    if not os.environ.get("SLUICE_KEEP_IMAGES"):
-        shutil.rmtree(FOLDER / "state")
+    # What the builder keeps of both images of the engine at once would be 50 GB.
+    for batch in ([part for part in FOLDERS if part != GPU_ENGINE], [part for part in FOLDERS if part == GPU_ENGINE]):
+        if batch:
+            build_images({part: made[part] for part in batch})
+        if not os.environ.get("SLUICE_KEEP_IMAGES"):
+            shutil.rmtree(FOLDER / "state", ignore_errors=True)
     yield made
     for archive in made.values():
         archive.unlink()
     if not os.environ.get("SLUICE_KEEP_IMAGES"):
         shutil.rmtree(FOLDER)
+
+
+def build_images(archives: dict[str, Path]) -> None:
+    """Builds images, by part, into archives."""
+    with run_builder(FOLDER) as builder:
+        bases = make_bases(builder, read_bases(ROOT / "operator" / "Dockerfile"), FOLDER / "bases")
+        for part, archive in archives.items():
+            started_s = time.monotonic()
+            dockerfile = ROOT / FOLDERS[part] / "Dockerfile"
+            build = Build(dockerfile=dockerfile, context=ROOT, arguments=ARGUMENTS.get(part, {}), bases=bases)
+            builder.build(build, archive=archive, name=name_image(part))
+            print(f"{part}: built in {time.monotonic() - started_s:.0f} s\n{describe_layers(archive)}", flush=True)
 
 
 def describe_layers(archive: Path) -> str:
