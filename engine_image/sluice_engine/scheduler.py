@@ -173,9 +173,9 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             request=request,
             extras=extras,
             kind=RequestKind.NEW_PROMPT,
-            arrival_s=now_s - extras.age_s,
+            arrival_s=now_s if extras.arrival_s is None else extras.arrival_s,
             user_priority=request.priority,
-            first_token_s=now_s - extras.since_first_token_s if extras.since_first_token_s >= 0 else None,
+            first_token_s=extras.first_token_s,
             pull_deadline_s=now_s + PULL_START_S,
         )
         restore_output(request, extras.output_token_ids)
