@@ -71,6 +71,7 @@ class Comparison:
         rate: Requests per second.
         num_requests: Requests.
         errors: Why emulated ones failed, and how many.
+        num_refused: Simulated ones that were refused.
         emulated: Its figures.
         simulated: Its figures.
         clock_error: Median of measured over modelled time of an iteration, less 1.
@@ -84,6 +85,7 @@ class Comparison:
     rate: float
     num_requests: int
     errors: dict[str, int]
+    num_refused: int
     emulated: Figures
     simulated: Figures
     clock_error: float
@@ -112,6 +114,7 @@ def compare_runs(phase: Phase, simulated: Simulated, records: Sequence[Record]) 
         rate=phase.rate,
         num_requests=len(phase.answers),
         errors=dict(Counter(answer.error for answer in phase.answers if answer.error)),
+        num_refused=len(simulated.has_met) - len(simulated.ttft_s),
         emulated=Figures(
             attainment=phase.attainment,
             ttft_ms=(phase.compute_ttft_ms(50), phase.compute_ttft_ms(90)),
@@ -175,7 +178,8 @@ def format_comparisons(comparisons: Sequence[Comparison]) -> str:
         rows.append(["", "", "", "difference", points, *changes, ""])
         notes.append(
             f"{comparison.strategy} at {comparison.rate:.2f}/s: iterations took {100 * comparison.clock_error:+.2f} % of "
-            f"the modelled time more (median), {comparison.busy_cores:.2f} cores busy, {sum(comparison.errors.values())} failed"
+            f"the modelled time more (median), {comparison.busy_cores:.2f} cores busy, {sum(comparison.errors.values())} failed "
+            f"({comparison.num_refused} simulated)"
         )
         notes += [f"failed: {count} with {error}" for error, count in comparison.errors.items()]
         if comparison.pauses:

@@ -150,14 +150,18 @@ class _Reader:
             num_decodes,
             context_tokens,
         )
+        new_ids = {request.request_id for request in self._new}
+        has_idled = not num_decodes and all(chunk[0] in new_ids for chunk in chunks)
         if self._running:
             start_s = self._running[-1].end_s
             seen_s = self._end_s - BEFORE_S
-        elif self.record.iterations:
-            # It idled, or its last iteration ended a moment ago and this one could not be scheduled before.
-            start_s = seen_s = self._end_s + at_s - self._ended_s
-        else:
+        elif not self.record.iterations:
             start_s = seen_s = at_s - self._begin_s
+        elif has_idled:
+            start_s = seen_s = self._end_s + at_s - self._ended_s
+        else:  # its last iteration has just ended, and this one could not be scheduled before
+            start_s = self._end_s
+            seen_s = start_s - BEFORE_S
         for request in self._new:
             request.modelled_at_s = seen_s
             self.record.requests.append(request)

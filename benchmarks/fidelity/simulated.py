@@ -16,7 +16,7 @@ from sluice_core.sim.engine import SimEngine
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.goodput import TARGET, bisect_rate
 from sluice_core.sim.metrics import summarize
-from sluice_core.sim.requests import SimRequest
+from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.setup import Arrival
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
@@ -40,8 +40,8 @@ class Simulated:
     """A simulated run.
 
     Args:
-        ttft_s: Of each request, in order.
-        tpot_s: Of each request, in order; None: one token.
+        ttft_s: Of each request that was not refused, in order.
+        tpot_s: Likewise; None: one token.
         has_met: Whether each met its objectives.
         moves: By cause.
     """
@@ -72,9 +72,10 @@ def simulate(cell: Cell, arrivals: Sequence[Arrival]) -> Simulated:
     """Runs it."""
     simulation = Simulation(cell, arrivals)
     simulation.run()
+    finished = [request for request in simulation.requests if request.state is RequestState.FINISHED]
     return Simulated(
-        ttft_s=[request.ttft_s for request in simulation.requests],
-        tpot_s=[request.tpot_s for request in simulation.requests],
+        ttft_s=[request.ttft_s for request in finished],
+        tpot_s=[request.tpot_s for request in finished],
         has_met=[request.has_met_slo for request in simulation.requests],
         moves={cause.value: count for cause, count in simulation.num_moves.items() if count},
     )
