@@ -176,9 +176,7 @@ def test_prompts_go_in_the_order_in_which_they_arrived_at_the_router(pair: tuple
     now_s = time.monotonic()
     ages_s = [10.0, 7.0, 9.0, 8.0]  # the first is under way when the others come
     parts = [
-        engine.submit(
-            make_prompt(600, salt=index), max_tokens=1, extras=control.RequestExtras(arrival_s=now_s - age_s)
-        )
+        engine.submit(make_prompt(600, salt=index), max_tokens=1, extras=control.RequestExtras(arrival_s=now_s - age_s))
         for index, age_s in enumerate(ages_s)
     ]
     ends: list[int] = []
