@@ -70,7 +70,8 @@ class Comparison:
         strategy: Its name.
         rate: Requests per second.
         num_requests: Requests.
-        num_failed: Of the emulated ones.
+        errors: Why emulated ones failed, and how many.
+        num_refused: Simulated ones that were refused.
         emulated: Its figures.
         simulated: Its figures.
         clock_error: Median of measured over modelled time of an iteration, less 1.
@@ -83,7 +84,8 @@ class Comparison:
     strategy: str
     rate: float
     num_requests: int
-    num_failed: int
+    errors: dict[str, int]
+    num_refused: int
     emulated: Figures
     simulated: Figures
     clock_error: float
@@ -111,7 +113,8 @@ def compare_runs(phase: Phase, simulated: Simulated, records: Sequence[Record]) 
         strategy=phase.strategy,
         rate=phase.rate,
         num_requests=len(phase.answers),
-        num_failed=len(phase.answers) - len(phase.good),
+        errors=dict(Counter(answer.error for answer in phase.answers if answer.error)),
+        num_refused=len(simulated.has_met) - len(simulated.ttft_s),
         emulated=Figures(
             attainment=phase.attainment,
             ttft_ms=(phase.compute_ttft_ms(50), phase.compute_ttft_ms(90)),
@@ -175,8 +178,10 @@ def format_comparisons(comparisons: Sequence[Comparison]) -> str:
         rows.append(["", "", "", "difference", points, *changes, ""])
         notes.append(
             f"{comparison.strategy} at {comparison.rate:.2f}/s: iterations took {100 * comparison.clock_error:+.2f} % of "
-            f"the modelled time more (median), {comparison.busy_cores:.2f} cores busy, {comparison.num_failed} failed"
+            f"the modelled time more (median), {comparison.busy_cores:.2f} cores busy, {sum(comparison.errors.values())} failed "
+            f"({comparison.num_refused} simulated)"
         )
+        notes += [f"failed: {count} with {error}" for error, count in comparison.errors.items()]
         if comparison.pauses:
             ends = Counter(num_ends for num_ends, _ in comparison.pauses)
             shares = ", ".join(f"{num_ends}: {count}" for num_ends, count in sorted(ends.items()))

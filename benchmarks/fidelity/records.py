@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from sluice_core.latency import compute_attention_work
-from sluice_core.records import Slo
-from sluice_core.sim.setup import Arrival
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
 # A request that came between two iterations came before the first one ended, on a clock without delays: by this much.
 BEFORE_S = 1e-7
-NO_OBJECTIVE = Slo(ttft_s=1e9, tpot_s=1e9)
 
 
 class Batch(NamedTuple):
@@ -59,6 +56,7 @@ class Request:
         modelled_at_s: The same on the modelled clock.
         num_tokens: Its tokens then.
         max_tokens: Its output's length.
+        arrival_s: When it arrived at its router, which orders it among others, on the machine's clock.
     """
 
     request_id: str
@@ -67,6 +65,7 @@ class Request:
     modelled_at_s: float
     num_tokens: int
     max_tokens: int
+    arrival_s: float
 
 
 @dataclass(slots=True)
@@ -113,18 +112,6 @@ class Record:
     handed_off_s: dict[str, float] = field(default_factory=dict)
     joined_s: dict[str, float] = field(default_factory=dict)
 
-    def make_arrivals(self) -> list[Arrival]:
-        """The load of the engine on the modelled clock, for a replay."""
-        return [
-            Arrival(
-                at_s=request.modelled_at_s,
-                prompt_tokens=request.num_tokens,
-                output_tokens=request.max_tokens,
-                slo=NO_OBJECTIVE,
-            )
-            for request in self.requests
-        ]
-
 
 class _Reader:
     """Reads one record; mutable."""
@@ -141,7 +128,7 @@ class _Reader:
         """Takes a line of the record."""
         what, at_s, *values = line
         if what == "request":
-            self._new.append(Request(values[0], values[1], at_s, 0.0, values[2], values[3]))
+            self._new.append(Request(values[0], values[1], at_s, 0.0, *values[2:5]))
         elif what == "batch":
             self._schedule(at_s, *values[:3])
             self.record.joined_s |= dict.fromkeys(values[3], at_s)
@@ -163,14 +150,18 @@ class _Reader:
             num_decodes,
             context_tokens,
         )
+        new_ids = {request.request_id for request in self._new}
+        has_idled = not num_decodes and all(chunk[0] in new_ids for chunk in chunks)
         if self._running:
             start_s = self._running[-1].end_s
             seen_s = self._end_s - BEFORE_S
-        elif self.record.iterations:
-            # It idled, or its last iteration ended a moment ago and this one could not be scheduled before.
-            start_s = seen_s = self._end_s + at_s - self._ended_s
-        else:
+        elif not self.record.iterations:
             start_s = seen_s = at_s - self._begin_s
+        elif has_idled:
+            start_s = seen_s = self._end_s + at_s - self._ended_s
+        else:  # its last iteration has just ended, and this one could not be scheduled before
+            start_s = self._end_s
+            seen_s = start_s - BEFORE_S
         for request in self._new:
             request.modelled_at_s = seen_s
             self.record.requests.append(request)

@@ -114,9 +114,7 @@ class Run:
             comparison = compare_runs(phase, simulate(cell, sorted(seen, key=lambda arrival: arrival.at_s)), records)
             comparison.goodput_rps = goodput_rps
             if setting.name == "Aggregated":  # an engine's load is its own where nothing moves
-                comparison.batches = [
-                    compare_batches(record, replay(cell, record.make_arrivals())) for record in records
-                ]
+                comparison.batches = [compare_batches(record, replay(cell, record.requests)) for record in records]
             self.comparisons.append(comparison)
             print(format_comparisons([comparison]), flush=True)
 

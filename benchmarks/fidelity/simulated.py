@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.fidelity.records import Batch
 
 from sluice_cli.cells import build_cell, describe_manifest
-from sluice_core.records import Role
+from sluice_core.batching import ChunkedPrefillPolicy, RequestKind
+from sluice_core.records import Role, Slo
+from sluice_core.sim.engine import SimEngine
+from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.goodput import TARGET, bisect_rate
 from sluice_core.sim.metrics import summarize
+from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.setup import Arrival
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
 from sluice_engine.settings import EmulationSettings
@@ -20,9 +26,13 @@ from sluice_operator.spec import ServingCluster
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sluice_core.records import Slo
+    from benchmarks.fidelity.records import Request
+
     from sluice_core.sim.metrics import RunSummary
-    from sluice_core.sim.setup import Arrival, Cell
+    from sluice_core.sim.setup import Cell
+    from sluice_core.sim.timeline import Iteration
+
+NO_OBJECTIVE = Slo(ttft_s=1e9, tpot_s=1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +40,16 @@ class Simulated:
     """A simulated run.
 
     Args:
-        ttft_s: Of each request, in order.
-        tpot_s: Of each request, in order; None: one token.
+        ttft_s: Of each request that was not refused, in order.
+        tpot_s: Likewise; None: one token.
         has_met: Whether each met its objectives.
         moves: By cause.
-        batches: Of each engine, in order.
     """
 
     ttft_s: list[float]
     tpot_s: list[float | None]
     has_met: list[bool]
     moves: dict[str, int]
-    batches: dict[str, list[tuple[float, Batch]]]
 
 
 def make_cell(manifest: dict[str, Any], kv_blocks: int) -> tuple[Cell, Slo]:
@@ -62,34 +70,63 @@ def make_cell(manifest: dict[str, Any], kv_blocks: int) -> tuple[Cell, Slo]:
 
 def simulate(cell: Cell, arrivals: Sequence[Arrival]) -> Simulated:
     """Runs it."""
-    timeline = Timeline()
-    simulation = Simulation(cell, arrivals, timeline)
+    simulation = Simulation(cell, arrivals)
     simulation.run()
-    batches: dict[str, list[tuple[float, Batch]]] = {}
-    for iteration in timeline.iterations:
-        batch = Batch(
-            iteration.num_decodes, iteration.decode_context_tokens, iteration.prefill_tokens, iteration.num_chunks
-        )
-        batches.setdefault(iteration.engine_id, []).append((iteration.start_s, batch))
+    finished = [request for request in simulation.requests if request.state is RequestState.FINISHED]
     return Simulated(
-        ttft_s=[request.ttft_s for request in simulation.requests],
-        tpot_s=[request.tpot_s for request in simulation.requests],
+        ttft_s=[request.ttft_s for request in finished],
+        tpot_s=[request.tpot_s for request in finished],
         has_met=[request.has_met_slo for request in simulation.requests],
         moves={cause.value: count for cause, count in simulation.num_moves.items() if count},
-        batches=batches,
     )
 
 
-def replay(cell: Cell, arrivals: Sequence[Arrival]) -> list[Batch]:
-    """Runs the load of one engine on an engine like it; returns its batches.
+def replay(cell: Cell, requests: Sequence[Request]) -> list[Batch]:
+    """Runs what came to one engine on an engine like it, without a router; returns its batches.
 
     Args:
         cell: With such an engine first.
-        arrivals: See ``Record.make_arrivals``.
+        requests: As the engine's record has them, on the modelled clock.
     """
-    alone = replace(cell, engines=[replace(cell.engines[0], role=Role.DECODE_HEAVY)])
-    batches = simulate(alone, arrivals).batches
-    return [batch for _, batch in next(iter(batches.values()), [])]
+    timeline = Timeline()
+    engine = SimEngine(
+        replace(cell.engines[0], role=Role.DECODE_HEAVY),
+        ChunkedPrefillPolicy(counts_decodes=cell.options.counts_decodes),
+        GapHistogram(),
+        [],
+        schedules_ahead=cell.options.schedules_ahead,
+        hash_block_tokens=cell.options.hash_block_tokens,
+    )
+
+    def start(now: float) -> None:
+        if engine.start(now) >= 0.0:
+            timeline.note_iteration(engine, now)
+
+    def advance(until_s: float) -> None:
+        while engine.is_running and engine.ends_at_s <= until_s:
+            engine.end(engine.ends_at_s)
+            start(engine.ends_at_s)
+
+    for at_s, together in groupby(enumerate(requests), key=lambda numbered: numbered[1].modelled_at_s):
+        advance(at_s)
+        for number, request in together:
+            engine.submit(_to_simulated(number, request), RequestKind[request.kind])
+        if not engine.is_running:
+            start(at_s)
+    advance(math.inf)
+    engine.check_idle()
+    return [_describe(iteration) for iteration in timeline.iterations]
+
+
+def _describe(iteration: Iteration) -> Batch:
+    return Batch(iteration.num_decodes, iteration.decode_context_tokens, iteration.prefill_tokens, iteration.num_chunks)
+
+
+def _to_simulated(number: int, request: Request) -> SimRequest:
+    arrival = Arrival(
+        at_s=request.arrival_s, prompt_tokens=request.num_tokens, output_tokens=request.max_tokens, slo=NO_OBJECTIVE
+    )
+    return SimRequest(number, arrival)
 
 
 def find_goodput_rps(cell: Cell, make_arrivals: Callable[[float], Sequence[Arrival]]) -> float:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _GROUP = re.compile(r"([1-9][0-9]{0,4})x(max|[0-9]{1,7})")
 AHEAD, IN_STEP = "ahead", "in_step"
+ROUTER_WAIT_LIMIT_S = 30.0  # the router's default, ``Limits.wait_limit_s``, which a manifest cannot change
 _ROLES = (Role.PREFILL_HEAVY, Role.DECODE_HEAVY)
 
 
@@ -71,6 +72,7 @@ class CellSettings:
         ttft_end: When TTFT ends: ``first_token`` or ``decode_join``.
         budget: What the chunk size counts: ``all`` tokens or those of ``prefill`` only.
         scheduling: ``ahead``: engines schedule an iteration while another runs, as vLLM does; ``in_step``: papers.
+        wait_limit_s: Longest wait at the router before a request is refused; None: for ever.
         placement: Where prefills run; None: as the strategy says.
         flow: False: requests decode where their prefill ran.
         max_num_seqs: Most running requests of an engine.
@@ -95,6 +97,7 @@ class CellSettings:
     ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
     budget: str = "all"
     scheduling: str = IN_STEP
+    wait_limit_s: float | None = None
     placement: str | None = None
     flow: bool = True
     max_num_seqs: int = MAX_NUM_SEQS
@@ -203,6 +206,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "ttft_end": lambda text: TtftEnd(_read_choice(TtftEnd)(text)),
     "budget": _read_choice(("all", "prefill")),
     "scheduling": _read_choice((AHEAD, IN_STEP)),
+    "wait_limit_s": _read_number(1e-3, 1e9),
     "placement": _read_choice(PLACEMENTS),
     "flow": _read_switch,
     "max_num_seqs": _read_count(1, 1_000_000),
@@ -276,6 +280,7 @@ def describe_manifest(manifest: ServingCluster, model: str | None, gpu: str | No
             min_tokens_between_moves=parameters.min_tokens_between_moves,
             max_batch_tokens=spec.engine.max_batch_tokens,
             scheduling=AHEAD,
+            wait_limit_s=ROUTER_WAIT_LIMIT_S,
         ),
         classes=tuple(
             SloClass(
@@ -318,6 +323,7 @@ def make_options(settings: CellSettings) -> SimOptions:
         counts_decodes=settings.budget == "all",
         schedules_ahead=settings.scheduling == AHEAD and settings.no_grant is not NoGrant.WAIT,
         hash_block_tokens=HASH_BLOCK_TOKENS if settings.prefix_reuse else None,
+        wait_limit_s=settings.wait_limit_s,
     )
 
 

@@ -33,6 +33,8 @@ class NaivePool:
 
     def hash_of(self, request, number):
         end = (number + 1) * self.block
+        if self.hash_block is None:  # found again after a preemption here, by nobody else, and not after a move
+            return request.name, request.moves, end
         if end <= request.arrival.prompt_tokens and request.arrival.block_hashes:
             return request.arrival.block_hashes[: -(-end // self.hash_block)], end
         return request.name, end
@@ -108,7 +110,7 @@ class NaiveRequest:
 class NaiveEngine:
     def __init__(self, setup, policy, hash_block_tokens=None):
         self.setup, self.policy = setup, policy
-        self.pool = None if hash_block_tokens is None else NaivePool(setup, hash_block_tokens)
+        self.pool = NaivePool(setup, hash_block_tokens)
         self.block = setup.block_size_tokens
         self.queue, self.decodes, self.arrived, self.incoming, self.pinned = [], [], [], [], []
         self.batch = None
@@ -121,17 +123,14 @@ class NaiveEngine:
         self.last_batch = (0, 0)
 
     def used(self):
-        if self.pool is None:
-            return sum(r.blocks for r in {*self.queue, *self.decodes, *self.arrived, *self.pinned, *(self.batch or ())})
         promised = sum(r.blocks - len(self.pool.tables[r]) for r in self.queue if r.blocks)
         return self.pool.used() - self.granted() + promised
 
     def granted(self):
-        return sum(r.arriving if self.pool else r.blocks for r in self.incoming)
+        return sum(r.arriving for r in self.incoming)
 
     def free_blocks_of(self, request):
-        if self.pool is not None:
-            self.pool.release(request)
+        self.pool.release(request)
 
     def free(self):
         return self.setup.kv_blocks_total - self.used() - self.granted()
@@ -181,9 +180,8 @@ class NaiveEngine:
             self.enqueue(victim, RequestKind.RECOMPUTE)
         for request in self.decodes:
             request.blocks += self.grows(request)
-            if self.pool is not None:
-                self.pool.take(request, request.blocks)
-                self.pool.fill(request, request.kv_tokens + 1)
+            self.pool.take(request, request.blocks)
+            self.pool.fill(request, request.kv_tokens + 1)
         chunks = self.schedule(now) if self.queue else []
         if not any(r.computed < r.to_compute for r in self.queue) or chunks:
             self.last_prefill_s = now
@@ -230,24 +228,22 @@ class NaiveEngine:
             if not request.blocks:
                 blocks = blocks_for_tokens(request.to_compute, self.block)
                 seats = len(self.decodes) + len(self.incoming) + sum(r.blocks > 0 for r in self.queue)
-                found = [] if self.pool is None else self.pool.find(request, request.to_compute - 1)
+                found = self.pool.find(request, request.to_compute - 1)
                 need = blocks - len(found) + (self.pool.idle(found) if found else 0)
                 if is_blocked or limits.hides(request.kind) or seats >= self.setup.max_num_seqs or need > self.free():
                     is_blocked = True
                     continue
                 request.blocks = blocks
-                if self.pool is not None:
-                    self.pool.open(request, found)
-                    request.computed = request.cached = len(found) * self.block
-                    if request.kind is RequestKind.NEW_PROMPT:
-                        self.pool.queries += request.to_compute
-                        self.pool.hits += request.cached
+                self.pool.open(request, found)
+                request.computed = request.cached = len(found) * self.block
+                if request.kind is RequestKind.NEW_PROMPT:
+                    self.pool.queries += request.to_compute
+                    self.pool.hits += request.cached
             tokens = min(room, limits.max_tokens_per_prefill, request.to_compute - request.computed)
             chunks.append((request, tokens, request.computed))
             request.computed += tokens
-            if self.pool is not None:
-                self.pool.take(request, blocks_for_tokens(request.computed, self.block))
-                self.pool.fill(request, request.computed)
+            self.pool.take(request, blocks_for_tokens(request.computed, self.block))
+            self.pool.fill(request, request.computed)
             room -= tokens
             if request.kind is RequestKind.NEW_PROMPT:
                 request.kind = RequestKind.STARTED_PREFILL
@@ -461,12 +457,11 @@ class NaiveSimulation:
         link = source.setup.link
         name = link.name or source.setup.engine_id
         num_tokens = request.kv_tokens
-        if target.pool is not None:
-            found = target.pool.find(request, num_tokens)
-            num_tokens -= len(found) * target.block
-            request.arriving = request.blocks - len(found)
-            target.pool.open(request, found)
-            target.pool.take(request, request.blocks)
+        found = target.pool.find(request, num_tokens)
+        num_tokens -= len(found) * target.block
+        request.arriving = request.blocks - len(found)
+        target.pool.open(request, found)
+        target.pool.take(request, request.blocks)
         bytes_s = num_tokens * source.setup.kv_bytes_per_token / link.speed.bytes_per_s
         self.links[name] = max(self.now, self.links.get(name, 0.0)) + bytes_s
         self.at(self.links[name] + link.speed.latency_s, self.arrived, request)
@@ -477,8 +472,7 @@ class NaiveSimulation:
         target.incoming.remove(request)
         target.arrived.append(request)
         source.free_blocks_of(request)
-        if target.pool is not None:
-            target.pool.fill(request, request.kv_tokens)
+        target.pool.fill(request, request.kv_tokens)
         self.kick(target)
         self.kick(source)
         if self.parked:

@@ -240,8 +240,9 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
         grant_key: Grant that reserves the room; empty: none.
         ttft_slo_s: TTFT objective, in seconds.
         tpot_slo_s: TPOT objective, in seconds; 0: none.
-        age_s: Seconds since the request arrived at its router, at submission.
-        since_first_token_s: Seconds since the client's first token at submission; negative before it.
+        arrival_s: When the request arrived at its router, on the machine's monotonic clock, which is alike in all
+            processes: requests wait for the scheduler, and an age would be out of date by then. None: now.
+        first_token_s: When the client got its first token, on the same clock; None before it.
         output_tokens_since_reset: Output tokens since the last move that reset the length.
         is_recovery: True: ahead of other prefills, and never returned.
     """
@@ -253,8 +254,8 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
     grant_key: str = ""
     ttft_slo_s: float = 0.0
     tpot_slo_s: float = 0.0
-    age_s: float = 0.0
-    since_first_token_s: float = -1.0
+    arrival_s: float | None = None
+    first_token_s: float | None = None
     output_tokens_since_reset: int = 0
     is_recovery: bool = False
 

@@ -157,7 +157,9 @@ def token_logprobs(rows: LogprobRows, first_column: int) -> Iterator[wire.TokenL
         )
 
 
-def request_extras(submit: wire.Submit, *, link: int, grant_key: str, fingerprint: str) -> control.RequestExtras:
+def request_extras(
+    submit: wire.Submit, *, link: int, grant_key: str, fingerprint: str, now_s: float
+) -> control.RequestExtras:
     """What vLLM's request has no place for.
 
     Args:
@@ -165,6 +167,7 @@ def request_extras(submit: wire.Submit, *, link: int, grant_key: str, fingerprin
         link: Number of its stream.
         grant_key: Key of its grant in the EngineCore; empty: none.
         fingerprint: This engine's; KV of another one is left alone, and its tokens are computed again.
+        now_s: When it came, on the machine's monotonic clock.
     """
     has_kv = submit.HasField("kv") and submit.kv.fingerprint == fingerprint
     return control.RequestExtras(
@@ -175,8 +178,8 @@ def request_extras(submit: wire.Submit, *, link: int, grant_key: str, fingerprin
         grant_key=grant_key,
         ttft_slo_s=submit.ttft_slo_s,
         tpot_slo_s=submit.tpot_slo_s,
-        age_s=submit.age_s,
-        since_first_token_s=submit.since_first_token_s if submit.HasField("since_first_token_s") else -1.0,
+        arrival_s=now_s - submit.age_s,
+        first_token_s=now_s - submit.since_first_token_s if submit.HasField("since_first_token_s") else None,
         output_tokens_since_reset=submit.output_tokens_since_reset,
         is_recovery=submit.is_recovery,
     )

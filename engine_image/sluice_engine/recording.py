@@ -2,14 +2,14 @@
 
 With ``SLUICE_RECORD`` in an engine's environment, its scheduler writes a file into that folder. A line is a JSON array:
 
-- ``["request", at_s, request_id, kind, num_tokens, max_tokens]``: a request came to the scheduler;
+- ``["request", at_s, request_id, kind, num_tokens, max_tokens, arrival_s]``: a request came to the scheduler;
 - ``["batch", at_s, num_decodes, decode_context_tokens, [[request_id, num_computed_tokens, num_tokens], ...],
   [request_id, ...]]``: an iteration was scheduled, with its prefill chunks and the requests whose KV had come;
 - ``["hand-off", at_s, request_id]``: a request ended here, and its KV waits for a reader;
 - ``["end", at_s, duration_s]``: the oldest iteration that has not ended did;
 - ``["plan", at_s, role, chunk_size_tokens]``: a plan came into force.
 
-``at_s`` is the machine's monotonic clock, alike in all processes.
+``at_s`` is the machine's monotonic clock, alike in all processes; so is ``arrival_s``, when the request arrived at its router.
 """
 
 from __future__ import annotations
@@ -51,7 +51,14 @@ class Recorder:
     def note_request(self, tracked: Tracked) -> None:
         """Notes a request that has just come."""
         request = tracked.request
-        self._write("request", request.request_id, tracked.kind.name, request.num_tokens, request.max_tokens)
+        self._write(
+            "request",
+            request.request_id,
+            tracked.kind.name,
+            request.num_tokens,
+            request.max_tokens,
+            tracked.arrival_s,
+        )
 
     def note_batch(self, output: SchedulerOutput, batch: Batch) -> None:
         """Notes an iteration right after it was scheduled, when vLLM has counted its tokens as computed."""

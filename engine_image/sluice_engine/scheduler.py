@@ -173,9 +173,9 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             request=request,
             extras=extras,
             kind=RequestKind.NEW_PROMPT,
-            arrival_s=now_s - extras.age_s,
+            arrival_s=now_s if extras.arrival_s is None else extras.arrival_s,
             user_priority=request.priority,
-            first_token_s=now_s - extras.since_first_token_s if extras.since_first_token_s >= 0 else None,
+            first_token_s=extras.first_token_s,
             pull_deadline_s=now_s + PULL_START_S,
         )
         restore_output(request, extras.output_token_ids)
@@ -326,7 +326,9 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         )
         if limits.returns_new_prompts:
             self._return_new_prompts()
-        if len(self.running) != count(RequestKind.DECODE):
+        # When a decode finds no block, vLLM preempts the last request and gives nothing to those behind the one that asked.
+        may_preempt = self.kv_cache_manager.block_pool.get_num_free_blocks() < len(self.running)
+        if may_preempt or len(self.running) != count(RequestKind.DECODE):
             self.running.sort(key=self._order_running)
         self._limits = limits
         self._room_tokens = limits.prefill_room_tokens
@@ -380,8 +382,12 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             return 0
         request = self.waiting.peek_request()
         kind = self._tracker.by_id[request.request_id].kind
-        fits = blocks_for_tokens(request.num_tokens, self.block_size) <= self._measure_kv().available
-        return request.num_tokens if kind in (RequestKind.RECOMPUTE, RequestKind.RECOVERY) and fits else 0
+        if kind not in (RequestKind.RECOMPUTE, RequestKind.RECOVERY):
+            return 0
+        if blocks_for_tokens(request.num_tokens, self.block_size) > self._measure_kv().available:
+            return 0
+        _, num_cached_tokens, _ = self.kv_cache_manager.get_computed_blocks(request)
+        return int(request.num_tokens - num_cached_tokens)
 
     def _allocate_with_grants(self, request: Request, num_new_tokens: int, **options: Any) -> Any:
         """Stands in for vLLM's allocator, so that a granted request finds its own blocks free and nobody else."""

@@ -59,6 +59,7 @@ SIGNATURES: dict[type, dict[str, str]] = {
             "reserved_blocks, has_scheduled_reqs, skip_zeroing_group_ids"
         ),
         "get_block_ids": "self, request_id",
+        "get_computed_blocks": "self, request",
     },
     BlockPool: {
         "get_num_free_blocks": "self",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -195,6 +196,7 @@ class EngineServer:
             link=link.number,
             grant_key=self._grant_key(link, submit.grant_id) if submit.grant_id else "",
             fingerprint=self._stamp.fingerprint,
+            now_s=time.monotonic(),
         )
         try:
             core_request = self._builder.build(core_id, submit, extras)

@@ -34,7 +34,7 @@ class Tracked:
         request: vLLM's record.
         extras: What came with it.
         kind: Class in the batch policy's order.
-        arrival_s: Arrival at the router, on this process's monotonic clock.
+        arrival_s: Arrival at the router, on the machine's monotonic clock.
         user_priority: Higher goes first.
         first_token_s: When the client got its first token, on the same clock; None before it.
         pull_deadline_s: When a pull that has not started is given up.

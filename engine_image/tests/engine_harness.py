@@ -174,13 +174,15 @@ class Engine:
             output_token_ids=list(tokens),
             transfer_params=part.handed_off.transfer_params,
             grant_key=grant_key,
-            since_first_token_s=0.1,
+            first_token_s=time.monotonic() - 0.1,
         )
         return self.submit(prompt, extras=extras, **sampling)
 
     def recover(self, prompt: Sequence[int], tokens: Sequence[int], **sampling: Any) -> Part:
         """Goes on with a request whose KV is lost."""
-        extras = control.RequestExtras(output_token_ids=list(tokens), is_recovery=True, since_first_token_s=0.1)
+        extras = control.RequestExtras(
+            output_token_ids=list(tokens), is_recovery=True, first_token_s=time.monotonic() - 0.1
+        )
         return self.submit(prompt, extras=extras, **sampling)
 
     def command(self, command: control.Command) -> Any:

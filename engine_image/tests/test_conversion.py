@@ -68,12 +68,12 @@ def test_extras_carry_what_vllms_request_has_no_place_for():
         ttft_slo_s=1.0,
         tpot_slo_s=0.1,
         age_s=0.5,
-        since_first_token_s=0.0,
+        since_first_token_s=0.25,
         output_tokens_since_reset=1,
         is_recovery=True,
         kv=wire.KvHandle(fingerprint="f", transfer_params_json="{}"),
     )
-    extras = conversion.request_extras(submit, link=9, grant_key="9.1", fingerprint="f")
+    extras = conversion.request_extras(submit, link=9, grant_key="9.1", fingerprint="f", now_s=100.0)
     assert extras == control.RequestExtras(
         link=9,
         submit_number=3,
@@ -82,13 +82,14 @@ def test_extras_carry_what_vllms_request_has_no_place_for():
         grant_key="9.1",
         ttft_slo_s=1.0,
         tpot_slo_s=0.1,
-        age_s=0.5,
-        since_first_token_s=0.0,
+        arrival_s=99.5,
+        first_token_s=99.75,
         output_tokens_since_reset=1,
         is_recovery=True,
     )
     submit.ClearField("since_first_token_s")
-    assert conversion.request_extras(submit, link=9, grant_key="", fingerprint="f").since_first_token_s < 0
+    extras = conversion.request_extras(submit, link=9, grant_key="", fingerprint="f", now_s=100.0)
+    assert extras.first_token_s is None
 
 
 # --- vLLM ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def make_tracked(request_id: str, kind: RequestKind, num_computed_tokens: int = 
     request = SimpleNamespace(
         request_id=request_id, num_tokens=300, max_tokens=7, num_computed_tokens=num_computed_tokens
     )
-    return SimpleNamespace(request=request, kind=kind)
+    return SimpleNamespace(request=request, kind=kind, arrival_s=12.5)
 
 
 def test_nothing_is_recorded_unless_the_environment_asks_for_it(
@@ -55,7 +55,7 @@ def test_each_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
     times_s = [line.pop(1) for line in lines]
     assert times_s == sorted(times_s)
     assert lines == [
-        ["request", "a", "NEW_PROMPT", 300, 7],
+        ["request", "a", "NEW_PROMPT", 300, 7, 12.5],
         ["batch", 3, 900, [["a", 128, 128]], ["b"]],
         ["end", 0.025],
         ["hand-off", "c"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
@@ -168,12 +169,33 @@ def test_preempted_decodes_all_end_at_any_chunk_size(chunk_size_tokens: int, sma
     assert engine.load().num_preemptions > before
 
 
+def test_prompts_go_in_the_order_in_which_they_arrived_at_the_router(pair: tuple[Engine, Engine]) -> None:
+    """However long they have waited for the scheduler, and in whichever order they came to it."""
+    engine = pair[0]
+    engine.configure(64)
+    now_s = time.monotonic()
+    ages_s = [10.0, 7.0, 9.0, 8.0]  # the first is under way when the others come
+    parts = [
+        engine.submit(make_prompt(600, salt=index), max_tokens=1, extras=control.RequestExtras(arrival_s=now_s - age_s))
+        for index, age_s in enumerate(ages_s)
+    ]
+    ends: list[int] = []
+
+    def note_ends() -> bool:
+        ends.extend(index for index, part in enumerate(parts) if part.is_over and index not in ends)
+        return len(ends) == len(parts)
+
+    wait([engine], note_ends)
+    assert ends == [0, 2, 3, 1]
+
+
 def test_oldest_request_is_never_the_victim(small_pair: tuple[Engine, Engine]) -> None:
     engine = small_pair[0]
     prompts = [make_prompt(8 * BLOCK_SIZE, salt=index) for index in range(4)]
     parts = []
     for index, prompt in enumerate(prompts):
-        parts.append(engine.submit(prompt, max_tokens=150, extras=control.RequestExtras(age_s=10.0 - index)))
+        extras = control.RequestExtras(arrival_s=time.monotonic() - 10.0 + index)
+        parts.append(engine.submit(prompt, max_tokens=150, extras=extras))
     ends: list[str] = []
 
     def note_ends() -> bool:

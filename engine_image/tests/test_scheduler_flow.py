@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -79,7 +80,7 @@ def test_p_heavy_engine_sends_a_moved_in_decode_back_when_its_tpot_nears_the_obj
     extras = control.RequestExtras(
         output_token_ids=part.tokens,
         transfer_params=part.handed_off.transfer_params,
-        since_first_token_s=100.0,
+        first_token_s=time.monotonic() - 100.0,
         tpot_slo_s=0.05,
     )
     moved = target.submit(prompt, max_tokens=300, extras=extras)

@@ -29,6 +29,7 @@ class DecodeBatch:
         num_decodes: Running decodes.
         context_tokens: Sum of their contexts.
         decodes: The same decodes as flow policies see them.
+        paused: Decodes that are left out of the next iteration, or the one under way.
     """
 
     __slots__ = (
@@ -40,11 +41,13 @@ class DecodeBatch:
         "decodes",
         "iteration",
         "num_decodes",
+        "paused",
     )
 
     def __init__(self, setup: EngineSetup) -> None:
         self.iteration = 0
         self.num_decodes = 0
+        self.paused: list[SimRequest] = []
         self.context_tokens = 0
         self.decodes = DecodeSet(block_size_tokens=setup.block_size_tokens, max_num_seqs=setup.max_num_seqs)
         self.decodes.role = setup.role
@@ -65,6 +68,10 @@ class DecodeBatch:
         """Count the blocks that the decodes take in the next iteration."""
         return self._growth[-self.iteration % self._block_size]
 
+    def is_growing(self, request: SimRequest) -> bool:
+        """Say whether a decode takes a block in the next iteration."""
+        return (request.prompt_tokens + self.iteration - request.born_at - 1) % self._block_size == 0
+
     def advance(self) -> list[tuple[int, SimRequest]] | None:
         """Give every decode a token.
 
@@ -72,9 +79,41 @@ class DecodeBatch:
             Requests that may have their last one now, each with the stay in which that was to be.
         """
         self.iteration += 1
-        self.decodes.advance()
+        self.decodes.advance([request.request_id for request in self.paused])
         self.context_tokens += self.num_decodes
+        if self.paused:
+            for request in self.paused:
+                self._ending[request.born_at + request.output_tokens].remove((request.stay, request))
+                request.born_at += 1
+                self._note_end(request)
+            self.resume()
         return self._ending.pop(self.iteration, None)
+
+    def pause(self, requests: list[SimRequest]) -> None:
+        """Leave decodes out of the next iteration; they keep all that they have."""
+        self.paused = requests
+        for request in requests:
+            self._count(request, -1)
+
+    def resume(self) -> None:
+        """End the pause of decodes."""
+        for request in self.paused:
+            self._count(request, 1)
+        self.paused = []
+
+    def _count(self, request: SimRequest, by: int) -> None:
+        num_tokens = request.prompt_tokens + self.iteration - request.born_at
+        self.num_decodes += by
+        self.context_tokens += by * num_tokens
+        self._growth[(num_tokens - 1 - self.iteration) % self._block_size] += by
+
+    def _note_end(self, request: SimRequest) -> None:
+        ends_at = request.born_at + request.output_tokens
+        ending = self._ending.get(ends_at)
+        if ending is None:
+            self._ending[ends_at] = [(request.stay, request)]
+        else:
+            ending.append((request.stay, request))
 
     def join(self, request: SimRequest, now: float) -> None:
         """Add a request."""
@@ -85,12 +124,7 @@ class DecodeBatch:
         self.num_decodes += 1
         self.context_tokens += num_tokens
         self._growth[(num_tokens - 1 - iteration) % self._block_size] += 1
-        ends_at = iteration + request.output_tokens - generated
-        ending = self._ending.get(ends_at)
-        if ending is None:
-            self._ending[ends_at] = [(request.stay, request)]
-        else:
-            ending.append((request.stay, request))
+        self._note_end(request)
         self._decoding[request.request_id] = request
         self.decodes.join(
             request.request_id,

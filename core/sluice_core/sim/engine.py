@@ -3,8 +3,7 @@
 An iteration costs O(finished + prefilled), never O(batch): see ``DecodeBatch`` and ``PrefillQueue``.
 
 KV accounting: ``used_blocks`` is what requests hold here, ``pinned_blocks`` the part whose transfer away is under way,
-``granted_blocks`` what is reserved for transfers to here. Out of blocks for the decodes: the last one in the batch
-policy's order is preempted and recomputed.
+``granted_blocks`` what is reserved for transfers to here. Out of blocks: see ``preemption``.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from sluice_core.records import EngineId, EngineLoad, RequestId, Role
 from sluice_core.sim.counters import EngineCounters
 from sluice_core.sim.decode_batch import DecodeBatch
 from sluice_core.sim.gaps import GapHistogram
+from sluice_core.sim.preemption import make_room_for_chunks, make_room_for_decodes, make_room_in_step
 from sluice_core.sim.prefills import PrefillQueue
 from sluice_core.sim.prefix_cache import KvTable, PrefixCache
 from sluice_core.sim.requests import RequestState, SimRequest
@@ -36,32 +36,36 @@ class SimEngine:
         hash_block_tokens: See ``SimOptions``.
 
     Attributes:
+        batching: As given.
         cache: Its blocks, with prefix reuse; None: without.
         counters: What it has done.
         prefills: Its prefills.
         batch: Its decodes.
         num_incoming: Requests whose KV is on its way here, or waits to join.
+        is_late: Nothing could be scheduled ahead.
         is_running: Between ``start`` and ``end``.
+        ending: Requests that ended while the next iteration was scheduled already, until it starts.
         finished: Requests that ended in the last iteration.
+        joined: Decodes that have just joined or were left out, whose last token is not of the last iteration.
         has_freed_blocks: Blocks became free since the simulation last looked.
+        schedules_ahead: As given.
     """
 
     __slots__ = (
         "_arrived",
-        "_batching",
         "_changed",
         "_gaps",
         "_is_reported",
-        "_joined",
         "_joins_end_ttft",
         "_load",
         "_num_submitted",
         "_profile",
-        "_schedules_ahead",
         "batch",
+        "batching",
         "cache",
         "counters",
         "duration_s",
+        "ending",
         "ends_at_s",
         "engine_id",
         "finished",
@@ -69,11 +73,14 @@ class SimEngine:
         "has_freed_blocks",
         "is_dead",
         "is_draining",
+        "is_late",
         "is_running",
+        "joined",
         "num_incoming",
         "pinned_blocks",
         "prefills",
         "role",
+        "schedules_ahead",
         "setup",
         "total_blocks",
         "used_blocks",
@@ -97,7 +104,7 @@ class SimEngine:
         self.cache: PrefixCache | None = None
         if hash_block_tokens is not None:
             self.cache = PrefixCache(setup.kv_blocks_total, setup.block_size_tokens, hash_block_tokens)
-        self.prefills = PrefillQueue(setup, batching, self.cache)
+        self.prefills = PrefillQueue(setup, batching, self.cache, takes_by_chunk=schedules_ahead)
         self.batch = DecodeBatch(setup)
         self.is_draining = False
         self.is_dead = False
@@ -110,15 +117,17 @@ class SimEngine:
         self.num_incoming = 0
         self.duration_s = 0.0
         self.ends_at_s = 0.0
+        self.ending: list[SimRequest] = []
         self.finished: list[SimRequest] = []
+        self.schedules_ahead = schedules_ahead
         self._profile = setup.profile
-        self._batching = batching
+        self.batching = batching
         self._gaps = gaps
+        self.is_late = False
         self._joins_end_ttft = joins_end_ttft
-        self._schedules_ahead = schedules_ahead
         self._changed = changed
         self._arrived: list[SimRequest] = []
-        self._joined: list[SimRequest] = []
+        self.joined: list[SimRequest] = []
         self._num_submitted = 0
         self._load = EngineLoad(kv_blocks_total=setup.kv_blocks_total, pull_bytes_per_s=setup.link.speed.bytes_per_s)
         self._is_reported = True
@@ -136,7 +145,7 @@ class SimEngine:
         request.state = RequestState.QUEUED
         request.target = self.engine_id
         request.is_moved_in = False
-        self._enqueue(request, kind)
+        self.enqueue(request, kind)
         return self._num_submitted
 
     def configure(self, role: Role, chunk_size_tokens: int, *, is_draining: bool) -> None:
@@ -150,9 +159,21 @@ class SimEngine:
 
     def reserve(self, num_blocks: int) -> None:
         """Grant blocks and a seat to a transfer to here."""
+        self.num_incoming += 1
+        self.reserve_more(num_blocks)
+        self.note_change()
+
+    def reserve_more(self, num_blocks: int) -> None:
+        """Grant more blocks to a transfer that has some."""
         assert num_blocks <= self.free_blocks
         self.granted_blocks += num_blocks
-        self.num_incoming += 1
+        if self.prefills.left is not None:
+            self.prefills.left.take(num_blocks)
+
+    def cancel_grant(self, num_blocks: int) -> None:
+        """Take the blocks and the seat of a transfer back."""
+        self._ungrant(num_blocks)
+        self.num_incoming -= 1
         self.note_change()
 
     def begin_pull(self, request: SimRequest) -> int:
@@ -165,7 +186,7 @@ class SimEngine:
         if cache is None:
             return 0
         index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
-        found = cache.look_up(index, prompt_tokens, hashes, prompt_tokens + request.generated_tokens - 1)
+        found = cache.look_up(index, prompt_tokens, hashes, request.num_kv_tokens)
         self.granted_blocks -= len(found)
         self.used_blocks += cache.count_idle(found)
         request.table = cache.open(index, prompt_tokens, hashes, found)
@@ -185,7 +206,7 @@ class SimEngine:
     def recompute_arrival(self, request: SimRequest) -> None:
         """Take a request over whose KV will not arrive: it is recomputed here."""
         num_moved = self._count_moved(request)
-        self.granted_blocks -= num_moved
+        self._ungrant(num_moved)
         if self.cache is not None and request.table is not None:
             self.used_blocks += num_moved - self.cache.release(request.table)
             request.table = None
@@ -193,7 +214,7 @@ class SimEngine:
         request.num_blocks = 0
         request.state = RequestState.QUEUED
         request.is_moved_in = True
-        self._enqueue(request, RequestKind.RECOMPUTE)
+        self.enqueue(request, RequestKind.RECOMPUTE)
 
     def hand_off(self, request_id: RequestId, now: float) -> SimRequest:
         """End a decode's part here and pin its KV until ``release``."""
@@ -218,15 +239,16 @@ class SimEngine:
         self._arrived.append(request)
         self.note_change()
 
-    def release(self, num_blocks: int, table: KvTable | None) -> None:
+    def release(self, num_blocks: int, num_kv_tokens: int, table: KvTable | None) -> None:
         """Free the KV of a request that was handed off.
 
         Args:
             num_blocks: Blocks that it held.
+            num_kv_tokens: Tokens in them.
             table: What they are, with prefix reuse.
         """
         self.pinned_blocks -= num_blocks
-        self._free(num_blocks, table)
+        self._free(num_blocks, num_kv_tokens, table)
         self.note_change()
 
     def clear(self, now: float) -> list[SimRequest]:
@@ -271,17 +293,20 @@ class SimEngine:
         if self._arrived:
             self._take_in(now)
         batch, prefills = self.batch, self.prefills
-        if batch.num_decodes:
+        num_decodes = batch.num_decodes
+        if num_decodes:
             need = batch.count_growth_blocks()
-            if need > self.free_blocks - prefills.unseen_blocks:
-                need = self._preempt(now)
+            if need > self.count_seen_free_blocks():
+                need = make_room_for_decodes(self, now) if self.schedules_ahead else make_room_in_step(self, now)
             self.used_blocks += need
             if self.cache is not None:
                 self.cache.take(need)
-        work2 = self._schedule_prefills(now)
+            elif prefills.left is not None:
+                prefills.left.take(need)
+        work2 = self._schedule_prefills(now, num_decodes)
         num_tokens = batch.num_decodes + prefills.num_tokens
         if num_tokens == 0:
-            return -1.0
+            return self._start_late(now) if batch.paused else -1.0
         self.duration_s = self._profile.estimate_iteration_s(
             num_tokens,
             prefills.num_chunks,
@@ -296,6 +321,14 @@ class SimEngine:
         self.counters.peak_blocks = max(self.counters.peak_blocks, self.used_blocks)
         return self.duration_s
 
+    def _start_late(self, now: float) -> float:
+        """Schedule an iteration of which nothing could be scheduled ahead, for want of blocks."""
+        self.batch.resume()
+        self.is_late = True
+        duration_s = self.start(now)
+        self.is_late = False
+        return duration_s
+
     def end(self, now: float) -> None:
         """Take the iteration's tokens in; see ``finished``."""
         self.is_running = False
@@ -306,10 +339,13 @@ class SimEngine:
         counters.kv_block_seconds += self.duration_s * self.used_blocks
         counters.num_output_tokens += num_decodes
         counters.num_prefill_tokens += self.prefills.num_tokens
-        self._gaps.add(self.duration_s, num_decodes - len(self._joined))
-        for request in self._joined:
+        self._gaps.add(self.duration_s, num_decodes - len(self.joined))
+        for request in self.joined:
             self._gaps.add(now - request.last_token_s, 1)
-        self._joined = []
+        self.joined = []
+        for request in self.batch.paused:
+            request.last_token_s = now - self.duration_s
+            self.joined.append(request)
         self.finished = []
         ending = self.batch.advance()
         if ending is not None:
@@ -321,6 +357,8 @@ class SimEngine:
             completing, self.prefills.completing = self.prefills.completing, []
             for request in completing:
                 self._complete(request, now)
+        if self.schedules_ahead:
+            self.ending = list(self.finished)
         # Handed-off requests may share blocks of a common prefix, which are then pinned twice.
         self.batch.decodes.kv_blocks_held = max(0, self.used_blocks - self.pinned_blocks)
 
@@ -356,28 +394,43 @@ class SimEngine:
         if self.cache is not None:
             self.cache.check_idle()
 
+    def count_seen_free_blocks(self) -> int:
+        """Count the blocks that the next iteration may take."""
+        return self.free_blocks - self.prefills.unseen_blocks
+
     # --- what an iteration does to requests --------------------------------------------------------------------
 
-    def _enqueue(self, request: SimRequest, kind: RequestKind) -> None:
-        self.prefills.add(request, kind, is_unseen=self._schedules_ahead and self.is_running)
+    def enqueue(self, request: SimRequest, kind: RequestKind) -> None:
+        """Queue a prefill."""
+        self.prefills.add(request, kind, is_unseen=self.schedules_ahead and self.is_running)
         self.note_change()
 
-    def _schedule_prefills(self, now: float) -> int:
+    def _schedule_prefills(self, now: float, num_decodes: int) -> int:
         """Schedule chunks and take their prompts' blocks; returns twice their attention work."""
         prefills = self.prefills
         prefills.num_tokens = prefills.num_chunks = 0
-        work2 = self._fill_room(now) if prefills.num_queued else 0
-        if self._schedules_ahead:
+        if not self.schedules_ahead:
+            work2 = self._fill_room(now, self.batch.num_decodes) if prefills.num_queued else 0
+        else:
+            work2 = self._fill_room_ahead(now, num_decodes) if prefills.num_queued else 0
             prefills.see()
+            self.ending = []
             if not self.batch.num_decodes and not prefills.num_tokens and prefills.num_queued:
-                work2 = self._fill_room(now)  # nothing could be scheduled ahead
+                work2 = self._fill_room_ahead(now, 0)  # nothing could be scheduled ahead
         if not prefills.num_queued or prefills.num_tokens:
             prefills.batch.last_prefill_s = now
         return work2
 
-    def _fill_room(self, now: float) -> int:
-        prefills, num_decodes = self.prefills, self.batch.num_decodes
-        num_seats = self.setup.max_num_seqs - num_decodes - self.num_incoming
+    def _fill_room_ahead(self, now: float, num_decodes: int) -> int:
+        if self.prefills.may_run_short(self.count_seen_free_blocks()):
+            make_room_for_chunks(self, now, num_decodes)
+        work2 = self._fill_room(now, num_decodes)
+        self.prefills.allow_all()
+        return work2
+
+    def _fill_room(self, now: float, num_decodes: int) -> int:
+        prefills = self.prefills
+        num_seats = self.setup.max_num_seqs - self.batch.num_decodes - self.num_incoming
         prefills.reserved_blocks = 0
         work2 = prefills.schedule(now, num_decodes, num_seats, self.free_blocks)
         self.used_blocks += prefills.reserved_blocks
@@ -410,68 +463,37 @@ class SimEngine:
                 request.first_token_s = request.last_token_s = now
             request.is_moved_in = True
             self._join(request, now)
-            self._joined.append(request)
+            self.joined.append(request)
 
     def _finish(self, request: SimRequest, now: float) -> None:
         """Free what a request held that has its last token."""
         request.state = RequestState.FINISHED
         request.last_token_s = now
         self._settle(request)
-        self._free(request.num_blocks, request.table)
+        self._free(request.num_blocks, request.num_kv_tokens, request.table)
         self.finished.append(request)
 
     def _settle(self, request: SimRequest) -> None:
         if self.cache is not None and request.table is not None:
-            self.cache.settle(request.table, request.prompt_tokens + request.generated_tokens - 1)
+            self.cache.settle(request.table, request.num_kv_tokens)
 
     def _count_moved(self, request: SimRequest) -> int:
         """Count the blocks of a request on its way here that were not here already."""
         return request.num_blocks - (0 if request.table is None else request.table.num_found)
 
-    def _free(self, num_blocks: int, table: KvTable | None) -> None:
+    def _ungrant(self, num_blocks: int) -> None:
+        self.granted_blocks -= num_blocks
+        if self.prefills.left is not None:
+            self.prefills.left.give_back(num_blocks, 0)
+
+    def _free(self, num_blocks: int, num_kv_tokens: int, table: KvTable | None) -> None:
+        prefills, num_cached = self.prefills, num_kv_tokens // self.setup.block_size_tokens
         if self.cache is not None and table is not None:
             num_blocks = self.cache.release(table)
         self.used_blocks -= num_blocks
         self.has_freed_blocks = True
-        if self._schedules_ahead:
-            self.prefills.unseen_blocks += num_blocks
-
-    def _preempt(self, now: float) -> int:
-        """Preempt decodes until the others have blocks for their next tokens.
-
-        Returns:
-            Blocks that they need.
-        """
-        need = self.batch.count_growth_blocks()
-        while need > self.free_blocks - self.prefills.unseen_blocks:
-            victim = self._pick_victim()
-            is_new_here = victim in self._joined
-            self.batch.leave(victim, victim.last_token_s if is_new_here else now)
-            if is_new_here:
-                self._joined.remove(victim)
-            self.used_blocks -= self._give_up(victim)
-            victim.num_blocks = 0
-            victim.num_preemptions += 1
-            victim.state = RequestState.QUEUED
-            self.counters.num_preemptions += 1
-            self._enqueue(victim, RequestKind.RECOMPUTE)
-            need = self.batch.count_growth_blocks()
-        return need
-
-    def _give_up(self, victim: SimRequest) -> int:
-        """Free the blocks of a preempted decode; returns how many are free now."""
-        if self.cache is None or victim.table is None:
-            return victim.num_blocks
-        self._settle(victim)
-        return self.cache.release(victim.table)
-
-    def _pick_victim(self) -> SimRequest:
-        """Pick the decode that comes last in the batch policy's order; of equals the one that arrived last."""
-        victim: SimRequest | None = None
-        last = 0.0
-        for request in self.batch.list_requests():
-            key = self._batching.victim_key(request.arrival_s, request.priority)
-            if victim is None or key > last or (key == last and request.index > victim.index):
-                victim, last = request, key
-        assert victim is not None
-        return victim
+        if self.schedules_ahead:
+            prefills.unseen_blocks += num_blocks
+            prefills.unseen_cached_blocks += num_cached
+        elif prefills.left is not None:
+            prefills.left.give_back(num_blocks, num_cached)

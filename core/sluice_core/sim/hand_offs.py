@@ -57,7 +57,18 @@ class Move:
         num_blocks: KV blocks to reserve.
     """
 
-    __slots__ = ("cause", "is_granted", "num_blocks", "number", "request", "source", "stay", "table", "target")
+    __slots__ = (
+        "cause",
+        "is_granted",
+        "num_blocks",
+        "num_kv_tokens",
+        "number",
+        "request",
+        "source",
+        "stay",
+        "table",
+        "target",
+    )
 
     def __init__(
         self,
@@ -77,6 +88,7 @@ class Move:
         self.cause = cause
         self.num_blocks = num_blocks
         self.is_granted = False
+        self.num_kv_tokens = 0  # that the source holds, once it was handed off
         self.table: KvTable | None = None  # what the source holds, with prefix reuse
 
 
@@ -183,7 +195,7 @@ class HandOffs:
         elif step is Step.JOIN:
             move.target.receive(move.request)
         elif not move.source.is_dead:
-            move.source.release(move.num_blocks, move.table)
+            move.source.release(move.num_blocks, move.num_kv_tokens, move.table)
 
     def _grant(self, move: Move) -> None:
         target = move.target
@@ -218,7 +230,8 @@ class HandOffs:
             return
         move.source.hand_off(request.request_id, self._simulation.now)
         move.table = request.source_table
-        target.granted_blocks += more
+        move.num_kv_tokens = request.num_kv_tokens
+        target.reserve_more(more)
         move.num_blocks += more
         assert move.num_blocks == request.num_blocks
         request.is_leaving = False
@@ -237,16 +250,14 @@ class HandOffs:
         move.request.is_leaving = False
         target = move.target
         if move.is_granted and not target.is_dead:
-            target.granted_blocks -= move.num_blocks
-            target.num_incoming -= 1
-            target.note_change()
+            target.cancel_grant(move.num_blocks)
 
     def _has_lost_its_way(self, move: Move) -> bool:
         """Settle a move after the hand-off one of whose engines has died; say whether that is so."""
         request, source, target = move.request, move.source, move.target
         if target.is_dead:
             if not source.is_dead:
-                source.release(move.num_blocks, move.table)
+                source.release(move.num_blocks, move.num_kv_tokens, move.table)
                 self._simulation.kick(source)
             self._simulation.recover(request)
             return True

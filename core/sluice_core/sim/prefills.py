@@ -1,19 +1,23 @@
 """The prefills of a simulated engine: prompts and recomputes that wait or run, and what of them an iteration computes.
 
-A prompt's blocks and its seat are reserved when its first chunk is scheduled. The first prompt that does not fit keeps
-those behind it waiting; prefills that have started always go on (simulation.md, sections 2.4 and 2.5).
+A prompt is admitted when all its blocks and a seat are free. Either it reserves all blocks then (simulation.md, sections
+2.4 and 2.5), or, as in vLLM, it takes those of each chunk, and may find too few later (``preemption``). The first prompt that
+does not fit keeps those behind it waiting.
 """
 
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
+from typing import Final
 
-from sluice_core.batching import BatchLimits, BatchPolicy, EngineBatch, RequestKind
+from sluice_core.batching import RECOMPUTE_TOKENS, BatchLimits, BatchPolicy, EngineBatch, RequestKind
+from sluice_core.sim.left_blocks import LeftBlocks
 from sluice_core.sim.prefix_cache import PrefixCache
 from sluice_core.sim.requests import SimRequest
 from sluice_core.sim.setup import EngineSetup
 
 _Waiting = tuple[int, float, int, SimRequest]
+_NO_LIMIT: Final = 1 << 30
 
 
 class PrefillQueue:
@@ -23,6 +27,7 @@ class PrefillQueue:
         setup: What the engine is.
         batching: What an iteration may hold.
         cache: The engine's blocks, with prefix reuse; None: without.
+        takes_by_chunk: A prompt takes blocks chunk by chunk; False: it reserves them all at its first one.
 
     Attributes:
         batch: What the batch policy sees; the engine keeps its settings up to date.
@@ -31,21 +36,31 @@ class PrefillQueue:
         queued_work2: Twice their attention work: an integer.
         num_tokens: Tokens of the iteration under way.
         num_chunks: Chunks of it.
-        reserved_blocks: Blocks that the last ``schedule`` reserved.
+        reserved_blocks: Blocks that the last ``schedule`` reserved, or took.
+        may_admit: Prompts may start in this iteration.
+        most_started: Prefills that have started and may go on in this iteration, the first ones.
+        withheld_tokens: Room that one of the others was given in vain.
         completing: Prefills that the iteration under way completes.
         returned: Prompts that the last ``schedule`` gave back to the router.
         unseen_blocks: Blocks that became free after the iteration was decided on, where that is done ahead.
+        unseen_cached_blocks: Those of them that are full.
+        left: What preempted requests that wait here find again, without prefix reuse; None: nobody does.
     """
 
     __slots__ = (
+        "_batch_number",
         "_batching",
         "_block_size",
         "_cache",
         "_started",
+        "_takes_by_chunk",
         "_unseen",
         "_waiting",
         "batch",
         "completing",
+        "left",
+        "may_admit",
+        "most_started",
         "num_chunks",
         "num_queued",
         "num_tokens",
@@ -54,9 +69,18 @@ class PrefillQueue:
         "reserved_blocks",
         "returned",
         "unseen_blocks",
+        "unseen_cached_blocks",
+        "withheld_tokens",
     )
 
-    def __init__(self, setup: EngineSetup, batching: BatchPolicy, cache: PrefixCache | None = None) -> None:
+    def __init__(
+        self,
+        setup: EngineSetup,
+        batching: BatchPolicy,
+        cache: PrefixCache | None = None,
+        *,
+        takes_by_chunk: bool = False,
+    ) -> None:
         self.batch = EngineBatch(
             chunk_size_tokens=setup.chunk_size_tokens,
             last_chunk_size_tokens=setup.chunk_size_tokens,
@@ -72,12 +96,19 @@ class PrefillQueue:
         self.completing: list[SimRequest] = []
         self.returned: list[SimRequest] = []
         self.unseen_blocks = 0
+        self.unseen_cached_blocks = 0
+        self.left: LeftBlocks | None = None
         self._batching = batching
         self._cache = cache
         self._block_size = setup.block_size_tokens
         self._waiting: list[_Waiting] = []
         self._started: list[SimRequest] = []
         self._unseen: list[_Waiting] = []
+        self._takes_by_chunk = takes_by_chunk
+        self._batch_number = 0
+        self.may_admit = True
+        self.most_started = _NO_LIMIT
+        self.withheld_tokens = 0
 
     def add(self, request: SimRequest, kind: RequestKind, *, is_unseen: bool = False) -> None:
         """Queue a prefill of all tokens that the request has so far.
@@ -107,30 +138,28 @@ class PrefillQueue:
 
         Args:
             now: Seconds of the simulated clock.
-            num_decodes: Running decodes.
+            num_decodes: Decodes that the prefill room is beside.
             num_seats: Most prefills that may run beside them.
             free_blocks: Blocks that may be reserved.
 
         Returns:
             Twice the attention work of the chunks.
         """
-        self.batch.num_decodes = num_decodes
-        limits = self._batching.limits(now, self.batch)
+        self._batch_number += 1
+        limits = self.find_limits(now, num_decodes)
         if limits.returns_new_prompts and self.batch.num_new_prompts:
             self._return_new_prompts()
-        room = limits.prefill_room_tokens
-        if room <= 0:
-            return 0
+        room = limits.prefill_room_tokens - self.withheld_tokens
         started, self._started = self._started, []
-        position, num_started = 0, len(started)
-        may_admit = True
+        position, num_started = 0, min(len(started), self.most_started)
+        may_admit = self.may_admit
         work2 = 0
         while room > 0:
             request: SimRequest | None = started[position] if position < num_started else None
             if may_admit and self._waiting:
                 head = self._waiting[0]
                 if request is None or (head[0], head[1], head[2]) < request.order:
-                    num_running = num_started - position + len(self._started) + len(self.completing)
+                    num_running = len(started) - position + len(self._started) + len(self.completing)
                     may_admit = num_running < num_seats and self._admit(head[3], limits, free_blocks)
                     if not may_admit:
                         continue
@@ -142,22 +171,82 @@ class PrefillQueue:
                 break
             else:
                 position += 1
-            tokens = min(room, limits.max_tokens_per_prefill, request.prefill_tokens - request.num_computed_tokens)
+            tokens = self._choose_chunk(request, room, limits, free_blocks)
+            if not tokens:
+                self._started.append(request)
+                continue
             room -= tokens
             work2 += self._compute(request, tokens)
-        if position < num_started:
+        if position < len(started):
             self._started += started[position:]
         if len(self._started) > 1:
             self._started.sort(key=_order_of)
         self.queued_work2 -= work2
         return work2
 
+    def _choose_chunk(self, request: SimRequest, room: int, limits: BatchLimits, free_blocks: int) -> int:
+        """Choose the tokens of a chunk; 0 when there is no block for any."""
+        tokens = min(room, limits.max_tokens_per_prefill, request.prefill_tokens - request.num_computed_tokens)
+        if self._takes_by_chunk:
+            num_free = free_blocks - self.unseen_blocks - self.reserved_blocks
+            if self.count_chunk_blocks(request, tokens) > num_free:
+                # Rare: who was admitted a moment ago has taken what this one would have needed.
+                tokens = max(0, (request.num_blocks + num_free) * self._block_size - request.num_computed_tokens)
+        return tokens
+
+    def find_limits(self, now: float, num_decodes: int) -> BatchLimits:
+        """Ask the batch policy what an iteration may hold."""
+        self.batch.num_decodes = num_decodes
+        return self._batching.limits(now, self.batch)
+
+    def list_started(self) -> list[SimRequest]:
+        """List the prefills that have started, in the order in which they are served."""
+        return list(self._started)
+
+    def may_run_short(self, free_blocks: int) -> bool:
+        """Say whether prefills that have started may find too few blocks for their next chunks; False: they will not."""
+        most = max(self.batch.chunk_size_tokens, self.batch.last_chunk_size_tokens, RECOMPUTE_TOKENS)
+        return bool(self._started) and free_blocks < most // self._block_size + len(self._started) + 1
+
+    def count_chunk_blocks(self, request: SimRequest, tokens: int) -> int:
+        """Count the blocks that a chunk of a prefill takes."""
+        before = request.num_computed_tokens
+        return -(-(before + tokens) // self._block_size) - -(-before // self._block_size)
+
+    def was_in_last_batch(self, request: SimRequest) -> bool:
+        """Say whether the last ``schedule`` gave a prefill a chunk."""
+        return request.batch_number == self._batch_number
+
+    def drop(self, request: SimRequest) -> None:
+        """Take a prefill out that has started."""
+        self._started.remove(request)
+        before, tokens = request.num_computed_tokens, request.prefill_tokens
+        self.num_queued -= 1
+        self.queued_tokens -= tokens - before
+        self.queued_work2 -= tokens * tokens - before * before
+        self._count_kind(request.kind, -1)
+
+    def allow_all(self) -> None:
+        """Forget what ``preemption`` has forbidden for an iteration."""
+        self.may_admit = True
+        self.most_started = _NO_LIMIT
+        self.withheld_tokens = 0
+
     def see(self) -> None:
         """From now on what came and became free since the last iteration began is scheduled."""
-        self.unseen_blocks = 0
+        if self.left is not None:
+            self.left.give_back(self.unseen_blocks, self.unseen_cached_blocks)
+        self.unseen_blocks = self.unseen_cached_blocks = 0
         for entry in self._unseen:
             heappush(self._waiting, entry)
         self._unseen.clear()
+
+    def count_promised_blocks(self) -> int:
+        """Count the blocks that started prefills have reserved and not taken."""
+        num_promised = 0
+        for request in self._started:
+            num_promised += request.num_blocks - -(-request.num_computed_tokens // self._block_size)
+        return num_promised
 
     def clear(self) -> tuple[list[SimRequest], list[SimRequest]]:
         """Give up everything: returns what waited and what had started."""
@@ -170,6 +259,7 @@ class PrefillQueue:
         assert not self._started
         assert not self.completing
         assert self.num_queued == self.queued_tokens == self.queued_work2 == 0
+        assert self.left is None
 
     def _count_kind(self, kind: RequestKind, by: int) -> None:
         batch = self.batch
@@ -182,6 +272,8 @@ class PrefillQueue:
 
     def _compute(self, request: SimRequest, tokens: int) -> int:
         """Schedule a chunk; returns twice its attention work."""
+        if self._takes_by_chunk or self.left is not None:
+            self._take_chunk(request, self.count_chunk_blocks(request, tokens))
         before = request.num_computed_tokens
         after = request.num_computed_tokens = before + tokens
         self.num_tokens += tokens
@@ -205,7 +297,7 @@ class PrefillQueue:
         return after * after - before * before
 
     def _admit(self, request: SimRequest, limits: BatchLimits, free_blocks: int) -> bool:
-        """Reserve the blocks of a whole prompt; False when there are not enough, or it may not run now."""
+        """Let a prompt start; False when there are not enough blocks for all of it, or it may not run now."""
         if limits.hides(request.kind):
             return False
         blocks = -(-request.prefill_tokens // self._block_size)
@@ -213,29 +305,54 @@ class PrefillQueue:
         if self._cache is None:
             if blocks > room:
                 return False
-            self.reserved_blocks += blocks
-        elif not self._reuse(request, self._cache, blocks, room):
-            return False
-        request.num_blocks = blocks
+            num_found = num_idle = self._find_left(request)
+        else:
+            index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
+            found = self._cache.look_up(index, prompt_tokens, hashes, request.prefill_tokens - 1)
+            num_found, num_idle = len(found), self._cache.count_idle(found)
+            if blocks - num_found + num_idle > room:
+                return False
+            self._reuse(request, self._cache, found)
+        # Found blocks that nobody refers to are taken from among the free ones.
+        request.num_blocks = num_found if self._takes_by_chunk else blocks
+        self.reserved_blocks += request.num_blocks - num_found + num_idle
         return True
 
-    def _reuse(self, request: SimRequest, cache: PrefixCache, blocks: int, room: int) -> bool:
-        """Reserve the blocks of a prompt that may have some of them in the cache; False when there are not enough."""
-        index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
-        found = cache.look_up(index, prompt_tokens, hashes, request.prefill_tokens - 1)
-        need = blocks - len(found) + cache.count_idle(found)
-        if need > room:
-            return False
-        self.reserved_blocks += need
-        tokens = len(found) * self._block_size
-        request.table = cache.open(index, prompt_tokens, hashes, found)
+    def _reuse(self, request: SimRequest, cache: PrefixCache, found: list[int]) -> None:
+        """Begin a prompt with the blocks that the cache has of it."""
+        request.table = cache.open(request.index, request.prompt_tokens, request.block_hashes, found)
+        tokens = self._skip(request, len(found))
+        if request.kind is RequestKind.NEW_PROMPT:
+            cache.num_queried_tokens += request.prompt_tokens
+            cache.num_hit_tokens += tokens
+
+    def _find_left(self, request: SimRequest) -> int:
+        """Begin a prefill with what is left of the blocks that it was preempted from; returns how many these are."""
+        if self.left is None:
+            return 0
+        num_found = self.left.find(request.index)
+        if num_found:
+            self._skip(request, num_found)
+        if not self.left.is_needed:
+            self.left = None
+        return num_found
+
+    def _take_chunk(self, request: SimRequest, num_blocks: int) -> None:
+        """Take the blocks of a chunk."""
+        if self._takes_by_chunk:
+            request.batch_number = self._batch_number
+            self.reserved_blocks += num_blocks
+            request.num_blocks += num_blocks
+        if self.left is not None:
+            self.left.take(num_blocks)
+
+    def _skip(self, request: SimRequest, num_found: int) -> int:
+        """Count the tokens of found blocks as computed; returns them."""
+        tokens = num_found * self._block_size
         request.num_computed_tokens = request.num_cached_tokens = tokens
         self.queued_tokens -= tokens
         self.queued_work2 -= tokens * tokens
-        if request.kind is RequestKind.NEW_PROMPT:
-            cache.num_queried_tokens += prompt_tokens
-            cache.num_hit_tokens += tokens
-        return True
+        return tokens
 
     def _return_new_prompts(self) -> None:
         """Give prompts back that have not started."""

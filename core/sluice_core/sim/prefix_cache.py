@@ -155,6 +155,11 @@ class PrefixCache:
             self._unlink(entry)
             self._forget(entry)
 
+    def give_back(self, num_blocks: int) -> None:
+        """Free blocks that were taken and have no content."""
+        self.num_plain -= num_blocks
+        self.num_blank += num_blocks
+
     def extend(self, table: KvTable, num_tokens: int) -> None:
         """Take the blocks of a prefill's next chunk, and cache those that it fills.
 
@@ -173,7 +178,7 @@ class PrefixCache:
         self.take(num_blocks - table.num_blocks)
         table.num_blocks = num_blocks
 
-    def settle(self, table: KvTable, num_tokens: int) -> None:
+    def settle(self, table: KvTable, num_tokens: int, num_cached_tokens: int | None = None) -> None:
         """Cache the blocks that a request has filled by decoding or that have arrived.
 
         Their hashes are told late, when the request leaves: nobody else could find them before.
@@ -181,9 +186,10 @@ class PrefixCache:
         Args:
             table: The request's.
             num_tokens: Tokens that it has KV of.
+            num_cached_tokens: Those of them whose blocks are cached if they are full; None: all.
         """
         table.num_blocks = -(-num_tokens // self._block_size)
-        self._cache(table, num_tokens // self._block_size)
+        self._cache(table, (num_tokens if num_cached_tokens is None else num_cached_tokens) // self._block_size)
 
     def release(self, table: KvTable) -> int:
         """Give up what a request refers to.

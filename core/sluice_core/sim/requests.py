@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 from sluice_core.batching import RequestKind
@@ -29,6 +29,7 @@ class SimRequest:
     Attributes:
         num_computed_tokens: Tokens of its prefill (or recompute) that have KV on the engine.
         num_cached_tokens: Of these, tokens that were found there and not computed.
+        batch_number: The last of its engine's prefill batches that it was in.
         prefill_tokens: Tokens of this prefill (or recompute).
         generated_tokens: Output tokens so far; while it decodes as of the last time it joined a decode batch.
         reset_tokens: Output tokens when its length was last reset (Algorithm 1).
@@ -45,6 +46,7 @@ class SimRequest:
 
     __slots__ = (
         "arrival_s",
+        "batch_number",
         "block_hashes",
         "born_at",
         "first_token_s",
@@ -94,6 +96,7 @@ class SimRequest:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.prefill_tokens = 0
+        self.batch_number = 0
         self.generated_tokens = 0
         self.reset_tokens = 0
         self.born_at = 0
@@ -111,6 +114,11 @@ class SimRequest:
         self.source_table: KvTable | None = None
         self.source: EngineId | None = None
         self.target: EngineId | None = None
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that it has KV of while it neither prefills nor decodes: all but the last one."""
+        return self.prompt_tokens + self.generated_tokens - 1
 
     @property
     def ttft_s(self) -> float:
@@ -170,3 +178,24 @@ def check_arrivals(requests: Sequence[SimRequest], hash_block_tokens: int | None
                 f"request {request.request_id} has {num_hashes} hashes of {hash_block_tokens} tokens each for "
                 f"{request.prompt_tokens} prompt tokens"
             )
+
+
+def find_late(
+    held: Mapping[RequestId, PrefillRequest], requests: Sequence[SimRequest], now: float, wait_limit_s: float | None
+) -> list[SimRequest]:
+    """Find what has waited at the router for too long; requests that have tokens go on waiting.
+
+    Args:
+        held: What waits, in the order in which it began to.
+        requests: All requests.
+        now: Seconds of the simulated clock.
+        wait_limit_s: See ``SimOptions``.
+    """
+    late: list[SimRequest] = []
+    if wait_limit_s is not None:
+        for request_id, prefill in held.items():
+            if prefill.arrival_s > now - wait_limit_s:
+                break
+            if not prefill.is_recovery:
+                late.append(requests[int(request_id)])
+    return late

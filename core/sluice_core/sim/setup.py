@@ -45,9 +45,10 @@ class SimOptions:
             engine meanwhile waits for both. False: papers, whose simulators know no such delay.
         hash_block_tokens: Tokens that each of a request's ``block_hashes`` names: requests reuse KV blocks that an engine
             still has (``sim.prefix_cache``). None: they do not.
+        wait_limit_s: Longest time that the router keeps a request before it refuses it. None: for ever.
 
     Raises:
-        ValueError: Papers' waiting for grants with engines that schedule ahead, or hashes of nothing.
+        ValueError: Papers' waiting for grants with engines that schedule ahead, hashes of nothing, or no time to wait.
     """
 
     no_grant: NoGrant = NoGrant.IN_PLACE
@@ -55,8 +56,11 @@ class SimOptions:
     counts_decodes: bool = True
     schedules_ahead: bool = False
     hash_block_tokens: int | None = None
+    wait_limit_s: float | None = None
 
     def __post_init__(self) -> None:
+        if self.wait_limit_s is not None and self.wait_limit_s <= 0.0:
+            raise ValueError(f"wait_limit_s is {self.wait_limit_s}; it is above 0")
         if self.hash_block_tokens is not None and self.hash_block_tokens < 1:
             raise ValueError(f"a hash names {self.hash_block_tokens} tokens; at least 1 is needed")
         if self.schedules_ahead and self.no_grant is NoGrant.WAIT:

@@ -25,7 +25,7 @@ from sluice_core.sim.deadlines import Deadlines
 from sluice_core.sim.engine import SimEngine
 from sluice_core.sim.gaps import GapHistogram
 from sluice_core.sim.hand_offs import HandOffs, Move
-from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals
+from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals, find_late
 from sluice_core.sim.setup import AddEngine, Arrival, Cell, ClusterEvent, Configure, EngineSetup, Fail, NoGrant, TtftEnd
 from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
@@ -208,6 +208,9 @@ class Simulation:
 
     def _assign_held(self) -> None:
         """Ask the placement policy about what waits at the router."""
+        for request in find_late(self._held, self.requests, self.now, self.cell.options.wait_limit_s):
+            del self._held[request.request_id]
+            self._reject(request)
         if not self._held:
             return
         self._last_assign_s = self.now
@@ -377,7 +380,7 @@ class Simulation:
         self.num_moves[cause] += 1
         link = source.setup.link
         name = link.name or source.engine_id
-        num_tokens = request.prompt_tokens + request.generated_tokens - 1
+        num_tokens = request.num_kv_tokens
         if self.cell.options.hash_block_tokens is not None:
             assert request.target is not None
             num_tokens -= self._by_id[request.target].begin_pull(request)
@@ -397,7 +400,7 @@ class Simulation:
         source = None if request.source is None else self._by_id.get(request.source)
         target = None if request.target is None else self._by_id.get(request.target)
         if source is not None:
-            source.release(request.num_blocks, request.source_table)
+            source.release(request.num_blocks, request.num_kv_tokens, request.source_table)
         if target is None:
             # The target has died meanwhile: the router recovers the request.
             self.recover(request)

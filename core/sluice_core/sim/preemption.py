@@ -1,0 +1,178 @@
+"""What a simulated engine does when it has too few KV blocks for what runs: it preempts, and recomputes later.
+
+The victim is what comes last in the batch policy's order. Its blocks are free at once; what is left of them when its turn
+comes again is not recomputed (``left_blocks``).
+
+In step, as papers' simulators do, a prompt has reserved all its blocks, so only decodes run out of them and only decodes
+are preempted. Engines that schedule ahead do as vLLM's ``schedule`` does: blocks are taken by the chunk, and a prompt that has
+started is promised none. So decodes may take what it needs next, and then the last of *all* that runs goes:
+
+- decodes have their turn in order, then the prefills that have started;
+- whoever finds no block preempts the last of all, which may be itself;
+- but what the iteration under way holds, also a last token, may still be written to: it is not preempted. Whoever asked and all
+  behind it are left out of one iteration, after which the last one, left out as well, is preempted;
+- in an iteration with a preemption nothing is admitted; in one without, prompts that are small enough are, beside the room
+  that a chunk has been given for which there were no blocks.
+
+Source: vLLM 0.32, ``v1/core/sched/scheduler.py``, with a connector for KV (``defer_block_free``); ``benchmarks/fidelity`` compares.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_core.batching import RequestKind
+from sluice_core.sim.left_blocks import LeftBlocks
+from sluice_core.sim.requests import RequestState, SimRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sluice_core.sim.engine import SimEngine
+
+
+def make_room_in_step(engine: SimEngine, now: float) -> int:
+    """Preempt decodes until the others have blocks for their next tokens.
+
+    Returns:
+        Blocks that they need.
+    """
+    key, need = _make_key(engine), engine.batch.count_growth_blocks()
+    while need > engine.count_seen_free_blocks():
+        victim = max(engine.batch.list_requests(), key=key)
+        _preempt(engine, victim, now, has_grown=False)
+        need = engine.batch.count_growth_blocks()
+    return need
+
+
+def make_room_for_decodes(engine: SimEngine, now: float) -> int:
+    """Let decodes find blocks for their next tokens, or preempt, where an iteration is scheduled ahead.
+
+    Returns:
+        Blocks that those take that are in the iteration.
+    """
+    batch, prefills = engine.batch, engine.prefills
+    key = _make_key(engine)
+    order = sorted(batch.list_requests(), key=key)
+    num_found = 0
+    for position, request in enumerate(order):
+        if not batch.is_growing(request):
+            continue
+        while request.state is RequestState.DECODING and num_found >= engine.count_seen_free_blocks():
+            victim = _find_last(engine)
+            if _is_under_way(engine, victim):
+                prefills.most_started = 0
+                batch.pause([other for other in order[position:] if other.state is RequestState.DECODING])
+                return num_found
+            _preempt(engine, victim, now, has_grown=False)
+            if victim is request:
+                prefills.most_started = 0
+        num_found += request.state is RequestState.DECODING
+    return num_found
+
+
+def make_room_for_chunks(engine: SimEngine, now: float, num_decodes: int) -> None:
+    """Let the prefills that have started find blocks for their next chunks, or preempt.
+
+    Args:
+        engine: An engine that schedules ahead, few of whose blocks are free.
+        now: Seconds of the simulated clock.
+        num_decodes: Decodes before any was preempted: the prefill room was set then.
+    """
+    prefills = engine.prefills
+    limits = prefills.find_limits(now, num_decodes)
+    room = limits.prefill_room_tokens
+    found: dict[int, int] = {}
+    for request in prefills.list_started():
+        if room <= 0 or len(found) >= prefills.most_started:
+            return
+        if not request.num_computed_tokens:
+            continue  # preempted a moment ago
+        tokens = min(room, limits.max_tokens_per_prefill, request.prefill_tokens - request.num_computed_tokens)
+        need = prefills.count_chunk_blocks(request, tokens)
+        while request.num_computed_tokens and sum(found.values()) + need > engine.count_seen_free_blocks():
+            victim = _find_last(engine)
+            if _is_under_way(engine, victim):
+                prefills.most_started = len(found)
+                prefills.withheld_tokens = tokens
+                return
+            if victim is request:
+                prefills.most_started = len(found)
+            _preempt(engine, victim, now, has_grown=True)
+            found.pop(victim.index, None)
+        if request.num_computed_tokens:
+            found[request.index] = need
+            room -= tokens
+
+
+def _find_last(engine: SimEngine) -> SimRequest:
+    """Find the last of all that runs."""
+    running = [*engine.batch.list_requests(), *engine.prefills.list_started(), *engine.ending]
+    return max(running, key=_make_key(engine))
+
+
+def _make_key(engine: SimEngine) -> Callable[[SimRequest], tuple[float, int]]:
+    """Order requests for preemption: the last one goes first, and of equals the one that arrived last."""
+    victim_key = engine.batching.victim_key
+    return lambda request: (victim_key(request.arrival_s, request.priority), request.index)
+
+
+def _is_under_way(engine: SimEngine, request: SimRequest) -> bool:
+    """Say whether the iteration that ran when this one was scheduled holds a request that runs."""
+    if engine.is_late:
+        return False
+    if request.state is RequestState.DECODING:
+        return request not in engine.joined
+    return request.state is RequestState.FINISHED or engine.prefills.was_in_last_batch(request)
+
+
+def _leave_decodes(engine: SimEngine, victim: SimRequest, now: float) -> None:
+    is_new_here = victim in engine.joined
+    engine.batch.leave(victim, victim.last_token_s if is_new_here else now)
+    if is_new_here:
+        engine.joined.remove(victim)
+
+
+def _preempt(engine: SimEngine, victim: SimRequest, now: float, *, has_grown: bool) -> None:
+    """Preempt a decode, or a prefill that has started.
+
+    Args:
+        engine: Where it runs.
+        victim: The request.
+        now: Seconds of the simulated clock.
+        has_grown: Decodes have taken the blocks of the next iteration.
+    """
+    engine.prefills.may_admit = not engine.schedules_ahead
+    num_grown = 0
+    if victim.state is RequestState.DECODING:
+        num_grown = int(has_grown and engine.batch.is_growing(victim))
+        _leave_decodes(engine, victim, now)
+        num_tokens = num_cached_tokens = victim.num_kv_tokens
+        if engine.schedules_ahead:
+            # A block is cached by its tokens, and that of the last iteration was not known yet.
+            num_cached_tokens = max(victim.prefill_tokens, num_tokens - 1)
+    else:
+        engine.prefills.drop(victim)
+        num_tokens = num_cached_tokens = victim.num_computed_tokens
+        engine.counters.num_lost_prefill_tokens += num_tokens - victim.num_cached_tokens
+    engine.used_blocks -= num_grown + _give_up(engine, victim, num_grown, num_tokens, num_cached_tokens)
+    victim.num_preemptions += 1
+    engine.counters.num_preemptions += 1
+    victim.num_blocks = 0
+    victim.state = RequestState.QUEUED
+    engine.enqueue(victim, RequestKind.RECOMPUTE)
+
+
+def _give_up(engine: SimEngine, victim: SimRequest, num_grown: int, num_tokens: int, num_cached_tokens: int) -> int:
+    """Free the blocks of a preempted request; returns how many are free now, those for its next token left out."""
+    cache, prefills = engine.cache, engine.prefills
+    if cache is not None:
+        assert victim.table is not None
+        cache.give_back(num_grown)
+        cache.settle(victim.table, num_tokens, num_cached_tokens)
+        return cache.release(victim.table)
+    if prefills.left is None:
+        prefills.left = LeftBlocks(engine.count_seen_free_blocks() + prefills.count_promised_blocks())
+    num_cached = num_cached_tokens // engine.setup.block_size_tokens
+    prefills.left.leave(victim.index, victim.num_blocks + num_grown, num_cached)
+    return victim.num_blocks
