@@ -106,10 +106,9 @@ class Plant:
     def step(self, duration_s: float = 1.0) -> None:
         """Lets time pass: requests finish, a search ends when its time has come, one decision is made."""
         self.now += duration_s
-        finished = self.counts.num_finished + round(self.rate_rps * duration_s)
-        share = self.attainment(self.sliders)
-        met = self.counts.num_met_both + round(share * self.rate_rps * duration_s * 100) / 100
-        self.counts = Counts(num_finished=finished, num_met_both=met)
+        num_finished = round(self.rate_rps * duration_s)
+        num_met = round(self.attainment(self.sliders) * num_finished)
+        self.counts += Counts(num_finished=num_finished, num_met_both=num_met)
         if self.state.is_searching and self.due_s is not None and self.now >= self.due_s:
             self.state = autotune.take_answer(self.state, self.answer(self.state.asked), self.now)
         before, sliders = self.state, self.sliders
