@@ -111,7 +111,11 @@ _RANGE_HELP = "LOW-HIGH"
     metavar=_RANGE_HELP,
     help="Bounds of the others' chunk size.",
 )
-@click.option("--duration-s", type=_POSITIVE, help="Length of whole runs.  [default: as the rate asks for, 170 to 600]")
+@click.option(
+    "--duration-s",
+    type=_POSITIVE,
+    help="Length of whole runs.  [default: as the rate and the answers ask for, 600 at most]",
+)
 @click.option("--seeds", default="1,2,3", show_default=True, callback=parse_seeds, help="Of whole runs.")
 @click.option(
     "--prefix-reuse/--no-prefix-reuse",

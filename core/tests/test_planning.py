@@ -19,10 +19,11 @@ from sluice_core.planning.candidates import (
     list_coarse,
     list_neighbours,
     list_parameter_neighbours,
+    list_smaller,
     resize,
 )
 from sluice_core.planning.curves import Curve
-from sluice_core.planning.planner import Goal, Planner, estimate_start_rps
+from sluice_core.planning.planner import Goal, Planner, estimate_answer_s, estimate_start_rps
 from sluice_core.planning.prediction import estimate_interval, find_binding
 from sluice_core.planning.search import Effort, Search
 from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial, build_cell
@@ -42,8 +43,13 @@ PROFILE = IterationProfile(
 SLO = Slo(ttft_s=1.0, tpot_s=0.04)
 
 
-def make_problem(kv_blocks: int = 4000) -> Problem:
+REPORTS = ((200, 2000), (10, 60))
+CHATS = ((10, 60), (20, 60))
+
+
+def make_problem(kv_blocks: int = 4000, lengths=REPORTS, max_num_seqs: int = 256) -> Problem:
     rng = random.Random(5)
+    prompt, output = lengths
     engine = EngineSetup(
         engine_id=EngineId("any"),
         profile=PROFILE,
@@ -52,8 +58,9 @@ def make_problem(kv_blocks: int = 4000) -> Problem:
         kv_blocks_total=kv_blocks,
         kv_bytes_per_token=100_000,
         max_batch_tokens=2048,
+        max_num_seqs=max_num_seqs,
     )
-    rows = [TraceRow(prompt_tokens=rng.randint(200, 2000), output_tokens=rng.randint(10, 60)) for _ in range(400)]
+    rows = [TraceRow(prompt_tokens=rng.randint(*prompt), output_tokens=rng.randint(*output)) for _ in range(400)]
     return Problem(rows=rows, slo=SLO, engines={1: engine, 2: engine}, strategies=STRATEGIES)
 
 
@@ -165,6 +172,17 @@ def test_aggregation_has_one_slider_and_disaggregation_another() -> None:
     assert not list_parameter_neighbours(space, aggregated)
 
 
+def test_smaller_chunks_are_listed_as_far_as_the_bounds() -> None:
+    space = make_space(decode_heavy_tokens=(0, 64, 128))
+    candidate = make_taichi(prefill_heavy_tokens=1024)
+    smaller = list_smaller(space, candidate, of_prefill_heavy=True)
+    assert smaller == [replace(candidate, prefill_heavy_tokens=tokens) for tokens in (512, 256)]
+    smaller = list_smaller(space, candidate, of_prefill_heavy=False)
+    assert smaller == [replace(candidate, decode_heavy_tokens=tokens) for tokens in (64, 0)]
+    aggregated = space.make_candidate("aggregated", 4, 1, prefill_heavy_tokens=512)
+    assert not list_smaller(space, aggregated, of_prefill_heavy=False)
+
+
 def test_resizing_keeps_the_share_and_the_bounds() -> None:
     space = make_space(prefill_heavy=PrefillHeavyBounds(low=1, high=3, is_percent=False))
     resized = resize(make_taichi(), 16, space)
@@ -250,6 +268,45 @@ def test_those_that_fall_behind_cost_one_run_each() -> None:
     assert [trial.candidate.prefill_heavy_tokens for trial in formula.trials] == [256, 512, 1024, 512]
 
 
+class Unfilled(Formula):
+    """Stands in for runs of prompts that fill no chunk of 512 tokens."""
+
+    def run(self, trials):
+        return [
+            replace(outcome, end_s=min(512.0, outcome.trial.candidate.prefill_heavy_tokens))
+            for outcome in super().run(trials)
+        ]
+
+
+def test_candidates_that_have_done_the_same_share_a_run() -> None:
+    formula = Unfilled({256: 3.0, 512: 3.0, 1024: 3.0})
+    candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
+    arena = Arena(formula.run, 0.9)
+    standings = arena.climb(candidates, ONE, 2.9, 1.1)
+    # At the first rate nothing is known of them yet.
+    assert [trial.candidate.prefill_heavy_tokens for trial in formula.trials] == [256, 512, 1024, 256, 512]
+    assert len({standing.goodput_rps for standing in standings}) == 1
+    assert arena.are_alike(candidates[1], candidates[2], ONE)
+    assert not arena.are_alike(candidates[0], candidates[1], ONE)
+    assert not arena.are_alike(candidates[1], make_taichi(prefill_heavy_tokens=64), ONE)
+
+
+def test_where_to_begin_is_found_by_one_candidate() -> None:
+    formula = Formula({512: 3.0})
+    assert 2.8 < Arena(formula.run, 0.9).locate(make_taichi(), ONE, 6.0) <= 3.0
+    assert len(formula.trials) < 10
+
+
+def test_a_leader_that_never_passes_does_not_move_the_others() -> None:
+    never = Never({})
+    assert Arena(never.run, 0.9).locate(make_taichi(), ONE, 6.0) == 6.0
+    formula = Formula({256: 1e-9, 512: 3.0})
+    leader, other = (make_taichi(prefill_heavy_tokens=tokens) for tokens in (256, 512))
+    (best, worst) = Arena(formula.run, 0.9).sharpen([leader, other], ONE, {leader: 4.0, other: 3.5})
+    assert (best.candidate, worst.candidate) == (other, leader)
+    assert best.goodput_rps == pytest.approx(3.0, rel=0.01)
+
+
 @pytest.mark.parametrize("start_rps", [0.05, 2.0, 90.0], ids=["far below", "near", "far above"])
 def test_sharpening_finds_the_goodput_of_each_seed(start_rps) -> None:
     formula = Formula({512: 3.0})
@@ -277,14 +334,34 @@ def test_what_misses_the_target_at_any_rate_has_no_goodput(start_rps) -> None:
 
 # --- the search ----------------------------------------------------------------------------------------------------
 
+
+def test_many_requests_shorten_runs_but_not_below_what_fills_the_engines() -> None:
+    effort = Effort(num_requests=1000, least_duration_s=100.0, most_duration_s=500.0, most_requests=3000, filled_s=40.0)
+    assert [effort.choose_duration_s(rate_rps) for rate_rps in (1.0, 5.0, 50.0, 1000.0)] == [500.0, 200.0, 60.0, 24.0]
+    assert [effort.choose_ranking_s(rate_rps, 0.5) for rate_rps in (1.0, 5.0, 50.0, 1000.0)] == [
+        250.0,
+        100.0,
+        20.0,
+        12.0,
+    ]
+    fixed = Effort(duration_s=8.0)
+    assert (fixed.choose_duration_s(1e3), fixed.choose_ranking_s(1e3, 0.5)) == (8.0, 4.0)
+
+
+def test_an_answer_takes_as_long_as_on_a_full_engine_or_as_it_may() -> None:
+    chats = make_problem(lengths=((40, 40), (200, 200)), max_num_seqs=100)
+    # An iteration of 100 decodes and 20 tokens of prompts.
+    full_s = PROFILE.estimate_iteration_s(120, 1, 20, 20 * 20.0, 100, 100 * 140)
+    assert estimate_answer_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.2))) == pytest.approx(200 * full_s)
+    assert estimate_answer_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.01))) == pytest.approx(200 * 0.01)
+
+
 EFFORT = Effort(seeds=(1,), duration_s=20.0)
 
 
-@pytest.fixture(scope="module")
-def exhaustive() -> dict[Candidate, float]:
-    """The goodput of every candidate of three engines, on whole runs."""
-    space, problem = make_space(), make_problem()
-    candidates = [
+def list_everything(space: Space) -> list[Candidate]:
+    """Every candidate of three engines."""
+    return [
         *(space.make_candidate("aggregated", 3, 1, prefill_heavy_tokens=n) for n in space.prefill_heavy_tokens),
         *(space.make_candidate("disaggregated", 3, 1, num_prefill_heavy=count) for count in (1, 2)),
         *(
@@ -296,19 +373,32 @@ def exhaustive() -> dict[Candidate, float]:
             for decode in space.decode_heavy_tokens
         ),
     ]
-    fidelity = Fidelity(seeds=EFFORT.seeds, duration_s=20.0)
-    standings = make_arena(problem).sharpen(
-        candidates, fidelity, dict.fromkeys(candidates, estimate_start_rps(problem, 3, 1))
-    )
-    return {standing.candidate: standing.goodput_rps for standing in standings}
 
 
 @pytest.mark.timeout(600)
-def test_the_search_is_as_good_as_trying_everything(exhaustive) -> None:
-    problem = make_problem()
-    search = Search(make_arena(problem), make_space(), EFFORT)
-    best = search.find_best(3, 1, estimate_start_rps(problem, 3, 1)).best.candidate
-    assert exhaustive[best] >= 0.98 * max(exhaustive.values())
+@pytest.mark.parametrize(
+    ("problem", "prefill_heavy_tokens", "effort"),
+    [
+        (make_problem(), (256, 512, 1024), EFFORT),
+        # Answers of half a second, 200 requests/s.
+        (
+            make_problem(lengths=CHATS, max_num_seqs=32),
+            (64, 256, 1024),
+            Effort(seeds=(1,), num_requests=300, most_requests=900),
+        ),
+    ],
+    ids=["reports", "chats"],
+)
+def test_the_search_is_as_good_as_trying_everything(
+    problem: Problem, prefill_heavy_tokens: tuple[int, ...], effort: Effort
+) -> None:
+    space, start_rps = make_space(prefill_heavy_tokens=prefill_heavy_tokens), estimate_start_rps(problem, 3, 1)
+    effort = replace(effort, filled_s=3.0 * estimate_answer_s(problem))
+    found = Search(make_arena(problem), space, effort).find_best(3, 1, start_rps)
+    everything = list_everything(space)
+    standings = make_arena(problem).sharpen(everything, found.fidelity, dict.fromkeys(everything, start_rps))
+    exhaustive = {standing.candidate: standing.goodput_rps for standing in standings}
+    assert exhaustive[found.best.candidate] >= 0.98 * max(exhaustive.values())
     assert max(exhaustive.values()) > 1.2 * min(exhaustive.values())
 
 

@@ -17,7 +17,7 @@ from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
 from sluice_core.latency.transfer import find_link
 from sluice_core.planning.arena import Arena, Standing
 from sluice_core.planning.candidates import Candidate, PrefillHeavyBounds, Space, list_chunk_sizes
-from sluice_core.planning.planner import estimate_start_rps
+from sluice_core.planning.planner import estimate_answer_s, estimate_start_rps
 from sluice_core.planning.search import Effort, Search
 from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
@@ -32,16 +32,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # Less than `sluice plan` does, so that an edit is answered in seconds: the sliders are measured afterwards anyway.
-EFFORT = Effort(seeds=(1, 2), num_requests=700, most_duration_s=300.0, num_compared=2)
+EFFORT = Effort(seeds=(1, 2), num_requests=700, most_duration_s=300.0, most_requests=3000, num_compared=2)
 # Whole runs last so many times the TTFT objective at least, so that a few percent of overload show as late requests.
 OBJECTIVES_PER_RUN = 15.0
 LEAST_DURATION_S, ENOUGH_DURATION_S = 20.0, 60.0
+# And so many answers of full engines, one after the other, so that engines are full most of the time; of long answers fewer.
+ANSWERS_PER_RUN = 4.0
+FILLED_DURATION_S = 90.0
 # Seeds of predictions: others than those that chose.
 FRESH_SEEDS = (1001, 1002)
 # Far above the goodput nothing is met, whatever the sliders, and runs take for ever.
 MOST_OVERLOAD = 1.3
-# Requests that a prediction is made of, at least.
+# Requests that a prediction is made of.
 LEAST_PREDICTED = 30
+MOST_PREDICTED = 10_000
 # Of the processor, beside engines and routers that share it.
 NICENESS = 10
 MOST_CPU_S = 600
@@ -58,8 +62,7 @@ def search(question: Question, effort: Effort | None = None) -> Answer:
         ValueError: The engines are unknown, or nothing is within the bounds.
     """
     problem = make_problem(question)
-    least_s = min(max(OBJECTIVES_PER_RUN * problem.slo.ttft_s, LEAST_DURATION_S), ENOUGH_DURATION_S)
-    effort = effort or replace(EFFORT, least_duration_s=least_s)
+    effort = effort or make_effort(problem)
     in_force = make_candidate(question)
     terms, evaluator = question.terms, Evaluator(problem)
 
@@ -71,6 +74,8 @@ def search(question: Question, effort: Effort | None = None) -> Answer:
     found = Search(arena, make_space(question), effort).find_best(terms.replicas, 1, start_rps, in_force)
     present = next(standing for standing in found.standings if standing.candidate == in_force)
     best = found.best
+    # The attainment is what users read: a few percent of overload must show in it.
+    patient = replace(effort, most_requests=MOST_PREDICTED)
 
     def predict(standing: Standing) -> float:
         most_rps = MOST_OVERLOAD * max(standing.goodput_rps, best.goodput_rps / 2)
@@ -81,7 +86,7 @@ def search(question: Question, effort: Effort | None = None) -> Answer:
                 candidate=standing.candidate,
                 seed=seed,
                 rate_rps=rate_rps,
-                duration_s=effort.choose_duration_s(rate_rps),
+                duration_s=patient.choose_duration_s(rate_rps),
             )
             for seed in FRESH_SEEDS
         ]
@@ -100,6 +105,13 @@ def search(question: Question, effort: Effort | None = None) -> Answer:
         in_force_attainment=predict(present),
         least_gain=min(ours / theirs - 1.0 if theirs > 0 else float(ours > 0) for ours, theirs in pairs),
     )
+
+
+def make_effort(problem: Problem) -> Effort:
+    """Makes how much is simulated."""
+    least_s = min(max(OBJECTIVES_PER_RUN * problem.slo.ttft_s, LEAST_DURATION_S), ENOUGH_DURATION_S)
+    filled_s = min(ANSWERS_PER_RUN * estimate_answer_s(problem), FILLED_DURATION_S)
+    return replace(EFFORT, least_duration_s=least_s, filled_s=filled_s)
 
 
 def make_problem(question: Question) -> Problem:

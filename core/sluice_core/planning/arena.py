@@ -1,28 +1,32 @@
 """Compares candidates on common random numbers: the same rates, the same requests.
 
 ``climb`` ranks many: whoever passes at a rate goes on to the next higher one, until nobody passes. So those that fall
-behind cost one run each, which gives up early, and the goodput of those in front is known from both sides. ``sharpen``
-finds the goodput of a few, of each seed by itself.
+behind cost one run each, which gives up early, and the goodput of those in front is known from both sides. Candidates
+whose runs have ended at the very same moment so far, such as those whose chunk sizes no prompt fills, share the next run.
+``locate`` finds where to begin, ``sharpen`` the goodput of a few, of each seed by itself.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sluice_core.planning.candidates import Candidate
 from sluice_core.planning.curves import Curve
 from sluice_core.planning.trials import Outcome, Trial
 
+_Key = tuple[Candidate, int, float]  # with seed and length of the run
 RunTrials = Callable[[Sequence[Trial]], Sequence[Outcome]]
 PRECISION = 0.04  # of a goodput: a straight line between rates so close is good to a percent
 _LEAST_CONTENDERS = 4
 _LEAST_RATE_RPS = 1e-4  # what misses the target even here misses it at any rate
 _MOST_STEPS = 60
+_MOST_FLATTERY = 3.0  # of a goodput by shorter runs
 # Runs give up once so many times the misses that the target allows are certain: soon where candidates are only ranked,
 # later where a goodput is interpolated.
-_RANKED_MISSES, _SHARPENED_MISSES = 2.0, 3.0
+_RANKED_MISSES, _SHARPENED_MISSES = 2.0, 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +73,8 @@ class Arena:
         self.num_iterations = 0
         self._run_trials = run_trials
         self._target = target
-        self._curves: dict[tuple[Candidate, int, float], Curve] = {}
+        self._curves: dict[_Key, Curve] = {}
+        self._ends_s: dict[_Key, dict[float, float]] = {}
 
     def climb(
         self, candidates: Sequence[Candidate], fidelity: Fidelity, rate_rps: float, factor: float
@@ -103,8 +108,8 @@ class Arena:
     ) -> list[Standing]:
         """Find the goodput of each candidate and seed to ``PRECISION``, the best candidate first.
 
-        Seeds are harder or easier for all candidates alike, so the first candidate's goodputs say where to begin with the
-        others'.
+        Seeds are harder or easier for all candidates alike, and shorter runs have flattered them alike, so the first
+        candidate's goodputs say where to begin with the others'.
 
         Args:
             candidates: The candidates, one of the best first.
@@ -112,8 +117,11 @@ class Arena:
             starts_rps: Where to begin, by candidate.
         """
         leader, first = candidates[0], fidelity.seeds[0]
-        ahead = [(leader, seed) for seed in fidelity.seeds] + [(candidate, first) for candidate in candidates[1:]]
-        self._sharpen({pair: starts_rps[pair[0]] for pair in ahead}, fidelity)
+        self._sharpen({(leader, seed): starts_rps[leader] for seed in fidelity.seeds}, fidelity)
+        # A leader that whole runs refute says nothing about the others.
+        flattery = starts_rps[leader] / (self._estimate(leader, first, fidelity) or 1.0)
+        share = 1.0 / flattery if 0.0 < flattery < _MOST_FLATTERY else 1.0
+        self._sharpen({(candidate, first): starts_rps[candidate] * share for candidate in candidates[1:]}, fidelity)
 
         def expect(candidate: Candidate, seed: int) -> float:
             share = self._estimate(leader, seed, fidelity) / (self._estimate(leader, first, fidelity) or 1.0)
@@ -123,16 +131,34 @@ class Arena:
         self._sharpen({pair: expect(*pair) for pair in behind}, fidelity)
         return [self._describe(candidate, fidelity) for candidate in self._rank(candidates, fidelity)]
 
+    def locate(self, candidate: Candidate, fidelity: Fidelity, start_rps: float) -> float:
+        """Find about where a candidate begins to fail, by itself: to get there with all is what costs most.
+
+        Args:
+            candidate: The candidate.
+            fidelity: How well to look; at the first seed.
+            start_rps: Where to begin; as shorter runs have it, which flatter.
+
+        Returns:
+            The highest rate that it is known to pass; ``start_rps`` if that is far below, so that others may pass there.
+        """
+        self._sharpen({(candidate, fidelity.seeds[0]): start_rps}, fidelity, _RANKED_MISSES)
+        rate_rps = self.find_passing_rate(candidate, fidelity) or 0.0
+        return rate_rps if rate_rps * _MOST_FLATTERY > start_rps else start_rps
+
     def run(self, trials: Sequence[Trial]) -> Sequence[Outcome]:
         """Make runs, and learn from them."""
         outcomes = self._run_trials(trials)
         for outcome in outcomes:
-            trial = outcome.trial
-            key = (trial.candidate, trial.seed, trial.duration_s)
-            self._curves.setdefault(key, Curve()).points[trial.rate_rps] = outcome.attainment
+            self._learn(outcome)
             self.num_trials += 1
             self.num_iterations += outcome.num_iterations
         return outcomes
+
+    def are_alike(self, one: Candidate, other: Candidate, fidelity: Fidelity) -> bool:
+        """Say whether two candidates did the same wherever both ran, as with chunk sizes that prompts never fill."""
+        keys = [((one, seed, fidelity.duration_s), (other, seed, fidelity.duration_s)) for seed in fidelity.seeds]
+        return all(self._have_done_the_same(*pair) for pair in keys)
 
     def find_passing_rate(self, candidate: Candidate, fidelity: Fidelity) -> float | None:
         """Find the highest rate at which a candidate is known to reach the target; None: none is."""
@@ -150,6 +176,32 @@ class Arena:
     def _curve(self, candidate: Candidate, seed: int, fidelity: Fidelity) -> Curve:
         return self._curves.setdefault((candidate, seed, fidelity.duration_s), Curve())
 
+    def _have_done_the_same(self, one: _Key, other: _Key) -> bool:
+        ours, theirs = self._ends_s.get(one, {}), self._ends_s.get(other, {})
+        shared = ours.keys() & theirs.keys()
+        return bool(shared) and all(ours[rate] == theirs[rate] for rate in shared)
+
+    def _learn(self, outcome: Outcome) -> None:
+        trial = outcome.trial
+        key = (trial.candidate, trial.seed, trial.duration_s)
+        self._curves.setdefault(key, Curve()).points[trial.rate_rps] = outcome.attainment
+        self._ends_s.setdefault(key, {})[trial.rate_rps] = outcome.end_s
+
+    def _rank_at(self, trials: Sequence[Trial]) -> None:
+        """Make runs that rank, one for all candidates that have done the same so far."""
+        followers: dict[Trial, list[Trial]] = {}
+        for trial in trials:
+            key = (trial.candidate, trial.seed, trial.duration_s)
+            alike = (
+                one
+                for one in followers
+                if one.seed == trial.seed and self._have_done_the_same(key, (one.candidate, one.seed, one.duration_s))
+            )
+            followers.setdefault(next(alike, trial), []).append(trial)
+        for outcome in self.run(list(followers)):
+            for trial in followers[outcome.trial]:
+                self._learn(replace(outcome, trial=trial))
+
     def _find_passing(
         self, candidates: Sequence[Candidate], fidelity: Fidelity, rate_rps: float, least: float
     ) -> list[Candidate]:
@@ -166,7 +218,7 @@ class Arena:
             if rate_rps not in self._curve(candidate, seed, fidelity).points
         ]
         if trials:
-            self.run(trials)
+            self._rank_at(trials)
         return [
             candidate
             for candidate in candidates
@@ -174,8 +226,13 @@ class Arena:
             >= self._target
         ]
 
-    def _sharpen(self, starts_rps: Mapping[tuple[Candidate, int], float], fidelity: Fidelity) -> None:
-        """Find the goodput of pairs of candidate and seed."""
+    def _sharpen(
+        self,
+        starts_rps: Mapping[tuple[Candidate, int], float],
+        fidelity: Fidelity,
+        misses: float = _SHARPENED_MISSES,
+    ) -> None:
+        """Find the goodput of pairs of candidate and seed; runs give up after so many times the misses that are allowed."""
         open_ = list(starts_rps)
         for _ in range(_MOST_STEPS):
             trials = [
@@ -184,7 +241,7 @@ class Arena:
                     seed=seed,
                     rate_rps=rate,
                     duration_s=fidelity.duration_s,
-                    least_attainment=self._bound(_SHARPENED_MISSES),
+                    least_attainment=self._bound(misses),
                 )
                 for candidate, seed in open_
                 if (rate := self._choose_rate(self._curve(candidate, seed, fidelity), starts_rps[candidate, seed]))
@@ -215,6 +272,10 @@ class Arena:
             return min(high / (step if is_far else 1.0 + PRECISION), estimate / (1.0 + PRECISION / 2))
         if high / low <= 1.0 + PRECISION * 1.5:
             return None
+        assert low is not None
+        if high / low > 1.0 + 3.0 * PRECISION and curve.points[low] >= self._target + 0.5 * (1.0 - self._target):
+            # Far below the goodput attainment is level, so a straight line crosses the target too soon.
+            estimate = max(estimate, math.sqrt(low * high))
         return min(max(estimate, low * (1.0 + PRECISION / 2)), high / (1.0 + PRECISION / 2))
 
     def _rank(self, candidates: Iterable[Candidate], fidelity: Fidelity) -> list[Candidate]:

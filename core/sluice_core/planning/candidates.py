@@ -202,7 +202,7 @@ def list_chunk_sizes(low: int, high: int, extra: Iterable[int] = ()) -> tuple[in
     return tuple(sorted(sizes))
 
 
-_COARSE_CHUNKS = ((512, 128), (1024, 128), (1024, 256), (2048, 128), (2048, 512), (8192, 256))
+_COARSE_CHUNKS = ((256, 64), (512, 128), (1024, 128), (1024, 256), (2048, 128), (2048, 512), (8192, 256))
 _COARSE_AGGREGATED = (128, 256, 512, 1024, 2048)
 _COARSE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 
@@ -254,6 +254,17 @@ def list_neighbours(space: Space, candidate: Candidate, count_step: int = 1) -> 
         if moved is not None and moved != candidate and space.contains(moved):
             found[moved] = None
     return list(found)
+
+
+def list_smaller(space: Space, candidate: Candidate, *, of_prefill_heavy: bool) -> list[Candidate]:
+    """List the candidates with ever smaller chunks of the P-heavy engines, or of the others."""
+    found: list[Candidate] = []
+    by_prefill, by_decode = (-1, 0) if of_prefill_heavy else (0, -1)
+    moved = _step(space, candidate, 0, by_prefill, by_decode)
+    while moved is not None and space.contains(moved):
+        found.append(moved)
+        moved = _step(space, moved, 0, by_prefill, by_decode)
+    return found
 
 
 def _step(space: Space, candidate: Candidate, by_count: int, by_prefill: int, by_decode: int) -> Candidate | None:

@@ -16,13 +16,14 @@ from sluice_core.planning.candidates import Candidate, Space, resize
 from sluice_core.planning.prediction import Binding, Interval, Prediction, estimate_interval, find_binding, predict
 from sluice_core.planning.search import Effort, Found, Search
 from sluice_core.planning.trials import Problem
+from sluice_core.sim.setup import EngineSetup
 
 _FIRST_ENGINES = 4  # of the small cluster that the number for a rate is guessed from
 _MOST_SIZES = 6  # numbers of engines that are tried around the guess
 _FRESH = 1000  # seeds of predictions are those of the search and so much
 _USED_SHARE = 0.6  # of what engines could do if nobody had to wait
 _SHOWN_OVERLOAD = 0.04  # of a rate: what must show within a run
-_ANSWERS_PER_RUN = 5  # one after the other: KV caches fill within the first two
+_ANSWERS_PER_RUN = 4  # one after the other: KV caches fill within the first two
 _TYPICAL_CHUNK, _TYPICAL_DECODES = 1024, 64
 _FEW_REQUESTS = 30  # of a run that shows what requests need
 
@@ -109,8 +110,9 @@ class Planner:
     ) -> None:
         self._problem = problem
         self._space = space
-        least_s = max(effort.least_duration_s, estimate_settling_s(problem))
-        self._effort = replace(effort, least_duration_s=min(least_s, effort.most_duration_s))
+        filled_s = min(_ANSWERS_PER_RUN * estimate_answer_s(problem), effort.most_duration_s)
+        least_s = max(effort.least_duration_s, problem.slo.ttft_s / _SHOWN_OVERLOAD)
+        self._effort = replace(effort, least_duration_s=min(least_s, effort.most_duration_s), filled_s=filled_s)
         self._run_trials = run_trials
         self._report = report
         self._span = (0.0, 0.9)
@@ -263,10 +265,30 @@ def estimate_start_rps(problem: Problem, replicas: int, tensor_parallel: int) ->
     return _USED_SHARE * replicas / request_s
 
 
-def estimate_settling_s(problem: Problem) -> float:
-    """Estimate how long a run must be for an overload to show: a backlog beyond the TTFT objective, full KV caches."""
-    answer_s = statistics.fmean(row.output_tokens for row in problem.rows) * problem.slo.tpot_s
-    return max(problem.slo.ttft_s / _SHOWN_OVERLOAD, _ANSWERS_PER_RUN * answer_s)
+def estimate_answer_s(problem: Problem) -> float:
+    """Estimate how long an answer takes on an engine as full as it gets; no longer than its objective allows.
+
+    So long a cluster takes to fill. With as many decodes as there are seats or KV blocks for, each iteration has the prompts
+    that take the place of the answers that end in it.
+    """
+    return max(_estimate_answer_s(problem, engine) for engine in problem.engines.values())
+
+
+def _estimate_answer_s(problem: Problem, engine: EngineSetup) -> float:
+    prompt = statistics.fmean(row.prompt_tokens for row in problem.rows)
+    output = statistics.fmean(row.output_tokens for row in problem.rows)
+    context = prompt + output / 2
+    num_decodes = max(1, min(engine.max_num_seqs, int(engine.kv_blocks_total * engine.block_size_tokens / context)))
+    prefill_tokens = round(num_decodes * prompt / output)
+    iteration_s = engine.profile.estimate_iteration_s(
+        num_decodes + prefill_tokens,
+        max(1, round(num_decodes / output)),
+        prefill_tokens,
+        prefill_tokens * prompt / 2,
+        num_decodes,
+        int(num_decodes * context),
+    )
+    return output * min(iteration_s, problem.slo.tpot_s)
 
 
 def _has_goodput(found: Found) -> bool:

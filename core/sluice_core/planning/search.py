@@ -2,7 +2,8 @@
 
 Rounds: the order of magnitude of the rate; candidates all over the space, on short runs; the neighbours of the best, on
 longer ones; M and alpha; and the best few of each strategy on whole runs over several seeds. A round starts at the rate at
-which the best candidate so far is about to fail, which is where candidates differ.
+which the best candidate so far is about to fail, which is where candidates differ; shorter runs flatter, so with longer ones
+that is found anew. Of candidates that did the same one is looked at.
 
 Engines of a large cluster do what those of a smaller one do, so all rounds but the last are run on ``SCOUTED_ENGINES`` at most.
 """
@@ -19,6 +20,7 @@ from sluice_core.planning.candidates import (
     list_coarse,
     list_neighbours,
     list_parameter_neighbours,
+    list_smaller,
     resize,
 )
 
@@ -35,9 +37,14 @@ class Effort:
     Args:
         seeds: Of whole runs.
         duration_s: Length of whole runs; None: as many requests as ``num_requests``.
-        num_requests: Requests of a whole run.
-        least_duration_s: Least length of a whole run; the planner raises it to what an overload needs to show.
+        num_requests: Requests of a whole run, and of one that ranks before it is shortened.
+        least_duration_s: Least length of a whole run: what an overload needs to show.
         most_duration_s: Most length of a whole run.
+        most_requests: Whole runs have no more for the sake of ``least_duration_s``: where so many come sooner, a smaller overload
+            may stay unseen.
+        filled_s: Least length of a whole run, and of one that ranks before it is shortened: what engines need to be full most
+            of the time; down to 0.6 of it where that is more than ``most_requests``. Of engines that are still filling up
+            the goodput is up to twice what it is in the long run.
         num_compared: Candidates of the last round.
     """
 
@@ -46,13 +53,29 @@ class Effort:
     num_requests: int = 2400
     least_duration_s: float = 60.0
     most_duration_s: float = 600.0
+    most_requests: int = 4500
+    filled_s: float = 0.0
     num_compared: int = 4
 
     def choose_duration_s(self, rate_rps: float) -> float:
         """Choose the length of a whole run."""
         if self.duration_s is not None:
             return self.duration_s
-        return min(max(self.num_requests / rate_rps, self.least_duration_s), self.most_duration_s)
+        least_s = min(self.least_duration_s, self.most_requests / rate_rps)
+        return min(max(self.num_requests / rate_rps, least_s, self._choose_filled_s(rate_rps)), self.most_duration_s)
+
+    def choose_ranking_s(self, rate_rps: float, share: float) -> float:
+        """Choose the length of a run that only ranks: a share of one that need not last until a small overload shows.
+
+        All candidates are ranked by runs of one length, which flatters them alike.
+        """
+        if self.duration_s is not None:
+            return share * self.duration_s
+        enough_s = min(max(self.num_requests / rate_rps, self._choose_filled_s(rate_rps)), self.most_duration_s)
+        return min(share * enough_s, self.choose_duration_s(rate_rps))
+
+    def _choose_filled_s(self, rate_rps: float) -> float:
+        return min(self.filled_s, max(self.most_requests / rate_rps, _LEAST_FILLED * self.filled_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +154,14 @@ class Search:
         if not coarse:
             raise ValueError(f"no plan of {replicas} engines is within the bounds")
         rate_rps = self._find_rate(coarse, start_rps)
-        explored = self._explore(coarse, rate_rps)
-        refined = self._refine(explored, warm)
-        return explored, self._tune_parameters(refined, explored)
+        fidelity = self._shorten(rate_rps, _SHORT)
+        explored = self._explore(coarse, rate_rps, fidelity)
+        centres = self._leave_out_alike(explored, _NUM_CENTRES, fidelity)
+        fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
+        refined = self._tune_parameters(
+            self._refine(_pick(centres, _NUM_CENTRES, warm), explored[0].goodput_rps, fidelity), fidelity
+        )
+        return explored, self._leave_out_alike(refined, len(refined), fidelity)
 
     def _enlarge(self, standings: Sequence[Standing], replicas: int) -> list[Standing]:
         """Give candidates more engines at the same share, and as much more goodput; those out of bounds are left out."""
@@ -166,7 +194,7 @@ class Search:
 
     def _shorten(self, rate_rps: float, share: float) -> Fidelity:
         """Make runs of one seed that are a share of a whole one."""
-        return Fidelity(seeds=self._effort.seeds[:1], duration_s=share * self._effort.choose_duration_s(rate_rps))
+        return Fidelity(seeds=self._effort.seeds[:1], duration_s=self._effort.choose_ranking_s(rate_rps, share))
 
     def _find_rate(self, coarse: Sequence[Candidate], start_rps: float) -> float:
         """Find the order of magnitude of the goodput, by a few different candidates."""
@@ -175,9 +203,8 @@ class Search:
         self._tell("rate")
         return standings[0].goodput_rps
 
-    def _explore(self, coarse: Sequence[Candidate], rate_rps: float) -> list[Standing]:
+    def _explore(self, coarse: Sequence[Candidate], rate_rps: float, fidelity: Fidelity) -> list[Standing]:
         """Try candidates all over the space; strategies that are far behind at a lower rate, where theirs differ."""
-        fidelity = self._shorten(rate_rps, _SHORT)
         standings = self._arena.climb(coarse, fidelity, rate_rps, _FACTOR)
         for strategy in self._space.strategies:
             of_it = [standing for standing in standings if standing.candidate.strategy == strategy]
@@ -189,33 +216,60 @@ class Search:
         self._tell("explore")
         return standings
 
-    def _refine(self, explored: Sequence[Standing], warm: Sequence[Candidate]) -> list[Standing]:
+    def _refine(self, centres: Sequence[Candidate], rate_rps: float, fidelity: Fidelity) -> list[Standing]:
         """Go from the best to their neighbours, as long as that gains something, or any of the first few was not asked."""
-        fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
-        centres = _pick(explored, _NUM_CENTRES, warm)
-        standings = self._arena.climb(centres, fidelity, explored[0].goodput_rps, _FINE_FACTOR)
-        asked: set[Candidate] = set()
+        rate_rps = self._arena.locate(centres[0], fidelity, rate_rps)
+        standings = self._arena.climb(centres, fidelity, rate_rps, _FINE_FACTOR)
+        asked: list[Candidate] = []
         num_idle = 0
-        while len(standings) < _MOST_REFINED and num_idle < _NUM_CENTRES:
-            centre = self._choose_centre(standings, asked)
+        while len(standings) < _MOST_REFINED and num_idle < _MOST_IDLE:
+            centre = self._choose_centre(standings, asked, fidelity)
             if centre is None:
                 break
-            asked.add(centre)
+            asked.append(centre)
             known = {standing.candidate for standing in standings}
             new = [moved for moved in list_neighbours(self._space, centre) if moved not in known]
             best_rps = standings[0].goodput_rps
             standings = self._challenge(standings, new, fidelity)
+            standings = self._cross_plateaus(standings, centre, fidelity)
             num_idle = 0 if standings[0].goodput_rps > best_rps * _WORTHWHILE else num_idle + 1
         self._tell("refine")
         return standings
 
-    def _choose_centre(self, standings: Sequence[Standing], asked: set[Candidate]) -> Candidate | None:
+    def _choose_centre(
+        self, standings: Sequence[Standing], asked: Sequence[Candidate], fidelity: Fidelity
+    ) -> Candidate | None:
         """Choose whose neighbours to try: of the first few, near the best, the first that was not asked yet."""
         least_rps = standings[0].goodput_rps * _NEAR
-        for standing in standings[:_NUM_CENTRES]:
-            if standing.goodput_rps >= least_rps and standing.candidate not in asked:
-                return standing.candidate
+        for standing in self._leave_out_alike(standings, _NUM_CENTRES, fidelity):
+            candidate = standing.candidate
+            if standing.goodput_rps < least_rps:
+                break
+            if not any(candidate == one or self._arena.are_alike(candidate, one, fidelity) for one in asked):
+                return candidate
         return None
+
+    def _cross_plateaus(self, standings: Sequence[Standing], centre: Candidate, fidelity: Fidelity) -> list[Standing]:
+        """Go on to smaller chunks where the next smaller ones change nothing, as far as the first that do."""
+        standings = list(standings)
+        for of_prefill_heavy in (True, False):
+            nearest, *farther = list_smaller(self._space, centre, of_prefill_heavy=of_prefill_heavy) or [centre]
+            while farther and self._arena.are_alike(nearest, centre, fidelity):
+                nearest, *farther = farther
+                known = {standing.candidate for standing in standings}
+                if nearest not in known:
+                    standings = self._challenge(standings, [nearest], fidelity)
+        return standings
+
+    def _leave_out_alike(self, standings: Iterable[Standing], number: int, fidelity: Fidelity) -> list[Standing]:
+        """List the first few that do not do the same as one before them."""
+        found: list[Standing] = []
+        for standing in standings:
+            if len(found) == number:
+                break
+            if not any(self._arena.are_alike(standing.candidate, one.candidate, fidelity) for one in found):
+                found.append(standing)
+        return found
 
     def _challenge(self, standings: Sequence[Standing], new: Sequence[Candidate], fidelity: Fidelity) -> list[Standing]:
         """Rank new candidates among those that were compared, from the rate on that the best one reached."""
@@ -227,9 +281,8 @@ class Search:
         known = {standing.candidate: standing for standing in [*standings, *climbed]}
         return sorted(known.values(), key=_by_goodput)
 
-    def _tune_parameters(self, refined: Sequence[Standing], explored: Sequence[Standing]) -> list[Standing]:
+    def _tune_parameters(self, refined: Sequence[Standing], fidelity: Fidelity) -> list[Standing]:
         """Try other M and alpha for the best; one is taken that gains more than chance would."""
-        fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
         neighbours = list_parameter_neighbours(self._space, refined[0].candidate)
         tried = self._challenge(refined, neighbours, fidelity)
         self._tell("parameters")
@@ -257,9 +310,11 @@ class Search:
         )
 
 
+_LEAST_FILLED = 0.6  # of what engines need to be full most of the time
 _SHORT, _MIDDLE = 0.25, 0.6  # lengths of the first rounds' runs
 _COARSE_FACTOR, _FACTOR, _FINE_FACTOR = 1.5, 1.15, 1.06  # between rates of a round
 _NUM_CENTRES = 3
+_MOST_IDLE = 2  # centres one after the other whose neighbours are no better
 _WORTHWHILE = 1.005  # of a goodput: a gain that is more than chance
 _NEAR = 0.98  # of the best's goodput: what may still turn out to be better
 _MOST_REFINED = 70

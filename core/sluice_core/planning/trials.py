@@ -6,6 +6,7 @@ serves the first of a longer one's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from sluice_core.records import EngineId, FlowParameters, Role, Slo, SloClass
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.pickling import register
 from sluice_core.sim.requests import RequestState
-from sluice_core.sim.setup import Cell, EngineSetup, SimOptions
+from sluice_core.sim.setup import Arrival, Cell, EngineSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow
 from sluice_core.sim.workload import PoissonWorkload
@@ -95,12 +96,14 @@ class Outcome:
         attainment: Attainment; of a run that gave up, among the requests that had arrived by then, those in flight
             counted as met: below ``least_attainment``, and the lower the sooner it gave up.
         num_iterations: Iterations of all engines: what the run cost.
+        end_s: When it ended, by the simulated clock; runs that end at the very same time did the same. NaN: not known.
         detail: Every metric, if asked for.
     """
 
     trial: Trial
     attainment: float
     num_iterations: int
+    end_s: float = math.nan
     detail: Detail | None = None
 
 
@@ -129,7 +132,7 @@ def build_cell(problem: Problem, candidate: Candidate, seed: int, kv_scale: floa
 
 
 class Evaluator:
-    """Makes runs; mutable only in the workloads that it keeps.
+    """Makes runs; mutable only in the requests that it keeps.
 
     Args:
         problem: What is planned for.
@@ -138,13 +141,13 @@ class Evaluator:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._workloads: dict[int, PoissonWorkload] = {}
+        self._latest = (0, 0.0, 0.0)
+        self._arrivals: Sequence[Arrival] = ()
 
     def evaluate(self, trial: Trial) -> Outcome:
         """Make a run."""
         problem = self._problem
-        if trial.seed not in self._workloads:
-            self._workloads[trial.seed] = PoissonWorkload(problem.rows, problem.slo, trial.seed, problem.classes)
-        arrivals = self._workloads[trial.seed].make_arrivals(trial.rate_rps, trial.duration_s)
+        arrivals = self._make_arrivals(trial)
         if not arrivals:
             return Outcome(trial=trial, attainment=0.0, num_iterations=0)
         simulation = Simulation(build_cell(problem, trial.candidate, trial.seed, trial.kv_scale), arrivals)
@@ -153,8 +156,19 @@ class Evaluator:
             trial=trial,
             attainment=1.0 - simulation.num_missed / simulation.num_arrived,
             num_iterations=sum(engine.counters.num_iterations for engine in simulation.engines),
+            end_s=simulation.now,
             detail=_describe(simulation) if is_whole and trial.is_detailed else None,
         )
+
+    def _make_arrivals(self, trial: Trial) -> Sequence[Arrival]:
+        """Make the requests of a run; one candidate after the other serves the same."""
+        problem, seed, key = self._problem, trial.seed, (trial.seed, trial.rate_rps, trial.duration_s)
+        if key != self._latest:
+            if seed not in self._workloads:
+                self._workloads[seed] = PoissonWorkload(problem.rows, problem.slo, seed, problem.classes)
+            self._arrivals = self._workloads[seed].make_arrivals(trial.rate_rps, trial.duration_s)
+            self._latest = key
+        return self._arrivals
 
 
 def _describe(simulation: Simulation) -> Detail:
