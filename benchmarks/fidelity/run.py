@@ -1,6 +1,6 @@
 """Emulated engines against the simulator: the same manifest and the same arrivals in both.
 
-    .venv/bin/python -m benchmarks.fidelity.run [--json OUT] [--engines 4] [--shares 0.5,0.85] [--strategies TaiChi,Aggregated]
+    .venv/bin/python -m benchmarks.fidelity.run [--json OUT] [--engines 4] [--shares 0.5,0.85] [--strategies TaiChi,...]
     .venv/bin/python -m benchmarks.fidelity.run --batches [--rate 1.0]
 
 The first runs ``sluice up`` with emulated engines (vLLM's own scheduler, our router, in real time) at shares of the goodput
@@ -48,17 +48,20 @@ if TYPE_CHECKING:
 def make_settings(options: argparse.Namespace) -> list[Setting]:
     """Makes the strategies with the sliders of the command line."""
     share, prefill, decode = options.taichi.split(":")
-    known = {
-        "TaiChi": {
-            "prefillHeavy": read_share(share),
-            "chunkSizes": {"prefillHeavy": int(prefill), "decodeHeavy": int(decode)},
-        },
-        "Aggregated": {
-            "prefillHeavy": 0,
-            "chunkSizes": {"prefillHeavy": options.aggregated, "decodeHeavy": options.aggregated},
-        },
+    sliders = {
+        "TaiChi": (read_share(share), int(prefill), int(decode)),
+        "Aggregated": (0, options.aggregated, options.aggregated),
+        "Disaggregated": (read_share(options.disaggregated), int(prefill), 0),
     }
-    return [Setting(name=name, spec={"strategy": name, **known[name]}) for name in options.strategies]
+    if unknown := set(options.strategies) - set(sliders):
+        raise SystemExit(f"--strategies: unknown {sorted(unknown)}, known are {', '.join(sliders)}")
+
+    def make_setting(name: str) -> Setting:
+        prefill_heavy, prefill_tokens, decode_tokens = sliders[name]
+        chunk_sizes = {"prefillHeavy": prefill_tokens, "decodeHeavy": decode_tokens}
+        return Setting(name=name, spec={"strategy": name, "prefillHeavy": prefill_heavy, "chunkSizes": chunk_sizes})
+
+    return [make_setting(name) for name in options.strategies]
 
 
 class Run:
@@ -177,9 +180,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals (default %(default)s)")
     parser.add_argument("--max-output-tokens", type=int, default=1024, help="longer ones are left out (%(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals (default %(default)s)")
-    parser.add_argument("--strategies", default="TaiChi,Aggregated", help="default %(default)s")
+    parser.add_argument("--strategies", default="TaiChi,Aggregated,Disaggregated", help="default %(default)s")
     parser.add_argument("--taichi", default="50%:1024:256", metavar="R:SP:SD", help="its sliders (default %(default)s)")
     parser.add_argument("--aggregated", type=int, default=512, metavar="S", help="its chunk size (default %(default)s)")
+    parser.add_argument("--disaggregated", default="50%", metavar="R", help="its P-heavy share (default %(default)s)")
     parser.add_argument("--ttft-ms", type=int, default=4000, help="TTFT objective (default %(default)s)")
     parser.add_argument("--tpot-ms", type=int, default=70, help="TPOT objective (default %(default)s)")
     parser.add_argument("--gpu", default="a100-80g", help="of a profile (default %(default)s)")
@@ -196,8 +200,6 @@ def parse_options() -> argparse.Namespace:
     if options.batches:
         options.engines, options.strategies = 1, ["Aggregated"]
         options.rate = options.rate or 1.0
-    if unknown := set(options.strategies) - {"TaiChi", "Aggregated"}:
-        parser.error(f"--strategies: unknown {sorted(unknown)}")
     return options
 
 

@@ -181,6 +181,35 @@ def test_nothing_is_admitted_in_an_iteration_with_a_preemption():
     ahead.engine.check_idle()
 
 
+def test_blocks_that_just_became_free_may_be_granted_while_a_preempted_request_waits():
+    """The queue hears of them when the next iteration is scheduled."""
+    ahead = Ahead(12, 200, (46, 8), (62, 20), (62, 20))
+    ahead.submit(0, 1, 2)
+    prefills = ahead.engine.prefills
+    while prefills.left is None or not prefills.unseen_blocks:
+        ahead.step()
+    granted = ahead.engine.free_blocks
+    assert granted > ahead.engine.count_seen_free_blocks()
+    ahead.engine.reserve(granted)
+    assert prefills.left.num_owed > 0
+    ahead.step()
+    assert prefills.left is not None
+    assert prefills.left.num_owed == 0
+    ahead.engine.cancel_grant(granted)
+    ahead.run()
+    assert [request.state for request in ahead.requests] == [RequestState.FINISHED] * 3
+
+
+def test_what_is_owed_from_the_start_is_paid_first():
+    left = LeftBlocks(-3)
+    left.leave(7, 4, 4)
+    assert left.num_owed == 3
+    left.give_back(5, 4)
+    assert left.num_owed == 0
+    left.take(1)
+    assert left.find(7) == 4
+
+
 def test_requests_that_wait_for_too_long_are_refused():
     """The second prompt finds no room until the first request has ended."""
     arrivals = [

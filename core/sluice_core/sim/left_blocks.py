@@ -28,14 +28,14 @@ class LeftBlocks:
     """The free blocks of an engine while preempted requests wait; mutable, changed by the engine and its ``PrefillQueue``.
 
     Args:
-        num_free: Free blocks when the first of them is preempted, its own left out.
+        num_free: Free blocks when the first of them is preempted, its own left out; negative: ``num_owed``.
     """
 
     __slots__ = ("_num_first", "_num_last", "_of_request", "_stretches")
 
     def __init__(self, num_free: int) -> None:
-        self._num_first = num_free
-        self._num_last = 0
+        self._num_first = max(0, num_free)
+        self._num_last = min(0, num_free)
         self._stretches: deque[_Stretch] = deque()
         self._of_request: dict[int, _Stretch] = {}
 
@@ -44,8 +44,17 @@ class LeftBlocks:
         """A preempted request waits."""
         return bool(self._of_request)
 
+    @property
+    def num_owed(self) -> int:
+        """Blocks that were taken before they were given back here."""
+        return max(0, -self._num_last)
+
     def take(self, num_blocks: int) -> None:
-        """Take free blocks; whoever does has made sure that there are so many."""
+        """Take free blocks; whoever does has made sure that there are so many.
+
+        Those that became free while an iteration ran are given back here when the next one is scheduled. A transfer may be
+        granted them before: they are owed until then.
+        """
         if num_blocks <= self._num_first:
             self._num_first -= num_blocks
             return
@@ -59,7 +68,6 @@ class LeftBlocks:
             if not stretch.num_blocks:
                 self._stretches.popleft()
         self._num_last -= num_blocks
-        assert self._num_last >= 0, "more blocks were taken than are free"
 
     def give_back(self, num_blocks: int, num_cached: int) -> None:
         """Free blocks for which nobody will look.
@@ -70,6 +78,9 @@ class LeftBlocks:
         """
         self._num_first += num_blocks - num_cached
         self._num_last += num_cached
+        num_paid = min(self._num_first, self.num_owed)
+        self._num_first -= num_paid
+        self._num_last += num_paid
 
     def leave(self, index: int, num_blocks: int, num_cached: int) -> None:
         """Free the blocks of a preempted request.
@@ -81,7 +92,7 @@ class LeftBlocks:
         """
         assert index not in self._of_request
         self._num_first += num_blocks - num_cached
-        if self._num_last:
+        if self._num_last > 0:
             self._stretches.append(_Stretch(self._num_last))
             self._num_last = 0
         stretch = self._of_request[index] = _Stretch(num_cached)

@@ -236,6 +236,7 @@ class PrefillQueue:
         """From now on what came and became free since the last iteration began is scheduled."""
         if self.left is not None:
             self.left.give_back(self.unseen_blocks, self.unseen_cached_blocks)
+            assert not self.left.num_owed, "more blocks were taken than are free"
         self.unseen_blocks = self.unseen_cached_blocks = 0
         for entry in self._unseen:
             heappush(self._waiting, entry)
