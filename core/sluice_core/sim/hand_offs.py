@@ -251,6 +251,8 @@ class HandOffs:
         target = move.target
         if move.is_granted and not target.is_dead:
             target.cancel_grant(move.num_blocks)
+            if target is not self._at_boundary:
+                self._simulation.kick(target)  # it may have idled for want of these blocks
 
     def _has_lost_its_way(self, move: Move) -> bool:
         """Settle a move after the hand-off one of whose engines has died; say whether that is so."""
