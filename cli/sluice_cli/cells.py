@@ -29,6 +29,7 @@ from sluice_core.sim.setup import (
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS, TraceError, TraceRow, parse_trace
 from sluice_core.strategies import PLACEMENTS, get_strategy
 from sluice_operator.sliders import resolve_sliders
+from sluice_router.settings import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 _GROUP = re.compile(r"([1-9][0-9]{0,4})x(max|[0-9]{1,7})")
 AHEAD, IN_STEP = "ahead", "in_step"
-ROUTER_WAIT_LIMIT_S = 30.0  # the router's default, ``Limits.wait_limit_s``, which a manifest cannot change
 _ROLES = (Role.PREFILL_HEAVY, Role.DECODE_HEAVY)
 
 
@@ -280,7 +280,7 @@ def describe_manifest(manifest: ServingCluster, model: str | None, gpu: str | No
             min_tokens_between_moves=parameters.min_tokens_between_moves,
             max_batch_tokens=spec.engine.max_batch_tokens,
             scheduling=AHEAD,
-            wait_limit_s=ROUTER_WAIT_LIMIT_S,
+            wait_limit_s=Limits().wait_limit_s,  # a manifest cannot change it
         ),
         classes=tuple(
             SloClass(

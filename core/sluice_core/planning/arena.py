@@ -182,22 +182,23 @@ class Arena:
         return bool(shared) and all(ours[rate] == theirs[rate] for rate in shared)
 
     def _learn(self, outcome: Outcome) -> None:
-        trial = outcome.trial
-        key = (trial.candidate, trial.seed, trial.duration_s)
-        self._curves.setdefault(key, Curve()).points[trial.rate_rps] = outcome.attainment
-        self._ends_s.setdefault(key, {})[trial.rate_rps] = outcome.end_s
+        key, rate_rps = _make_key(outcome.trial), outcome.trial.rate_rps
+        self._curves.setdefault(key, Curve()).points[rate_rps] = outcome.attainment
+        self._ends_s.setdefault(key, {})[rate_rps] = outcome.end_s
 
     def _rank_at(self, trials: Sequence[Trial]) -> None:
         """Make runs that rank, one for all candidates that have done the same so far."""
         followers: dict[Trial, list[Trial]] = {}
         for trial in trials:
-            key = (trial.candidate, trial.seed, trial.duration_s)
-            alike = (
-                one
-                for one in followers
-                if one.seed == trial.seed and self._have_done_the_same(key, (one.candidate, one.seed, one.duration_s))
+            key = _make_key(trial)
+            leader = next(
+                (one for one in followers if one.seed == trial.seed and self._have_done_the_same(key, _make_key(one))),
+                None,
             )
-            followers.setdefault(next(alike, trial), []).append(trial)
+            if leader is None:
+                followers[trial] = []
+            else:
+                followers[leader].append(trial)
         for outcome in self.run(list(followers)):
             for trial in followers[outcome.trial]:
                 self._learn(replace(outcome, trial=trial))
@@ -292,3 +293,7 @@ class Arena:
 
     def _estimate(self, candidate: Candidate, seed: int, fidelity: Fidelity) -> float:
         return self._curve(candidate, seed, fidelity).estimate_goodput_rps(self._target)
+
+
+def _make_key(trial: Trial) -> _Key:
+    return trial.candidate, trial.seed, trial.duration_s

@@ -117,13 +117,10 @@ class DecodeBatch:
 
     def join(self, request: SimRequest, now: float) -> None:
         """Add a request."""
-        iteration, generated = self.iteration, request.generated_tokens
-        num_tokens = request.prompt_tokens + generated
+        generated = request.generated_tokens
         request.state = RequestState.DECODING
-        request.born_at = iteration - generated
-        self.num_decodes += 1
-        self.context_tokens += num_tokens
-        self._growth[(num_tokens - 1 - iteration) % self._block_size] += 1
+        request.born_at = self.iteration - generated
+        self._count(request, 1)
         self._note_end(request)
         self._decoding[request.request_id] = request
         self.decodes.join(
@@ -144,9 +141,7 @@ class DecodeBatch:
         request.stay += 1
         num_tokens = request.prompt_tokens + request.generated_tokens
         request.num_blocks = -(-(num_tokens - 1) // self._block_size)
-        self.num_decodes -= 1
-        self.context_tokens -= num_tokens
-        self._growth[(num_tokens - 1 - self.iteration) % self._block_size] -= 1
+        self._count(request, -1)
         del self._decoding[request.request_id]
         self.decodes.leave(request.request_id)
 
