@@ -19,6 +19,7 @@ from sluice_core.sim.setup import (
     BLOCK_SIZE_TOKENS,
     MAX_BATCH_TOKENS,
     MAX_NUM_SEQS,
+    MESSAGE_S,
     Cell,
     EngineSetup,
     Link,
@@ -73,6 +74,7 @@ class CellSettings:
         budget: What the chunk size counts: ``all`` tokens or those of ``prefill`` only.
         scheduling: ``ahead``: engines schedule an iteration while another runs, as vLLM does; ``in_step``: papers.
         wait_limit_s: Longest wait at the router before a request is refused; None: for ever.
+        message_s: Time of a message between an engine's scheduler and a router, with ``ahead``.
         placement: Where prefills run; None: as the strategy says.
         flow: False: requests decode where their prefill ran.
         max_num_seqs: Most running requests of an engine.
@@ -98,6 +100,7 @@ class CellSettings:
     budget: str = "all"
     scheduling: str = IN_STEP
     wait_limit_s: float | None = None
+    message_s: float = MESSAGE_S
     placement: str | None = None
     flow: bool = True
     max_num_seqs: int = MAX_NUM_SEQS
@@ -207,6 +210,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "budget": _read_choice(("all", "prefill")),
     "scheduling": _read_choice((AHEAD, IN_STEP)),
     "wait_limit_s": _read_number(1e-3, 1e9),
+    "message_s": _read_number(0.0, 10.0),
     "placement": _read_choice(PLACEMENTS),
     "flow": _read_switch,
     "max_num_seqs": _read_count(1, 1_000_000),
@@ -324,6 +328,7 @@ def make_options(settings: CellSettings) -> SimOptions:
         schedules_ahead=settings.scheduling == AHEAD and settings.no_grant is not NoGrant.WAIT,
         hash_block_tokens=HASH_BLOCK_TOKENS if settings.prefix_reuse else None,
         wait_limit_s=settings.wait_limit_s,
+        message_s=settings.message_s,
     )
 
 

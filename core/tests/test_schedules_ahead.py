@@ -109,6 +109,29 @@ def test_a_move_pauses_the_request_for_as_many_iterations_as_messages_take():
     assert count_ends(ends, left_s, joined.start_s) == 1 + 1 + 3
 
 
+@pytest.mark.parametrize("message_s", [0.0, 0.05])
+def test_messages_of_a_move_take_their_time(message_s):
+    """The target idles, so it does at once what it is told: grant, later pull, and decode."""
+    options = SimOptions(schedules_ahead=True, message_s=message_s)
+    engines = make_engines(((1, 2048), (1, 0)), blocks=200)
+    cell = Cell(engines=engines, strategy=get_strategy("disaggregated"), options=options)
+    arrival = Arrival(at_s=0.0, prompt_tokens=64, output_tokens=60, slo=Slo(ttft_s=9.0, tpot_s=9.0))
+    timeline = Timeline()
+    simulation = Simulation(cell, [arrival], timeline)
+    simulation.run()
+    (prefill, *decodes) = [each for each in timeline.iterations if each.engine_id == "P2048-0"]
+    granted_s = prefill.start_s + prefill.duration_s + 4 * message_s
+    ends = [each.start_s + each.duration_s for each in decodes]
+    assert count_ends(ends, granted_s, ends[-1]) == 2
+    joined_s = next(each.start_s for each in timeline.iterations if each.engine_id == "D0-0")
+    assert joined_s == pytest.approx(ends[-1] + 2 * message_s + simulation.transfer_s, abs=1e-9)
+
+
+def test_there_is_no_message_before_it_is_sent():
+    with pytest.raises(ValueError, match="message_s is -1"):
+        SimOptions(message_s=-1.0)
+
+
 def test_papers_waiting_for_grants_needs_engines_that_do_not_schedule_ahead():
     with pytest.raises(ValueError, match="no_grant"):
         SimOptions(schedules_ahead=True, no_grant=NoGrant.WAIT)

@@ -11,7 +11,8 @@ iterations (of an engine at work; an idle one does everything at once):
                                           then, after which another one is scheduled already
                     ──► source is free    after 3 of its own
 
-The request goes on where it is until it is handed off, and pauses from then until it has joined.
+The first three steps begin with a message from one engine to the router and on to the other one, which takes twice
+``SimOptions.message_s``. The request goes on where it is until it is handed off, and pauses from then until it has joined.
 
 Source: vLLM 0.32, ``EngineCore.step_with_batch_queue`` with a queue of 2; ``benchmarks/fidelity`` compares.
 """
@@ -66,6 +67,7 @@ class Move:
         "request",
         "source",
         "stay",
+        "step",
         "table",
         "target",
     )
@@ -88,6 +90,7 @@ class Move:
         self.cause = cause
         self.num_blocks = num_blocks
         self.is_granted = False
+        self.step = Step.GRANT  # that an engine is told by what is under way
         self.num_kv_tokens = 0  # that the source holds, once it was handed off
         self.table: KvTable | None = None  # what the source holds, with prefix reuse
 
@@ -101,6 +104,7 @@ class HandOffs:
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+        self._way_s = 2.0 * simulation.cell.options.message_s
         self._mail: dict[str, list[tuple[int, Step, Move]]] = {}
         self._at_boundary: SimEngine | None = None
         self._num_moves = 0
@@ -129,20 +133,21 @@ class HandOffs:
         self._carry_out_all(engine, due)
         return True
 
-    def end_transfer(self, move: Move) -> None:
-        """The KV has arrived."""
-        if not self._has_lost_its_way(move):
-            self._post(move.target, Step.NOTICE, move)
-
     def fail(self, engine: SimEngine) -> None:
         """Settle what a dead engine was told."""
         for _, step, move in self._mail.pop(engine.engine_id, []):
-            if step is Step.HAND_OFF or step is Step.GRANT:
-                self._cancel(move)
-            elif step is Step.SUBMIT or step is Step.NOTICE:
-                self._has_lost_its_way(move)
-            elif step is Step.JOIN:
-                self._simulation.recover(move.request)
+            self._lose(step, move)
+
+    def receive(self, move: Move) -> None:
+        """What ``Move.step`` says has arrived: a message, or the KV."""
+        step = move.step
+        if step is Step.NOTICE and self._has_lost_its_way(move):
+            return
+        engine = move.source if step is Step.HAND_OFF else move.target
+        if engine.is_dead:
+            self._lose(step, move)
+        else:
+            self._post(engine, step, move)
 
     def _ask(self, source: SimEngine, proposal: MoveProposal) -> None:
         simulation = self._simulation
@@ -164,7 +169,24 @@ class HandOffs:
             num_blocks=proposal.num_blocks,
         )
         simulation.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
-        self._post(target, Step.GRANT, move)
+        self._send(Step.GRANT, move)
+
+    def _send(self, step: Step, move: Move) -> None:
+        """Tell the other engine of a move what to do, by way of the router."""
+        move.step = step
+        if self._way_s:
+            self._simulation.send_message(move, self._way_s)
+        else:
+            self.receive(move)
+
+    def _lose(self, step: Step, move: Move) -> None:
+        """Settle what a dead engine was told."""
+        if step is Step.HAND_OFF or step is Step.GRANT:
+            self._cancel(move)
+        elif step is Step.SUBMIT or step is Step.NOTICE:
+            self._has_lost_its_way(move)
+        elif step is Step.JOIN:
+            self._simulation.recover(move.request)
 
     def _post(self, engine: SimEngine, step: Step, move: Move) -> None:
         """Tell an engine what to do; an idle one does it at once."""
@@ -187,6 +209,7 @@ class HandOffs:
             self._hand_off(move)
         elif step is Step.SUBMIT:
             if not self._has_lost_its_way(move):
+                move.step = Step.NOTICE
                 self._simulation.send(move.request, move.source, move.cause, move)
         elif step is Step.NOTICE:
             if not self._has_lost_its_way(move):
@@ -205,7 +228,7 @@ class HandOffs:
         elif self._may_grant(move):
             target.reserve(move.num_blocks)
             move.is_granted = True
-            self._post(move.source, Step.HAND_OFF, move)
+            self._send(Step.HAND_OFF, move)
         else:
             move.request.is_leaving = False
             self._simulation.num_blocked_moves += 1
@@ -239,7 +262,7 @@ class HandOffs:
         request.source, request.target = move.source.engine_id, target.engine_id
         if move.cause is MoveCause.BACKFLOW:
             request.reset_tokens = request.generated_tokens
-        self._post(target, Step.SUBMIT, move)
+        self._send(Step.SUBMIT, move)
 
     def _is_where_it_was(self, move: Move) -> bool:
         request = move.request

@@ -13,6 +13,7 @@ from sluice_core.strategies import Strategy
 
 BLOCK_SIZE_TOKENS = 16  # simulation.md section 1
 MAX_NUM_SEQS = 256  # simulation.md section 1; 128 in the cells made with Vidur
+MESSAGE_S = 0.0037  # with four busy engines and a router on two cores: docs/simulator.md, section Fidelity
 MAX_BATCH_TOKENS = 16_384  # simulation.md section 3: batch of an unchunked prefill engine
 # For processes that simulate: new containers between two collections. A run makes many and hardly a cycle; the default costs a
 # tenth of its time.
@@ -46,9 +47,11 @@ class SimOptions:
         hash_block_tokens: Tokens that each of a request's ``block_hashes`` names: requests reuse KV blocks that an engine
             still has (``sim.prefix_cache``). None: they do not.
         wait_limit_s: Longest time that the router keeps a request before it refuses it. None: for ever.
+        message_s: Time of a message from an engine's scheduler to a router, or back, where engines schedule ahead.
 
     Raises:
-        ValueError: Papers' waiting for grants with engines that schedule ahead, hashes of nothing, or no time to wait.
+        ValueError: Papers' waiting for grants with engines that schedule ahead, hashes of nothing, no time to wait, or
+            messages that are there before they are sent.
     """
 
     no_grant: NoGrant = NoGrant.IN_PLACE
@@ -57,8 +60,11 @@ class SimOptions:
     schedules_ahead: bool = False
     hash_block_tokens: int | None = None
     wait_limit_s: float | None = None
+    message_s: float = MESSAGE_S
 
     def __post_init__(self) -> None:
+        if self.message_s < 0.0:
+            raise ValueError(f"message_s is {self.message_s}; it is at least 0")
         if self.wait_limit_s is not None and self.wait_limit_s <= 0.0:
             raise ValueError(f"wait_limit_s is {self.wait_limit_s}; it is above 0")
         if self.hash_block_tokens is not None and self.hash_block_tokens < 1:

@@ -1,8 +1,9 @@
 """The event loop, and the router's part: placement, moves, failures (simulation.md, section 2).
 
-Events are arrivals, ends of iterations, arrivals of KV transfers, and what is asked to happen to the cluster. Those of
-one moment are handled in the order in which they were scheduled, arrivals first. The policies are those of the router
-and the engine; the engine table that placements read is brought up to date when they read it.
+Events are arrivals, ends of iterations, arrivals of KV transfers and of messages between engines, and what is asked to
+happen to the cluster. Those of one moment are handled in the order in which they were scheduled, arrivals first. The
+policies are those of the router and the engine; the engine table that placements read is brought up to date when they
+read it.
 
 At the end of every run nothing may be left and nothing may be lost: see ``Simulation.check``.
 """
@@ -37,7 +38,7 @@ _ITERATION: Final = 0  # kinds of events
 _TRANSFER: Final = 1
 _RETRY: Final = 2
 _CLUSTER: Final = 3
-_PULL: Final = 4
+_MOVE: Final = 4
 _Event = tuple[float, int, int, object]
 
 
@@ -137,10 +138,10 @@ class Simulation:
             elif code == _TRANSFER:
                 assert isinstance(what, SimRequest)
                 self._end_transfer(what)
-            elif code == _PULL:
+            elif code == _MOVE:
                 assert isinstance(what, Move)
                 assert self._hand_offs is not None
-                self._hand_offs.end_transfer(what)
+                self._hand_offs.receive(what)
             elif code == _RETRY:
                 self._is_retry_due = False
                 self._assign_held()
@@ -391,9 +392,13 @@ class Simulation:
         if move is None:
             self._push(arrives_at_s, _TRANSFER, request)
         else:
-            self._push(arrives_at_s, _PULL, move)
+            self._push(arrives_at_s, _MOVE, move)
         if self._timeline is not None:
             self._timeline.note_transfer(request, cause, self.now, arrives_at_s)
+
+    def send_message(self, move: Move, duration_s: float) -> None:
+        """Send what ``Move.step`` says from one engine of a move to the other; ``HandOffs`` hears of its arrival."""
+        self._push(self.now + duration_s, _MOVE, move)
 
     def _end_transfer(self, request: SimRequest) -> None:
         """Free the source's blocks and hand the request to the target."""
