@@ -21,7 +21,7 @@ from sluice_operator.kubernetes_port import CLUSTERS, CONFIG_MAPS
 from sluice_operator.manifest import check_manifest
 from sluice_operator.names import TUNED_ANNOTATION
 from sluice_operator.question import Answer, Question, make_terms
-from sluice_operator.search import search
+from sluice_operator.search import make_effort, make_problem, search
 from sluice_operator.sliders import Sliders, resolve_sliders
 from sluice_operator.workload import Workload, has_shifted, read_workload
 
@@ -419,6 +419,13 @@ def test_a_question_survives_the_way_to_another_process() -> None:
         assert Question.from_json(asked.to_json()) == asked
     answer = make_answer()
     assert Answer.from_json(answer.to_json()) == answer
+
+
+@pytest.mark.parametrize("rate_rps", [0.5, 5.0, 50.0])
+def test_runs_of_a_search_hold_hundreds_of_requests(rate_rps: float) -> None:
+    """Among few, the share that no sliders serve in time is chance."""
+    effort = make_effort(make_problem(make_question()))
+    assert rate_rps * effort.choose_duration_s(rate_rps) >= 500
 
 
 @pytest.mark.parametrize(
