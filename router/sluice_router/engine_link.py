@@ -131,6 +131,8 @@ class EngineLinks:
         finally:
             if stream is not None:
                 stream.cancel()
+                if address not in self._wanted:  # else a new stream does not wait for the old one
+                    await stream.wait_disconnected()
 
     def _make_hello(self) -> engine_pb2.RouterHello:
         return engine_pb2.RouterHello(router_id=self._router.state.router_id)

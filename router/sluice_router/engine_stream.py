@@ -133,6 +133,7 @@ class EngineStream(asyncio.Protocol):
         self._fault = ""
         self._has_first = loop.create_future()
         self._closed: asyncio.Future[str] = loop.create_future()
+        self._is_disconnected = loop.create_future()
 
     # --- for the link --------------------------------------------------------------------------------------------
 
@@ -171,7 +172,13 @@ class EngineStream(asyncio.Protocol):
         if not self._fault and self._stream_id:
             self._http.reset_stream(self._stream_id, ErrorCodes.CANCEL)
             self._write_frames()
+            if self._transport is not None:
+                self._transport.close()
         self._end(fault)
+
+    async def wait_disconnected(self) -> None:
+        """Waits until the connection of an ended call is closed."""
+        await asyncio.shield(self._is_disconnected)
 
     # --- asyncio.Protocol ----------------------------------------------------------------------------------------
 
@@ -222,6 +229,7 @@ class EngineStream(asyncio.Protocol):
             # In TLS 1.3 a server looks at the client's certificate after the client has begun to speak.
             fault += "; the engine may have refused this router's certificate"
         self._end(f"unavailable: {fault}")
+        self._is_disconnected.set_result(None)
 
     # --- inward --------------------------------------------------------------------------------------------------
 
@@ -348,10 +356,11 @@ class EngineStream(asyncio.Protocol):
             return
         self._fault = fault
         self._outgoing.clear()
-        if self._transport is not None:
-            self._transport.close()
+        if self._transport is not None and self._transport.is_closing():
             # A frozen engine never takes the last bytes.
             self._loop.call_later(CLOSE_S, self._transport.abort)
+        elif self._transport is not None:
+            self._transport.abort()  # the engine ended the call, or cannot be spoken with: there is nothing left to say
         self._advance()
 
 
