@@ -188,7 +188,7 @@ def format_comparisons(comparisons: Sequence[Comparison]) -> str:
             pause_s = compute_percentile([pause_s for _, pause_s in comparison.pauses], 50)
             notes.append(
                 f"moves: ends of the target's iterations from the hand-off to the scheduling of the join (simulated "
-                f"{NUM_PAUSE_ENDS}, if the link is quick): {shares}; {pause_s * MS:.0f} ms (median)"
+                f"{NUM_PAUSE_ENDS}, if link and messages are quick): {shares}; {pause_s * MS:.0f} ms (median)"
             )
         notes += [format_batches(batches) for batches in comparison.batches]
     return "\n".join([format_table(HEADER, rows), *notes])

@@ -140,9 +140,8 @@ def test_papers_waiting_for_grants_needs_engines_that_do_not_schedule_ahead():
 @pytest.mark.parametrize("name", STRATEGIES)
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32), rate=st.sampled_from((4.0, 25.0)), blocks=st.sampled_from((26, 60, 400)))
-@example(
-    seed=41, rate=25.0, blocks=26
-)  # an idle engine has promised what a prompt waits for to a move that is cancelled
+# An idle engine has promised the blocks that a prompt waits for to a move that is cancelled.
+@example(seed=41, rate=25.0, blocks=26)
 def test_nothing_is_lost_however_scarce_kv_is(name, seed, rate, blocks):
     """``run`` asserts that blocks, queues and tokens add up."""
     strategy, shape = STRATEGIES[name]
