@@ -44,7 +44,7 @@ COMPILED_TESTS = (
     "router/tests/test_moves.py",
     "router/tests/test_recovery.py",
 )
-IS_COMPILED = "import sys, sluice_core.engines as core; sys.exit(not core.__file__.endswith('.so') and core.__file__)"
+IS_COMPILED = "import sys, sluice_core.scheduling.engine_table as core; sys.exit(not core.__file__.endswith('.so') and core.__file__)"
 # Name, folder, command.
 CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("locks belong to pyproject.toml", ".", ("python", "requirements/lock.py", "check")),

@@ -34,7 +34,7 @@ from benchmarks.local_cluster.client import StreamFailedError, list_errors
 from benchmarks.local_cluster.cluster import POLL_S, Cluster, ClusterError, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
-from sluice_core.sim.setup import Arrival as SimulatedArrival
+from sluice_core.sim.cell import Arrival as SimulatedArrival
 from sluice_engine.recording import VARIABLE
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.fidelity.records import Batch
 
 from sluice_cli.cells import build_cell, describe_manifest
-from sluice_core.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.records import Role, Slo
-from sluice_core.sim.engine import SimEngine
-from sluice_core.sim.gaps import GapHistogram
+from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
+from sluice_core.sim.cell import Arrival
+from sluice_core.sim.engine.sim_engine import SimEngine
+from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.goodput import TARGET, bisect_rate
 from sluice_core.sim.metrics import summarize
 from sluice_core.sim.requests import RequestState, SimRequest
-from sluice_core.sim.setup import Arrival
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
 from sluice_engine.settings import EmulationSettings
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from benchmarks.fidelity.records import Request
 
+    from sluice_core.sim.cell import Cell
     from sluice_core.sim.metrics import RunSummary
-    from sluice_core.sim.setup import Cell
     from sluice_core.sim.timeline import Iteration
 
 NO_OBJECTIVE = Slo(ttft_s=1e9, tpot_s=1e9)

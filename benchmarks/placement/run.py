@@ -25,11 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice_core.decodes import DecodeSet
-from sluice_core.engines import EngineSpec, EngineTable
-from sluice_core.flowing import FlowPolicy
 from sluice_core.kv import KvBlocks
-from sluice_core.placement import LengthAwarePlacement
 from sluice_core.records import (
     EngineId,
     EngineLoad,
@@ -41,6 +37,10 @@ from sluice_core.records import (
     Role,
     Slo,
 )
+from sluice_core.scheduling.decode_flow import FlowPolicy
+from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.placement import LengthAwarePlacement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

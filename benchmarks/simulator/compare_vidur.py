@@ -30,7 +30,7 @@ from sluice_core.sim.workload import PoissonWorkload
 if TYPE_CHECKING:
     from run import Case
 
-    from sluice_core.sim.setup import Arrival
+    from sluice_core.sim.cell import Arrival
 
 VIDUR = "vidur==0.0.26"
 REPEATS = 3

@@ -27,10 +27,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import sluice_core.sim.engine
+import sluice_core.sim.engine.sim_engine
 from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo
-from sluice_core.sim.setup import GC_THRESHOLD, Cell, EngineSetup, NoGrant, SimOptions, TtftEnd
+from sluice_core.sim.cell import GC_THRESHOLD, Cell, EngineSetup, NoGrant, SimOptions, TtftEnd
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow, parse_trace
 from sluice_core.sim.workload import PoissonWorkload
@@ -193,7 +193,7 @@ def main() -> None:
     if options.profile:
         profile(cases[options.profile], rows[cases[options.profile].lengths])
         return
-    is_compiled = not str(sluice_core.sim.engine.__file__).endswith(".py")
+    is_compiled = not str(sluice_core.sim.engine.sim_engine.__file__).endswith(".py")
     print(
         f"core {'compiled' if is_compiled else 'interpreted'}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from sluice_core.latency.catalog import Assumptions, ProfileKind, load_model_on_gpu, parse_gpus
 from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
-from sluice_core.sim.setup import (
+from sluice_core.sim.cell import (
     BLOCK_SIZE_TOKENS,
     MAX_BATCH_TOKENS,
     MAX_NUM_SEQS,

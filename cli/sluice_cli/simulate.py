@@ -33,8 +33,8 @@ from sluice_operator.manifest import ManifestError, parse_manifest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sluice_core.sim.cell import Arrival
     from sluice_core.sim.metrics import RunSummary
-    from sluice_core.sim.setup import Arrival
 
 _START_RPS_PER_ENGINE = 0.5
 

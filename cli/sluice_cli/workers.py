@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sluice_cli.cells import read_trace
 from sluice_core.sim import pickling  # noqa: F401 - cells, trials and summaries go between processes
-from sluice_core.sim.setup import GC_THRESHOLD
+from sluice_core.sim.cell import GC_THRESHOLD
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,11 +10,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sluice_core.balancing import LeastWorkPlacement, RoundRobinPlacement
-from sluice_core.batching import BatchPolicy, ChunkedPrefillPolicy
-from sluice_core.flowing import FlowPolicy
-from sluice_core.placement import NUM_RECORDS, LengthAwarePlacement, PlacementPolicy
 from sluice_core.records import FlowParameters
+from sluice_core.scheduling.baselines import LeastWorkPlacement, RoundRobinPlacement
+from sluice_core.scheduling.batching import BatchPolicy, ChunkedPrefillPolicy
+from sluice_core.scheduling.decode_flow import FlowPolicy
+from sluice_core.scheduling.placement import NUM_RECORDS, LengthAwarePlacement, PlacementPolicy
 
 PLACEMENTS: dict[str, Callable[[FlowParameters, random.Random, int], PlacementPolicy]] = {
     "length_aware": LengthAwarePlacement,

@@ -6,13 +6,13 @@ It shares the policies with ``sluice_core.sim``, and neither engine nor event lo
 import random
 from dataclasses import dataclass, field
 
-from sluice_core.batching import ChunkedPrefillPolicy, EngineBatch, RequestKind
-from sluice_core.decodes import DecodeSet
-from sluice_core.engines import EngineSpec, EngineTable
-from sluice_core.flowing import FlowRequest
 from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import EngineLoad, Hold, MoveCause, Place, PrefillRequest, RequestId
-from sluice_core.sim.setup import NoGrant, TtftEnd
+from sluice_core.scheduling.batching import ChunkedPrefillPolicy, EngineBatch, RequestKind
+from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.sim.cell import NoGrant, TtftEnd
 from sluice_core.sim.simulation import ASSIGN_INTERVAL_S, MAX_ASSIGNED_AT_ONCE
 from sluice_core.strategies import get_strategy
 

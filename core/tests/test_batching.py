@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice_core.batching import (
+from sluice_core.scheduling.batching import (
     MIN_PROGRESS_INTERVAL_S,
     MIN_PROGRESS_TOKENS,
     PRIORITY_HEAD_START_S,

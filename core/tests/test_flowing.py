@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_core import flowing
-from sluice_core.decodes import DecodeSet
-from sluice_core.engines import EngineSpec, EngineTable
-from sluice_core.flowing import (
+from sluice_core.kv import KvBlocks, blocks_for_tokens
+from sluice_core.records import EngineId, EngineLoad, FlowParameters, MoveCause, RequestId, Role
+from sluice_core.scheduling import decode_flow
+from sluice_core.scheduling.decode_flow import (
     MAX_PROPOSAL_BACKOFF_S,
     MAX_STANDING_PROPOSALS,
     PROPOSAL_BACKOFF_S,
     FlowPolicy,
     FlowRequest,
 )
-from sluice_core.kv import KvBlocks, blocks_for_tokens
-from sluice_core.records import EngineId, EngineLoad, FlowParameters, MoveCause, RequestId, Role
+from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 BLOCK = 16
@@ -526,7 +526,7 @@ def test_counts_add_up_after_any_history(events):
     assert (len(decodes), decodes.num_proposed, decodes.proposed_blocks) == (0, 0, 0)
 
 
-IS_COMPILED = not flowing.__file__.endswith(".py")
+IS_COMPILED = not decode_flow.__file__.endswith(".py")
 
 
 class CountingSet(DecodeSet):

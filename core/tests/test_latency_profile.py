@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice_core.engines import EngineSpec, EngineTable
 from sluice_core.latency import IterationProfile, LatencyModel, compute_attention_work
 from sluice_core.records import EngineId, EngineLoad, IterationShape, Role
+from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
 
 # Flat up to 32 tokens, then 1 ms per 8 tokens; every other coefficient has a value of its own.
 PROFILE = IterationProfile(

@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_core.engines import (
-    PROVEN_OBSERVATIONS,
-    RECOVERY_BURST_S,
-    SHARE_MARGIN_TOKENS,
-    EngineSpec,
-    EngineTable,
-)
 from sluice_core.latency import TRANSFER_LATENCY_S, compute_attention_work
-from sluice_core.placement import MAX_RECORDED_ENGINES, LengthAwarePlacement, explain
 from sluice_core.records import (
     EarlyRejection,
     EngineId,
@@ -29,6 +21,14 @@ from sluice_core.records import (
     Role,
     Slo,
 )
+from sluice_core.scheduling.engine_table import (
+    PROVEN_OBSERVATIONS,
+    RECOVERY_BURST_S,
+    SHARE_MARGIN_TOKENS,
+    EngineSpec,
+    EngineTable,
+)
+from sluice_core.scheduling.placement import MAX_RECORDED_ENGINES, LengthAwarePlacement, explain
 
 SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=200_000, max_num_seqs=256, max_batch_tokens=8192)
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY

@@ -28,7 +28,7 @@ from sluice_core.planning.prediction import estimate_interval, find_binding
 from sluice_core.planning.search import Effort, Search
 from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial, build_cell
 from sluice_core.records import EngineId, Role, Slo
-from sluice_core.sim.setup import EngineSetup
+from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies import STRATEGIES
 

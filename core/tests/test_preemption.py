@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulation import A100_14B, SLO, STRATEGIES, make_arrivals, make_engines, run
 
-from sluice_core.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.records import EngineId, Role
-from sluice_core.sim.engine import SimEngine
-from sluice_core.sim.gaps import GapHistogram
-from sluice_core.sim.left_blocks import LeftBlocks
+from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
+from sluice_core.sim.cell import Arrival, Cell, EngineSetup, SimOptions
+from sluice_core.sim.engine.freed_blocks import LeftBlocks
+from sluice_core.sim.engine.sim_engine import SimEngine
+from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
-from sluice_core.sim.setup import Arrival, Cell, EngineSetup, SimOptions
 
 
 class Queue:

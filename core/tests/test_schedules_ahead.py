@@ -7,13 +7,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_simulation import A100_14B, SLO, STRATEGIES, make_arrivals, make_engines, run
 
-from sluice_core.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import MoveCause, Slo
-from sluice_core.sim.engine import SimEngine
-from sluice_core.sim.gaps import GapHistogram
+from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
+from sluice_core.sim.cell import Arrival, Cell, Configure, Fail, Link, NoGrant, SimOptions
+from sluice_core.sim.engine.sim_engine import SimEngine
+from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
-from sluice_core.sim.setup import Arrival, Cell, Configure, Fail, Link, NoGrant, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy

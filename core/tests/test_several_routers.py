@@ -8,9 +8,9 @@ import itertools
 import random
 from statistics import fmean
 
-from sluice_core.engines import EngineSpec, EngineTable
-from sluice_core.placement import LengthAwarePlacement
 from sluice_core.records import EngineId, EngineLoad, FlowParameters, PrefillRequest, RequestId, Role, Slo
+from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.placement import LengthAwarePlacement
 
 NUM_ENGINES = 16
 TOKEN_S = 250e-6

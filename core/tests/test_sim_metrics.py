@@ -14,12 +14,12 @@ from test_simulation import SLO, make_arrivals, make_engines, run
 
 from sluice_core.latency.profile import IterationProfile
 from sluice_core.records import FlowParameters, Slo, SloClass
-from sluice_core.sim.gaps import GapHistogram
+from sluice_core.sim.cell import Arrival, Cell, SimOptions
+from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.goodput import NoGoodputError, bisect_rate, search_goodput
 from sluice_core.sim.metrics import compute_percentile, list_longest_tenth, make_report, summarize
 from sluice_core.sim.pickling import RECORDS
 from sluice_core.sim.requests import RequestState, SimRequest
-from sluice_core.sim.setup import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
 from sluice_core.sim.traces import TraceError, TraceRow, parse_trace

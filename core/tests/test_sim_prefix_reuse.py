@@ -20,9 +20,9 @@ from test_simulation import (
 
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import FlowParameters, MoveCause, Slo
-from sluice_core.sim.prefix_cache import PrefixCache
+from sluice_core.sim.cell import Arrival, Cell, Fail, Link, NoGrant, SimOptions, TtftEnd
+from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.requests import RequestState
-from sluice_core.sim.setup import Arrival, Cell, Fail, Link, NoGrant, SimOptions, TtftEnd
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 

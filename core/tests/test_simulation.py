@@ -12,8 +12,7 @@ from naive_simulation import NaiveSimulation
 from sluice_core.latency.profile import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, MoveCause, Role, Slo
-from sluice_core.sim.requests import RequestState
-from sluice_core.sim.setup import (
+from sluice_core.sim.cell import (
     AddEngine,
     Arrival,
     Cell,
@@ -25,6 +24,7 @@ from sluice_core.sim.setup import (
     SimOptions,
     TtftEnd,
 )
+from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 

@@ -201,7 +201,7 @@ SURVEY = """
 import importlib.util, json, os, sys, sysconfig
 from pathlib import Path
 
-import sluice_core.engines
+import sluice_core.scheduling.engine_table
 
 def can_write(folder):
     try:
@@ -218,7 +218,7 @@ def lacks_bytecode(folder, skipped):
 print(json.dumps({
     "python": sys.version.split()[0],
     "user": [os.getuid(), os.getgid()],
-    "core": sluice_core.engines.__file__,
+    "core": sluice_core.scheduling.engine_table.__file__,
     "writable": [folder for folder in ("/", "/opt/sluice", "/usr/local", "/etc", "/var", "/home", "/tmp") if can_write(folder)],
     "standard": lacks_bytecode(sysconfig.get_path("stdlib"), {"site-packages"}),
     "installed": lacks_bytecode(sysconfig.get_path("purelib"), set()),

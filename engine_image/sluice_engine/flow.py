@@ -1,12 +1,12 @@
-"""The engine's part of the plan, and the decodes that it makes leave (TaiChi, Algorithm 1, in ``sluice_core.flowing``)."""
+"""The engine's part of the plan, and the decodes that it makes leave (TaiChi, Algorithm 1, in ``sluice_core.scheduling.decode_flow``)."""
 
 from __future__ import annotations
 
 import random
 from typing import TYPE_CHECKING
 
-from sluice_core.flowing import DecodeSet
 from sluice_core.records import FlowParameters, RequestId, Role
+from sluice_core.scheduling.decode_flow import DecodeSet
 from sluice_core.strategies import get_strategy
 from sluice_engine.control import Configure, Configured, Parameters, Proposal
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.batching import RequestKind
+from sluice_core.scheduling.batching import RequestKind
 from sluice_engine.control import Iteration
 
 if TYPE_CHECKING:

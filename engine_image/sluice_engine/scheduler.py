@@ -23,9 +23,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from sluice_core.batching import BatchLimits, EngineBatch, RequestKind
 from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import MoveCause, Role
+from sluice_core.scheduling.batching import BatchLimits, EngineBatch, RequestKind
 from sluice_core.strategies import get_strategy
 from sluice_engine import control, selfcheck
 from sluice_engine.executor import die_with_parent

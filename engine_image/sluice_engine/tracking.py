@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice_core.batching import RequestKind
+from sluice_core.scheduling.batching import RequestKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm.v1.request import Request
 
-    from sluice_core.batching import BatchPolicy
+    from sluice_core.scheduling.batching import BatchPolicy
     from sluice_engine.control import RequestExtras
 
 # Classes whose tokens count as queued prefill.

@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.batching import RequestKind
+from sluice_core.scheduling.batching import RequestKind
 from sluice_engine.control import Configured
 from sluice_engine.measure import Batch
 from sluice_engine.recording import VARIABLE, Recorder, open_recorder

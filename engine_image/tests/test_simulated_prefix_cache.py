@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import engine_harness
 import pytest
 
-from sluice_core.sim.prefix_cache import PrefixCache
+from sluice_core.sim.engine.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
-    from sluice_core.sim.prefix_cache import KvTable
+    from sluice_core.sim.engine.prefix_cache import KvTable
 
 pytestmark = pytest.mark.engine
 

@@ -21,7 +21,7 @@ from sluice_core.planning.planner import estimate_answer_s, estimate_start_rps
 from sluice_core.planning.search import Effort, Search
 from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
-from sluice_core.sim.setup import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, Link, SimOptions
+from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, Link, SimOptions
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies import STRATEGIES
 from sluice_operator.engine_facts import Emulated

@@ -155,7 +155,7 @@ images_of_pods = pytest.mark.parametrize("image", [image for image in FILES if i
     ("path", "verdict"),
     [
         ("pyproject.toml", True),
-        ("core/sluice_core/engines.py", True),
+        ("core/sluice_core/scheduling/engine_table.py", True),
         ("core/sluice_core/__pycache__/engines.cpython-312.pyc", False),
         ("core/sluice_core/engines.cpython-312-x86_64-linux-gnu.so", False),
         ("core/tests/test_slo.py", False),

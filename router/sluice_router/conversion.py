@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2, plan_pb2
-from sluice_core.engines import EngineSpec
 from sluice_core.records import (
     EarlyRejection,
     EngineId,
@@ -19,6 +18,7 @@ from sluice_core.records import (
     Slo,
     SloClass,
 )
+from sluice_core.scheduling.engine_table import EngineSpec
 
 if TYPE_CHECKING:
     from sluice.v1 import sampling_pb2

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_core.flowing import FlowRequest
 from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import EngineId, MoveCause, Role
+from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_router import conversion, ownership
 from sluice_router.state import Move, MovePhase, StreamBrokenError
 

@@ -11,8 +11,8 @@ import math
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from sluice_core.placement import LengthAwarePlacement
 from sluice_core.records import Hold, Place, PrefillRequest, RequestId, Slo
+from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_router import conversion, ending, ownership
 from sluice_router.errors import (
     DeadlineError,
@@ -27,8 +27,8 @@ from sluice_router.requests import LiveRequest
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from sluice_core.placement import PlacementPolicy, PlacementRecord
     from sluice_core.records import EngineId, Plan, SloClass
+    from sluice_core.scheduling.placement import PlacementPolicy, PlacementRecord
     from sluice_router.requests import NewRequest, ResponseSink
     from sluice_router.state import RouterState
 

@@ -17,8 +17,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, engine_pb2
-from sluice_core.engines import EngineTable
 from sluice_core.records import RequestId
+from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.slo import AttainmentCounters
 from sluice_router.explain import DecisionRing
 from sluice_router.metrics import LinkTraffic, Metrics
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from sluice_core.engines import EngineSpec
-    from sluice_core.flowing import FlowPolicy
     from sluice_core.latency import LatencyModel
-    from sluice_core.placement import PlacementPolicy
     from sluice_core.records import EngineId, MoveCause, Plan, Role
+    from sluice_core.scheduling.decode_flow import FlowPolicy
+    from sluice_core.scheduling.engine_table import EngineSpec
+    from sluice_core.scheduling.placement import PlacementPolicy
     from sluice_router.errors import RouterError
     from sluice_router.requests import Finish, LiveRequest, ResponseSink
     from sluice_router.settings import Limits

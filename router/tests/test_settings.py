@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from sluice_core.engines import EngineSpec
 from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EngineId, IterationShape, Role
+from sluice_core.scheduling.engine_table import EngineSpec
 from sluice_router import errors
 from sluice_router.server import make_router
 from sluice_router.settings import parse_settings

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sluice_cli.cells import CellSettings, CellSpec, parse_engines
 from sluice_cli.papers.trials import Laboratory, Outcome, Trial
 from sluice_core.records import EarlyRejection
-from sluice_core.sim.setup import NoGrant, TtftEnd
+from sluice_core.sim.cell import NoGrant, TtftEnd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

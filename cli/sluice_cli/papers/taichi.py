@@ -13,7 +13,7 @@ from sluice_cli.papers.experiment import PAPER_SETTINGS, System, Testbed
 from sluice_cli.papers.findings import Band, band, exactly
 from sluice_core.latency.catalog import ProfileKind
 from sluice_core.records import Slo
-from sluice_core.sim.setup import MAX_BATCH_TOKENS
+from sluice_core.sim.cell import MAX_BATCH_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -26,8 +26,8 @@ from sluice_cli.papers.taichi import (
 )
 from sluice_cli.workers import load_rows
 from sluice_core.records import Slo
+from sluice_core.sim.cell import Arrival
 from sluice_core.sim.metrics import compute_percentile
-from sluice_core.sim.setup import Arrival
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
 from sluice_core.sim.workload import PoissonWorkload

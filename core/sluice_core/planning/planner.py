@@ -16,7 +16,7 @@ from sluice_core.planning.candidates import Candidate, Space, resize
 from sluice_core.planning.prediction import Binding, Interval, Prediction, estimate_interval, find_binding, predict
 from sluice_core.planning.search import Effort, Found, Search
 from sluice_core.planning.trials import Problem
-from sluice_core.sim.setup import EngineSetup
+from sluice_core.sim.cell import EngineSetup
 
 _FIRST_ENGINES = 4  # of the small cluster that the number for a rate is guessed from
 _MOST_SIZES = 6  # numbers of engines that are tried around the guess

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from sluice_core.planning.candidates import Candidate
 from sluice_core.records import EngineId, FlowParameters, Role, Slo, SloClass
+from sluice_core.sim.cell import Arrival, Cell, EngineSetup, SimOptions
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.pickling import register
 from sluice_core.sim.requests import RequestState
-from sluice_core.sim.setup import Arrival, Cell, EngineSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow
 from sluice_core.sim.workload import PoissonWorkload

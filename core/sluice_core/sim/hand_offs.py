@@ -23,8 +23,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from sluice_core.records import MoveCause, MoveProposal, Role
-from sluice_core.sim.engine import SimEngine
-from sluice_core.sim.prefix_cache import KvTable
+from sluice_core.sim.engine.prefix_cache import KvTable
+from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.requests import RequestState, SimRequest
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
-from sluice_core.batching import RequestKind
 from sluice_core.records import EngineId, PrefillRequest, RequestId
-from sluice_core.sim.prefix_cache import KvTable
-from sluice_core.sim.setup import Arrival
+from sluice_core.scheduling.batching import RequestKind
+from sluice_core.sim.cell import Arrival
+from sluice_core.sim.engine.prefix_cache import KvTable
 
 
 class RequestState(IntEnum):

@@ -17,17 +17,17 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Final
 
-from sluice_core.batching import BatchPolicy, ChunkedPrefillPolicy, RequestKind
-from sluice_core.engines import EngineSpec, EngineTable
-from sluice_core.flowing import FlowRequest
 from sluice_core.latency import LatencyModel
 from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, RequestId, Role
+from sluice_core.scheduling.batching import BatchPolicy, ChunkedPrefillPolicy, RequestKind
+from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.sim.cell import AddEngine, Arrival, Cell, ClusterEvent, Configure, EngineSetup, Fail, NoGrant, TtftEnd
 from sluice_core.sim.deadlines import Deadlines
-from sluice_core.sim.engine import SimEngine
-from sluice_core.sim.gaps import GapHistogram
+from sluice_core.sim.engine.sim_engine import SimEngine
+from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.hand_offs import HandOffs, Move
 from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals, find_late
-from sluice_core.sim.setup import AddEngine, Arrival, Cell, ClusterEvent, Configure, EngineSetup, Fail, NoGrant, TtftEnd
 from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from sluice_core.records import EngineId, MoveCause
-from sluice_core.sim.engine import SimEngine
+from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.requests import SimRequest
 
 _US = 1e6

@@ -9,9 +9,9 @@ import math
 import random
 from collections.abc import Iterable
 
-from sluice_core.engines import EngineState, EngineTable
-from sluice_core.placement import NUM_RECORDS, CachedTokens, get_urgency
 from sluice_core.records import Decision, FlowParameters, Hold, Place, PrefillRequest
+from sluice_core.scheduling.engine_table import EngineState, EngineTable
+from sluice_core.scheduling.placement import NUM_RECORDS, CachedTokens, get_urgency
 
 
 class _Balancing:

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from sluice_core.decodes import Decode, DecodeSet
-from sluice_core.engines import EngineState, EngineTable
 from sluice_core.records import EngineId, FlowParameters, MoveCause, MoveProposal, RequestId, Role
+from sluice_core.scheduling.decode_order import Decode, DecodeSet
+from sluice_core.scheduling.engine_table import EngineState, EngineTable
 
 __all__ = ["DecodeSet", "FlowPolicy", "FlowRequest"]
 

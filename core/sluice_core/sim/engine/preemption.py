@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_core.batching import RequestKind
-from sluice_core.sim.left_blocks import LeftBlocks
+from sluice_core.scheduling.batching import RequestKind
+from sluice_core.sim.engine.freed_blocks import LeftBlocks
 from sluice_core.sim.requests import RequestState, SimRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sluice_core.sim.engine import SimEngine
+    from sluice_core.sim.engine.sim_engine import SimEngine
 
 
 def make_room_in_step(engine: SimEngine, now: float) -> int:

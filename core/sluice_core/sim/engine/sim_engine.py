@@ -8,16 +8,16 @@ KV accounting: ``used_blocks`` is what requests hold here, ``pinned_blocks`` the
 
 from __future__ import annotations
 
-from sluice_core.batching import BatchPolicy, RequestKind
 from sluice_core.records import EngineId, EngineLoad, RequestId, Role
-from sluice_core.sim.counters import EngineCounters
-from sluice_core.sim.decode_batch import DecodeBatch
-from sluice_core.sim.gaps import GapHistogram
-from sluice_core.sim.preemption import make_room_for_chunks, make_room_for_decodes, make_room_in_step
-from sluice_core.sim.prefills import PrefillQueue
-from sluice_core.sim.prefix_cache import KvTable, PrefixCache
+from sluice_core.scheduling.batching import BatchPolicy, RequestKind
+from sluice_core.sim.cell import EngineSetup
+from sluice_core.sim.engine.decode_batch import DecodeBatch
+from sluice_core.sim.engine.engine_counters import EngineCounters
+from sluice_core.sim.engine.preemption import make_room_for_chunks, make_room_for_decodes, make_room_in_step
+from sluice_core.sim.engine.prefill_queue import PrefillQueue
+from sluice_core.sim.engine.prefix_cache import KvTable, PrefixCache
+from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
-from sluice_core.sim.setup import EngineSetup
 
 
 class SimEngine:

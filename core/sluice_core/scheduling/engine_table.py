@@ -19,7 +19,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
-from sluice_core.engine_states import EngineSpec, EngineState, EngineView, Entry, InFlight
 from sluice_core.kv import blocks_for_tokens
 from sluice_core.latency import (
     DEFAULT_TRANSFER_BYTES_PER_S,
@@ -28,6 +27,7 @@ from sluice_core.latency import (
     OnlineLatencyModel,
 )
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
+from sluice_core.scheduling.engine_state import EngineSpec, EngineState, EngineView, Entry, InFlight
 
 __all__ = [
     "PROVEN_OBSERVATIONS",

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from sluice_core.engines import RECOVERY_BURST_S, EngineTable, EngineView, Entry
 from sluice_core.latency import compute_attention_work
 from sluice_core.records import (
     Candidate,
@@ -38,6 +37,7 @@ from sluice_core.records import (
     Reject,
     RequestId,
 )
+from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable, EngineView, Entry
 
 CachedTokens = Callable[[PrefillRequest, EngineId], int]
 """Prompt tokens expected in an engine's prefix cache; the seam for prefix-aware routing."""

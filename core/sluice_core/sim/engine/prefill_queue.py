@@ -10,11 +10,11 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from sluice_core.batching import RECOMPUTE_TOKENS, BatchLimits, BatchPolicy, EngineBatch, RequestKind
-from sluice_core.sim.left_blocks import LeftBlocks
-from sluice_core.sim.prefix_cache import PrefixCache
+from sluice_core.scheduling.batching import RECOMPUTE_TOKENS, BatchLimits, BatchPolicy, EngineBatch, RequestKind
+from sluice_core.sim.cell import EngineSetup
+from sluice_core.sim.engine.freed_blocks import LeftBlocks
+from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.requests import SimRequest
-from sluice_core.sim.setup import EngineSetup
 
 _Waiting = tuple[int, float, int, SimRequest]
 _NO_LIMIT: Final = 1 << 30

@@ -1,0 +1,1 @@
+"""The policies that decide: placement, batching, decode flow."""

@@ -1,0 +1,1 @@
+"""One simulated engine: its scheduler, KV blocks and preemption."""
