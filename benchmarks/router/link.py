@@ -21,9 +21,9 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 
 from sluice.v1 import engine_pb2
-from sluice_router.engine_stream import EngineStream
-from sluice_router.metrics import LinkTraffic
-from sluice_router.turns import Turns
+from sluice_router.engines.engine_stream import EngineStream
+from sluice_router.fair_loop import Turns
+from sluice_router.observability.metrics import LinkTraffic
 
 STEPS_PER_S = 30
 WARM_UP_S = 0.5

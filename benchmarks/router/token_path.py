@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT / "router" / "tests"))
 from data_plane_harness import Harness, make_request  # noqa: E402
 from edge_fakes import make_stream_sink  # noqa: E402
 
-from sluice_router.http_connection import HttpStream  # noqa: E402
-from sluice_router.slow_readers import SlowReaderLimits, SlowReaders  # noqa: E402
+from sluice_router.api.http_connection import HttpStream  # noqa: E402
+from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders  # noqa: E402
 from sluice_router.text.tokenizer import ModelText  # noqa: E402
 
 WARM_UP_ROUNDS = 5

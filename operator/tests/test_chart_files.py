@@ -24,10 +24,10 @@ from sluice_engine.metrics import EngineCollector
 from sluice_operator.access import LEASE_RULES, RULES
 from sluice_operator.metrics import Metrics
 from sluice_operator.settings import Settings
-from sluice_router.edge_metrics import EdgeMetrics
+from sluice_router.api.edge_metrics import EdgeMetrics
+from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.status import Collector
 from sluice_router.settings import Limits
-from sluice_router.state import RouterState
-from sluice_router.status import Collector
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -25,16 +25,17 @@ from grpc_reflection.v1alpha import reflection
 
 from sluice.v1 import control_pb2_grpc, plan_pb2
 from sluice_core.latency import OnlineLatencyModel
-from sluice_router import control, discovery
-from sluice_router.engine_link import EngineLinks
+from sluice_router.api import control_service
+from sluice_router.api.grpc_api import GrpcApi
+from sluice_router.api.http_api import HttpApi
+from sluice_router.api.info_endpoints import METRICS, PROBES, Pages
+from sluice_router.engines import discovery
+from sluice_router.engines.engine_connections import EngineLinks
 from sluice_router.errors import PlanRefusedError, ShuttingDownError
-from sluice_router.grpc_api import GrpcApi
-from sluice_router.http_api import HttpApi
-from sluice_router.http_pages import METRICS, PROBES, Pages
-from sluice_router.router import Router
-from sluice_router.securing import Securing
+from sluice_router.scheduling.router import Router
+from sluice_router.scheduling.state import RouterState
+from sluice_router.security.tls import Securing
 from sluice_router.settings import load_profile
-from sluice_router.state import RouterState
 from sluice_router.text.tokenizer import ModelText
 
 if TYPE_CHECKING:
@@ -149,9 +150,9 @@ class Server:
             logger.warning("plan %s is not applied: %s", path, error)
 
     async def _start_control(self) -> int:
-        control_pb2_grpc.add_ControlServicer_to_server(control.ControlService(self.router), self._control)
+        control_pb2_grpc.add_ControlServicer_to_server(control_service.ControlService(self.router), self._control)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._control)
-        names = (control.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (control_service.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._control)
         address, peers = f"{self._settings.host}:{self._settings.control_port}", self._securing.peers
         if peers is None:
@@ -188,7 +189,7 @@ class Server:
     async def _report_health(self) -> None:
         """The control service serves from the start; the router as a whole only when it is ready."""
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set(control.SERVICE, serving)
+        await self._health.set(control_service.SERVICE, serving)
         while True:
             await self._health.set("", serving if self.router.is_ready else not_serving)
             await asyncio.sleep(TICK_S)

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 from fake_engine import FakeCore, expected_output, make_plan, make_rng
 
 from sluice.v1 import engine_pb2, sampling_pb2
-from sluice_router.requests import NewRequest
-from sluice_router.router import Router
+from sluice_router.scheduling.requests import NewRequest
+from sluice_router.scheduling.router import Router
+from sluice_router.scheduling.state import RouterState
 from sluice_router.settings import Limits
-from sluice_router.state import RouterState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sluice_core.records import RequestId
     from sluice_router.errors import RouterError
-    from sluice_router.requests import Finish
-    from sluice_router.state import Engine
+    from sluice_router.scheduling.requests import Finish
+    from sluice_router.scheduling.state import Engine
 
 
 class Clock:

@@ -14,17 +14,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_core.records import RequestId
-from sluice_router import sse
+from sluice_router.api import sse
+from sluice_router.api.response_streams import StreamSink
 from sluice_router.errors import InvalidRequestError, RouterError
-from sluice_router.output import Output, OutputSettings
-from sluice_router.requests import Finish, NewRequest, ResponseSink, ServedModel, Usage
-from sluice_router.sinks import StreamSink
+from sluice_router.scheduling.requests import Finish, NewRequest, ResponseSink, ServedModel, Usage
+from sluice_router.text.output import Output, OutputSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from sluice_router.slow_readers import SlowReaders
+    from sluice_router.api.slow_readers import SlowReaders
     from sluice_router.text.tokenizer import ModelText
 
 LENGTH = sampling_pb2.FINISH_REASON_LENGTH

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from certificate_files import mount_secret
 
-from sluice_router.api_keys import ApiKeys
 from sluice_router.errors import KeysUnavailableError, UnauthenticatedError
+from sluice_router.security.api_keys import ApiKeys
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from sluice_router.discovery import DnsDiscovery, FileDiscovery, parse_addresses, parse_discovery, watch
+from sluice_router.engines.discovery import DnsDiscovery, FileDiscovery, parse_addresses, parse_discovery, watch
 
 
 async def test_file_is_read_again_when_it_changes(tmp_path):

@@ -13,11 +13,11 @@ from data_plane_harness import CheckingSink, make_request, until
 from fake_engine import FakeCore, FakeEngine, expected_output, make_plan, make_rng, serving
 
 from sluice.v1 import control_pb2, control_pb2_grpc, engine_pb2
-from sluice_router.control import ControlService
-from sluice_router.engine_link import EngineLinks
-from sluice_router.router import Router
+from sluice_router.api.control_service import ControlService
+from sluice_router.engines.engine_connections import EngineLinks
+from sluice_router.scheduling.router import Router
+from sluice_router.scheduling.state import RouterState
 from sluice_router.settings import Limits
-from sluice_router.state import RouterState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

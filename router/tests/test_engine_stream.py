@@ -14,10 +14,10 @@ from h2.connection import H2Connection
 from h2.events import RequestReceived
 
 from sluice.v1 import engine_pb2, engine_pb2_grpc
-from sluice_router import engine_stream
-from sluice_router.engine_stream import EngineStream, StreamEndedError, connect
-from sluice_router.metrics import LinkTraffic
-from sluice_router.turns import Turns
+from sluice_router.engines import engine_stream
+from sluice_router.engines.engine_stream import EngineStream, StreamEndedError, connect
+from sluice_router.fair_loop import Turns
+from sluice_router.observability.metrics import LinkTraffic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -23,8 +23,8 @@ from server_harness import PD, get, make_settings, running, tell_engines, until_
 
 from sluice.certificates import CertificateFolder
 from sluice.v1 import router_pb2, router_pb2_grpc
-from sluice_router.front import Front
-from sluice_router.http_api import HttpApi, HttpSettings
+from sluice_router.api.http_api import HttpApi, HttpSettings
+from sluice_router.security.access_control import Front
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

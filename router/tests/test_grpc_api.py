@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sluice.v1 import router_pb2, router_pb2_grpc, sampling_pb2
-from sluice_router.edge_metrics import EdgeMetrics
+from sluice_router.api.edge_metrics import EdgeMetrics
+from sluice_router.api.grpc_api import GrpcApi
+from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import EngineFaultError, SloInfeasibleError
-from sluice_router.grpc_api import GrpcApi
-from sluice_router.slow_readers import SlowReaderLimits, SlowReaders
 
 Sampling = sampling_pb2.SamplingParams
 

@@ -12,7 +12,7 @@ import zlib
 import pytest
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 
-from sluice_router.http_api import HttpApi, HttpSettings
+from sluice_router.api.http_api import HttpApi, HttpSettings
 
 BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 100}
 STREAM = {**BODY, "stream": True}

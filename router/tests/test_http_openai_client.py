@@ -8,8 +8,8 @@ import openai
 import pytest
 from edge_fakes import ANSWER
 
+from sluice_router.api.http_api import HttpApi
 from sluice_router.errors import EngineFaultError, NoEngineError, SloInfeasibleError
-from sluice_router.http_api import HttpApi
 
 
 @pytest.fixture

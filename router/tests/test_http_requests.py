@@ -8,9 +8,9 @@ import httpx
 import pytest
 from edge_fakes import FakePlane, say
 
+from sluice_router.api.http_api import HttpApi, HttpSettings
 from sluice_router.errors import NoEngineError, ShuttingDownError
-from sluice_router.http_api import HttpApi, HttpSettings
-from sluice_router.requests import ServedModel
+from sluice_router.scheduling.requests import ServedModel
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

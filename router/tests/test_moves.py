@@ -8,8 +8,8 @@ from fake_engine import expected_output, make_plan
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId
+from sluice_router.scheduling.state import MovePhase
 from sluice_router.settings import Limits
-from sluice_router.state import MovePhase
 
 PD = {"p0": "P", "d0": "D"}
 PDD = {"p0": "P", "d0": "D", "d1": "D"}

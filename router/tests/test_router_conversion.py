@@ -8,7 +8,7 @@ from fake_engine import make_plan
 
 from sluice.v1 import engine_pb2, plan_pb2
 from sluice_core.records import EarlyRejection, EngineId, EnginePlan, MoveCause, Role, Slo, SloClass
-from sluice_router import conversion
+from sluice_router.scheduling import wire_conversion
 
 
 def test_plan_is_read_in_core_units():
@@ -16,7 +16,7 @@ def test_plan_is_read_in_core_units():
         plan_pb2.SloClass(ttft_milliseconds=1500, tpot_milliseconds=40),
         plan_pb2.SloClass(name="gold", ttft_milliseconds=500, tpot_milliseconds=20, priority=3),
     ]
-    plan = conversion.plan_from(make_plan({"p0": "P", "d0": "D-drain"}, slo_classes=classes, num_routers=0))
+    plan = wire_conversion.plan_from(make_plan({"p0": "P", "d0": "D-drain"}, slo_classes=classes, num_routers=0))
     assert plan.parameters.watermark == pytest.approx(0.95)
     assert plan.parameters.approaching_factor == pytest.approx(0.96)
     assert plan.parameters.early_rejection is EarlyRejection.OFF
@@ -28,11 +28,11 @@ def test_plan_is_read_in_core_units():
     assert plan.num_routers == 1
 
 
-@pytest.mark.parametrize("strategy", list(conversion.STRATEGY_VALUES))
+@pytest.mark.parametrize("strategy", list(wire_conversion.STRATEGY_VALUES))
 def test_part_of_a_plan_survives_the_way_to_the_engine(strategy):
-    message = make_plan({"p0": "P"}, strategy=conversion.STRATEGY_VALUES[strategy])
-    plan = conversion.plan_from(message)
-    configure = conversion.configure_message(plan, plan.engines[EngineId("p0")], strategy=plan.strategy)
+    message = make_plan({"p0": "P"}, strategy=wire_conversion.STRATEGY_VALUES[strategy])
+    plan = wire_conversion.plan_from(message)
+    configure = wire_conversion.configure_message(plan, plan.engines[EngineId("p0")], strategy=plan.strategy)
     assert configure.strategy == message.strategy
     assert configure.parameters == message.parameters
     assert (configure.cluster_uid, configure.generation) == (message.cluster_uid, message.generation)
@@ -42,10 +42,10 @@ def test_part_of_a_plan_survives_the_way_to_the_engine(strategy):
 @pytest.mark.parametrize(
     ("values", "enum"),
     [
-        (conversion.ROLES, plan_pb2.Role),
-        (conversion.STRATEGY_NAMES, plan_pb2.Strategy),
-        (conversion.EARLY_REJECTIONS, plan_pb2.EarlyRejection),
-        (conversion.CAUSES, engine_pb2.MoveCause),
+        (wire_conversion.ROLES, plan_pb2.Role),
+        (wire_conversion.STRATEGY_NAMES, plan_pb2.Strategy),
+        (wire_conversion.EARLY_REJECTIONS, plan_pb2.EarlyRejection),
+        (wire_conversion.CAUSES, engine_pb2.MoveCause),
     ],
 )
 def test_every_value_of_the_wire_but_the_unspecified_one_is_known(values, enum):
@@ -53,7 +53,7 @@ def test_every_value_of_the_wire_but_the_unspecified_one_is_known(values, enum):
 
 
 def test_every_cause_of_the_core_has_a_value():
-    assert set(conversion.CAUSE_VALUES) == set(MoveCause)
+    assert set(wire_conversion.CAUSE_VALUES) == set(MoveCause)
 
 
 def test_submit_carries_durations_and_no_times():

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 from edge_fakes import LENGTH, make_stream_sink
 
-from sluice_router import sse
-from sluice_router.requests import Finish, Usage
-from sluice_router.slow_readers import SlowReaderLimits, SlowReaders
+from sluice_router.api import sse
+from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
+from sluice_router.scheduling.requests import Finish, Usage
 
 if TYPE_CHECKING:
-    from sluice_router.sinks import StreamSink
+    from sluice_router.api.response_streams import StreamSink
     from sluice_router.text.tokenizer import ModelText
 
 WORDS = "hello world the end"

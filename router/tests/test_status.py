@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.v1 import control_pb2, engine_pb2
 from sluice_core.records import EngineId
-from sluice_router.edge_metrics import EdgeMetrics
+from sluice_router.api.edge_metrics import EdgeMetrics
+from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
+from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.status import Collector
 from sluice_router.settings import Limits
-from sluice_router.slow_readers import SlowReaderLimits, SlowReaders
-from sluice_router.state import RouterState
-from sluice_router.status import Collector
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
 METRIC = re.compile(r"^\| `(\S+)` \| (histogram|counter|gauge) \| (.*?) ?\| .+ \|$", re.MULTILINE)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
-from sluice_router.turns import Turns
+from sluice_router.fair_loop import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

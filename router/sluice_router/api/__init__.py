@@ -1,0 +1,1 @@
+"""The HTTP and gRPC edges: what clients and the control plane call."""

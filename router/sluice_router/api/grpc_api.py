@@ -1,0 +1,418 @@
+"""The client API over gRPC: ``sluice.v1.Router``, with health and reflection.
+
+A call goes through the same models, checks and errors as HTTP. Tokens gather in the request's output while the call's
+coroutine writes, so a slow client gets fewer and larger deltas, within the same limits as over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from sluice.credentials import make_server_credentials
+from sluice.v1 import router_pb2, router_pb2_grpc
+from sluice_router.api.objectives import read_objectives
+from sluice_router.api.openai_schema import ChatBody, CompletionBody, FieldError, SluiceOptions, check
+from sluice_router.api.request_preparation import Caller, PreparedRequest, Preparer, check_request_id, to_router_error
+from sluice_router.errors import RouterError, outcome_of
+from sluice_router.scheduling.requests import Finish
+from sluice_router.security.access_control import OPEN
+from sluice_router.text.output import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sluice.v1 import sampling_pb2
+    from sluice_core.records import RequestId
+    from sluice_router.api.edge_metrics import EdgeMetrics
+    from sluice_router.api.slow_readers import SlowReaders
+    from sluice_router.scheduling.requests import DataPlane, Usage
+    from sluice_router.security.access_control import Front
+    from sluice_router.security.api_keys import ApiKeys
+    from sluice_router.text.output import Delta
+    from sluice_router.text.tokenizer import ModelText
+
+    Context = grpc.aio.ServicerContext[router_pb2.GenerateRequest, router_pb2.GenerateResponse]
+
+SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
+HEALTH_INTERVAL_S = 0.2
+# Where the names of the shared checks differ from this API's.
+FIELD_NAMES = {
+    "logprobs": "sampling.num_logprobs",
+    "top_logprobs": "sampling.num_logprobs",
+    "slo_ttft_ms": "ttft_slo_milliseconds",
+    "slo_tpot_ms": "tpot_slo_milliseconds",
+}
+SamplingField = Literal[
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+]
+OPTIONAL_FIELDS: tuple[SamplingField, ...] = get_args(SamplingField)
+CONSTRAINTS = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "json_object": "json_object"}
+
+
+class DeltaSink:
+    """Gathers deltas for the coroutine that writes them.
+
+    Args:
+        output: The request's output.
+        slow_readers: Where it registers while its client does not keep up.
+        cancel: Cancels the request because its client reads too slowly.
+    """
+
+    def __init__(self, output: Output, *, slow_readers: SlowReaders, cancel: Callable[[], None]) -> None:
+        self._output = output
+        self._slow_readers = slow_readers
+        self._cancel = cancel
+        self.on_token = output.push
+        self._ready = asyncio.Event()
+        self._is_writing = False
+        self.end: Finish | RouterError | None = None
+        self.paused_since_s = 0.0
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes held for the client; see ``SlowReader``."""
+        return self._output.num_bytes
+
+    async def next(self) -> tuple[Delta, Finish | RouterError | None]:
+        """Waits for something to write.
+
+        Returns:
+            What has come, and the end if it has come too.
+        """
+        self._is_writing = False
+        self._slow_readers.discard(self)
+        await self._ready.wait()
+        self._ready.clear()
+        self._is_writing = True
+        return self._output.take(), self.end
+
+    def flush(self, now: float) -> None:
+        """Wakes the writer, or notes that it is still busy with an earlier delta."""
+        if self._is_writing:
+            if not self._ready.is_set():
+                self.paused_since_s = now
+                self._slow_readers.add(self)
+            self._slow_readers.check(self)
+        self._ready.set()
+
+    def on_finished(self, finish: Finish) -> None:
+        """Has the end written."""
+        self._output.finish()
+        self.end = finish
+        self._ready.set()
+
+    def on_error(self, error: RouterError) -> None:
+        """Has the call fail."""
+        self.end = error
+        self._ready.set()
+
+    def close(self) -> None:
+        """Forgets the client."""
+        self._slow_readers.discard(self)
+
+    def shed(self) -> None:
+        """Gives the client up, who reads too slowly."""
+        self._cancel()
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    """Answers calls.
+
+    Args:
+        plane: The data plane.
+        text: The model's text side.
+        metrics: Counters and limits of slow clients, shared with HTTP.
+        keys: Keys that calls must carry; None: everybody is served.
+    """
+
+    def __init__(self, plane: DataPlane, text: ModelText, metrics: EdgeMetrics, keys: ApiKeys | None = None) -> None:
+        self._keys = keys
+        self._plane = plane
+        self._text = text
+        self._metrics = metrics
+        self._preparer = Preparer(plane, text, metrics)
+
+    async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802 - gRPC's name
+        """Generates; see router.proto."""
+        arrival_s = self._plane.now()
+        try:
+            prepared = await self._prepare(request, context, arrival_s, self._find_owner(context))
+            await self._run(prepared, context)
+            self._metrics.count_answer("grpc", "OK", "")
+        except FieldError as error:
+            await self._abort(context, to_router_error(_rename(error)))
+        except RouterError as error:
+            await self._abort(context, error)
+        except asyncio.CancelledError:
+            self._metrics.count_answer("grpc", "CANCELLED", "client_gone")
+            raise
+
+    async def ListModels(  # noqa: N802 - gRPC's name
+        self,
+        request: router_pb2.ListModelsRequest,  # noqa: ARG002 - gRPC's signature
+        context: grpc.aio.ServicerContext[router_pb2.ListModelsRequest, router_pb2.ListModelsResponse],
+    ) -> router_pb2.ListModelsResponse:
+        """Lists the models; see router.proto."""
+        try:
+            self._find_owner(context)
+        except RouterError as error:
+            await self._abort(context, error)
+        model = self._plane.model
+        length = model.max_model_len_tokens or self._text.defaults.max_model_len_tokens or 0
+        models = [router_pb2.Model(name=model.name, max_model_len_tokens=length)] if model.name else []
+        return router_pb2.ListModelsResponse(models=models)
+
+    def _find_owner(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        """Whose key a call carries; empty where none is asked for."""
+        if self._keys is None:
+            return ""
+        given = dict(context.invocation_metadata() or ()).get("authorization")
+        return self._keys.find_owner(given if isinstance(given, str) else None)
+
+    async def _prepare(
+        self, request: router_pb2.GenerateRequest, context: Context, arrival_s: float, owner: str
+    ) -> PreparedRequest:
+        options = check(SluiceOptions, _read_options(request))
+        remaining_s = context.time_remaining()
+        caller = Caller(
+            arrival_s=arrival_s,
+            objectives=read_objectives({}, options),
+            client_request_id=check_request_id("request_id", request.request_id),
+            deadline_s=None if remaining_s is None else arrival_s + remaining_s,
+            owner=owner,
+        )
+        fields = _read_fields(request)
+        kind = request.WhichOneof("prompt")
+        if kind == "messages":
+            fields |= {"messages": [_read_message(message) for message in request.messages.values]}
+            return await self._preparer.prepare_chat(check(ChatBody, fields), caller)
+        if kind is None:
+            raise FieldError("prompt", "prompt is required: text, token_ids or messages", "missing_required_parameter")
+        fields["prompt"] = request.text if kind == "text" else list(request.token_ids.values)
+        return await self._preparer.prepare_completion(check(CompletionBody, fields), caller)
+
+    async def _run(self, prepared: PreparedRequest, context: Context) -> None:
+        """Admits a request and writes its deltas until it ends.
+
+        Raises:
+            RouterError: The request failed.
+        """
+        admitted: list[RequestId] = []
+        task = asyncio.current_task()
+        assert task is not None, "gRPC runs calls in tasks"
+
+        def shed() -> None:
+            self._plane.cancel(admitted[0], "slow_reader")
+            task.cancel()
+
+        sink = DeltaSink(Output(self._text, prepared.output), slow_readers=self._metrics.slow_readers, cancel=shed)
+        request_id = self._plane.admit(prepared.request, sink)
+        admitted.append(request_id)
+        shown_id = prepared.request.client_request_id or request_id
+        try:
+            while True:
+                delta, end = await sink.next()
+                if delta or isinstance(end, Finish):
+                    await context.write(_format(shown_id, delta, end if isinstance(end, Finish) else None))
+                if isinstance(end, RouterError):
+                    raise end
+                if end is not None:
+                    return
+        finally:
+            sink.close()
+            if sink.end is None:
+                self._plane.cancel(request_id)
+
+    async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], error: RouterError) -> None:
+        """Ends a call with the table's status; reason and Retry-After go with it as metadata."""
+        status = outcome_of(error).grpc_status
+        self._metrics.count_answer("grpc", status.name, error.code)
+        metadata = [("x-sluice-reason", error.code)]
+        if error.param is not None:
+            metadata.append(("x-sluice-param", error.param))
+        if error.retry_after_s is not None:
+            metadata.append(("retry-after", f"{error.retry_after_s:.3f}"))
+        await context.abort(status, error.message, tuple(metadata))
+
+
+class GrpcApi:
+    """The gRPC server for clients.
+
+    Args:
+        plane: The data plane.
+        text: The model's text side.
+        metrics: Counters and limits of slow clients, shared with HTTP.
+        front: What guards it.
+        max_message_bytes: Largest request.
+    """
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        text: ModelText,
+        metrics: EdgeMetrics,
+        *,
+        front: Front = OPEN,
+        max_message_bytes: int = 8 * 1024 * 1024,
+    ) -> None:
+        self._plane = plane
+        self._certificates = front.certificates
+        self._server = grpc.aio.server(
+            options=[("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)]
+        )
+        self._health = health.aio.HealthServicer()
+        self._watch: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        router_pb2_grpc.add_RouterServicer_to_server(RouterService(plane, text, metrics, front.keys), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens.
+
+        Args:
+            host: Address to listen on.
+            port: Port; 0 for any.
+
+        Returns:
+            The port.
+        """
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if self._certificates is None:
+            bound = self._server.add_insecure_port(address)
+        else:
+            bound = self._server.add_secure_port(address, make_server_credentials(self._certificates))
+        await self._server.start()
+        self._watch = asyncio.get_running_loop().create_task(self._report_health(), name="report health")
+        return bound
+
+    def announce_close(self, grace_s: float) -> None:
+        """Tells clients to connect elsewhere (GOAWAY), and takes no more calls; those under way go on.
+
+        A connection lives as long as its client likes: without being told, it would ask here again and again.
+
+        Args:
+            grace_s: How long calls under way may go on at most.
+        """
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._server.stop(grace_s), name="end calls")
+
+    async def close(self, grace_s: float) -> None:
+        """Accepts no more, lets calls under way end, then cuts the rest.
+
+        Args:
+            grace_s: How long calls under way may go on.
+        """
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)  # the shorter grace counts
+        if self._ending is not None:
+            await self._ending
+
+    async def _report_health(self) -> None:
+        states = {True: health_pb2.HealthCheckResponse.SERVING, False: health_pb2.HealthCheckResponse.NOT_SERVING}
+        last: bool | None = None
+        while True:
+            if self._plane.is_ready != last:
+                last = self._plane.is_ready
+                for name in ("", SERVICE):
+                    await self._health.set(name, states[last])
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+def _rename(error: FieldError) -> FieldError:
+    name = FIELD_NAMES.get(error.field, error.field)
+    return FieldError(name, str(error).replace(error.field, name, 1), error.code)
+
+
+def _read_options(request: router_pb2.GenerateRequest) -> dict[str, Any]:
+    return {
+        "slo_ttft_ms": request.ttft_slo_milliseconds or None,
+        "slo_tpot_ms": request.tpot_slo_milliseconds or None,
+        "slo_class": request.slo_class or None,
+        "priority": request.priority if request.HasField("priority") else None,
+    }
+
+
+def _read_message(message: router_pb2.ChatMessage) -> dict[str, Any]:
+    named = {"name": message.name} if message.name else {}
+    return {"role": message.role, "content": message.content, **named}
+
+
+def _read_fields(request: router_pb2.GenerateRequest) -> dict[str, Any]:
+    """Reads a request into the fields of the HTTP bodies."""
+    sampling = request.sampling
+    fields: dict[str, Any] = {
+        "model": request.model or None,
+        "max_tokens": sampling.max_tokens or None,
+        "min_tokens": sampling.min_tokens,
+        "stop": list(request.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias.items()},
+        "bad_words": list(sampling.bad_words),
+        "structured_outputs": _read_constraint(sampling.structured_output),
+        "return_token_ids": True,
+    }
+    fields |= {name: getattr(sampling, name) for name in OPTIONAL_FIELDS if sampling.HasField(name)}
+    if sampling.HasField("num_logprobs"):
+        is_chat = request.WhichOneof("prompt") == "messages"
+        fields |= (
+            {"logprobs": True, "top_logprobs": sampling.num_logprobs}
+            if is_chat
+            else {"logprobs": sampling.num_logprobs}
+        )
+    return fields
+
+
+def _read_constraint(constraint: sampling_pb2.StructuredOutput) -> dict[str, Any] | None:
+    kind = constraint.WhichOneof("constraint")
+    if kind is None:
+        return None
+    if kind == "choices":
+        return {"choice": list(constraint.choices.values)}
+    return {CONSTRAINTS[kind]: getattr(constraint, kind)}
+
+
+def _format(request_id: str, delta: Delta, end: Finish | None) -> router_pb2.GenerateResponse:
+    response = router_pb2.GenerateResponse(
+        request_id=request_id,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        first_output_index=delta.first_index,
+        logprobs=[
+            router_pb2.OutputLogprobs(
+                logprob=entry.logprob, top_token_ids=entry.top_token_ids, top_logprobs=entry.top_logprobs
+            )
+            for entry in delta.logprobs
+        ],
+    )
+    if end is not None:
+        response.finish_reason = end.reason
+        response.usage.CopyFrom(_format_usage(end.usage))
+    return response
+
+
+def _format_usage(usage: Usage) -> router_pb2.Usage:
+    return router_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.output_tokens,
+        cached_tokens=usage.cached_tokens,
+        ttft_ms=usage.ttft_s * 1e3,
+        tpot_ms=None if usage.tpot_s is None else usage.tpot_s * 1e3,
+        num_hand_offs=usage.num_hand_offs,
+        is_slo_met=usage.is_slo_met,
+    )

@@ -1,0 +1,455 @@
+"""The OpenAI-compatible HTTP API.
+
+A request is read, checked and prepared with awaits; once admitted, its handler only sleeps: tokens go from the data plane
+through the sink to the transport without it. Every error is answered in OpenAI's form from the one table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+from aiohttp.http import HttpVersion11
+from pydantic import BaseModel, ConfigDict, Field
+
+from sluice.certificates import load_chain, make_server_context
+from sluice_router.api import sse
+from sluice_router.api.edge_metrics import EdgeMetrics
+from sluice_router.api.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, EdgeSite, HttpStream
+from sluice_router.api.info_endpoints import METRICS, PROBES, REASON_HEADER, Pages, format_ignored, refuse
+from sluice_router.api.objectives import read_objectives
+from sluice_router.api.openai_schema import ChatBody, FieldError, parse_chat, parse_completion
+from sluice_router.api.request_preparation import Caller, Preparer, check_request_id, to_router_error
+from sluice_router.api.response_streams import StreamSink, WholeSink
+from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
+from sluice_router.errors import (
+    BodyTooLargeError,
+    DeadlineError,
+    InvalidRequestError,
+    RouterError,
+    UnsupportedEndpointError,
+)
+from sluice_router.security.access_control import OPEN
+from sluice_router.text.output import Output
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Awaitable, Callable
+
+    from sluice_core.records import RequestId
+    from sluice_router.api.openai_schema import CompletionBody
+    from sluice_router.api.request_preparation import PreparedRequest
+    from sluice_router.scheduling.requests import DataPlane
+    from sluice_router.security.access_control import Front
+    from sluice_router.text.tokenizer import ModelText
+
+    Handler = Callable[[web.BaseRequest, float], Awaitable[web.StreamResponse]]
+
+REQUEST_ID_HEADER = "x-request-id"
+# Where a request keeps whose key it came with.
+OWNER = web.RequestKey("owner", str)
+SERVER = "sluice"
+# OpenAI's default for completions; chats go up to the model's length.
+DEFAULT_COMPLETION_TOKENS = 16
+SWEEP_INTERVAL_S = 0.5
+ACCEPT_BACKLOG = 4096
+# uvloop takes one connection per listener and turn, and a turn under load takes milliseconds: with one listener a
+# thousand new clients would wait for seconds.
+NUM_ACCEPTORS = 16
+# How long handlers have to notice that they are cut.
+CUT_S = 0.5
+
+
+class HttpSettings(BaseModel):
+    """Settings of the HTTP edge. Source of the defaults: router.md, section 2."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest request body, unpacked.")
+    max_header_bytes: int = Field(default=16 * 1024, ge=1024, description="Request line and headers together.")
+    header_timeout_s: float = Field(
+        default=10.0, gt=0, description="First byte of a request to the end of its headers."
+    )
+    body_timeout_s: float = Field(default=60.0, gt=0, description="End of the headers to the end of the body.")
+    idle_timeout_s: float = Field(default=75.0, gt=0, description="Between two requests of a connection.")
+    stream_interval_tokens: int = Field(default=1, ge=1, description="Tokens per event after the first.")
+    write_buffer_bytes: int = Field(
+        default=64 * 1024, ge=1024, description="Unsent bytes at which a client counts as paused."
+    )
+    max_stream_buffered_bytes: int = Field(
+        default=256 * 1024, ge=1024, description="Most bytes held for a paused client."
+    )
+    max_paused_s: float = Field(default=30.0, gt=0, description="Longest pause of a client.")
+    max_total_buffered_bytes: int = Field(
+        default=64 * 1024 * 1024, ge=1024, description="Most bytes held for all paused clients."
+    )
+
+
+class HttpApi:
+    """The HTTP server.
+
+    Args:
+        plane: The data plane.
+        text: The model's text side.
+        settings: Limits.
+        front: What guards it.
+    """
+
+    def __init__(
+        self, plane: DataPlane, text: ModelText, settings: HttpSettings | None = None, *, front: Front = OPEN
+    ) -> None:
+        self._plane = plane
+        self._text = text
+        self._settings = settings or HttpSettings()
+        self._front = front
+        self._tls: ssl.SSLContext | None = None
+        self._server: EdgeServer | None = None
+        self._runner: web.ServerRunner | None = None
+        self._sites: list[EdgeSite] = []
+        self._num_active = 0
+        self._is_idle = asyncio.Event()
+        self._is_closing = False
+        self._sweeper: asyncio.Task[None] | None = None
+        self.slow_readers = SlowReaders(
+            SlowReaderLimits(
+                max_stream_bytes=self._settings.max_stream_buffered_bytes,
+                max_paused_s=self._settings.max_paused_s,
+                max_total_bytes=self._settings.max_total_buffered_bytes,
+            )
+        )
+        self.metrics = EdgeMetrics(self.slow_readers)
+        plane.registry.register(self.metrics)
+        self._preparer = Preparer(plane, text, self.metrics)
+        # With keys, what is counted of one owner is not another's to read: a scraper has a port of its own.
+        self._pages = Pages(plane, text, hidden=frozenset({METRICS}) if front.keys is not None else frozenset())
+        self._handlers: dict[str, Handler] = {
+            "/v1/completions": self._complete,
+            "/v1/chat/completions": self._chat,
+        }
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens.
+
+        Args:
+            host: Address to listen on.
+            port: Port; 0 for any.
+
+        Returns:
+            The port.
+        """
+        loop = asyncio.get_running_loop()
+        settings = self._settings
+        connection = ConnectionSettings(
+            header_timeout_s=settings.header_timeout_s,
+            write_buffer_bytes=settings.write_buffer_bytes,
+            max_paused_s=settings.max_paused_s,
+            clock=self._plane.now,
+        )
+        server = EdgeServer(
+            self._handle,
+            connection,
+            loop,
+            keepalive_timeout=settings.idle_timeout_s,
+            access_log=None,
+            lingering_time=2.0,
+        )
+        self._server = server
+        self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_S)
+        await self._runner.setup()
+        if self._front.certificates is not None:
+            self._tls = make_server_context(self._front.certificates.current)
+            self._tls.set_alpn_protocols(["http/1.1"])
+        with _listen(host, port) as listener:
+            self._sites = [
+                EdgeSite(
+                    self._runner,
+                    listener.dup(),
+                    backlog=ACCEPT_BACKLOG,
+                    ssl_context=self._tls,
+                    handshake_timeout_s=settings.header_timeout_s,
+                )
+                for _ in range(NUM_ACCEPTORS)
+            ]
+        for site in self._sites:
+            await site.start()
+        self._sweeper = loop.create_task(self._sweep(), name="sweep slow readers")
+        return int(self._runner.addresses[0][1])
+
+    def renew_certificate(self) -> None:
+        """Shows the newest certificate to new connections; those that exist go on with theirs."""
+        if self._tls is not None and self._front.certificates is not None:
+            load_chain(self._tls, self._front.certificates.current)
+
+    def announce_close(self) -> None:
+        """Says in every answer that the connection closes behind it, so that clients go elsewhere; still serves."""
+        self._is_closing = self._pages.is_closing = True
+
+    async def close(self, grace_s: float) -> None:
+        """Accepts no more, closes idle connections, lets answers under way end, then cuts the rest.
+
+        Args:
+            grace_s: How long answers under way may go on.
+        """
+        self.announce_close()
+        server, runner, sites = self._server, self._runner, self._sites
+        self._server = self._runner = None
+        self._sites = []
+        if server is None or runner is None:
+            return
+        for site in sites:
+            await site.stop()
+        server.close_idle()
+        if self._num_active:
+            self._is_idle.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._is_idle.wait()
+        await runner.cleanup()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            now = self._plane.now()
+            self.slow_readers.sweep(now)
+            if self._server is not None:
+                self._server.sweep(now)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection = _connection_of(request)
+        arrival_s = connection.begin_request()
+        self._num_active += 1
+        try:
+            response = await self._answer_or_refuse(request, arrival_s)
+            self.metrics.count_answer("http", str(response.status), response.headers.get(REASON_HEADER, ""))
+        except (asyncio.CancelledError, ConnectionError):
+            self.metrics.count_answer("http", "499", "client_gone")
+            raise
+        else:
+            return response
+        finally:
+            connection.end_request()
+            self._num_active -= 1
+            if not self._num_active:
+                self._is_idle.set()
+
+    async def _answer_or_refuse(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
+        try:
+            response = await self._route(request, arrival_s)
+        except RouterError as error:
+            response = refuse(error)
+        except FieldError as error:
+            response = refuse(to_router_error(error))
+        return self._finish_headers(request, response)
+
+    async def _route(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
+        self._check_headers(request)
+        if self._front.keys is not None and request.path not in PROBES:
+            request[OWNER] = self._front.keys.find_owner(request.headers.get("Authorization"))
+        handler = self._handlers.get(request.path)
+        page = None if handler is not None else self._pages.find(request.path)
+        if handler is None and page is None:
+            raise UnsupportedEndpointError(f"{request.method} {request.path[:200]} is not served by this router")
+        allowed = ("GET", "HEAD") if handler is None else ("POST",)
+        if request.method not in allowed:
+            return _refuse_method(request.method, ", ".join(allowed))
+        if handler is not None:
+            return await handler(request, arrival_s)
+        assert page is not None, "one of the two was found"
+        return page()
+
+    def _check_headers(self, request: web.BaseRequest) -> None:
+        # Colon, space and line end; the parser has bounded each line and their number.
+        size = len(request.raw_path) + sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
+        if size > self._settings.max_header_bytes:
+            message = f"the request's headers have {size} bytes; the limit is {self._settings.max_header_bytes}"
+            raise InvalidRequestError(message, code="headers_too_large")
+        check_request_id(REQUEST_ID_HEADER, request.headers.get(REQUEST_ID_HEADER, ""))
+
+    def _finish_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
+        if not response.prepared:
+            response.headers["Server"] = SERVER
+            if self._is_closing or not request.content.is_eof():
+                response.force_close()
+            if response.headers.get(REQUEST_ID_HEADER) is None:
+                _echo_request_id(request, response)
+        return response
+
+    # Inference
+
+    async def _complete(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
+        body, ignored = parse_completion(await self._read_body(request))
+        prepared = await self._preparer.prepare_completion(body, self._describe_caller(request, body, arrival_s))
+        return await self._answer(request, body, prepared, ignored)
+
+    async def _chat(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
+        body, ignored = parse_chat(await self._read_body(request))
+        prepared = await self._preparer.prepare_chat(body, self._describe_caller(request, body, arrival_s))
+        return await self._answer(request, body, prepared, ignored)
+
+    def _describe_caller(self, request: web.BaseRequest, body: CompletionBody | ChatBody, arrival_s: float) -> Caller:
+        return Caller(
+            arrival_s=arrival_s,
+            objectives=read_objectives(request.headers, body.sluice),
+            client_request_id=request.headers.get(REQUEST_ID_HEADER, ""),
+            default_output_tokens=None if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS,
+            owner=request.get(OWNER, ""),
+        )
+
+    async def _read_body(self, request: web.BaseRequest) -> bytes:
+        limit = self._settings.max_body_bytes
+        if (request.content_length or 0) > limit:
+            raise BodyTooLargeError(f"the body has {request.content_length} bytes; the limit is {limit}")
+        _answer_expectation(request)
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                async for part in request.content.iter_any():
+                    size += len(part)
+                    if size > limit:
+                        raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
+                    parts.append(part)
+        except TimeoutError as error:
+            raise DeadlineError(f"the body did not come within {self._settings.body_timeout_s:g} s") from error
+        except web.RequestPayloadError as error:
+            raise InvalidRequestError(f"the body cannot be read: {error}", code="malformed_http") from error
+        return b"".join(parts)
+
+    async def _answer(
+        self, request: web.BaseRequest, body: CompletionBody | ChatBody, prepared: PreparedRequest, ignored: list[str]
+    ) -> web.StreamResponse:
+        headers = format_ignored(ignored)
+        answer = self._make_format(body, prepared)
+        output = Output(self._text, prepared.output)
+        if body.stream:
+            return await self._stream(request, prepared, output, answer, headers)
+        return await self._answer_whole(request, prepared, output, answer, headers)
+
+    def _make_format(self, body: CompletionBody | ChatBody, prepared: PreparedRequest) -> sse.AnswerFormat:
+        is_chat = isinstance(body, ChatBody)
+        arguments: dict[str, Any] = {
+            "answer_id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created_s": int(time.time()),
+            "model": self._plane.model.name,
+            "settings": prepared.output,
+            "text": self._text,
+            "includes_usage": body.includes_usage,
+            "prompt_token_ids": list(prepared.request.prompt_token_ids) if body.return_token_ids else None,
+        }
+        return sse.ChatFormat(**arguments) if is_chat else sse.CompletionFormat(**arguments)
+
+    async def _answer_whole(
+        self,
+        request: web.BaseRequest,
+        prepared: PreparedRequest,
+        output: Output,
+        answer: sse.AnswerFormat,
+        headers: dict[str, str],
+    ) -> web.StreamResponse:
+        sink = WholeSink(output, answer)
+        request_id = self._plane.admit(prepared.request, sink)
+        _connection_of(request).watch(lambda: self._plane.cancel(request_id))
+        try:
+            body = await sink.wait()
+        finally:
+            if not sink.is_over:
+                self._plane.cancel(request_id)
+        return web.json_response(body, headers=self._mark(prepared, request_id, headers))
+
+    async def _stream(
+        self,
+        request: web.BaseRequest,
+        prepared: PreparedRequest,
+        output: Output,
+        answer: sse.AnswerFormat,
+        headers: dict[str, str],
+    ) -> web.StreamResponse:
+        connection = _connection_of(request)
+        admitted: list[RequestId] = []
+        sink = StreamSink(
+            output,
+            answer,
+            slow_readers=self.slow_readers,
+            interval_tokens=self._settings.stream_interval_tokens,
+            cancel=lambda: self._plane.cancel(admitted[0], "slow_reader"),
+        )
+        request_id = self._plane.admit(prepared.request, sink)
+        admitted.append(request_id)
+
+        def leave() -> None:
+            sink.on_lost()
+            self._plane.cancel(request_id)
+
+        connection.watch(leave)
+        try:
+            await sink.wait_first()
+            response = await self._open(request, self._mark(prepared, request_id, headers))
+            connection.attach(sink)
+            is_chunked = "Transfer-Encoding" in response.headers
+            sink.open(HttpStream(connection, is_chunked=is_chunked), self._plane.now())
+            await sink.wait_sent()
+            await response.write_eof()
+        finally:
+            if not sink.is_over:
+                leave()
+        return response
+
+    async def _open(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": sse.CONTENT_TYPE, "Cache-Control": "no-cache", "Server": SERVER, **headers}
+        )
+        if request.version >= HttpVersion11:
+            response.enable_chunked_encoding()
+        if self._is_closing:
+            response.force_close()
+        await response.prepare(request)
+        return response
+
+    def _mark(self, prepared: PreparedRequest, request_id: RequestId, headers: dict[str, str]) -> dict[str, str]:
+        return {**headers, REQUEST_ID_HEADER: prepared.request.client_request_id or request_id}
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=ACCEPT_BACKLOG)
+    # Several handles see one new client, and all but one of them find nothing to accept.
+    listener.settimeout(0)
+    return listener
+
+
+def _connection_of(request: web.BaseRequest) -> EdgeConnection:
+    connection = request.protocol
+    assert isinstance(connection, EdgeConnection), "EdgeServer makes all connections"
+    return connection
+
+
+def _refuse_method(method: str, allowed: str) -> web.Response:
+    error = InvalidRequestError(f"{method} is not allowed here; allowed is {allowed}", code="method_not_allowed")
+    return refuse(error, status=405, headers={"Allow": allowed})
+
+
+def _answer_expectation(request: web.BaseRequest) -> None:
+    expectation = request.headers.get("Expect")
+    if expectation is None or request.version < HttpVersion11:
+        return
+    if expectation.lower() != "100-continue":
+        raise InvalidRequestError(
+            f"Expect: only 100-continue is known, not {expectation[:80]!r}", code="expectation_failed"
+        )
+    if request.transport is not None and not request.transport.is_closing():
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def _echo_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    try:
+        if check_request_id(REQUEST_ID_HEADER, given):
+            response.headers[REQUEST_ID_HEADER] = given
+    except FieldError:
+        return

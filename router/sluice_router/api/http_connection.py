@@ -1,0 +1,289 @@
+"""One HTTP/1.1 connection: aiohttp's parsing and keep-alive, with what the token path and hostile clients need.
+
+A stream writes straight to the transport and hears synchronously that the client has drained or gone. A request's
+headers must arrive in time; what cannot be parsed is answered in OpenAI's form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from aiohttp import web
+
+from sluice_router.api.sse import format_error
+from sluice_router.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Awaitable, Callable
+
+    from sluice_router.api.response_streams import StreamSink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSettings:
+    """Limits of a connection.
+
+    Args:
+        header_timeout_s: From the first byte of a request to the end of its headers.
+        write_buffer_bytes: What the transport holds before the client counts as paused.
+        max_paused_s: How long a client may stay paused.
+        clock: The data plane's clock.
+    """
+
+    header_timeout_s: float
+    write_buffer_bytes: int
+    max_paused_s: float
+    clock: Callable[[], float]
+
+
+class EdgeConnection(web.RequestHandler):
+    """A client's connection.
+
+    Args:
+        settings: Its limits.
+        server: aiohttp's server.
+        loop: The event loop.
+        arguments: aiohttp's.
+    """
+
+    def __init__(
+        self,
+        settings: ConnectionSettings,
+        server: web.Server,
+        loop: asyncio.AbstractEventLoop,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(server, loop=loop, **arguments)
+        self._settings = settings
+        self._event_loop = loop
+        self._first_byte_s: float | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._is_serving = False
+        self._paused_since_s = 0.0
+        self._on_lost: Callable[[], None] | None = None
+        self._sink: StreamSink | None = None
+
+    def begin_request(self) -> float:
+        """Notes that a request's headers are complete.
+
+        Returns:
+            When its first byte came, on the data plane's clock.
+        """
+        self._is_serving = True
+        self._cancel_header_timer()
+        arrival_s, self._first_byte_s = self._first_byte_s, None
+        return self._settings.clock() if arrival_s is None else arrival_s
+
+    def end_request(self) -> None:
+        """Notes that a request is answered."""
+        self._is_serving = False
+        self._on_lost = None
+        self._sink = None
+
+    def close_when_idle(self) -> None:
+        """Closes now, or as soon as the request under way is answered."""
+        if self._is_serving:
+            self.close()
+        else:
+            self.force_close()
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Has ``on_lost`` called, synchronously, when the client goes before the request is answered."""
+        self._on_lost = on_lost
+        if self.transport is None:
+            on_lost()
+
+    def attach(self, sink: StreamSink) -> None:
+        """Has ``sink`` told when the client does not keep up, and when it has drained."""
+        self._sink = sink
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Sets the limit at which a client counts as paused, and how long the kernel waits for one that reads nothing."""
+        cast("asyncio.Transport", transport).set_write_buffer_limits(high=self._settings.write_buffer_bytes)
+        raw = transport.get_extra_info("socket")
+        if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._settings.max_paused_s * 1000))
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Starts the headers' clock with the first byte of a request."""
+        if not self._is_serving and self._first_byte_s is None and data:
+            self._first_byte_s = self._settings.clock()
+            self._header_timer = self._event_loop.call_later(self._settings.header_timeout_s, self.force_close)
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        """Notes since when the client does not keep up."""
+        self._paused_since_s = self._settings.clock()
+        super().pause_writing()
+        if self._sink is not None:
+            self._sink.on_paused(self._paused_since_s)
+
+    def abort_if_paused(self, now: float) -> None:
+        """Closes at once if the client has been paused for too long; for answers that do not stream.
+
+        Args:
+            now: In seconds, on the data plane's clock.
+        """
+        is_late = self.writing_paused and now - self._paused_since_s > self._settings.max_paused_s
+        if is_late and self.transport is not None:
+            self.transport.abort()
+
+    def resume_writing(self) -> None:
+        """Lets the stream go on."""
+        super().resume_writing()
+        if self._sink is not None:
+            self._sink.on_drained()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Cancels the request in this very tick."""
+        self._cancel_header_timer()
+        on_lost, self._on_lost = self._on_lost, None
+        if on_lost is not None:
+            on_lost()
+        super().connection_lost(exc)
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Answers what cannot be parsed, and our own faults, in OpenAI's form."""
+        if status >= 500:
+            self.log_exception("fault while answering %s %s", request.method, request.path, exc_info=exc)
+            body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
+        else:
+            first_line = (message or "bad request").splitlines()[0]
+            body = format_error(InvalidRequestError(f"malformed HTTP request: {first_line}", code="malformed_http"))
+        response = web.json_response(body, status=status)
+        response.force_close()
+        return response
+
+    def _cancel_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+class EdgeServer(web.Server):
+    """Makes a connection object per client.
+
+    Args:
+        handler: Answers requests.
+        settings: Limits of a connection.
+        loop: The event loop.
+        arguments: aiohttp's, for each connection.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        settings: ConnectionSettings,
+        loop: asyncio.AbstractEventLoop,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(handler, handler_cancellation=True, **arguments)
+        self._settings = settings
+        self._event_loop = loop
+        self._arguments = arguments
+
+    def __call__(self) -> EdgeConnection:
+        """Makes a connection."""
+        return EdgeConnection(self._settings, self, self._event_loop, **self._arguments)
+
+    def sweep(self, now: float) -> None:
+        """Closes connections whose clients have been paused for too long.
+
+        Args:
+            now: In seconds, on the data plane's clock.
+        """
+        for connection in self._edge_connections():
+            connection.abort_if_paused(now)
+
+    def close_idle(self) -> None:
+        """Closes connections that have no request under way; the others when it is answered."""
+        for connection in self._edge_connections():
+            connection.close_when_idle()
+
+    def _edge_connections(self) -> list[EdgeConnection]:
+        return [connection for connection in self.connections if isinstance(connection, EdgeConnection)]
+
+
+class EdgeSite(web.SockSite):
+    """A listener whose clients must end TLS's handshake in time.
+
+    Args:
+        runner: aiohttp's.
+        sock: Listens.
+        backlog: Most connections that wait to be accepted.
+        ssl_context: Of encrypted connections; None: they are not.
+        handshake_timeout_s: Longest handshake; asyncio's own limit is a minute.
+    """
+
+    def __init__(
+        self,
+        runner: web.ServerRunner,
+        sock: socket.socket,
+        *,
+        backlog: int,
+        ssl_context: ssl.SSLContext | None,
+        handshake_timeout_s: float,
+    ) -> None:
+        super().__init__(runner, sock, backlog=backlog, ssl_context=ssl_context)
+        self._handshake_timeout_s = handshake_timeout_s
+
+    async def start(self) -> None:
+        """Listens."""
+        if self._ssl_context is None:
+            await super().start()
+            return
+        await web.BaseSite.start(self)
+        server = self._runner.server
+        assert server is not None, "the runner is set up before its sites start"
+        self._server = await asyncio.get_running_loop().create_server(
+            server,
+            sock=self._sock,
+            ssl=self._ssl_context,
+            backlog=self._backlog,
+            ssl_handshake_timeout=self._handshake_timeout_s,
+        )
+
+
+class HttpStream:
+    """The body of one streamed answer, written past aiohttp's coroutines.
+
+    Args:
+        connection: The client's connection.
+        is_chunked: Whether the body is sent in HTTP chunks; HTTP/1.0 has none.
+    """
+
+    __slots__ = ("_connection", "_is_chunked", "_transport")
+
+    def __init__(self, connection: EdgeConnection, *, is_chunked: bool) -> None:
+        self._connection = connection
+        self._transport = connection.transport
+        self._is_chunked = is_chunked
+
+    @property
+    def is_writable(self) -> bool:
+        """False while the transport is full."""
+        return not self._connection.writing_paused
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes in the transport."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def write(self, data: bytes) -> None:
+        """Writes; uvloop raises on a closed transport, and the client's end is heard of elsewhere."""
+        transport = self._transport
+        if not data or transport is None or transport.is_closing():
+            return
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def abort(self) -> None:
+        """Closes at once."""
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,148 @@
+"""The pages of the HTTP API that ask no engine: models, health, metrics, version, explanations; and refusals."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import urllib.parse
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from sluice_router.api.sse import format_error
+from sluice_router.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    RouterError,
+    UnauthenticatedError,
+    outcome_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sluice_router.scheduling.requests import DataPlane
+    from sluice_router.text.tokenizer import ModelText
+
+REASON_HEADER = "x-sluice-reason"
+MODELS_PREFIX = "/v1/models/"
+DEBUG_PREFIX = "/debug/requests/"
+METRICS = "/metrics"
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+DISTRIBUTION = "sluice-serve"
+MAX_QUOTED_ID_CHARACTERS = 128
+MAX_IGNORED_CHARACTERS = 1024
+
+
+# What says whether and how the router runs, and nothing about requests: open to those who have no key.
+PROBES = frozenset({"/health", "/livez", "/readyz"})
+
+
+class Pages:
+    """Everything served with GET.
+
+    Args:
+        plane: The data plane.
+        text: The model's text side.
+        paths: Paths to serve; None: all.
+        hidden: Paths of these not to serve.
+    """
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        text: ModelText,
+        *,
+        paths: frozenset[str] | None = None,
+        hidden: frozenset[str] = frozenset(),
+    ) -> None:
+        self._plane = plane
+        self._text = text
+        self.is_closing = False
+        self._pages: dict[str, Callable[[], web.Response]] = {
+            "/v1/models": self._list_models,
+            "/version": self._show_version,
+            "/health": self._show_readiness,
+            "/readyz": self._show_readiness,
+            "/livez": self._show_liveness,
+            METRICS: self._show_metrics,
+        }
+        self._paths = paths
+        self._hidden = hidden
+
+    def find(self, path: str) -> Callable[[], web.Response] | None:
+        """Finds the page at ``path``, or None."""
+        if path in self._hidden or (self._paths is not None and path not in self._paths):
+            return None
+        if path.startswith(MODELS_PREFIX):
+            return partial(self._show_model, urllib.parse.unquote(path.removeprefix(MODELS_PREFIX)))
+        if path.startswith(DEBUG_PREFIX):
+            return partial(self._explain, urllib.parse.unquote(path.removeprefix(DEBUG_PREFIX)))
+        return self._pages.get(path)
+
+    def _list_models(self) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._describe_model()] if self._plane.model.name else []})
+
+    def _show_model(self, name: str) -> web.Response:
+        if name != self._plane.model.name:
+            raise ModelNotFoundError(f"model {name[:MAX_QUOTED_ID_CHARACTERS]!r} does not exist", param="model")
+        return web.json_response(self._describe_model())
+
+    def _describe_model(self) -> dict[str, Any]:
+        model = self._plane.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created_s,
+            "owned_by": "sluice",
+            "max_model_len": model.max_model_len_tokens or self._text.defaults.max_model_len_tokens,
+        }
+
+    def _show_version(self) -> web.Response:
+        return web.json_response({"version": importlib.metadata.version(DISTRIBUTION)})
+
+    def _show_liveness(self) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    def _show_readiness(self) -> web.Response:
+        if self._plane.is_ready and not self.is_closing:
+            return web.json_response({"status": "ok"})
+        reason = "closing" if self.is_closing else self._plane.not_ready_reason
+        return web.json_response({"status": "not ready", "reason": reason}, status=503)
+
+    def _show_metrics(self) -> web.Response:
+        return web.Response(body=self._plane.format_metrics(), headers={"Content-Type": METRICS_CONTENT_TYPE})
+
+    def _explain(self, request_id: str) -> web.Response:
+        story = self._plane.explain(request_id)
+        if story is None:
+            message = (
+                f"request {request_id[:MAX_QUOTED_ID_CHARACTERS]!r} is unknown, or its decisions are no longer kept"
+            )
+            return refuse(InvalidRequestError(message, code="unknown_request"), status=404)
+        return web.json_response(story)
+
+
+def refuse(error: RouterError, *, status: int | None = None, headers: dict[str, str] | None = None) -> web.Response:
+    """Answers with an error.
+
+    Args:
+        error: What went wrong.
+        status: Overrides the table's status, for what is special to HTTP.
+        headers: More headers.
+    """
+    headers = {**(headers or {}), REASON_HEADER: error.code}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, UnauthenticatedError):
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.json_response(format_error(error), status=status or outcome_of(error).http_status, headers=headers)
+
+
+def format_ignored(names: list[str]) -> dict[str, str]:
+    """Formats the header that names ignored fields; what does not belong into a header is shown as ``?``."""
+    if not names:
+        return {}
+    shown = ("".join(c if c.isascii() and c.isprintable() and c != "," else "?" for c in name) for name in names)
+    return {"x-sluice-ignored": ", ".join(shown)[:MAX_IGNORED_CHARACTERS]}

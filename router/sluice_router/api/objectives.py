@@ -1,0 +1,89 @@
+"""What a request asks of its latency, from headers and body.
+
+Precedence: the plan's default, then the class's, then the headers, then the body; the last given wins, each on its own.
+The class is resolved by the data plane, at admission.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sluice_router.api.openai_schema import (
+    MAX_NAME_CHARACTERS,
+    MAX_PRIORITY,
+    MAX_TPOT_MS,
+    MAX_TTFT_MS,
+    FieldError,
+    SluiceOptions,
+    quote,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+TTFT_HEADERS = ("x-sluice-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+TPOT_HEADERS = ("x-sluice-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
+CLASS_HEADER = "x-sluice-slo-class"
+PRIORITY_HEADER = "x-sluice-priority"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objectives:
+    """A request's wishes; None: as its class says.
+
+    Args:
+        ttft_slo_s: Objective for the time to first token, in seconds.
+        tpot_slo_s: Objective for the time per output token, in seconds.
+        slo_class: Name of the class; empty for the default.
+        priority: Higher goes first.
+    """
+
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    slo_class: str = ""
+    priority: int | None = None
+
+
+def read_objectives(headers: Mapping[str, str], options: SluiceOptions | None) -> Objectives:
+    """Reads the objectives of a request.
+
+    Args:
+        headers: Its headers; case does not matter.
+        options: The body's field ``sluice``.
+
+    Raises:
+        FieldError: A header is not an integer, or out of bounds.
+    """
+    options = options or SluiceOptions()
+    ttft_ms = _first(options.slo_ttft_ms, _read_integer(headers, TTFT_HEADERS, 1, MAX_TTFT_MS))
+    tpot_ms = _first(options.slo_tpot_ms, _read_integer(headers, TPOT_HEADERS, 1, MAX_TPOT_MS))
+    slo_class = headers.get(CLASS_HEADER, "") if options.slo_class is None else options.slo_class
+    if len(slo_class) > MAX_NAME_CHARACTERS:
+        raise FieldError(
+            CLASS_HEADER, f"{CLASS_HEADER}: at most {MAX_NAME_CHARACTERS} characters, not {len(slo_class)}"
+        )
+    return Objectives(
+        ttft_slo_s=None if ttft_ms is None else ttft_ms / 1000,
+        tpot_slo_s=None if tpot_ms is None else tpot_ms / 1000,
+        slo_class=slo_class,
+        priority=_first(options.priority, _read_integer(headers, (PRIORITY_HEADER,), -MAX_PRIORITY, MAX_PRIORITY)),
+    )
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _read_integer(headers: Mapping[str, str], names: tuple[str, ...], least: int, most: int) -> int | None:
+    for name in names:
+        text = headers.get(name)
+        if text is None:
+            continue
+        digits = text.strip().removeprefix("-")
+        # int() also takes "1_000", " 7" and other scripts' digits; and refuses thousands of digits its own way.
+        value = int(text) if digits.isascii() and digits.isdigit() and len(digits) <= 10 else None
+        if value is None or not least <= value <= most:
+            raise FieldError(name, f"{name}: must be an integer from {least} to {most}, not {quote(text)}")
+        return value
+    return None

@@ -1,0 +1,312 @@
+"""From a checked body to a request for the data plane: the one path of HTTP and gRPC.
+
+Of requests that come at once each is prepared in a turn of the loop of its own, so that tokens go out in between.
+
+Here is what needs to know the model: its name, its template and tokenizer, its vocabulary and length, and the defaults
+that its files give for sampling fields that the client leaves out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sluice.v1 import sampling_pb2
+from sluice_router.api.openai_schema import CompletionBody, FieldError, quote
+from sluice_router.api.structured_output import check_constraint, find_constraint
+from sluice_router.errors import InvalidRequestError, ModelNotFoundError
+from sluice_router.fair_loop import Turns
+from sluice_router.scheduling.requests import NewRequest
+from sluice_router.text.chat_template import ChatTemplateError
+from sluice_router.text.output import OutputSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sluice_router.api.edge_metrics import EdgeMetrics
+    from sluice_router.api.objectives import Objectives
+    from sluice_router.api.openai_schema import ChatBody, SamplingFields
+    from sluice_router.scheduling.requests import DataPlane
+    from sluice_router.text.tokenizer import ModelText
+
+# When not even the model's length is known.
+LAST_RESORT_OUTPUT_TOKENS = 16
+MAX_REQUEST_ID_CHARACTERS = 128
+# vLLM's own defaults, below the model's and the client's.
+NEUTRAL_SAMPLING: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, and what is not in the body.
+
+    Args:
+        arrival_s: When the first byte came, on the data plane's clock.
+        objectives: Of latency.
+        client_request_id: The caller's id; empty: none.
+        deadline_s: When the caller gives up, on the same clock; None: never.
+        default_output_tokens: Most output tokens when neither caller nor model say; None: up to the model's length.
+        owner: Whose API key it came with; empty where none is asked for.
+    """
+
+    arrival_s: float
+    objectives: Objectives
+    client_request_id: str = ""
+    deadline_s: float | None = None
+    default_output_tokens: int | None = None
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request ready to be admitted.
+
+    Args:
+        request: For the data plane.
+        output: For the sink.
+    """
+
+    request: NewRequest
+    output: OutputSettings
+
+
+def to_router_error(error: FieldError) -> InvalidRequestError:
+    """Turns a wrong field into the error that clients see."""
+    return InvalidRequestError(str(error), param=error.field or None, code=error.code)
+
+
+def check_request_id(name: str, value: str) -> str:
+    """Checks a caller's id.
+
+    Args:
+        name: Where it stands.
+        value: The id.
+
+    Raises:
+        FieldError: Too long, or not printable ASCII.
+    """
+    if len(value) > MAX_REQUEST_ID_CHARACTERS:
+        raise FieldError(name, f"{name}: at most {MAX_REQUEST_ID_CHARACTERS} characters, not {len(value)}")
+    if not (value.isascii() and value.isprintable()):
+        raise FieldError(name, f"{name}: only printable ASCII, not {quote(value)}")
+    return value
+
+
+class Preparer:
+    """Prepares requests for one model.
+
+    Args:
+        plane: Knows the served name and length.
+        text: The model's text side.
+        metrics: Where tokenizing is timed.
+    """
+
+    def __init__(self, plane: DataPlane, text: ModelText, metrics: EdgeMetrics) -> None:
+        self._plane = plane
+        self._text = text
+        self._metrics = metrics
+        self._turns = Turns()
+
+    async def prepare_completion(self, body: CompletionBody, caller: Caller) -> PreparedRequest:
+        """Prepares a completion.
+
+        Raises:
+            FieldError: A field is wrong for this model.
+            ModelNotFoundError: Another model is asked for.
+        """
+        self.check_model(body.model)
+        await self._turns.wait()
+        if isinstance(body.prompt, str):
+            started_s = time.perf_counter()
+            ids = await self._text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
+        else:
+            ids = body.prompt
+            self._check_token_ids("prompt", ids)
+        return self._finish(body, ids, caller, await _read_structure(body))
+
+    async def prepare_chat(self, body: ChatBody, caller: Caller) -> PreparedRequest:
+        """Prepares a chat; see ``prepare_completion``."""
+        self.check_model(body.model)
+        await self._turns.wait()
+        started_s = time.perf_counter()
+        prompt = self._render(body)
+        # Templates write BOS themselves.
+        ids = await self._text.encode(prompt, add_special_tokens=body.add_special_tokens is True)
+        self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
+        return self._finish(body, ids, caller, await _read_structure(body))
+
+    def check_model(self, name: str | None) -> None:
+        """Checks that a model is the one served; no name is. Without a plan no name is known yet, and any may come true.
+
+        Raises:
+            ModelNotFoundError: It is not.
+        """
+        served = self._plane.model.name
+        if name and served and name != served:
+            raise ModelNotFoundError(
+                f"model {quote(name)} does not exist; this router serves {served!r}", param="model"
+            )
+
+    def _render(self, body: ChatBody) -> str:
+        if self._text.chat_template is None:
+            raise FieldError("messages", "the model has no chat template; use /v1/completions")
+        variables = dict(body.chat_template_kwargs or {})
+        if body.documents is not None:
+            variables["documents"] = body.documents
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+        tools = None if body.tool_choice == "none" else body.tools
+        try:
+            return self._text.chat_template.render(
+                [_open_tool_calls(message.to_template()) for message in body.messages],
+                tools=tools,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                variables=variables,
+            )
+        except ChatTemplateError as error:
+            raise FieldError("messages", f"messages: {error}") from error
+
+    def _check_token_ids(self, field: str, ids: list[int]) -> None:
+        limit = self._text.defaults.vocabulary_tokens
+        if ids and max(ids) >= limit:
+            index = next(index for index, token_id in enumerate(ids) if token_id >= limit)
+            raise FieldError(f"{field}[{index}]", f"{field}[{index}]: token ids are below {limit}, not {ids[index]}")
+
+    def _finish(
+        self,
+        body: SamplingFields,
+        ids: list[int],
+        caller: Caller,
+        structure: sampling_pb2.StructuredOutput | None,
+    ) -> PreparedRequest:
+        if not ids:
+            field = "prompt" if isinstance(body, CompletionBody) else "messages"
+            raise FieldError(field, f"{field}: the prompt is empty; at least 1 token is needed")
+        sampling = self._build_sampling(body, self._limit_output(body, len(ids), caller.default_output_tokens))
+        if structure is not None:
+            sampling.structured_output.CopyFrom(structure)
+        objectives = caller.objectives
+        request = NewRequest(
+            prompt_token_ids=array("I", ids),
+            sampling=sampling,
+            slo_class=objectives.slo_class,
+            ttft_slo_s=objectives.ttft_slo_s,
+            tpot_slo_s=objectives.tpot_slo_s,
+            priority=objectives.priority,
+            arrival_s=caller.arrival_s,
+            deadline_s=caller.deadline_s,
+            client_request_id=caller.client_request_id,
+            owner=caller.owner,
+        )
+        return PreparedRequest(request=request, output=self._describe_output(body, sampling))
+
+    def _limit_output(self, body: SamplingFields, prompt_tokens: int, default_tokens: int | None) -> int:
+        """Returns the most output tokens, within the model's length.
+
+        Raises:
+            FieldError: The prompt, or prompt and output together, are too long.
+        """
+        wanted = body.output_limit_tokens
+        default = self._text.defaults.max_tokens or default_tokens
+        length = self._plane.model.max_model_len_tokens or self._text.defaults.max_model_len_tokens
+        if length is None:
+            return wanted or default or LAST_RESORT_OUTPUT_TOKENS
+        room = length - prompt_tokens
+        if room < 1 or (wanted is not None and wanted > room):
+            asked = f"{prompt_tokens} tokens of prompt"
+            asked += "" if wanted is None else f" and max_tokens {wanted}, {prompt_tokens + wanted} in all"
+            field = body.output_limit_field
+            if room < 1:
+                field = "prompt" if isinstance(body, CompletionBody) else "messages"
+            message = f"{field}: the model's limit is {length} tokens for prompt and output; the request has {asked}"
+            raise FieldError(field, message, "context_length_exceeded")
+        return min(room, wanted or default or room)
+
+    def _build_sampling(self, body: SamplingFields, max_tokens: int) -> sampling_pb2.SamplingParams:
+        min_tokens = body.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise FieldError("min_tokens", f"min_tokens: at most max_tokens, {max_tokens}, not {min_tokens}")
+        stop_token_ids = set(body.stop_token_ids or ())
+        self._check_token_ids("stop_token_ids", body.stop_token_ids or [])
+        if not body.ignore_eos:
+            # Models may have several ends; engines know one of them as EOS.
+            stop_token_ids |= self._text.defaults.eos_token_ids
+        values: dict[str, Any] = {
+            name: _choose(getattr(body, name), self._text.defaults.sampling.get(name), neutral)
+            for name, neutral in NEUTRAL_SAMPLING.items()
+        }
+        values["top_k"] = max(0, int(values["top_k"]))
+        return sampling_pb2.SamplingParams(
+            **values,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            seed=body.seed,
+            stop_token_ids=sorted(stop_token_ids),
+            ignore_eos=bool(body.ignore_eos),
+            logit_bias=self._read_logit_bias(body.logit_bias or {}),
+            num_logprobs=body.num_logprobs,
+            bad_words=body.bad_words or (),
+        )
+
+    def _read_logit_bias(self, given: Mapping[str, float]) -> dict[int, float]:
+        limit = self._text.defaults.vocabulary_tokens
+        bias = {}
+        for key, value in given.items():
+            if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < limit):
+                raise FieldError(
+                    "logit_bias", f"logit_bias: keys are token ids from 0 to {limit - 1}, not {quote(key)}"
+                )
+            bias[int(key)] = value
+        return bias
+
+    def _describe_output(self, body: SamplingFields, sampling: sampling_pb2.SamplingParams) -> OutputSettings:
+        return OutputSettings(
+            stops=tuple(body.stop or ()),
+            is_stop_included=bool(body.include_stop_str_in_output),
+            hidden_token_ids=frozenset(sampling.stop_token_ids),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            min_tokens=sampling.min_tokens,
+            num_logprobs=body.num_logprobs,
+            returns_token_ids=bool(body.return_token_ids),
+        )
+
+
+async def _read_structure(body: SamplingFields) -> sampling_pb2.StructuredOutput | None:
+    constraint = find_constraint(body)
+    return None if constraint is None else await asyncio.to_thread(check_constraint, constraint)
+
+
+def _choose(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def _open_tool_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Opens the arguments of an assistant's tool calls, which clients send as JSON text and templates expect as objects."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_open_call(call) for call in calls]}
+
+
+def _open_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,254 @@
+"""The HTTP edge's ends of the seam: what turns the data plane's calls into bytes for one client.
+
+On the token path nothing awaits and nothing queues: ``flush`` writes one event synchronously to the transport. While the
+client's transport is full the text is kept instead of events, and goes out as one event when it drains.
+
+The status line is sent with the first token, so that what fails before it has a status of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sluice_router.api.slow_readers import SlowReaders
+    from sluice_router.api.sse import AnswerFormat
+    from sluice_router.errors import RouterError
+    from sluice_router.scheduling.requests import Finish
+    from sluice_router.text.output import Output
+
+from sluice_router.api.sse import format_error_event
+
+
+class ClientStream(Protocol):
+    """Where a stream's bytes go."""
+
+    @property
+    def is_writable(self) -> bool:
+        """False while the client's transport is full."""
+        ...
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes in the transport that the kernel has not taken."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Writes; to a closed transport, nothing."""
+        ...
+
+    def abort(self) -> None:
+        """Closes at once, whatever is unsent."""
+        ...
+
+
+class WholeSink:
+    """Collects an answer that does not stream.
+
+    Args:
+        output: The request's output.
+        answer: The endpoint's form.
+    """
+
+    def __init__(self, output: Output, answer: AnswerFormat) -> None:
+        self._output = output
+        self._answer = answer
+        self.on_token = output.push
+        self._done: asyncio.Future[dict[str, Any] | RouterError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the data plane has said how it ended."""
+        return self._done.done()
+
+    async def wait(self) -> dict[str, Any]:
+        """Waits for the answer.
+
+        Returns:
+            The body.
+
+        Raises:
+            RouterError: The request failed.
+        """
+        result = await self._done
+        if isinstance(result, dict):
+            return result
+        raise result
+
+    def flush(self, now: float) -> None:
+        """Does nothing: the answer goes out whole."""
+
+    def on_finished(self, finish: Finish) -> None:
+        """Makes the answer."""
+        self._output.finish()
+        self._settle(self._answer.whole(self._output.take(), finish, self._output.matched_stop))
+
+    def on_error(self, error: RouterError) -> None:
+        """Fails the answer."""
+        self._settle(error)
+
+    def _settle(self, result: dict[str, Any] | RouterError) -> None:
+        if not self._done.done():  # the client may have gone in this very tick
+            self._done.set_result(result)
+
+
+class StreamSink:
+    """Writes an answer as server-sent events.
+
+    Its life: tokens come (``wait_first`` returns), the handler opens the stream, events go out, the end is written
+    (``wait_sent`` returns).
+
+    Args:
+        output: The request's output.
+        answer: The endpoint's form.
+        slow_readers: Where it registers while its client is paused.
+        interval_tokens: Tokens per event after the first.
+        cancel: Cancels the request because its client reads too slowly.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        answer: AnswerFormat,
+        *,
+        slow_readers: SlowReaders,
+        interval_tokens: int,
+        cancel: Callable[[], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._output = output
+        self._answer = answer
+        self._slow_readers = slow_readers
+        self._interval_tokens = interval_tokens
+        self._is_plain = answer.is_plain
+        self._cancel = cancel
+        self.on_token = output.push
+        self._stream: ClientStream | None = None
+        self._end: Finish | RouterError | None = None
+        self._first: asyncio.Future[None] = loop.create_future()
+        self._sent: asyncio.Future[None] = loop.create_future()
+        self._is_paused = False
+        self._is_ended = False
+        self.paused_since_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the data plane has said how it ended."""
+        return self._end is not None
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes held for the client; see ``SlowReader``."""
+        return self._output.num_bytes + (0 if self._stream is None else self._stream.num_buffered_bytes)
+
+    async def wait_first(self) -> None:
+        """Waits until there is something to send.
+
+        Raises:
+            RouterError: The request failed before that.
+        """
+        await self._first
+        if self._end is not None and isinstance(self._end, Exception):
+            raise self._end
+
+    async def wait_sent(self) -> None:
+        """Waits until the end is written."""
+        await self._sent
+
+    def open(self, stream: ClientStream, now: float) -> None:
+        """Starts writing; the status line is out.
+
+        Args:
+            stream: Where to.
+            now: In seconds, on the data plane's clock.
+        """
+        self._stream = stream
+        stream.write(self._answer.start())
+        self._advance()
+        if not stream.is_writable:
+            self.on_paused(now)
+
+    def flush(self, now: float) -> None:  # noqa: ARG002 - the gRPC edge's sink needs it
+        """Writes one event with what has come."""
+        if self._stream is None:
+            self._announce()
+        elif self._output.num_tokens - self._output.first_index >= self._interval_tokens:
+            self._advance()
+
+    def on_finished(self, finish: Finish) -> None:
+        """Writes the end, or leaves it until the client has drained."""
+        self._output.finish()
+        self._conclude(finish)
+
+    def on_error(self, error: RouterError) -> None:
+        """Ends the stream with an error; see ``ResponseSink.on_error``."""
+        self._conclude(error)
+
+    def on_paused(self, now: float) -> None:
+        """Keeps what comes: the transport is full. Behind the end nothing comes, and the connection watches alone."""
+        if self._is_ended:
+            return
+        self._is_paused = True
+        self.paused_since_s = now
+        self._slow_readers.add(self)
+
+    def on_drained(self) -> None:
+        """Goes on: the client has read what the transport held."""
+        if not self._is_paused:
+            return
+        self._is_paused = False
+        self._slow_readers.discard(self)
+        self._advance()
+
+    def on_lost(self) -> None:
+        """Forgets the client, who has gone."""
+        self._slow_readers.discard(self)
+
+    def shed(self) -> None:
+        """Gives the client up, who reads too slowly."""
+        self._cancel()
+        if self._stream is not None:
+            self._stream.abort()
+
+    def _conclude(self, end: Finish | RouterError) -> None:
+        self._end = end
+        if self._stream is None:
+            self._announce()
+        else:
+            self._advance()
+
+    def _announce(self) -> None:
+        if not self._first.done():
+            self._first.set_result(None)
+
+    def _advance(self) -> None:
+        """Writes all there is, or keeps it while the client is paused."""
+        assert self._stream is not None
+        if self._is_paused:
+            self._slow_readers.check(self)
+            return
+        if self._end is not None:
+            self._write_end(self._stream, self._end)
+            return
+        if self._is_plain:
+            text = self._output.take_text()
+            data = self._answer.plain_chunk(text) if text else b""
+        else:
+            delta = self._output.take()
+            data = self._answer.chunk(delta) if delta else b""
+        if data:
+            self._stream.write(data)
+
+    def _write_end(self, stream: ClientStream, end: Finish | RouterError) -> None:
+        # Before the write, which may find the transport full.
+        self._is_ended = True
+        delta = self._output.take()
+        if isinstance(end, Exception):
+            stream.write((self._answer.chunk(delta) if delta else b"") + format_error_event(end))
+        else:
+            stream.write(self._answer.end(delta, end, self._output.matched_stop))
+        if not self._sent.done():
+            self._sent.set_result(None)

@@ -1,0 +1,1 @@
+"""Connections to the engines: discovery, and one gRPC stream to each."""

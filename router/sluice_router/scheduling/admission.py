@@ -1,0 +1,264 @@
+"""Admission and placement of requests.
+
+``assign`` asks the core's placement policy and carries out what it decides; it runs whenever something could have changed
+for a waiting request, at most every few milliseconds for the whole queue, and for a new request at once when nobody waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from sluice_core.records import Hold, Place, PrefillRequest, RequestId, Slo
+from sluice_core.scheduling.placement import LengthAwarePlacement
+from sluice_router.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    NoEngineError,
+    QueueFullError,
+    ShuttingDownError,
+    SloInfeasibleError,
+)
+from sluice_router.scheduling import completion, dispatch, wire_conversion
+from sluice_router.scheduling.requests import LiveRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from sluice_core.records import EngineId, Plan, SloClass
+    from sluice_core.scheduling.placement import PlacementPolicy, PlacementRecord
+    from sluice_router.scheduling.requests import NewRequest, ResponseSink
+    from sluice_router.scheduling.state import RouterState
+
+# Shortest time between two looks at the whole queue, and most requests of one look: bounds the loop's pauses.
+ASSIGN_INTERVAL_S = 0.005
+MAX_ASSIGNED_AT_ONCE = 256
+# Least time after which a client is told to come back.
+MIN_RETRY_S = 1.0
+
+
+def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -> RequestId:
+    """Takes a request over.
+
+    Args:
+        state: The router's state.
+        new: The request.
+        sink: Its answer.
+        now: The router's clock, in seconds.
+
+    Returns:
+        The router's id of it.
+
+    Raises:
+        InvalidRequestError: Names the field, the value and the limit.
+        ShuttingDownError: This router accepts no more.
+        QueueFullError: Too many requests wait.
+        NoEngineError: No plan is in force.
+    """
+    plan = _check_capacity(state, now)
+    slo_class = _find_class(plan, new.slo_class)
+    _check_length(state, new)
+    request = LiveRequest(
+        request_id=RequestId(f"req-{state.rng.getrandbits(96):024x}"),
+        new=new,
+        slo=Slo(
+            ttft_s=slo_class.slo.ttft_s if new.ttft_slo_s is None else new.ttft_slo_s,
+            tpot_s=slo_class.slo.tpot_s if new.tpot_slo_s is None else new.tpot_slo_s,
+        ),
+        priority=slo_class.priority if new.priority is None else new.priority,
+        sink=sink,
+        itl_s=state.metrics.itl_s[new.slo_class],
+        waiting_since_s=now,
+    )
+    if wire_conversion.is_random(new.sampling) and not new.sampling.HasField("seed"):
+        # So that a recovered request goes on with the draws it would have had.
+        new.sampling.seed = state.rng.getrandbits(63)
+    _enter(state, request, now)
+    was_empty = not state.waiting
+    state.waiting[request.request_id] = request
+    if was_empty:
+        assign(state, now)
+    return request.request_id
+
+
+def assign(state: RouterState, now: float) -> None:
+    """Places what waits, in the order that the policy sees fit."""
+    placement = state.placement
+    if placement is None or not state.waiting:
+        return
+    state.last_assign_s = now
+    free = _find_free(state)
+    prefills = [_describe(state, request) for request in _pick(free)]
+    decisions = placement.assign(now, prefills, state.table)
+    for decision, record in zip(decisions, _take_records(placement, len(decisions)), strict=True):
+        request = state.waiting[decision.request_id]
+        if isinstance(decision, Hold):
+            if decision.reason != request.wait_reason:
+                request.wait_reason = decision.reason
+                state.ring.record(now, request.request_id, "placement", record)
+            continue
+        state.ring.record(now, request.request_id, "placement", record)
+        if isinstance(decision, Place):
+            _place(state, request, decision, now)
+        else:
+            message = (
+                f"no engine can send the first token within {request.slo.ttft_s:g} s; "
+                f"the nearest would be {decision.retry_after_s:.1f} s late"
+            )
+            completion.fail(state, request, SloInfeasibleError(message, retry_after_s=decision.retry_after_s), now)
+
+
+def assign_if_due(state: RouterState, now: float) -> None:
+    """Looks at the whole queue again unless that was just done."""
+    if state.waiting and now - state.last_assign_s >= ASSIGN_INTERVAL_S:
+        assign(state, now)
+
+
+def expire(state: RouterState, now: float) -> None:
+    """Ends requests whose deadline has passed, or that waited for an engine as long as they may."""
+    while state.deadlines and state.deadlines[0][0] <= now:
+        _, request_id = heapq.heappop(state.deadlines)
+        request = state.requests.get(request_id)
+        if request is not None:
+            late = f"the caller's deadline passed after {now - request.new.arrival_s:.1f} s"
+            completion.fail(state, request, DeadlineError(late), now)
+    limit_s = state.limits.wait_limit_s
+    for request in [item for item in state.waiting.values() if now - item.waiting_since_s >= limit_s]:
+        why = request.wait_reason or "no_engine"
+        message = f"no engine took the request within {limit_s:g} s ({why})"
+        # An outage of unknown length is expected to last as long again as it has lasted.
+        error = NoEngineError(message, retry_after_s=max(MIN_RETRY_S, now - request.waiting_since_s))
+        completion.fail(state, request, error, now)
+
+
+def _check_capacity(state: RouterState, now: float) -> Plan:
+    if not state.is_accepting:
+        raise ShuttingDownError("this router is about to leave", retry_after_s=MIN_RETRY_S)
+    if state.plan is None:
+        raise NoEngineError("no plan is in force yet", retry_after_s=MIN_RETRY_S)
+    limit = max(1, state.limits.max_waiting // state.plan.num_routers)
+    if len(state.waiting) >= limit:
+        message = f"{len(state.waiting)} requests wait for an engine, the limit is {limit}"
+        oldest = next(iter(state.waiting.values()))
+        # The queue moves by its length in about the time that its head has waited.
+        raise QueueFullError(message, retry_after_s=max(MIN_RETRY_S, now - oldest.waiting_since_s))
+    return state.plan
+
+
+def _find_class(plan: Plan, name: str) -> SloClass:
+    for slo_class in plan.slo_classes:
+        if slo_class.name == name:
+            return slo_class
+    known = ", ".join(repr(slo_class.name) for slo_class in plan.slo_classes)
+    raise InvalidRequestError(f"slo_class {name!r} is unknown; known are {known}", param="slo_class")
+
+
+def _check_length(state: RouterState, new: NewRequest) -> None:
+    prompt_tokens, max_tokens, limit = len(new.prompt_token_ids), new.sampling.max_tokens, state.max_model_len_tokens
+    if prompt_tokens < 1:
+        raise InvalidRequestError("the prompt has no tokens", param="prompt")
+    if max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens is {max_tokens}, at least 1 is needed", param="max_tokens")
+    if limit and prompt_tokens + max_tokens > limit:
+        message = (
+            f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: "
+            f"together more than the model's {limit}"
+        )
+        raise InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
+
+
+def _enter(state: RouterState, request: LiveRequest, now: float) -> None:
+    """Puts an admitted request into the tables."""
+    new = request.new
+    state.requests[request.request_id] = request
+    if new.deadline_s is not None:
+        heapq.heappush(state.deadlines, (new.deadline_s, request.request_id))
+    state.metrics.count("tokens", "prompt", by=len(new.prompt_token_ids))
+    state.ring.record(
+        now,
+        request.request_id,
+        "admitted",
+        new.client_request_id,
+        len(new.prompt_token_ids),
+        new.sampling.max_tokens,
+        request.slo.ttft_s,
+        request.slo.tpot_s,
+        new.slo_class,
+        request.priority,
+    )
+
+
+def _take_records(placement: PlacementPolicy, number: int) -> list[PlacementRecord | None]:
+    """Returns what the policy kept about its last decisions, in their order; None for one that it did not keep."""
+    if not isinstance(placement, LengthAwarePlacement):
+        return [None] * number
+    newest = list(islice(reversed(placement.records), number))
+    return [*[None] * (number - len(newest)), *reversed(newest)]
+
+
+def _find_free(state: RouterState) -> Collection[LiveRequest]:
+    """What any engine may take: all that waits, but for those that wait for the engine whose stream they lost."""
+    if not state.held:
+        return state.waiting.values()
+    return [request for request_id, request in state.waiting.items() if request_id not in state.held]
+
+
+def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
+    """Picks what one look may cover: all, or the most urgent recoveries and new prefills; the policy orders them."""
+    if len(waiting) <= MAX_ASSIGNED_AT_ONCE:
+        return waiting
+    share = MAX_ASSIGNED_AT_ONCE // 2
+    recoveries = [request for request in waiting if request.first_token_s is not None]
+    prefills = [request for request in waiting if request.first_token_s is None]
+    urgent = heapq.nsmallest(share, recoveries, key=lambda request: request.next_token_due_s)
+    urgent += heapq.nsmallest(
+        MAX_ASSIGNED_AT_ONCE - len(urgent),
+        prefills,
+        key=lambda request: (-request.priority, request.new.arrival_s),
+    )
+    return urgent
+
+
+def _describe(state: RouterState, request: LiveRequest) -> PrefillRequest:
+    return PrefillRequest(
+        request_id=request.request_id,
+        arrival_s=request.new.arrival_s,
+        prompt_tokens=request.num_tokens,
+        slo=request.slo,
+        priority=request.priority,
+        is_recovery=request.first_token_s is not None,
+        # Most have nothing to avoid, and then the engines need not be looked at.
+        excluded=_find_avoided(state, request) if request.excluded or request.died_on else frozenset(),
+        next_token_due_s=request.next_token_due_s,
+    )
+
+
+def _find_avoided(state: RouterState, request: LiveRequest) -> frozenset[EngineId]:
+    """Engines that a request is better not given to; none while there are no others."""
+    avoided = request.excluded | request.died_on
+    has_others = any(engine.engine_id not in avoided for engine in state.table if not engine.is_draining)
+    return frozenset(avoided) if has_others else frozenset()
+
+
+def _place(state: RouterState, request: LiveRequest, decision: Place, now: float) -> None:
+    engine = state.engines[decision.engine_id]
+    del state.waiting[request.request_id]
+    request.excluded = frozenset()
+    dispatch.submit(state, request, engine, now)
+    state.table.mark_submitted(engine.engine_id, request.request_id, engine.num_submits)
+    role = engine.role.value if engine.role is not None else ""
+    state.metrics.count("placements", role, decision.reason)
+    state.metrics.queue_s[request.new.slo_class].observe(max(0.0, now - request.waiting_since_s))
+    if request.first_token_s is None and math.isfinite(decision.predicted_ttft_s):
+        request.predicted_ttft_s = decision.predicted_ttft_s
+    state.ring.record(
+        now,
+        request.request_id,
+        "submitted",
+        engine.engine_id,
+        request.fence,
+        len(request.output_token_ids),
+        request.first_token_s is not None,
+    )

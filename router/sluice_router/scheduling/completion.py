@@ -1,0 +1,134 @@
+"""How requests end: finished, failed, cancelled. Each request ends once, leaves every table, and is counted once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice.v1 import control_pb2, sampling_pb2
+from sluice_core.slo import MET_NOTHING, RequestEnd, check_slo, compute_tpot_s
+from sluice_router.errors import OverloadError
+from sluice_router.scheduling import dispatch, migration
+from sluice_router.scheduling.requests import Finish, Usage
+
+if TYPE_CHECKING:
+    from sluice_core.slo import SloOutcome
+    from sluice_router.errors import RouterError
+    from sluice_router.scheduling.requests import LiveRequest
+    from sluice_router.scheduling.state import RouterState
+
+_RESULTS = {sampling_pb2.FINISH_REASON_STOP: "stop", sampling_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+def finish(
+    state: RouterState,
+    request: LiveRequest,
+    reason: sampling_pb2.FinishReason.ValueType,
+    now: float,
+    *,
+    output_tokens: int | None = None,
+    stop_token_id: int | None = None,
+) -> None:
+    """Ends a request well.
+
+    Args:
+        state: The router's state.
+        request: Has at least one token, or asked for none.
+        reason: STOP or LENGTH.
+        now: The router's clock, in seconds.
+        output_tokens: Output tokens that count; None: all.
+        stop_token_id: Stop token that ended it.
+    """
+    num_output = len(request.output_token_ids) if output_tokens is None else output_tokens
+    usage, outcome = _measure(request, num_output, now)
+    _leave(state, request, now)
+    state.actions.finishes.append((request.sink, Finish(reason=reason, stop_token_id=stop_token_id, usage=usage)))
+    state.ring.record(
+        now, request.request_id, "finished", _RESULTS[reason], num_output, usage.ttft_s, usage.tpot_s, usage.is_slo_met
+    )
+    slo_class, metrics = request.new.slo_class, state.metrics
+    state.attainment.record(now, slo_class, RequestEnd.FINISHED, outcome)
+    _count(state, request, _RESULTS[reason])
+    if request.new.owner:
+        metrics.count("key_tokens", request.new.owner, "prompt", by=usage.prompt_tokens)
+        metrics.count("key_tokens", request.new.owner, "output", by=num_output)
+    metrics.count("tokens", "output", by=num_output)
+    metrics.duration_s[slo_class].observe(now - request.new.arrival_s)
+    if usage.tpot_s is not None:
+        metrics.tpot_s[slo_class].observe(usage.tpot_s)
+    _sample(state, request, num_output)
+
+
+def fail(state: RouterState, request: LiveRequest, error: RouterError, now: float) -> None:
+    """Ends a request with an error that its client sees."""
+    _leave(state, request, now)
+    state.actions.failures.append((request.sink, error))
+    state.ring.record(now, request.request_id, "failed", error.code, error.message)
+    end = RequestEnd.REJECTED if isinstance(error, OverloadError) else RequestEnd.FAILED
+    state.attainment.record(now, request.new.slo_class, end)
+    _count(state, request, end.value)
+    state.metrics.count("rejected", error.code)
+
+
+def cancel(state: RouterState, request: LiveRequest, reason: str, now: float) -> None:
+    """Ends a request that nobody reads any more; its sink is not called again."""
+    _leave(state, request, now)
+    state.ring.record(now, request.request_id, "cancelled", reason)
+    state.attainment.record(now, request.new.slo_class, RequestEnd.CANCELLED)
+    _count(state, request, RequestEnd.CANCELLED.value)
+    state.metrics.count("rejected", reason)
+
+
+def _count(state: RouterState, request: LiveRequest, result: str) -> None:
+    state.metrics.count("requests", request.new.slo_class, result)
+    if request.new.owner:
+        state.metrics.count("key_requests", request.new.owner, result)
+
+
+def _leave(state: RouterState, request: LiveRequest, now: float) -> None:
+    """Takes a request out of every table, and off its engine."""
+    del state.requests[request.request_id]
+    state.waiting.pop(request.request_id, None)
+    state.held.pop(request.request_id, None)
+    # The end carries what is held back.
+    state.actions.flushes.pop(request.request_id, None)
+    if request.move is not None:
+        migration.abandon(state, request.move, "ended", now)
+    stay, request.stay = request.stay, None
+    if stay is not None:
+        state.table.cancel_placement(stay.engine.engine_id, request.request_id, now)
+        dispatch.abort_stay(state, stay)
+
+
+def _measure(request: LiveRequest, num_output: int, now: float) -> tuple[Usage, SloOutcome]:
+    if request.first_token_s is None or num_output < 1:
+        ttft_s, tpot_s, outcome = now - request.new.arrival_s, None, MET_NOTHING
+    else:
+        ttft_s = request.first_token_s - request.new.arrival_s
+        tpot_s = compute_tpot_s(request.first_token_s, request.last_token_s, num_output)
+        outcome = check_slo(request.slo, ttft_s, tpot_s)
+    usage = Usage(
+        prompt_tokens=len(request.new.prompt_token_ids),
+        output_tokens=num_output,
+        cached_tokens=request.cached_tokens,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        num_hand_offs=request.num_hand_offs,
+        num_recoveries=request.num_recoveries,
+        is_slo_met=outcome.met_both,
+    )
+    return usage, outcome
+
+
+def _sample(state: RouterState, request: LiveRequest, num_output: int) -> None:
+    """Keeps a request for the planner. Requests end in another order than they arrive; the gaps still add up to the time."""
+    arrival_s = request.new.arrival_s
+    last_s = arrival_s if state.last_arrival_s is None else state.last_arrival_s
+    state.last_arrival_s = max(last_s, arrival_s)
+    state.samples.append(
+        control_pb2.RequestSample(
+            gap_s=state.last_arrival_s - last_s,
+            prompt_tokens=len(request.new.prompt_token_ids),
+            output_tokens=num_output,
+            slo_class=request.new.slo_class,
+        )
+    )

@@ -1,0 +1,89 @@
+"""How engines come: addresses of the discovery, streams, and what an engine says it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_core.records import EngineId
+from sluice_router.scheduling import failover, plan, wire_conversion
+from sluice_router.scheduling.state import Engine, LinkStatus
+
+if TYPE_CHECKING:
+    from sluice.v1 import engine_pb2
+    from sluice_router.scheduling.state import RouterState
+
+
+def set_addresses(state: RouterState, addresses: frozenset[str]) -> None:
+    """Takes the addresses that the discovery knows now.
+
+    One that is gone keeps its stream for as long as it lasts: the discovery may be wrong, a working stream is not.
+    """
+    for address in addresses - state.links.keys():
+        state.links[address] = LinkStatus()
+        state.touch()
+    for address in state.links.keys() - addresses:
+        forget(state, address)
+
+
+def forget(state: RouterState, address: str) -> None:
+    """Drops an address that has no stream."""
+    link = state.links.get(address)
+    if link is not None and (link.engine is None or link.engine.is_lost):
+        del state.links[address]
+        state.touch()
+
+
+def note_fault(state: RouterState, address: str, fault: str, now: float) -> bool:
+    """Notes why an address has no stream; whoever waits for the engine behind it waits no longer.
+
+    Returns:
+        Whether the fault is news.
+    """
+    link = state.links.get(address)
+    if link is not None and link.engine is not None:
+        failover.give_up_holds(state, link.engine.engine_id, now)
+    if link is None or link.last_fault == fault:
+        return False
+    link.last_fault = fault
+    state.touch()
+    return True
+
+
+def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now: float) -> Engine:
+    """Takes a new stream into service.
+
+    Requests that the engine kept from an earlier stream of this router go on on this one, unless they went on elsewhere.
+
+    Args:
+        state: The router's state.
+        address: host:port of the stream.
+        hello: What the engine says it is.
+        now: The router's clock, in seconds.
+
+    Returns:
+        The stream's record.
+    """
+    engine_id = EngineId(hello.engine_id)
+    earlier = state.engines.get(engine_id)
+    if earlier is not None:
+        reason = "epoch" if earlier.epoch != hello.epoch else "stream"
+        failover.lose_engine(state, earlier, reason, now, fault="a newer stream replaced it")
+    engine = Engine(
+        engine_id=engine_id,
+        epoch=hello.epoch,
+        address=address,
+        model=hello.model or hello.fingerprint,
+        fingerprint=hello.fingerprint,
+        spec=wire_conversion.spec_from(hello),
+        max_model_len_tokens=hello.max_model_len_tokens,
+        last_heard_s=now,
+        progress_s=now,
+    )
+    state.engines[engine_id] = engine
+    link = state.links.setdefault(address, LinkStatus())
+    link.engine, link.last_fault = engine, ""
+    failover.resume_held(state, engine, hello.held, now)
+    plan.judge_model(state, engine)
+    plan.configure(state, engine)
+    state.touch()
+    return engine

@@ -1,0 +1,260 @@
+"""Plans: checked whole, applied between two messages, pushed to the engines as ``Configure``.
+
+The highest (cluster uid, generation) wins, so that two routers on different generations for a second are harmless. A role
+counts from the engine's acknowledgement: only then is the engine in ``RouterState.table``, and only with what it
+acknowledged. A drain counts at once.
+
+A chunk size above the most that an engine said it can run is cut to that, for this engine alone: in the midst of a roll
+that raises ``maxBatchTokens`` the plan is in force on old and new engines alike. What each runs with is in the status.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from sluice.v1 import control_pb2, plan_pb2
+from sluice_core.records import EnginePlan, Plan, Role
+from sluice_core.strategies import get_strategy
+from sluice_router.errors import PlanRefusedError
+from sluice_router.scheduling import wire_conversion
+
+if TYPE_CHECKING:
+    from sluice.v1 import engine_pb2
+    from sluice_router.scheduling.state import Engine, RouterState
+
+_UNLIMITED = 2**31 - 1
+
+
+def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
+    """Puts a plan in force, whole; the plan in force again changes nothing.
+
+    Args:
+        state: The router's state.
+        message: The plan.
+
+    Raises:
+        PlanRefusedError: The plan in force stays; names the field, the value and the limit.
+    """
+    try:
+        _check_newer(state, message)
+        _check_plan(state, message)
+    except PlanRefusedError:
+        state.metrics.count("plans", "refused")
+        raise
+    plan = wire_conversion.plan_from(message)
+    if plan == state.plan:
+        return
+    state.metrics.count("plans", "applied")
+    _set_policies(state, plan)
+    state.plan = plan
+    for engine in state.engines.values():
+        judge_model(state, engine)
+        configure(state, engine)
+    state.touch()
+
+
+def configure(state: RouterState, engine: Engine) -> None:
+    """Sends an engine its part of the plan in force."""
+    plan = state.plan
+    if plan is None or engine.status == control_pb2.ENGINE_STATE_REFUSED:
+        return
+    part = part_of(plan, engine)
+    # Where roles are void nothing shall be proposed.
+    strategy = "aggregated" if _are_roles_void(plan) else plan.strategy
+    state.message_to(engine).configure.CopyFrom(wire_conversion.configure_message(plan, part, strategy=strategy))
+    if part.is_draining and not engine.is_draining:
+        begin_drain(state, engine)
+
+
+def part_of(plan: Plan, engine: Engine) -> EnginePlan:
+    """Returns an engine's part of a plan, as far as it can run it; one that is not named serves with the D setting."""
+    unnamed = EnginePlan(role=Role.DECODE_HEAVY, chunk_size_tokens=plan.unnamed_chunk_size_tokens)
+    part = plan.engines.get(engine.engine_id, unnamed)
+    if part.chunk_size_tokens <= engine.spec.max_batch_tokens:
+        return part
+    return dataclasses.replace(part, chunk_size_tokens=engine.spec.max_batch_tokens)
+
+
+def begin_drain(state: RouterState, engine: Engine) -> None:
+    """Stops placements on an engine at once."""
+    engine.is_draining = True
+    if engine.engine_id in state.table and engine.role is not None:
+        state.table.configure(
+            engine.engine_id, role=engine.role, chunk_size_tokens=engine.chunk_size_tokens, is_draining=True
+        )
+    state.touch()
+
+
+def take_configured(state: RouterState, engine: Engine, configured: engine_pb2.Configured) -> None:
+    """An engine says what it has in force: its role counts from here on.
+
+    Args:
+        state: The router's state.
+        engine: Who says so.
+        configured: What is in force, or why a part was refused.
+    """
+    if configured.error:
+        engine.last_fault = f"refused plan {configured.generation}: {configured.error}"
+        state.metrics.count("plans", "refused_by_engine")
+        state.touch()
+        return
+    plan = state.plan
+    if plan is None or configured.cluster_uid != plan.cluster_uid:
+        return
+    role = wire_conversion.role_from(configured.role)
+    engine.role, engine.chunk_size_tokens = role, configured.chunk_size_tokens
+    engine.acknowledged_generation = configured.generation
+    engine.is_draining = part_of(plan, engine).is_draining or engine.load.is_draining
+    if engine.status != control_pb2.ENGINE_STATE_REFUSED:
+        if engine.engine_id not in state.table:
+            _add_to_table(state, engine, role)
+        state.table.configure(
+            engine.engine_id,
+            role=role,
+            chunk_size_tokens=engine.chunk_size_tokens,
+            is_draining=engine.is_draining,
+        )
+    state.touch()
+
+
+def _add_to_table(state: RouterState, engine: Engine, role: Role) -> None:
+    """Lets placements and moves see an engine, with the load that it has reported already: an idle one is in no hurry."""
+    state.table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
+    if engine.load.kv_blocks_total:
+        state.table.report(engine.engine_id, wire_conversion.load_from(engine.load, 0.0), engine.last_heard_s)
+
+
+def judge_model(state: RouterState, engine: Engine) -> None:
+    """Accepts an engine, or refuses it because its model is not the cluster's.
+
+    Without one in the plan the engines must agree among themselves: the first one says it, for as long as an engine or a
+    stream that has begun is left that counts on it. A fingerprint may differ beyond the model (dtype, block size, vLLM's
+    version): in the midst of a roll both kinds serve, and exchange no KV.
+    """
+    plan = state.plan
+    if plan is not None and plan.model_fingerprint:
+        state.model = plan.model_fingerprint
+    elif not state.model or not _is_model_needed(state, engine):
+        state.model = engine.model
+    is_refused = engine.status == control_pb2.ENGINE_STATE_REFUSED
+    if state.model not in {engine.model, engine.fingerprint}:
+        engine.last_fault = f"model {engine.model!r} ({engine.fingerprint}) is not the cluster's {state.model!r}"
+        engine.status = control_pb2.ENGINE_STATE_REFUSED
+        state.table.remove(engine.engine_id)
+    elif is_refused:
+        engine.status = control_pb2.ENGINE_STATE_READY
+        engine.last_fault = ""
+    _note_model_length(state)
+
+
+def reconsider_refused(state: RouterState) -> None:
+    """Accepts engines of another model once nobody counts on the old one any more."""
+    refused = [item for item in state.engines.values() if item.status == control_pb2.ENGINE_STATE_REFUSED]
+    if len(refused) < len(state.engines):
+        return
+    for engine in refused:
+        judge_model(state, engine)
+        if engine.status != control_pb2.ENGINE_STATE_REFUSED:
+            configure(state, engine)
+            state.touch()
+
+
+def _is_model_needed(state: RouterState, engine: Engine) -> bool:
+    """Whether another engine serves, or a stream has begun, with the cluster's model."""
+    others = any(
+        other is not engine and other.status != control_pb2.ENGINE_STATE_REFUSED for other in state.engines.values()
+    )
+    return others or any(request.first_token_s is not None for request in state.requests.values())
+
+
+def _note_model_length(state: RouterState) -> None:
+    lengths = [
+        engine.max_model_len_tokens
+        for engine in state.engines.values()
+        if engine.status != control_pb2.ENGINE_STATE_REFUSED
+    ]
+    if lengths:
+        state.max_model_len_tokens = min(lengths)
+
+
+def _set_policies(state: RouterState, plan: Plan) -> None:
+    strategy = get_strategy(plan.strategy)
+    state.placement = strategy.make_placement(plan.parameters, state.rng)
+    state.flow = strategy.make_flow(plan.parameters, state.rng)
+
+
+def _are_roles_void(plan: Plan) -> bool:
+    """Whether all engines that do not drain have one chunk size."""
+    return len({part.chunk_size_tokens for part in plan.engines.values() if not part.is_draining}) == 1
+
+
+def _check_newer(state: RouterState, message: plan_pb2.Plan) -> None:
+    plan = state.plan
+    if plan is None:
+        return
+    if message.cluster_uid != plan.cluster_uid:
+        raise PlanRefusedError(f"cluster_uid is {message.cluster_uid!r}, this router serves {plan.cluster_uid!r}")
+    if message.generation < plan.generation:
+        raise PlanRefusedError(f"generation is {message.generation}, {plan.generation} is in force")
+
+
+def _check_plan(state: RouterState, message: plan_pb2.Plan) -> None:
+    """Checks every field.
+
+    Raises:
+        PlanRefusedError: Names the field, the value and the limit.
+    """
+    if not message.cluster_uid:
+        raise PlanRefusedError("cluster_uid is empty")
+    _check_range("generation", message.generation, 1, 2**63 - 1)
+    if message.strategy not in wire_conversion.STRATEGY_NAMES:
+        raise PlanRefusedError(f"strategy is {message.strategy}, known are {sorted(wire_conversion.STRATEGY_NAMES)}")
+    _check_parameters(message.parameters)
+    _check_classes(message)
+    _check_range("attainment_percent", message.attainment_percent, 1, 100)
+    _check_engines(message)
+    in_force = state.plan
+    if (
+        in_force is not None
+        and message.generation == in_force.generation
+        and wire_conversion.plan_from(message) != in_force
+    ):
+        raise PlanRefusedError(f"generation is {message.generation}, which is in force with other contents")
+
+
+def _check_parameters(parameters: plan_pb2.Parameters) -> None:
+    _check_range("parameters.watermark_percent", parameters.watermark_percent, 1, 100)
+    _check_range("parameters.approaching_factor_percent", parameters.approaching_factor_percent, 1, 100)
+    if parameters.early_rejection not in wire_conversion.EARLY_REJECTIONS:
+        known = sorted(wire_conversion.EARLY_REJECTIONS)
+        raise PlanRefusedError(f"parameters.early_rejection is {parameters.early_rejection}, known are {known}")
+
+
+def _check_classes(message: plan_pb2.Plan) -> None:
+    names = [item.name for item in message.slo_classes]
+    if not names or names[0]:
+        raise PlanRefusedError(f"slo_classes are {names}, the default class (empty name) must come first")
+    if len(set(names)) != len(names):
+        raise PlanRefusedError(f"slo_classes are {names}, names must be unique")
+    for number, item in enumerate(message.slo_classes):
+        _check_range(f"slo_classes[{number}].ttft_milliseconds", item.ttft_milliseconds, 1, _UNLIMITED)
+        _check_range(f"slo_classes[{number}].tpot_milliseconds", item.tpot_milliseconds, 1, _UNLIMITED)
+
+
+def _check_engines(message: plan_pb2.Plan) -> None:
+    seen: set[str] = set()
+    for number, item in enumerate(message.engines):
+        field = f"engines[{number}]"
+        if not item.engine_id or item.engine_id in seen:
+            raise PlanRefusedError(f"{field}.engine_id is {item.engine_id!r}, ids must be unique and not empty")
+        seen.add(item.engine_id)
+        if item.role not in wire_conversion.ROLES:
+            raise PlanRefusedError(f"{field}.role is {item.role}, known are {sorted(wire_conversion.ROLES)}")
+        _check_range(f"{field}.chunk_size_tokens", item.chunk_size_tokens, 0, _UNLIMITED)
+    _check_range("unnamed_chunk_size_tokens", message.unnamed_chunk_size_tokens, 0, _UNLIMITED)
+
+
+def _check_range(field: str, value: int, lowest: int, highest: int) -> None:
+    if not lowest <= value <= highest:
+        raise PlanRefusedError(f"{field} is {value}, allowed are {lowest} to {highest}")

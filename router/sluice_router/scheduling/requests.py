@@ -1,0 +1,286 @@
+"""A request's life, and the seam between the client edge and the data plane.
+
+The edge (HTTP, gRPC) prepares a ``NewRequest`` and a ``ResponseSink``, calls ``DataPlane.admit`` and from then on is only
+called back. All of it happens on the event loop's thread; nothing here awaits, and no method of the seam blocks.
+
+    admitted ── waiting ── running ──► finished | failed | cancelled
+                   ▲ │        │ ▲
+              lost └─│────────┘ ├── moved (the sink never notices)
+                     └──────────┴── resumed, when only the stream had broken
+
+Order of calls on a sink: ``on_token`` any number of times, ``flush`` at most once per engine message that brought
+tokens, then exactly one of ``on_finished`` and ``on_error``, which carries all that is still held back. After that, and after
+``DataPlane.cancel``, the sink is never called again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from sluice.v1 import engine_pb2, sampling_pb2
+    from sluice_core.records import EngineId, RequestId, Slo
+    from sluice_router.errors import RouterError
+    from sluice_router.observability.metrics import Histogram
+    from sluice_router.scheduling.state import Hold, Move, Stay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """What the edge hands over.
+
+    Args:
+        prompt_token_ids: The prompt, ``array("I")``, not empty; recovery needs it, so it is kept compact.
+        sampling: Sampling with generation defaults resolved and ``max_tokens`` > 0. The data plane assigns a seed when
+            it samples without one; the edge need not.
+        slo_class: Name of the class; empty for the default one.
+        ttft_slo_s: Objective of this request, in seconds; None: the class's.
+        tpot_slo_s: Objective of this request, in seconds; None: the class's.
+        priority: Higher goes first; None: the class's.
+        arrival_s: When the first byte came, on ``DataPlane.now``'s clock: HTTP, template and tokenizing count.
+        deadline_s: When the caller gives up, on the same clock; None: never.
+        client_request_id: The caller's own id (``x-request-id``), at most 128 characters; empty: none. Never a key.
+        owner: Whose API key it came with; empty where none is asked for.
+    """
+
+    prompt_token_ids: array[int]
+    sampling: sampling_pb2.SamplingParams
+    slo_class: str = ""
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    priority: int | None = None
+    arrival_s: float
+    deadline_s: float | None = None
+    client_request_id: str = ""
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a request used and how it was served.
+
+    Args:
+        prompt_tokens: Prompt length.
+        output_tokens: Output length, up to the stop.
+        cached_tokens: Prompt tokens found in a prefix cache.
+        ttft_s: Time to first token.
+        tpot_s: Time per output token, pauses included; None for one token.
+        num_hand_offs: Moves between engines that kept the KV.
+        num_recoveries: Times it went on elsewhere after an engine failed.
+        is_slo_met: Both objectives met.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    ttft_s: float
+    tpot_s: float | None
+    num_hand_offs: int
+    num_recoveries: int
+    is_slo_met: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The good end of a request.
+
+    Args:
+        reason: ``FINISH_REASON_STOP`` or ``FINISH_REASON_LENGTH``.
+        stop_token_id: The stop token that ended it, if one did (EOS left out).
+        usage: Its usage.
+    """
+
+    reason: sampling_pb2.FinishReason.ValueType
+    stop_token_id: int | None
+    usage: Usage
+
+
+class ResponseSink(Protocol):
+    """One client's answer in the making: detokenizing, stop strings, and the bytes.
+
+    ``on_token`` only accumulates; the bytes go out in ``flush``. An exception out of any method ends this request
+    alone: it is aborted at its engine and the sink is not called again.
+    """
+
+    def on_token(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> int | None:
+        """Takes the next token of the output.
+
+        Args:
+            token_id: Every token of the output comes exactly once and in order.
+            logprobs: Its logprobs when the request asked for them, else None.
+
+        Returns:
+            None to go on. If the output has ended by a stop string: the number of output tokens of the whole request,
+            up to and including the one that completed it. The data plane then aborts at the engine and calls
+            ``on_finished`` with that usage.
+        """
+        ...
+
+    def flush(self, now: float) -> None:
+        """Writes what ``on_token`` brought, at most once per engine message. Never blocks."""
+        ...
+
+    def on_finished(self, finish: Finish) -> None:
+        """Writes what is held back and ends the answer."""
+        ...
+
+    def on_error(self, error: RouterError) -> None:
+        """Ends the answer with an error: an HTTP status before the first byte, an error event after it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What clients may know of the model.
+
+    Args:
+        name: Name that clients use.
+        max_model_len_tokens: Longest prompt + output; the smallest over the engines; 0: no engine yet.
+        created_s: Start of this router, Unix time, for ``/v1/models``.
+    """
+
+    name: str
+    max_model_len_tokens: int
+    created_s: int
+
+
+class DataPlane(Protocol):
+    """What the client edge sees of the rest of the router. Synchronous throughout; call on the event loop's thread.
+
+    ``admit`` and ``cancel`` may be called from within a sink's methods.
+    """
+
+    def now(self) -> float:
+        """Reads the clock that all times of the seam are on, in seconds."""
+        ...
+
+    def admit(self, request: NewRequest, sink: ResponseSink) -> RequestId:
+        """Takes a request over; from here on the sink gets its end, whatever happens.
+
+        Returns:
+            The router's id of it: sent as ``x-request-id`` unless the client brought one; key for ``cancel`` and ``explain``.
+
+        Raises:
+            InvalidRequestError: Unknown class, prompt + max_tokens over the model's length, ...
+            ShuttingDownError: This router accepts no more.
+            QueueFullError: Too many requests wait.
+            NoEngineError: No plan is in force yet.
+        """
+        ...
+
+    def cancel(self, request_id: RequestId, reason: str = "client_gone") -> None:
+        """Ends a request because its client is gone (``client_gone``) or reads too slowly (``slow_reader``).
+
+        Aborted at its engine within one iteration; the sink is not called again. An unknown id is no error.
+        """
+        ...
+
+    @property
+    def model(self) -> ServedModel:
+        """The model served, under the plan's name."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """True: plan in force, at least one engine connected, not shutting down (``/readyz``)."""
+        ...
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why not, for people; empty when ready."""
+        ...
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Where the edge registers metrics of its own."""
+        ...
+
+    def format_metrics(self) -> bytes:
+        """Everything for ``/metrics``, in Prometheus' text format."""
+        ...
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """Every decision about a request, for ``/debug/requests/{id}``; by the router's id or the client's.
+
+        Returns:
+            Plain data for JSON; None when it is unknown or has left the ring.
+        """
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LiveRequest:
+    """A request from admission to its end; mutable, changed only by the functions of the data plane.
+
+    Exactly one of these holds: it is in ``RouterState.waiting``; ``stay`` is set (its owner is that engine); ``move`` has
+    been handed off and waits for its submit, which never outlives the function that sees it.
+
+    Args:
+        request_id: The router's id.
+        new: What the edge handed over, with the seed filled in.
+        slo: Objectives, fixed at admission.
+        priority: Higher goes first.
+        sink: The client's answer.
+        itl_s: Where the gaps between its tokens are counted.
+        output_token_ids: Tokens delivered to the sink so far.
+        fence: Fencing number of the last submit.
+        stay: Where it runs.
+        move: The move in progress.
+        hold: What the engine may have of it whose stream it lost; None from its next owner on.
+        waiting_since_s: When it began to wait for an engine.
+        wait_reason: Why it waits.
+        first_token_s: When the first token came.
+        last_token_s: When the last one came.
+        lost_since_s: When its engine failed, until the next token comes.
+        predicted_ttft_s: The placement's estimate.
+        num_hand_offs: Moves that kept the KV.
+        num_recoveries: Times it was placed again after a failure.
+        num_deaths: Engines that failed while it ran there.
+        died_on: Their ids; avoided while there are others.
+        excluded: Engines that returned it; cleared once it is placed.
+        cached_tokens: Prompt tokens found in a prefix cache.
+        reset_at_tokens: Output length at the last move that reset Algorithm 1's length.
+        moved_at_tokens: Output length at the last move.
+    """
+
+    request_id: RequestId
+    new: NewRequest
+    slo: Slo
+    priority: int
+    sink: ResponseSink
+    itl_s: Histogram
+    output_token_ids: array[int] = field(default_factory=lambda: array("I"))
+    fence: int = 0
+    stay: Stay | None = None
+    move: Move | None = None
+    hold: Hold | None = None
+    waiting_since_s: float = 0.0
+    wait_reason: str = ""
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    lost_since_s: float | None = None
+    predicted_ttft_s: float | None = None
+    num_hand_offs: int = 0
+    num_recoveries: int = 0
+    num_deaths: int = 0
+    died_on: set[EngineId] = field(default_factory=set)
+    excluded: frozenset[EngineId] = frozenset()
+    cached_tokens: int = 0
+    reset_at_tokens: int = 0
+    moved_at_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.new.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def next_token_due_s(self) -> float:
+        """When the next token is due by the TPOT objective, on the router's clock; 0 before the first token."""
+        if self.first_token_s is None:
+            return 0.0
+        return self.first_token_s + self.slo.tpot_s * len(self.output_token_ids)

@@ -1,0 +1,322 @@
+"""The data plane's entry points: observe, decide, act.
+
+Every event (a new request, an engine's message, a lost stream, a tick) is one synchronous method: it changes the state,
+and then carries out what the state asks for (``RouterState.take_actions``): messages to links, calls of sinks. A sink that
+calls back into the router while an event is under way is served after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+
+from sluice_router.scheduling import (
+    admission,
+    completion,
+    engine_registry,
+    failover,
+    migration,
+    plan,
+    status,
+    token_delivery,
+)
+from sluice_router.scheduling.requests import ServedModel
+from sluice_router.scheduling.state import LinkStatus, StreamBrokenError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sluice.v1 import control_pb2, engine_pb2, plan_pb2
+    from sluice_core.records import EngineId, RequestId
+    from sluice_router.errors import RouterError
+    from sluice_router.observability.metrics import LinkTraffic
+    from sluice_router.scheduling.requests import LiveRequest, NewRequest, ResponseSink
+    from sluice_router.scheduling.state import Engine, RouterState
+
+logger = logging.getLogger(__name__)
+
+End = TypeVar("End")
+
+# The router's own pauses up to this long are not held against engines.
+MAX_TICK_LAG_S = 0.2
+
+
+class LinkWriter(Protocol):
+    """What the router needs of the links."""
+
+    def send(self, engine: Engine, message: engine_pb2.AttachRequest) -> None:
+        """Queues a message on the engine's stream; one whose stream is gone is dropped."""
+        ...
+
+    def close(self, engine: Engine, reason: str) -> None:
+        """Ends the engine's stream."""
+        ...
+
+
+class Router:
+    """Implements ``requests.DataPlane``, and takes what links and control plane bring.
+
+    Args:
+        state: The state; nobody else changes it.
+        clock: Monotonic, in seconds.
+    """
+
+    def __init__(self, state: RouterState, clock: Callable[[], float]) -> None:
+        self.state = state
+        self.now = clock
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(status.Collector(state, clock))
+        self._links: LinkWriter | None = None
+        self._is_busy = False
+        self._late_cancels: list[tuple[RequestId, str]] = []
+        self._last_tick_s: float | None = None
+        self._listeners: list[Callable[[], None]] = []
+        self._seen_version = state.version
+
+    def connect(self, links: LinkWriter) -> None:
+        """Says where messages to engines go."""
+        self._links = links
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Calls ``listener`` after every change of ``state.version``."""
+        self._listeners.append(listener)
+
+    # --- clients -------------------------------------------------------------------------------------------------
+
+    def admit(self, request: NewRequest, sink: ResponseSink) -> RequestId:
+        """See ``DataPlane.admit``."""
+        started_s = time.perf_counter()
+        try:
+            return admission.admit(self.state, request, sink, self.now())
+        finally:
+            self.state.metrics.decision_s.observe(time.perf_counter() - started_s)
+            self._act()
+
+    def cancel(self, request_id: RequestId, reason: str = "client_gone") -> None:
+        """See ``DataPlane.cancel``."""
+        if self._is_busy:
+            self._late_cancels.append((request_id, reason))
+            return
+        request = self.state.requests.get(request_id)
+        if request is not None:
+            completion.cancel(self.state, request, reason, self.now())
+            self._act()
+
+    @property
+    def model(self) -> ServedModel:
+        """See ``DataPlane.model``."""
+        state = self.state
+        name = state.plan.served_model_name if state.plan is not None else ""
+        return ServedModel(name=name, max_model_len_tokens=state.max_model_len_tokens, created_s=state.started_unix_s)
+
+    @property
+    def is_ready(self) -> bool:
+        """See ``DataPlane.is_ready``."""
+        return not status.why_not_ready(self.state)
+
+    @property
+    def not_ready_reason(self) -> str:
+        """See ``DataPlane.not_ready_reason``."""
+        return status.why_not_ready(self.state)
+
+    def format_metrics(self) -> bytes:
+        """See ``DataPlane.format_metrics``."""
+        return generate_latest(self.registry)
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """See ``DataPlane.explain``."""
+        return self.state.ring.explain(request_id)
+
+    def set_edge_fault(self, fault: str) -> None:
+        """Says why clients cannot be served, whatever the engines; empty: they can."""
+        if fault != self.state.edge_fault:
+            self.state.edge_fault = fault
+            self.state.touch()
+            self._act()
+
+    # --- links ---------------------------------------------------------------------------------------------------
+
+    def set_addresses(self, addresses: frozenset[str]) -> None:
+        """The discovery knows these addresses now."""
+        engine_registry.set_addresses(self.state, addresses)
+        self._act()
+
+    def traffic_of(self, address: str) -> LinkTraffic:
+        """Where the bytes of an address's streams are counted."""
+        return self.state.links.setdefault(address, LinkStatus()).traffic
+
+    def note_fault(self, address: str, fault: str) -> None:
+        """An address has no stream, for this reason."""
+        now, has_held = self.now(), bool(self.state.held)
+        if engine_registry.note_fault(self.state, address, fault, now):
+            logger.info("engine at %s: no stream: %s", address, fault)
+        if has_held:
+            admission.assign(self.state, now)
+        self._act()
+
+    def attach(self, address: str, hello: engine_pb2.EngineHello, register: Callable[[Engine], object]) -> Engine:
+        """A stream began; the engine's other stream, if there is one, is over.
+
+        Args:
+            address: host:port of the stream.
+            hello: What the engine says it is.
+            register: Called with the stream's record before anything is sent on it.
+        """
+        engine = engine_registry.attach(self.state, address, hello, self.now())
+        register(engine)
+        self._act()
+        return engine
+
+    def forget(self, address: str) -> None:
+        """An address that the discovery does not know any more has no stream either."""
+        engine_registry.forget(self.state, address)
+        self._act()
+
+    def on_step(self, engine: Engine, message: engine_pb2.AttachResponse) -> None:
+        """Takes one message of an engine."""
+        now, state = self.now(), self.state
+        self._is_busy = True
+        try:
+            token_delivery.take_message(state, engine, message, now)
+        except StreamBrokenError as error:
+            logger.warning("engine %s: stream given up: %s", engine.engine_id, error)
+            failover.lose_engine(state, engine, "protocol", now, fault=str(error))
+        finally:
+            self._is_busy = False
+        state.metrics.count("grpc_messages", "up")
+        admission.assign_if_due(state, now)
+        self._act()
+
+    def lose(self, engine: Engine, fault: str) -> None:
+        """An engine's stream ended."""
+        now = self.now()
+        failover.lose_engine(self.state, engine, "stream", now, fault=fault)
+        admission.assign(self.state, now)
+        self._act()
+
+    def tick(self) -> None:
+        """Does what is due by time alone; call it every 50 to 100 ms."""
+        now, state = self.now(), self.state
+        self._forgive_lag(now)
+        for engine in list(state.engines.values()):
+            failure = failover.find_failure(state, engine, now)
+            if failure is not None:
+                reason, fault = failure
+                logger.warning("engine %s: %s", engine.engine_id, fault)
+                failover.lose_engine(state, engine, reason, now, fault=fault)
+                continue
+            migration.expire_grants(state, engine, now)
+            failover.expire_pulls(state, engine, now)
+            if engine.is_draining:
+                migration.drain(state, engine, now)
+        failover.expire_holds(state, now)
+        plan.reconsider_refused(state)
+        admission.expire(state, now)
+        admission.assign_if_due(state, now)
+        status.note_progress(state, now)
+        self._act()
+
+    # --- control plane -------------------------------------------------------------------------------------------
+
+    def apply_plan(self, message: plan_pb2.Plan) -> None:
+        """Puts a plan in force, or raises ``PlanRefusedError``."""
+        try:
+            plan.apply_plan(self.state, message)
+            admission.assign(self.state, self.now())
+        finally:
+            self._act()
+
+    def move(self, request_id: str, engine_id: EngineId) -> str:
+        """Begins a move that somebody asked for; returns why not, or an empty string."""
+        reason = migration.start_manual(self.state, request_id, engine_id, self.now())
+        self._act()
+        return reason
+
+    def describe(self) -> control_pb2.GetStatusResponse:
+        """The state for the control plane."""
+        return status.describe(self.state, self.now())
+
+    def stop_accepting(self) -> None:
+        """Not ready, and no new requests, from here on."""
+        self.state.is_accepting = False
+        self.state.touch()
+        self._act()
+
+    def fail_all(self, make_error: Callable[[], RouterError]) -> None:
+        """Ends what is left at shutdown."""
+        for request in list(self.state.requests.values()):
+            completion.fail(self.state, request, make_error(), self.now())
+        self._act()
+
+    # --- acting --------------------------------------------------------------------------------------------------
+
+    def _forgive_lag(self, now: float) -> None:
+        """A pause of our own must not look like silence of the engines."""
+        if self._last_tick_s is not None:
+            lag_s = now - self._last_tick_s
+            if lag_s > MAX_TICK_LAG_S:
+                for engine in self.state.engines.values():
+                    engine.last_heard_s = min(now, engine.last_heard_s + lag_s)
+                    engine.progress_s = min(now, engine.progress_s + lag_s)
+        self._last_tick_s = now
+
+    def _act(self) -> None:
+        """Carries out what the state asks for, until it asks for nothing more."""
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            self._act_once()
+            while self._late_cancels:
+                request_id, reason = self._late_cancels.pop()
+                request = self.state.requests.get(request_id)
+                if request is not None:
+                    completion.cancel(self.state, request, reason, self.now())
+                self._act_once()
+        finally:
+            self._is_busy = False
+        if self.state.version != self._seen_version:
+            self._seen_version = self.state.version
+            for listener in self._listeners:
+                listener()
+
+    def _act_once(self) -> None:
+        actions = self.state.take_actions()
+        for engine, message in actions.messages:
+            self.state.metrics.count("grpc_messages", "down")
+            if self._links is not None:
+                self._links.send(engine, message)
+        if actions.flushes:
+            self._flush(list(actions.flushes.values()))
+        for sink, finish in actions.finishes:
+            self._end(sink.on_finished, finish)
+        for sink, error in actions.failures:
+            self._end(sink.on_error, error)
+        for engine, reason in actions.closes:
+            if self._links is not None:
+                self._links.close(engine, reason)
+
+    def _flush(self, requests: list[LiveRequest]) -> None:
+        """Flushes sinks, beginning with another one each time, so that the same stream is not always last."""
+        now, state = self.now(), self.state
+        state.rotation += 1
+        start = state.rotation % len(requests)
+        for request in requests[start:] + requests[:start]:
+            try:
+                request.sink.flush(now)
+            except Exception:  # an edge's fault must not reach the link or the other sinks
+                logger.exception("request %s: its answer cannot be written", request.request_id)
+                state.metrics.count("sink_faults")
+                self._late_cancels.append((request.request_id, "sink_fault"))
+
+    def _end(self, method: Callable[[End], None], end: End) -> None:
+        """Tells a sink how its request ended."""
+        try:
+            method(end)
+        except Exception:  # as in _flush; the request has ended anyway
+            logger.exception("the end of an answer cannot be written")
+            self.state.metrics.count("sink_faults")

@@ -1,0 +1,194 @@
+"""What the router tells about itself: readiness, ``Control.GetStatus``, gauges."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector as CollectorBase
+
+from sluice.v1 import control_pb2, engine_pb2, plan_pb2
+from sluice_core.latency import OnlineLatencyModel
+from sluice_router.scheduling import wire_conversion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from sluice_router.scheduling.state import LinkStatus, RouterState
+
+# A finished request is news, but not each of them at once.
+PROGRESS_INTERVAL_S = 1.0
+_SERVING = (control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING)
+
+
+def why_not_ready(state: RouterState) -> str:
+    """Says why the router is not ready; empty when it is."""
+    if not state.is_accepting:
+        return "shutting down"
+    if state.edge_fault:
+        return state.edge_fault
+    if state.plan is None:
+        return "no plan yet"
+    if len(state.table) == 0:
+        return "no engine has acknowledged the plan yet"
+    return ""
+
+
+def note_progress(state: RouterState, now: float) -> None:
+    """Makes finished requests news for those who poll, once a second."""
+    num_ended = sum(counters.num_finished for counters in state.attainment.totals.values())
+    if num_ended != state.num_reported and now - state.reported_s >= PROGRESS_INTERVAL_S:
+        state.num_reported, state.reported_s = num_ended, now
+        state.touch()
+
+
+def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
+    """Builds the answer to ``Control.GetStatus``; durations only, no times."""
+    del now
+    plan = state.plan
+    acknowledged = [engine.acknowledged_generation for engine in state.engines.values() if engine.status in _SERVING]
+    return control_pb2.GetStatusResponse(
+        version=state.version,
+        router_id=state.router_id,
+        cluster_uid=plan.cluster_uid if plan is not None else "",
+        generation=plan.generation if plan is not None else 0,
+        acknowledged_generation=min(acknowledged, default=0),
+        engines=[_describe_link(state, address, link) for address, link in sorted(state.links.items())],
+        classes=[
+            control_pb2.ClassCounters(
+                name=name,
+                num_finished=counters.num_finished,
+                num_met_ttft=counters.num_met_ttft,
+                num_met_tpot=counters.num_met_tpot,
+                num_met_both=counters.num_met_both,
+            )
+            for name, counters in sorted(state.attainment.totals.items())
+        ],
+        samples=state.samples,
+        num_requests=len(state.requests),
+        num_waiting=len(state.waiting),
+        is_ready=not why_not_ready(state),
+    )
+
+
+def _describe_link(state: RouterState, address: str, link: LinkStatus) -> control_pb2.EngineStatus:
+    engine = link.engine
+    if engine is None:
+        return control_pb2.EngineStatus(
+            address=address, state=control_pb2.ENGINE_STATE_CONNECTING, last_fault=link.last_fault
+        )
+    # What a lost engine reported last says nothing about now.
+    load = engine_pb2.LoadReport() if engine.is_lost else engine.load
+    message = control_pb2.EngineStatus(
+        engine_id=engine.engine_id,
+        epoch=engine.epoch,
+        address=address,
+        state=engine.status,
+        role=plan_pb2.ROLE_UNSPECIFIED if engine.role is None else wire_conversion.ROLE_VALUES[engine.role],
+        chunk_size_tokens=engine.chunk_size_tokens,
+        max_batch_tokens=engine.spec.max_batch_tokens,
+        block_size_tokens=engine.spec.block_size_tokens,
+        kv_bytes_per_token=engine.spec.kv_bytes_per_token,
+        max_num_seqs=engine.spec.max_num_seqs,
+        acknowledged_generation=engine.acknowledged_generation,
+        running_decodes=load.running_decodes,
+        waiting_requests=load.queued_requests,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        kv_blocks_total=load.kv_blocks_total,
+        kv_blocks_used=load.kv_blocks_used,
+        kv_blocks_granted=load.kv_blocks_granted,
+        kv_blocks_pinned=load.kv_blocks_pinned,
+        num_moved_in=load.num_moved_in,
+        num_moved_out=load.num_moved_out,
+        transport=load.transport,
+        fingerprint=engine.fingerprint,
+        last_fault=engine.last_fault or link.last_fault,
+    )
+    if state.engines.get(engine.engine_id) is engine and engine.engine_id in state.table:
+        latency = state.table[engine.engine_id].latency
+        message.num_fitted_iterations = latency.num_observations
+        message.latency_error_ratio = latency.relative_error
+        if isinstance(latency, OnlineLatencyModel) and latency.num_observations:
+            message.latency.CopyFrom(control_pb2.LatencyCoefficients(**latency.coefficients._asdict()))
+    return message
+
+
+class Collector(CollectorBase):
+    """Gauges read from the state at a scrape, and the counters.
+
+    Args:
+        state: The router's state.
+        clock: The router's clock.
+    """
+
+    def __init__(self, state: RouterState, clock: Callable[[], float]) -> None:
+        self._state = state
+        self._clock = clock
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every family."""
+        state = self._state
+        yield from state.metrics.collect()
+        yield from self._collect_plain()
+        yield self._collect_attainment()
+        engines = GaugeMetricFamily("sluice_engines", "Engines by role and state.", labels=("role", "state"))
+        for (role, name), number in sorted(self._count_engines().items()):
+            engines.add_metric((role, name), number)
+        yield engines
+        error = GaugeMetricFamily(
+            "sluice_latency_model_error_ratio", "Mean relative error of the latency model.", labels=("engine",)
+        )
+        for engine in state.table:
+            error.add_metric((engine.engine_id,), engine.latency.relative_error)
+        yield error
+        yield self._collect_traffic()
+
+    def _collect_plain(self) -> Iterator[Metric]:
+        state = self._state
+        plan = state.plan
+        waiting, running = len(state.waiting), len(state.requests) - len(state.waiting)
+        yield GaugeMetricFamily("sluice_requests_waiting", "Requests that wait for an engine.", value=waiting)
+        yield GaugeMetricFamily("sluice_requests_running", "Requests on engines.", value=running)
+        # The names that dashboards of vLLM know.
+        yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait for an engine.", value=waiting)
+        yield GaugeMetricFamily("vllm:num_requests_running", "Requests on engines.", value=running)
+        generation = plan.generation if plan is not None else 0
+        yield GaugeMetricFamily("sluice_plan_generation", "Generation of the plan in force.", value=generation)
+        in_flight = sum(engine.moves_out for engine in state.engines.values())
+        yield GaugeMetricFamily("sluice_moves_running", "Moves in flight.", value=in_flight)
+
+    def _collect_attainment(self) -> Metric:
+        now, attainment = self._clock(), self._state.attainment
+        family = GaugeMetricFamily(
+            "sluice_attainment_ratio",
+            "Share of requests of the last five minutes that met their objectives.",
+            labels=("slo_class",),
+        )
+        for name in sorted(attainment.totals):
+            ratio = attainment.window(now, [name]).attainment
+            if ratio is not None:
+                family.add_metric((name,), ratio)
+        return family
+
+    def _collect_traffic(self) -> Metric:
+        """An address of the discovery has one link, so that series are as many as engines, whatever their ids were."""
+        family = CounterMetricFamily(
+            "sluice_engine_link_bytes", "Bytes on engine streams.", labels=("engine", "address", "direction")
+        )
+        for address, link in sorted(self._state.links.items()):
+            engine_id = "" if link.engine is None else link.engine.engine_id
+            family.add_metric((engine_id, address, "up"), link.traffic.num_bytes_up)
+            family.add_metric((engine_id, address, "down"), link.traffic.num_bytes_down)
+        return family
+
+    def _count_engines(self) -> dict[tuple[str, str], int]:
+        numbers: dict[tuple[str, str], int] = {}
+        for link in self._state.links.values():
+            engine = link.engine
+            value = control_pb2.ENGINE_STATE_CONNECTING if engine is None else engine.status
+            role = engine.role.value if engine is not None and engine.role is not None else ""
+            name = control_pb2.EngineState.Name(value).removeprefix("ENGINE_STATE_").lower()
+            numbers[role, name] = numbers.get((role, name), 0) + 1
+        return numbers

@@ -1,0 +1,207 @@
+"""Protobuf to core records and back; the one module that knows both. Durations cross the wire, timestamps never."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice.v1 import engine_pb2, plan_pb2
+from sluice_core.records import (
+    EarlyRejection,
+    EngineId,
+    EngineLoad,
+    EnginePlan,
+    FlowParameters,
+    IterationShape,
+    MoveCause,
+    Plan,
+    Role,
+    Slo,
+    SloClass,
+)
+from sluice_core.scheduling.engine_table import EngineSpec
+
+if TYPE_CHECKING:
+    from sluice.v1 import sampling_pb2
+    from sluice_router.scheduling.requests import LiveRequest
+
+ROLES = {plan_pb2.ROLE_PREFILL_HEAVY: Role.PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY: Role.DECODE_HEAVY}
+ROLE_VALUES = {role: value for value, role in ROLES.items()}
+STRATEGY_NAMES = {
+    plan_pb2.STRATEGY_TAICHI: "taichi",
+    plan_pb2.STRATEGY_AGGREGATED: "aggregated",
+    plan_pb2.STRATEGY_DISAGGREGATED: "disaggregated",
+}
+STRATEGY_VALUES = {name: value for value, name in STRATEGY_NAMES.items()}
+EARLY_REJECTIONS = {
+    plan_pb2.EARLY_REJECTION_OFF: EarlyRejection.OFF,
+    plan_pb2.EARLY_REJECTION_RANDOM: EarlyRejection.RANDOM,
+    plan_pb2.EARLY_REJECTION_REJECT: EarlyRejection.REJECT,
+}
+EARLY_REJECTION_VALUES = {policy: value for value, policy in EARLY_REJECTIONS.items()}
+CAUSES = {
+    engine_pb2.MOVE_CAUSE_PREFILL_DONE: MoveCause.PREFILL_DONE,
+    engine_pb2.MOVE_CAUSE_DEGRADE: MoveCause.DEGRADE,
+    engine_pb2.MOVE_CAUSE_BACKFLOW: MoveCause.BACKFLOW,
+    engine_pb2.MOVE_CAUSE_DRAIN: MoveCause.DRAIN,
+    engine_pb2.MOVE_CAUSE_MANUAL: MoveCause.MANUAL,
+}
+CAUSE_VALUES = {cause: value for value, cause in CAUSES.items()}
+
+
+def role_from(value: plan_pb2.Role.ValueType) -> Role:
+    """Reads a role; an unspecified one serves with the D-heavy setting (plan.proto)."""
+    return ROLES.get(value, Role.DECODE_HEAVY)
+
+
+def spec_from(hello: engine_pb2.EngineHello) -> EngineSpec:
+    """Reads what an engine says it is."""
+    return EngineSpec(
+        block_size_tokens=hello.block_size_tokens,
+        kv_bytes_per_token=hello.kv_bytes_per_token,
+        max_num_seqs=hello.max_num_seqs,
+        max_batch_tokens=hello.max_batch_tokens,
+    )
+
+
+def shape_from(iteration: engine_pb2.Iteration) -> IterationShape:
+    """Reads what an iteration computed."""
+    return IterationShape(
+        prefill_tokens=iteration.prefill_tokens,
+        attention_work=iteration.attention_work,
+        num_chunks=iteration.num_chunks,
+        num_decodes=iteration.num_decodes,
+        decode_context_tokens=iteration.decode_context_tokens,
+    )
+
+
+def load_from(report: engine_pb2.LoadReport, iteration_remaining_s: float) -> EngineLoad:
+    """Reads a load report.
+
+    Args:
+        report: The report.
+        iteration_remaining_s: Expected rest of the iteration under way.
+    """
+    return EngineLoad(
+        last_submit_number=report.last_submit_number,
+        queued_prefill_tokens=report.queued_prefill_tokens,
+        queued_requests=report.queued_requests,
+        queued_attention_work=report.queued_attention_work,
+        running_decodes=report.running_decodes,
+        decode_context_tokens=report.decode_context_tokens,
+        kv_blocks_total=report.kv_blocks_total,
+        kv_blocks_used=report.kv_blocks_used,
+        kv_blocks_granted=report.kv_blocks_granted,
+        kv_blocks_pinned=report.kv_blocks_pinned,
+        iteration_remaining_s=iteration_remaining_s,
+        pull_bytes_per_s=report.pull_bytes_per_s,
+        is_of_others=report.is_of_others,
+    )
+
+
+def plan_from(plan: plan_pb2.Plan) -> Plan:
+    """Reads a plan that ``plan.check_plan`` has accepted."""
+    parameters = plan.parameters
+    return Plan(
+        cluster_uid=plan.cluster_uid,
+        generation=plan.generation,
+        strategy=STRATEGY_NAMES[plan.strategy],
+        parameters=FlowParameters(
+            watermark=parameters.watermark_percent / 100,
+            approaching_factor=parameters.approaching_factor_percent / 100,
+            early_rejection=EARLY_REJECTIONS[parameters.early_rejection],
+            min_tokens_between_moves=parameters.min_tokens_between_moves,
+        ),
+        slo_classes=tuple(
+            SloClass(
+                name=item.name,
+                slo=Slo(ttft_s=item.ttft_milliseconds / 1000, tpot_s=item.tpot_milliseconds / 1000),
+                priority=item.priority,
+            )
+            for item in plan.slo_classes
+        ),
+        attainment=plan.attainment_percent / 100,
+        engines={
+            EngineId(item.engine_id): EnginePlan(
+                role=ROLES[item.role], chunk_size_tokens=item.chunk_size_tokens, is_draining=item.is_draining
+            )
+            for item in plan.engines
+        },
+        unnamed_chunk_size_tokens=plan.unnamed_chunk_size_tokens,
+        served_model_name=plan.served_model_name,
+        model_fingerprint=plan.model_fingerprint,
+        num_routers=max(1, plan.num_routers),
+    )
+
+
+def configure_message(plan: Plan, part: EnginePlan, *, strategy: str) -> engine_pb2.Configure:
+    """Writes an engine's part of a plan.
+
+    Args:
+        plan: The plan.
+        part: The engine's part.
+        strategy: Strategy that the engine shall follow; ``aggregated`` where roles are void.
+    """
+    parameters = plan.parameters
+    return engine_pb2.Configure(
+        cluster_uid=plan.cluster_uid,
+        generation=plan.generation,
+        role=ROLE_VALUES[part.role],
+        chunk_size_tokens=part.chunk_size_tokens,
+        is_draining=part.is_draining,
+        strategy=STRATEGY_VALUES[strategy],
+        parameters=plan_pb2.Parameters(
+            watermark_percent=round(parameters.watermark * 100),
+            approaching_factor_percent=round(parameters.approaching_factor * 100),
+            early_rejection=EARLY_REJECTION_VALUES[parameters.early_rejection],
+            min_tokens_between_moves=parameters.min_tokens_between_moves,
+        ),
+    )
+
+
+def add_submit(
+    outgoing: engine_pb2.AttachRequest,
+    request: LiveRequest,
+    *,
+    slot: int,
+    submit_number: int,
+    now: float,
+    kv: engine_pb2.KvHandle | None,
+    grant_id: int,
+) -> None:
+    """Writes a submit of the request as it stands; its fence is the present one.
+
+    Args:
+        outgoing: Message to the engine.
+        request: What to submit.
+        slot: Slot on the stream.
+        submit_number: Number of the submit on the stream.
+        now: The router's clock, in seconds.
+        kv: Where its KV waits; None: prefill there.
+        grant_id: Grant that reserves the room; 0: none.
+    """
+    new, first_token_s = request.new, request.first_token_s
+    submit = outgoing.submits.add(
+        slot=slot,
+        request_id=request.request_id,
+        fence=request.fence,
+        submit_number=submit_number,
+        sampling=new.sampling,
+        grant_id=grant_id,
+        priority=request.priority,
+        ttft_slo_s=request.slo.ttft_s,
+        tpot_slo_s=request.slo.tpot_s,
+        age_s=now - new.arrival_s,
+        output_tokens_since_reset=len(request.output_token_ids) - request.reset_at_tokens,
+        is_recovery=kv is None and first_token_s is not None,
+    )
+    submit.prompt_token_ids.extend(new.prompt_token_ids)
+    submit.output_token_ids.extend(request.output_token_ids)
+    if kv is not None:
+        submit.kv.CopyFrom(kv)
+    if first_token_s is not None:
+        submit.since_first_token_s = now - first_token_s
+
+
+def is_random(sampling: sampling_pb2.SamplingParams) -> bool:
+    """Whether sampling is random, so that a seed decides its draws."""
+    return not sampling.HasField("temperature") or sampling.temperature > 0

@@ -1,0 +1,1 @@
+"""Who may call the router, and the certificates it shows."""

@@ -1,0 +1,26 @@
+"""What guards the ports of clients: whose keys are asked for, and which certificate is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sluice.certificates import CertificateFolder
+    from sluice_router.security.api_keys import ApiKeys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """The guards of HTTP and gRPC alike.
+
+    Args:
+        keys: Keys that requests must carry; None: everybody is served.
+        certificates: Certificate of the ports; None: nothing is encrypted.
+    """
+
+    keys: ApiKeys | None = None
+    certificates: CertificateFolder | None = None
+
+
+OPEN = Front()

@@ -1,0 +1,123 @@
+"""What of a router is secured: made from the settings at the start, kept up to date while it runs.
+
+Keys and certificates lie in folders that change under it (``api_keys``, ``sluice.certificates``). One task looks at them
+once a second; whatever is made from them is renewed here, and streams under way notice nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import GaugeMetricFamily
+
+from sluice.certificates import CertificateFolder, keep_fresh, make_client_context
+from sluice.credentials import PeerCheck, make_server_credentials
+from sluice_router.engines.engine_stream import ALPN, PeerTls
+from sluice_router.security.access_control import Front
+from sluice_router.security.api_keys import ApiKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import grpc
+    from prometheus_client.core import Metric
+
+    from sluice_router.scheduling.router import Router
+    from sluice_router.settings import Settings
+
+
+class Peers:
+    """How a router speaks with engines, and who may use its control port.
+
+    Args:
+        folder: Its certificate for both.
+        engine_name: Name that engines' certificates must be for.
+        control_name: Name that the control plane's certificate must be for.
+    """
+
+    def __init__(self, folder: CertificateFolder, engine_name: str, control_name: str) -> None:
+        self.folder = folder
+        self._engine_name = engine_name
+        self._control_name = control_name
+        self._engine_tls = self._make_engine_tls()
+
+    @property
+    def engine_tls(self) -> PeerTls:
+        """For the next stream to an engine."""
+        return self._engine_tls
+
+    @property
+    def interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
+        """Keep everybody but the control plane from the control port."""
+        return (PeerCheck([self._control_name]),)
+
+    def make_server_credentials(self) -> grpc.ServerCredentials:
+        """For the control port."""
+        return make_server_credentials(self.folder)
+
+    def renew(self) -> None:
+        """Uses the newest certificate from now on."""
+        self._engine_tls = self._make_engine_tls()
+
+    def _make_engine_tls(self) -> PeerTls:
+        context = make_client_context(self.folder.current)
+        context.set_alpn_protocols([ALPN])
+        return PeerTls(context=context, engine_name=self._engine_name)
+
+
+class Securing:
+    """All that is secured.
+
+    Args:
+        settings: The router's.
+
+    Attributes:
+        front: What guards the ports of clients.
+        peers: How engines and control plane are spoken with; None: in the open.
+
+    Raises:
+        CertificateError: A certificate cannot be used.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.front = Front(
+            keys=ApiKeys(Path(settings.api_keys)) if settings.api_keys else None,
+            certificates=CertificateFolder(Path(settings.front_tls), is_mutual=False) if settings.front_tls else None,
+        )
+        self.peers: Peers | None = None
+        if settings.peer_tls:
+            folder = CertificateFolder(Path(settings.peer_tls), is_mutual=True)
+            self.peers = Peers(folder, settings.engine_name, settings.control_name)
+
+    async def keep(self, router: Router, renew_front: Callable[[], None]) -> None:
+        """Follows the folders for ever.
+
+        Args:
+            router: Told when nobody can be let in.
+            renew_front: Shows the front's newest certificate to new clients.
+        """
+        keys, certificates, peers = self.front.keys, self.front.certificates, self.peers
+        router.set_edge_fault(keys.fault if keys else "")
+
+        def refresh() -> None:
+            if keys is not None and keys.refresh():
+                router.state.metrics.keep_owners(keys.owners)
+                router.set_edge_fault(keys.fault)
+            if certificates is not None and certificates.refresh():
+                renew_front()
+            if peers is not None and peers.folder.refresh():
+                peers.renew()
+
+        await keep_fresh([refresh])
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields when certificates end; called by ``prometheus_client`` at a scrape."""
+        expiry = GaugeMetricFamily(
+            "sluice_certificate_expiry_timestamp_seconds", "End of a certificate's time.", labels=("use",)
+        )
+        folders = {"front": self.front.certificates, "peers": self.peers.folder if self.peers else None}
+        for use, folder in folders.items():
+            if folder is not None:
+                expiry.add_metric((use,), folder.current.expires_unix_s)
+        yield expiry
