@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workload import Request, make_prompt
 
-from sluice_engine.emulated_tokens import choose_token, hash_prompt
+from sluice_engine.emulation.emulated_tokens import choose_token, hash_prompt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

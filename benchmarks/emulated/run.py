@@ -31,8 +31,8 @@ from benchmarks.local_cluster.cluster import Cluster, ClusterError, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.records import IterationShape
+from sluice_engine.emulation.emulated_gpu import EmulatedGpu, load_gpu
 from sluice_engine.errors import SettingsError
-from sluice_engine.profiles import EmulatedGpu, load_gpu
 
 if TYPE_CHECKING:
     from benchmarks.local_cluster.client import Client

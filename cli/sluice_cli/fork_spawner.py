@@ -29,9 +29,9 @@ READY_TIMEOUT_S = 300.0
 FORK_TIMEOUT_S = 30.0
 # What an engine imports; the worker and the model are imported in its EngineCore.
 ENGINE_MODULES = (
-    "sluice_engine.serving",
-    "sluice_engine.scheduler",
-    "sluice_engine.connector",
+    "sluice_engine.lifecycle",
+    "sluice_engine.scheduling.scheduler",
+    "sluice_engine.kv_transfer.nixl_connector",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",

@@ -9,7 +9,7 @@ import pytest
 from sluice_cli.cells import build_cell, describe_manifest
 from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EngineId
-from sluice_engine.profiles import find_gpu
+from sluice_engine.emulation.emulated_gpu import find_gpu
 from sluice_engine.settings import EmulationSettings
 from sluice_operator.manifest import check_manifest
 from sluice_operator.render import EngineSite, RouterSite, render_engine_command, render_router_command

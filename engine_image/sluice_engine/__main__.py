@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice_engine.errors import EngineError, UnsupportedVllmError
-from sluice_engine.lifecycle import StopSignal, leave
+from sluice_engine.kv_transfer.ucx_transport import TransportLog, check_devices
+from sluice_engine.processes import StopSignal, leave
 from sluice_engine.settings import parse_settings
-from sluice_engine.transport import TransportLog, check_devices
-from sluice_engine.versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
+from sluice_engine.startup.versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             log = TransportLog(Path(folder))
             # UCX reads its variables when it is loaded, which is with vLLM.
             log.prepare(os.environ)
-            from sluice_engine.serving import run  # noqa: PLC0415 - imports vLLM, after the signals and the version
+            from sluice_engine.lifecycle import run  # noqa: PLC0415 - imports vLLM, after the signals and the version
 
             status = run(settings, stop, log)
     except EngineError as error:

@@ -1,75 +1,159 @@
-"""The life of an engine's processes: how they are told to stop, and that none outlives another.
+"""One engine from start to end: EngineCore, servers, drain.
 
-An engine is two processes. The serving process (this module's home) owns the EngineCore process:
-
-- SIGTERM and SIGINT are heard from the first line of the program on. Before the engine serves they end it at once;
-  afterwards they start a drain.
-- The EngineCore dies with its parent, whatever kills the parent: the kernel sends it SIGKILL (``launch.become_core``).
-- The serving process ends when its EngineCore does (``server.py`` hears of it).
-
-This module imports nothing heavy, because the first signal may come during the heavy imports.
+Ready means: the EngineCore runs, and nobody has asked this process to stop. After SIGTERM the engine is not ready any
+more, tells its routers, waits until requests and their KV have left or the drain's time is over, and leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
-import signal
-from typing import TYPE_CHECKING, NoReturn
+import gc
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from sluice.certificates import keep_fresh
+from sluice_engine.kv_transfer import ucx_transport
+from sluice_engine.server import metrics
+from sluice_engine.server.engine_server import EngineServer, Pace
+from sluice_engine.server.grpc_server import read_certificates, start_grpc
+from sluice_engine.server.request_builder import VllmRequestBuilder
+from sluice_engine.startup import identity, launch
+from sluice_engine.startup.warm_up import WarmUp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
+    from sluice.certificates import CertificateFolder
+    from sluice_engine.kv_transfer.ucx_transport import TransportLog
+    from sluice_engine.processes import StopSignal
+    from sluice_engine.settings import EngineSettings
 
-# Seconds that a killed EngineCore may take to be gone before this process leaves anyway.
-KILL_TIMEOUT_S = 10.0
+logger = logging.getLogger(__name__)
 
-
-def kill_children() -> None:
-    """Kills the processes that this one started through multiprocessing, and waits until they are gone."""
-    children = multiprocessing.active_children()
-    for child in children:
-        child.kill()
-    for child in children:
-        child.join(KILL_TIMEOUT_S)
+# An iteration makes hundreds of short-lived objects and no cycles: collections are a pause for nothing.
+GC_THRESHOLDS = (50_000, 20, 20)
+DRAIN_POLL_S = 0.05
+TRANSPORT_POLL_S = 1.0
+EXIT_ENGINE_DEAD = 5
 
 
-def leave(status: int) -> NoReturn:
-    """Ends this process without the interpreter's tear-down, after its children.
-
-    vLLM's own shutdown takes seconds in which nothing useful happens; requests are gone or drained by now.
-    """
-    kill_children()
-    os._exit(status)
-
-
-class StopSignal:
-    """SIGTERM and SIGINT, from the first line of the program to its end.
+def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
+    """Starts the engine and serves until the end.
 
     Args:
-        leave: Ends the process; called when a signal comes before there is anything to drain, or a second SIGINT after.
+        settings: The engine's.
+        stop: Set when it shall end.
+        log: What UCX tells.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        UnsupportedVllmError: vLLM is not the one that the hooks are written against.
+        StartError: It cannot start.
+        RdmaError: It must use RDMA and cannot.
     """
+    launch.check_hooks()
+    launch.check_ports(settings)
+    # Before the model is loaded: that takes minutes.
+    certificates = read_certificates(settings)
+    epoch = identity.make_epoch()
+    config = launch.make_vllm_config(settings, epoch)
+    client = launch.start_core(config)
+    in_use = ucx_transport.find_transport(settings, log)
+    ucx_transport.check_transport(settings, in_use)
+    builder = VllmRequestBuilder(config, launch.load_tokenizer(config))
+    hello = identity.make_hello(settings, config, epoch)
+    server = EngineServer(
+        hello,
+        client,
+        builder,
+        clock=time.monotonic,
+        pace=Pace(lease_s=settings.lease_s),
+        transport=in_use,
+    )
+    # What exists now lives as long as the process.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    warm_up = WarmUp(client, builder)
+    status: int = uvloop.run(start_and_serve(settings, server, warm_up, stop, log, certificates=certificates))
+    return status
 
-    def __init__(self, leave: Callable[[int], object] = leave) -> None:
-        self._leave = leave
-        self._event: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def install(self) -> None:
-        """Starts to listen."""
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, self._handle)
+async def start_and_serve(
+    settings: EngineSettings,
+    server: EngineServer,
+    warm_up: WarmUp,
+    stop: StopSignal,
+    log: TransportLog,
+    *,
+    certificates: CertificateFolder | None = None,
+) -> int:
+    """Warms up, then serves; returns the exit status."""
+    await warm_up.run()
+    watcher = asyncio.create_task(watch_transport(settings, server, log), name="transport")
+    try:
+        return await serve(settings, server, stop, certificates)
+    finally:
+        watcher.cancel()
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self._event is None or self._loop is None or (number == signal.SIGINT and self._event.is_set()):
-            self._leave(0)
-        else:
-            self._loop.call_soon_threadsafe(self._event.set)
 
-    def bind(self, loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-        """From now on a signal sets the event, so that the engine drains first."""
-        self._loop, self._event = loop, asyncio.Event()
-        loop.add_signal_handler(signal.SIGTERM, self._handle, signal.SIGTERM, None)
-        loop.add_signal_handler(signal.SIGINT, self._handle, signal.SIGINT, None)
-        return self._event
+async def watch_transport(settings: EngineSettings, server: EngineServer, log: TransportLog) -> None:
+    """Keeps the transport that is reported the one in use: it is chosen anew with each engine that is met."""
+    while True:
+        in_use = ucx_transport.find_transport(settings, log)
+        if in_use != server.transport:
+            logger.info("KV goes over %s", in_use)
+            server.transport = in_use
+        await asyncio.sleep(TRANSPORT_POLL_S)
+
+
+async def serve(
+    settings: EngineSettings, server: EngineServer, stop: StopSignal, certificates: CertificateFolder | None = None
+) -> int:
+    """Serves until the engine is drained or dead; returns the exit status."""
+    stopped = stop.bind(asyncio.get_running_loop())
+    pump = asyncio.create_task(server.pump(), name="pump")
+    keeper = asyncio.create_task(server.keep_time(), name="clock")
+    listener, state = await start_grpc(settings, server, certificates)
+    refreshes = [certificates.refresh] if certificates else []
+    follower = asyncio.create_task(keep_fresh(refreshes), name="certificates")
+    metrics.start_http(settings.host, settings.metrics_port, server, lambda: not stopped.is_set() and not pump.done())
+    logger.info("engine %s serves on %s:%d", settings.engine_id, settings.host, settings.port)
+    stopping = asyncio.create_task(stopped.wait())
+    await asyncio.wait({pump, keeper, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    await state.enter_graceful_shutdown()
+    if stopping.done():
+        logger.info("engine %s drains", settings.engine_id)
+        await wait_for_drain(server, {pump, keeper}, settings.drain_timeout_s)
+    fault = describe_fault(pump, keeper)
+    follower.cancel()
+    await server.close(fault)
+    await listener.stop(grace=0.2)
+    if fault:
+        logger.error("engine %s ends: %s", settings.engine_id, fault)
+        return EXIT_ENGINE_DEAD
+    logger.info("engine %s leaves with %d requests", settings.engine_id, server.num_requests)
+    return 0
+
+
+async def wait_for_drain(server: EngineServer, vital: set[asyncio.Task[None]], timeout_s: float) -> None:
+    """Waits until the engine is empty, its time is over, or one of its vital tasks ends."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await server.drain()
+            # Blocks come back unannounced.
+            while not server.is_drained and not any(task.done() for task in vital):  # noqa: ASYNC110
+                await asyncio.sleep(DRAIN_POLL_S)
+    except TimeoutError:
+        logger.warning("the drain's %s s are over: %d requests are cut off", timeout_s, server.num_requests)
+
+
+def describe_fault(*vital: asyncio.Task[None]) -> str:
+    """Why a vital task ended; empty while all run."""
+    for task in vital:
+        if task.done() and not task.cancelled() and (error := task.exception()):
+            return f"{task.get_name()}: {type(error).__name__}: {error}"
+    return ""

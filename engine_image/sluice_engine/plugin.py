@@ -10,19 +10,20 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
-from sluice_engine import control, resume
+from sluice_engine import core_messages
+from sluice_engine.kv_transfer import resume
 
 # Class paths for vLLM's settings.
-SCHEDULER = "sluice_engine.scheduler.SluiceScheduler"
-ASYNC_SCHEDULER = "sluice_engine.scheduler.SluiceAsyncScheduler"
+SCHEDULER = "sluice_engine.scheduling.scheduler.SluiceScheduler"
+ASYNC_SCHEDULER = "sluice_engine.scheduling.scheduler.SluiceAsyncScheduler"
 CONNECTOR = "SluiceConnector"
-CONNECTOR_MODULE = "sluice_engine.connector"
-CPU_EXECUTOR = "sluice_engine.executor.InProcessExecutor"
+CONNECTOR_MODULE = "sluice_engine.kv_transfer.nixl_connector"
+CPU_EXECUTOR = "sluice_engine.startup.in_process_executor.InProcessExecutor"
 
 
 def register() -> None:
     """Installs the plugin; once or often is the same."""
-    setattr(EngineCore, control.UTILITY, _carry_out)
+    setattr(EngineCore, core_messages.UTILITY, _carry_out)
     resume.install_in_runner()
 
 
@@ -38,7 +39,7 @@ def make_transfer_config(
         lease_s: Longest time that handed-off blocks wait for a reader, in seconds; ``connector.LEASE_S`` when absent.
         backend: NIXL's.
     """
-    from sluice_engine.connector import LEASE_S, PROGRESS_DELAY_KEY  # noqa: PLC0415  (imports NIXL)
+    from sluice_engine.kv_transfer.nixl_connector import LEASE_S, PROGRESS_DELAY_KEY  # noqa: PLC0415  (imports NIXL)
 
     return {
         "kv_connector": CONNECTOR,

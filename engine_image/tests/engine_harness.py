@@ -16,7 +16,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sluice_engine import control
+from sluice_engine import core_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,7 +49,8 @@ def import_vllm() -> None:
         import vllm.v1.engine.core_client
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
-        from sluice_engine import plugin, scheduler, selfcheck  # noqa: F401
+        from sluice_engine import plugin
+        from sluice_engine.startup import vllm_check  # noqa: F401
 
         plugin.register()
 
@@ -63,7 +64,7 @@ class Part:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    handed_off: control.HandedOff | None = None
+    handed_off: core_messages.HandedOff | None = None
     is_returned: bool = False
 
     @property
@@ -124,8 +125,8 @@ class Engine:
                 self.client = SyncMPClient(config, Executor.get_class(config), log_stats=False)
         self.name = name
         self.parts: dict[str, Part] = {}
-        self.reports: list[control.Report] = []
-        self.refused: list[control.Refused] = []
+        self.reports: list[core_messages.Report] = []
+        self.refused: list[core_messages.Refused] = []
         self.generation = 0
         self._num_requests = 0
 
@@ -134,7 +135,12 @@ class Engine:
         return int(self.client.resources.engine_manager.processes[0].pid)
 
     def submit(
-        self, prompt: Sequence[int], *, priority: int = 0, extras: control.RequestExtras | None = None, **sampling: Any
+        self,
+        prompt: Sequence[int],
+        *,
+        priority: int = 0,
+        extras: core_messages.RequestExtras | None = None,
+        **sampling: Any,
     ) -> Part:
         """Submits a request; greedy and without an end of its own unless ``sampling`` says so."""
         from vllm.sampling_params import SamplingParams
@@ -145,7 +151,7 @@ class Engine:
         parameters = SamplingParams(
             **({"temperature": 0, "max_tokens": 48, "ignore_eos": True, "detokenize": False} | sampling)
         )
-        parameters.extra_args = (extras or control.RequestExtras()).encode()
+        parameters.extra_args = (extras or core_messages.RequestExtras()).encode()
         if parameters.structured_outputs is not None:
             parameters.structured_outputs._backend = "xgrammar"
         self.parts[request_id] = Part(request_id)
@@ -170,7 +176,7 @@ class Engine:
     ) -> Part:
         """Goes on with a request that was handed off elsewhere."""
         assert part.handed_off is not None
-        extras = control.RequestExtras(
+        extras = core_messages.RequestExtras(
             output_token_ids=list(tokens),
             transfer_params=part.handed_off.transfer_params,
             grant_key=grant_key,
@@ -180,29 +186,33 @@ class Engine:
 
     def recover(self, prompt: Sequence[int], tokens: Sequence[int], **sampling: Any) -> Part:
         """Goes on with a request whose KV is lost."""
-        extras = control.RequestExtras(
+        extras = core_messages.RequestExtras(
             output_token_ids=list(tokens), is_recovery=True, first_token_s=time.monotonic() - 0.1
         )
         return self.submit(prompt, extras=extras, **sampling)
 
-    def command(self, command: control.Command) -> Any:
+    def command(self, command: core_messages.Command) -> Any:
         """Sends one command and returns its answer."""
-        (answer,) = control.decode_answers(
-            self.client.call_utility(control.UTILITY, control.encode_commands([command]))
+        (answer,) = core_messages.decode_answers(
+            self.client.call_utility(core_messages.UTILITY, core_messages.encode_commands([command]))
         )
         return answer
 
-    def grant(self, key: str, num_tokens: int, *, cause: str = "prefill_done", ttl_s: float = 2.0) -> control.Granted:
-        answer: control.Granted = self.command(control.Grant(key=key, num_tokens=num_tokens, cause=cause, ttl_s=ttl_s))
+    def grant(
+        self, key: str, num_tokens: int, *, cause: str = "prefill_done", ttl_s: float = 2.0
+    ) -> core_messages.Granted:
+        answer: core_messages.Granted = self.command(
+            core_messages.Grant(key=key, num_tokens=num_tokens, cause=cause, ttl_s=ttl_s)
+        )
         return answer
 
-    def load(self) -> control.Load:
-        load: control.Load = self.command(control.ReadLoad())
+    def load(self) -> core_messages.Load:
+        load: core_messages.Load = self.command(core_messages.ReadLoad())
         return load
 
     def configure(
         self, chunk_size_tokens: int, *, role: str = "D-heavy", strategy: str = "aggregated", **options: Any
-    ) -> control.Configured:
+    ) -> core_messages.Configured:
         """Puts a plan of the next generation in force."""
         self.generation += 1
         plan: dict[str, Any] = {
@@ -211,7 +221,7 @@ class Engine:
             "chunk_size_tokens": chunk_size_tokens,
             "strategy": strategy,
         }
-        answer: control.Configured = self.command(control.Configure(**(plan | options)))
+        answer: core_messages.Configured = self.command(core_messages.Configure(**(plan | options)))
         return answer
 
     def poll(self, timeout_s: float = 0.001) -> None:
@@ -227,8 +237,8 @@ class Engine:
 
     def _take_in(self, outputs: Any) -> None:
         for output in outputs.outputs:
-            if output.request_id == control.REPORT_ID:
-                report = control.decode_report(output.kv_transfer_params)
+            if output.request_id == core_messages.REPORT_ID:
+                report = core_messages.decode_report(output.kv_transfer_params)
                 self.reports.append(report)
                 for request_id in report.returned:
                     self.parts[request_id].is_returned = True
@@ -242,7 +252,7 @@ class Engine:
                 part.logprobs += [float(row[0]) for row in output.new_logprobs.logprobs]
             part.finish_reason = None if output.finish_reason is None else str(output.finish_reason)
             part.stop_reason = output.stop_reason
-            part.handed_off = control.decode_hand_off(output.kv_transfer_params)
+            part.handed_off = core_messages.decode_hand_off(output.kv_transfer_params)
 
     def abort(self, *parts: Part) -> None:
         self.client.abort_requests([part.request_id for part in parts])
@@ -282,12 +292,12 @@ def move(
     """
     key = f"grant-{part.request_id}"
     assert target.grant(key, len(prompt) + len(tokens) + len(part.tokens) + 8).is_granted
-    answer = source.command(control.HandOff(request_id=part.request_id))
+    answer = source.command(core_messages.HandOff(request_id=part.request_id))
     # It may have ended by itself in the meantime.
     assert answer.is_accepted or answer.reason == "unknown", answer
     wait([source, target], lambda: part.is_over)
     if part.handed_off is None:
-        target.command(control.ReleaseGrant(key=key))
+        target.command(core_messages.ReleaseGrant(key=key))
         return part
     return target.resume(part, [*tokens, *part.tokens], prompt, grant_key=key, **sampling)
 
@@ -332,7 +342,7 @@ def make_async_executor() -> type:
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    from sluice_engine.executor import InProcessExecutor
+    from sluice_engine.startup.in_process_executor import InProcessExecutor
 
     class AsyncExecutor(InProcessExecutor):
         def _init_executor(self) -> None:

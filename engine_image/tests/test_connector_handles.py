@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sluice_engine.handles import MalformedHandleError, read_handle
+from sluice_engine.kv_transfer.kv_handles import MalformedHandleError, read_handle
 
 
 def make_handle(**changes: Any) -> str:

@@ -11,40 +11,41 @@ import pytest
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2, sampling_pb2
 from sluice_core.records import MoveCause, Role
-from sluice_engine import control, conversion
+from sluice_engine import core_messages
 from sluice_engine.errors import SubmitRefusedError
+from sluice_engine.server import wire_conversion
 from sluice_engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sluice_engine.request_builder import VllmRequestBuilder
+    from sluice_engine.server.request_builder import VllmRequestBuilder
 
 # --- the EngineCore's contract ---------------------------------------------------------------------------------------
 
 
 def test_names_are_the_cores():
-    assert set(conversion.CAUSES.values()) == {cause.value for cause in MoveCause}
-    assert set(conversion.ROLES.values()) == set(conversion.WIRE_ROLES) == {role.value for role in Role}
+    assert set(wire_conversion.CAUSES.values()) == {cause.value for cause in MoveCause}
+    assert set(wire_conversion.ROLES.values()) == set(wire_conversion.WIRE_ROLES) == {role.value for role in Role}
 
 
 def test_every_enum_value_but_the_unspecified_has_a_name():
-    assert len(conversion.CAUSES) == len(wire.MoveCause.keys()) - 1
-    assert len(conversion.STRATEGIES) == len(plan_pb2.Strategy.keys()) - 1
-    assert set(conversion.ROLES) == set(plan_pb2.Role.values())
+    assert len(wire_conversion.CAUSES) == len(wire.MoveCause.keys()) - 1
+    assert len(wire_conversion.STRATEGIES) == len(plan_pb2.Strategy.keys()) - 1
+    assert set(wire_conversion.ROLES) == set(plan_pb2.Role.values())
 
 
 def test_every_number_of_a_load_is_reported():
-    fields = [name for name in control.Load.__struct_fields__ if name not in {"generation", "is_draining"}]
-    load = control.Load(is_draining=True, **{name: number for number, name in enumerate(fields, 1)})
-    report = conversion.load_report(load)
+    fields = [name for name in core_messages.Load.__struct_fields__ if name not in {"generation", "is_draining"}]
+    load = core_messages.Load(is_draining=True, **{name: number for number, name in enumerate(fields, 1)})
+    report = wire_conversion.load_report(load)
     assert {name: getattr(report, name) for name in fields} == {name: getattr(load, name) for name in fields}
     assert report.is_draining
 
 
 def test_an_iteration_is_reported_whole():
-    values = {name: number for number, name in enumerate(control.Iteration.__struct_fields__, 1)}
-    message = conversion.iteration_message(control.Iteration(**values))
+    values = {name: number for number, name in enumerate(core_messages.Iteration.__struct_fields__, 1)}
+    message = wire_conversion.iteration_message(core_messages.Iteration(**values))
     assert {name: getattr(message, name) for name in values} == values
 
 
@@ -52,13 +53,13 @@ def test_parameters_are_shares_and_default_when_absent():
     message = wire.Configure(
         role=plan_pb2.ROLE_PREFILL_HEAVY, chunk_size_tokens=99, strategy=plan_pb2.STRATEGY_TAICHI, is_draining=True
     )
-    command = conversion.configure_command(message, 4, is_leaving=False)
-    assert command == control.Configure(generation=4, role="P-heavy", chunk_size_tokens=99, is_draining=True)
+    command = wire_conversion.configure_command(message, 4, is_leaving=False)
+    assert command == core_messages.Configure(generation=4, role="P-heavy", chunk_size_tokens=99, is_draining=True)
     message.parameters.watermark_percent = 90
     message.parameters.approaching_factor_percent = 80
     message.parameters.min_tokens_between_moves = 5
-    parameters = conversion.configure_command(message, 5, is_leaving=False).parameters
-    assert parameters == control.Parameters(watermark=0.9, approaching_factor=0.8, min_tokens_between_moves=5)
+    parameters = wire_conversion.configure_command(message, 5, is_leaving=False).parameters
+    assert parameters == core_messages.Parameters(watermark=0.9, approaching_factor=0.8, min_tokens_between_moves=5)
 
 
 def test_extras_carry_what_vllms_request_has_no_place_for():
@@ -73,8 +74,8 @@ def test_extras_carry_what_vllms_request_has_no_place_for():
         is_recovery=True,
         kv=wire.KvHandle(fingerprint="f", transfer_params_json="{}"),
     )
-    extras = conversion.request_extras(submit, link=9, grant_key="9.1", fingerprint="f", now_s=100.0)
-    assert extras == control.RequestExtras(
+    extras = wire_conversion.request_extras(submit, link=9, grant_key="9.1", fingerprint="f", now_s=100.0)
+    assert extras == core_messages.RequestExtras(
         link=9,
         submit_number=3,
         output_token_ids=[4, 5],
@@ -88,7 +89,7 @@ def test_extras_carry_what_vllms_request_has_no_place_for():
         is_recovery=True,
     )
     submit.ClearField("since_first_token_s")
-    extras = conversion.request_extras(submit, link=9, grant_key="", fingerprint="f", now_s=100.0)
+    extras = wire_conversion.request_extras(submit, link=9, grant_key="", fingerprint="f", now_s=100.0)
     assert extras.first_token_s is None
 
 
@@ -100,7 +101,8 @@ def vllm_side():
     """The modules that import vLLM, whose warnings are its own affair."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from sluice_engine import identity, launch, request_builder  # noqa: PLC0415
+        from sluice_engine.server import request_builder  # noqa: PLC0415
+        from sluice_engine.startup import identity, launch  # noqa: PLC0415
     return SimpleNamespace(identity=identity, launch=launch, request_builder=request_builder)
 
 
@@ -125,7 +127,7 @@ def builder(vllm_side, tiny_model: Path) -> VllmRequestBuilder:
 def build(builder: VllmRequestBuilder, **fields):
     sampling = sampling_pb2.SamplingParams(**{"max_tokens": 8, **fields})
     submit = wire.Submit(prompt_token_ids=[50, 51], priority=3, sampling=sampling)
-    return builder.build("core-id", submit, control.RequestExtras(submit_number=5))
+    return builder.build("core-id", submit, core_messages.RequestExtras(submit_number=5))
 
 
 def test_a_plain_request_has_vllms_defaults(builder):
@@ -135,7 +137,7 @@ def test_a_plain_request_has_vllms_defaults(builder):
     assert (parameters.max_tokens, parameters.temperature, parameters.top_k, parameters.top_p) == (8, 1.0, 0, 1.0)
     assert (parameters.logprobs, parameters.seed, parameters.structured_outputs) == (None, None, None)
     assert parameters.detokenize is False
-    assert control.decode_extras(parameters.extra_args).submit_number == 5
+    assert core_messages.decode_extras(parameters.extra_args).submit_number == 5
 
 
 @pytest.mark.parametrize(
@@ -238,7 +240,7 @@ def test_a_value_out_of_range_is_refused_by_name(builder, fields, named):
 def test_tokens_that_cannot_run_are_refused_with_the_limit(builder, fields, named):
     submit = wire.Submit(sampling=sampling_pb2.SamplingParams(max_tokens=8), **fields)
     with pytest.raises(SubmitRefusedError, match=named):
-        builder.build("id", submit, control.RequestExtras(output_token_ids=list(submit.output_token_ids)))
+        builder.build("id", submit, core_messages.RequestExtras(output_token_ids=list(submit.output_token_ids)))
 
 
 def test_without_a_tokenizer_what_needs_one_is_refused(builder):

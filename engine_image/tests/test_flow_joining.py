@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sluice_core.kv import KvBlocks
-from sluice_engine.control import Configure, RequestExtras
-from sluice_engine.flow import Flow
+from sluice_engine.core_messages import Configure, RequestExtras
+from sluice_engine.scheduling.move_proposals import Flow
 
 NOW_S = 100.0
 

@@ -19,7 +19,7 @@ def classes() -> Any:
     """The module, which imports vLLM, whose warnings are its own affair."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from sluice_engine import model_classes  # noqa: PLC0415
+        from sluice_engine.startup import model_classes  # noqa: PLC0415
     return model_classes
 
 

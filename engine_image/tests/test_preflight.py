@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sluice_engine.preflight import LEAST_MEMLOCK_BYTES, find_problems, main
+from sluice_engine.kv_transfer.rdma_preflight import LEAST_MEMLOCK_BYTES, find_problems, main
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sluice_core.scheduling.batching import RequestKind
-from sluice_engine.control import Configured
-from sluice_engine.measure import Batch
-from sluice_engine.recording import VARIABLE, Recorder, open_recorder
+from sluice_engine.core_messages import Configured
+from sluice_engine.scheduling.iteration_recorder import VARIABLE, Recorder, open_recorder
+from sluice_engine.scheduling.iteration_timer import Batch
 
 if TYPE_CHECKING:
     from pathlib import Path

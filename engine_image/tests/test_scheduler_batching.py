@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from engine_harness import BLOCK_SIZE, MAX_BATCH_TOKENS, make_prompt, move, run_alone, wait
 
-from sluice_engine import control
+from sluice_engine import core_messages
 
 if TYPE_CHECKING:
     from engine_harness import Engine
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 
-def iterations(engine: Engine) -> list[control.Iteration]:
+def iterations(engine: Engine) -> list[core_messages.Iteration]:
     return [report.iteration for report in engine.reports if report.iteration is not None]
 
 
@@ -52,7 +52,7 @@ def test_chunk_size_is_in_force_at_the_next_iteration(pair: tuple[Engine, Engine
     engine.configure(32)
     part = engine.submit(make_prompt(1600), max_tokens=4)
     wait([engine], lambda: len(iterations(engine)) >= 3)
-    assert engine.configure(256) == control.Configured(
+    assert engine.configure(256) == core_messages.Configured(
         generation=engine.generation, role="D-heavy", chunk_size_tokens=256
     )
     wait([engine], lambda: part.is_over)
@@ -176,7 +176,9 @@ def test_prompts_go_in_the_order_in_which_they_arrived_at_the_router(pair: tuple
     now_s = time.monotonic()
     ages_s = [10.0, 7.0, 9.0, 8.0]  # the first is under way when the others come
     parts = [
-        engine.submit(make_prompt(600, salt=index), max_tokens=1, extras=control.RequestExtras(arrival_s=now_s - age_s))
+        engine.submit(
+            make_prompt(600, salt=index), max_tokens=1, extras=core_messages.RequestExtras(arrival_s=now_s - age_s)
+        )
         for index, age_s in enumerate(ages_s)
     ]
     ends: list[int] = []
@@ -194,7 +196,7 @@ def test_oldest_request_is_never_the_victim(small_pair: tuple[Engine, Engine]) -
     prompts = [make_prompt(8 * BLOCK_SIZE, salt=index) for index in range(4)]
     parts = []
     for index, prompt in enumerate(prompts):
-        extras = control.RequestExtras(arrival_s=time.monotonic() - 10.0 + index)
+        extras = core_messages.RequestExtras(arrival_s=time.monotonic() - 10.0 + index)
         parts.append(engine.submit(prompt, max_tokens=150, extras=extras))
     ends: list[str] = []
 
@@ -247,10 +249,10 @@ def test_priority_goes_first_among_prompts(pair: tuple[Engine, Engine]) -> None:
 def test_report_sums_what_waits_and_runs(pair: tuple[Engine, Engine]) -> None:
     engine = pair[0]
     engine.configure(32)
-    extras = control.RequestExtras(link=7, submit_number=41)
+    extras = core_messages.RequestExtras(link=7, submit_number=41)
     running = engine.submit(make_prompt(320), max_tokens=500, extras=extras)
     wait([engine], lambda: bool(running.tokens))
-    engine.submit(make_prompt(320, salt=1), max_tokens=1, extras=control.RequestExtras(link=7, submit_number=42))
+    engine.submit(make_prompt(320, salt=1), max_tokens=1, extras=core_messages.RequestExtras(link=7, submit_number=42))
     wait([engine], lambda: any(report.last_submit_numbers == {7: 42} for report in engine.reports))
     report = next(report for report in engine.reports if report.last_submit_numbers == {7: 42})
     assert engine.reports[0].last_submit_numbers == {7: 41}

@@ -45,45 +45,46 @@ def changed() -> Iterator[Callable[[Any, str, Any], None]]:
 
 
 def test_the_pinned_versions_pass() -> None:
-    from sluice_engine import selfcheck
+    from sluice_engine.startup import vllm_check
 
-    selfcheck.check_installed()
+    vllm_check.check_installed()
 
 
 def test_other_signature_is_named(changed: Callable[[Any, str, Any], None]) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from sluice_engine import selfcheck
+    from sluice_engine.startup import vllm_check
 
     changed(Scheduler, "_free_request", lambda self, request: None)
     with pytest.raises(
-        selfcheck.UnsupportedVllmError, match=r"Scheduler\._free_request takes \(self, request\), expected"
+        vllm_check.UnsupportedVllmError, match=r"Scheduler\._free_request takes \(self, request\), expected"
     ):
-        selfcheck.check_installed()
+        vllm_check.check_installed()
 
 
 def test_missing_attribute_is_named(changed: Callable[[Any, str, Any], None]) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from sluice_engine import selfcheck
+    from sluice_engine.startup import vllm_check
 
     def schedule(self: Any, throttle_prefills: Any = None) -> None:
         raise NotImplementedError
 
     changed(Scheduler, "schedule", schedule)
     with pytest.raises(
-        selfcheck.UnsupportedVllmError,
+        vllm_check.UnsupportedVllmError,
         match=r"Scheduler\.schedule has no 'self\._reserve_prefill_lookahead\(' any more",
     ):
-        selfcheck.check_installed()
+        vllm_check.check_installed()
 
 
 def test_nixl_without_the_pause_is_named(changed: Callable[[Any, str, Any], None]) -> None:
-    from sluice_engine import nixl_pace, selfcheck
+    from sluice_engine.kv_transfer import nixl_progress
+    from sluice_engine.startup import vllm_check
 
-    changed(nixl_pace.load_bindings(), "nixlAgentConfig", SimpleNamespace)
-    with pytest.raises(selfcheck.UnsupportedVllmError, match=r"nixlAgentConfig\.pthrDelay is missing"):
-        selfcheck.check_installed()
+    changed(nixl_progress.load_bindings(), "nixlAgentConfig", SimpleNamespace)
+    with pytest.raises(vllm_check.UnsupportedVllmError, match=r"nixlAgentConfig\.pthrDelay is missing"):
+        vllm_check.check_installed()
 
 
 def make_scheduler(**changes: Any) -> Any:
@@ -122,17 +123,17 @@ def make_scheduler(**changes: Any) -> Any:
     ],
 )
 def test_unsupported_setting_is_named(changes: dict[str, Any], message: str) -> None:
-    from sluice_engine import selfcheck
+    from sluice_engine.startup import vllm_check
 
-    selfcheck.check_scheduler(make_scheduler())
-    with pytest.raises(selfcheck.UnsupportedVllmError, match=message):
-        selfcheck.check_scheduler(make_scheduler(**changes))
+    vllm_check.check_scheduler(make_scheduler())
+    with pytest.raises(vllm_check.UnsupportedVllmError, match=message):
+        vllm_check.check_scheduler(make_scheduler(**changes))
 
 
 def test_replay_generator_finds_its_place_by_counting_tokens() -> None:
     import torch
 
-    from sluice_engine.resume import ReplayGenerator
+    from sluice_engine.kv_transfer.resume import ReplayGenerator
 
     def draw(generator: torch.Generator) -> int:
         return int(torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long).item())
@@ -150,7 +151,7 @@ def test_replay_generator_finds_its_place_by_counting_tokens() -> None:
 
 
 def test_process_dies_with_its_parent() -> None:
-    from sluice_engine.executor import die_with_parent
+    from sluice_engine.startup.in_process_executor import die_with_parent
 
     reader, writer = os.pipe()
     parent = os.fork()

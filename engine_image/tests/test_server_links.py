@@ -13,11 +13,12 @@ import pytest
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import engine_pb2_grpc, plan_pb2, sampling_pb2
-from sluice_engine import control, link
-from sluice_engine.attach import EngineService
+from sluice_engine import core_messages
 from sluice_engine.errors import SubmitRefusedError
-from sluice_engine.server import EngineServer
-from sluice_engine.sharing import choose_owner
+from sluice_engine.server import router_link
+from sluice_engine.server.engine_server import EngineServer
+from sluice_engine.server.engine_service import EngineService
+from sluice_engine.server.load_sharing import choose_owner
 
 STOP, LENGTH, ERROR = 0, 1, 3  # vllm.v1.engine.FinishReason
 FINGERPRINT = "tiny/abc"
@@ -39,8 +40,8 @@ class Core:
 
     requests: dict[str, Any] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
-    commands: list[control.Command] = field(default_factory=list)
-    answers: dict[type, control.Answer] = field(default_factory=dict)
+    commands: list[core_messages.Command] = field(default_factory=list)
+    answers: dict[type, core_messages.Answer] = field(default_factory=dict)
     outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     is_broken: bool = False
 
@@ -54,34 +55,34 @@ class Core:
         self.aborted += request_ids
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        assert method == control.UTILITY
+        assert method == core_messages.UTILITY
         if self.is_broken:
             raise RuntimeError("scheduler raised")
-        commands = control.decode_commands(args[0])
+        commands = core_messages.decode_commands(args[0])
         self.commands += commands
-        return control.encode_answers([self.answer(command) for command in commands])
+        return core_messages.encode_answers([self.answer(command) for command in commands])
 
-    def answer(self, command: control.Command) -> control.Answer:
+    def answer(self, command: core_messages.Command) -> core_messages.Answer:
         if type(command) in self.answers:
             return self.answers[type(command)]
         match command:
-            case control.Configure():
-                return control.Configured(
+            case core_messages.Configure():
+                return core_messages.Configured(
                     generation=command.generation, role=command.role, chunk_size_tokens=command.chunk_size_tokens
                 )
-            case control.Grant():
-                return control.Granted(key=command.key, is_granted=True, ttl_s=2.0)
-            case control.HandOff():
-                return control.HandOffAnswer(request_id=command.request_id, is_accepted=True)
-            case control.ReadLoad():
-                return control.Load(kv_blocks_total=99)
-        return control.Done()
+            case core_messages.Grant():
+                return core_messages.Granted(key=command.key, is_granted=True, ttl_s=2.0)
+            case core_messages.HandOff():
+                return core_messages.HandOffAnswer(request_id=command.request_id, is_accepted=True)
+            case core_messages.ReadLoad():
+                return core_messages.Load(kv_blocks_total=99)
+        return core_messages.Done()
 
 
 class Builder:
     """Passes submits on; an empty prompt is refused."""
 
-    def build(self, core_id: str, submit: wire.Submit, extras: control.RequestExtras) -> Any:
+    def build(self, core_id: str, submit: wire.Submit, extras: core_messages.RequestExtras) -> Any:
         if not submit.prompt_token_ids:
             raise SubmitRefusedError("prompt_token_ids: empty")
         return SimpleNamespace(core_id=core_id, submit=submit, extras=extras)
@@ -92,8 +93,8 @@ class Router:
     """A router's end of a stream, without gRPC."""
 
     server: EngineServer
-    link: link.Link
-    stream: link.Stream
+    link: router_link.Link
+    stream: router_link.Stream
 
     async def send(self, **fields: Any) -> None:
         await self.server.take(self.link, wire.AttachRequest(**fields))
@@ -125,9 +126,12 @@ class Engine:
         router.receive()
         return router
 
-    def put_out(self, *outputs: Any, report: control.Report | None = None) -> None:
+    def put_out(self, *outputs: Any, report: core_messages.Report | None = None) -> None:
         if report is not None:
-            outputs = (*outputs, output(control.REPORT_ID, (), kv_transfer_params=control.encode_report(report)))
+            outputs = (
+                *outputs,
+                output(core_messages.REPORT_ID, (), kv_transfer_params=core_messages.encode_report(report)),
+            )
         self.server.take_outputs(SimpleNamespace(outputs=list(outputs)), self.clock.now_s)
 
     def core_id(self, request_id: str) -> str:
@@ -157,8 +161,8 @@ def output(core_id: str, tokens: Any, **fields: Any) -> Any:
     return SimpleNamespace(request_id=core_id, new_token_ids=list(tokens), **{**defaults, **fields})
 
 
-def report(number: int = 1, **fields: Any) -> control.Report:
-    iteration = control.Iteration(
+def report(number: int = 1, **fields: Any) -> core_messages.Report:
+    iteration = core_messages.Iteration(
         number=number,
         prefill_tokens=0,
         attention_work=0.0,
@@ -167,7 +171,7 @@ def report(number: int = 1, **fields: Any) -> control.Report:
         decode_context_tokens=3,
         duration_s=0.03,
     )
-    return control.Report(load=control.Load(running_decodes=1), iteration=iteration, **fields)
+    return core_messages.Report(load=core_messages.Load(running_decodes=1), iteration=iteration, **fields)
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -243,7 +247,9 @@ async def test_returned_prompts_end_their_slots(engine):
 async def test_proposals_go_to_the_router_of_the_request(engine):
     first, second = engine.attached("router-1"), engine.attached("router-2")
     await first.send(submits=[submit(3, "a")])
-    proposal = control.Proposal(request_id=engine.core_id("a"), cause="degrade", num_output_tokens=5, num_blocks=2)
+    proposal = core_messages.Proposal(
+        request_id=engine.core_id("a"), cause="degrade", num_output_tokens=5, num_blocks=2
+    )
     engine.put_out(output(engine.core_id("a"), [1]), report=report(proposals=[proposal]))
     [message] = first.receive()
     assert message.proposals[0] == wire.Proposal(
@@ -354,7 +360,7 @@ async def test_an_idle_engine_reads_its_load_because_blocks_come_back_without_it
         engine.clock.now_s += 0.1
         engine.server.tick(engine.clock.now_s)
         await settle()
-    assert engine.core.commands == [control.ReadLoad()] * 2
+    assert engine.core.commands == [core_messages.ReadLoad()] * 2
     assert router.receive()[-1].load.kv_blocks_total == 99
 
 
@@ -523,10 +529,10 @@ async def test_kv_that_was_handed_off_to_nobody_is_freed_and_not_resumed(engine)
     await router.send(submits=[submit(0, "a")])
     core_id = engine.core_id("a")
     router.lose_stream()
-    params = {control.NUM_TOKENS_KEY: 3}
+    params = {core_messages.NUM_TOKENS_KEY: 3}
     engine.put_out(output(core_id, [1], finish_reason=LENGTH, kv_transfer_params=params))
     await settle()
-    assert engine.core.commands == [control.Release(request_id=core_id)]
+    assert engine.core.commands == [core_messages.Release(request_id=core_id)]
     assert list(engine.attach().receive()[0].hello.held) == []
 
 
@@ -581,7 +587,7 @@ async def test_a_second_stream_of_a_router_takes_the_place_of_the_first(engine):
 
 async def test_a_router_that_does_not_read_loses_its_stream(engine):
     router = engine.attached()
-    for _ in range(link.MAX_WAITING_MESSAGES + 1):
+    for _ in range(router_link.MAX_WAITING_MESSAGES + 1):
         router.link.send(wire.AttachResponse())
     written = []
 
@@ -590,7 +596,7 @@ async def test_a_router_that_does_not_read_loses_its_stream(engine):
             written.append(message)
 
     await router.stream.write(Writer())  # returns: the stream is closed
-    assert len(written) == link.MAX_WAITING_MESSAGES
+    assert len(written) == router_link.MAX_WAITING_MESSAGES
 
 
 # --- grants and hand-offs --------------------------------------------------------------------------------------------
@@ -605,7 +611,7 @@ async def test_grants_of_two_routers_with_one_number_are_two_grants(engine):
     assert len(set(keys)) == 2
     await routers[0].send(submits=[submit(0, "a", grant_id=5)], released_grant_ids=[5])
     assert engine.core.requests[engine.core_id("a")].extras.grant_key == keys[0]
-    assert engine.core.commands[-1] == control.ReleaseGrant(key=keys[0])
+    assert engine.core.commands[-1] == core_messages.ReleaseGrant(key=keys[0])
 
 
 async def test_a_handed_off_slot_says_where_the_kv_lies_until_it_is_released(engine):
@@ -613,8 +619,8 @@ async def test_a_handed_off_slot_says_where_the_kv_lies_until_it_is_released(eng
     await router.send(submits=[submit(2, "a", fence=3)])
     core_id = engine.core_id("a")
     await router.send(hand_offs=[wire.HandOff(slot=2, fence=3)])
-    assert engine.core.commands == [control.HandOff(request_id=core_id)]
-    where = {control.NUM_TOKENS_KEY: 4, "remote_block_ids": [[1]]}
+    assert engine.core.commands == [core_messages.HandOff(request_id=core_id)]
+    where = {core_messages.NUM_TOKENS_KEY: 4, "remote_block_ids": [[1]]}
     engine.put_out(output(core_id, [1], finish_reason=LENGTH, kv_transfer_params=where))
     [message] = router.receive()
     assert (list(message.slots), list(message.token_ids)) == ([2], [1])
@@ -624,7 +630,7 @@ async def test_a_handed_off_slot_says_where_the_kv_lies_until_it_is_released(eng
     assert finished.kv.num_tokens == 4
     await router.send(released_slots=[2])
     await router.send(released_slots=[2])
-    assert engine.core.commands[1:] == [control.Release(request_id=core_id)]
+    assert engine.core.commands[1:] == [core_messages.Release(request_id=core_id)]
 
 
 @pytest.mark.parametrize(
@@ -645,11 +651,11 @@ async def test_hand_offs_refused_by_the_scheduler_reach_the_router(engine):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])
     core_id = engine.core_id("a")
-    engine.core.answers[control.HandOff] = control.HandOffAnswer(
+    engine.core.answers[core_messages.HandOff] = core_messages.HandOffAnswer(
         request_id=core_id, is_accepted=False, reason="prefill"
     )
     await router.send(hand_offs=[wire.HandOff(slot=0, fence=1)])
-    engine.put_out(report=report(refused=[control.Refused(request_id=core_id, reason="preempted")]))
+    engine.put_out(report=report(refused=[core_messages.Refused(request_id=core_id, reason="preempted")]))
     reasons = [refused.reason for message in router.receive() for refused in message.hand_offs_refused]
     assert reasons == ["prefill", "preempted"]
 
@@ -704,11 +710,11 @@ async def test_a_refused_plan_part_leaves_the_old_one_in_force(engine, refused_b
     if refused_by == "server":
         await router.send(configure=configure(2, strategy=plan_pb2.STRATEGY_UNSPECIFIED))
     else:
-        engine.core.answers[control.Configure] = control.Configured(
+        engine.core.answers[core_messages.Configure] = core_messages.Configured(
             generation=1, role="P-heavy", chunk_size_tokens=256, error="chunk_size_tokens: too large"
         )
         await router.send(configure=configure(2))
-        del engine.core.answers[control.Configure]
+        del engine.core.answers[core_messages.Configure]
     [message] = router.receive()
     assert message.configured.generation == 2
     assert message.configured.error
@@ -741,10 +747,10 @@ async def test_drained_means_no_request_and_no_pinned_block(engine):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])
     assert not engine.server.is_drained
-    pinned = control.Report(load=control.Load(kv_blocks_pinned=2))
+    pinned = core_messages.Report(load=core_messages.Load(kv_blocks_pinned=2))
     engine.put_out(output(engine.core_id("a"), [1], finish_reason=LENGTH), report=pinned)
     assert not engine.server.is_drained
-    engine.put_out(report=control.Report(load=control.Load()))
+    engine.put_out(report=core_messages.Report(load=core_messages.Load()))
     assert engine.server.is_drained
 
 

@@ -18,8 +18,8 @@ from sluice.credentials import make_channel
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import engine_pb2_grpc
 from sluice_engine.errors import SettingsError, StartError
-from sluice_engine.listener import read_certificates, start_grpc
-from sluice_engine.server import EngineServer
+from sluice_engine.server.engine_server import EngineServer
+from sluice_engine.server.grpc_server import read_certificates, start_grpc
 from sluice_engine.settings import EngineSettings, parse_settings
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import pytest
 
 from sluice_engine.__main__ import tell_kubelet
 from sluice_engine.errors import RdmaError
-from sluice_engine.settings import EmulationSettings, EngineSettings
-from sluice_engine.transport import (
+from sluice_engine.kv_transfer.ucx_transport import (
     DEVICES,
     TransportLog,
     check_devices,
@@ -23,6 +22,7 @@ from sluice_engine.transport import (
     find_transport,
     keep_flushed,
 )
+from sluice_engine.settings import EmulationSettings, EngineSettings
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -61,7 +61,7 @@ def _render_devices(rdma: RdmaSpec) -> Object:
 
 
 def _render_preflight(rdma: RdmaSpec, container: Object, devices: Object, image: str) -> Object:
-    command = ["python", "-m", "sluice_engine.preflight", "--fabric", rdma.fabric]
+    command = ["python", "-m", "sluice_engine.kv_transfer.rdma_preflight", "--fabric", rdma.fabric]
     if rdma.require_rdma:
         command.append("--require")
     return {

@@ -20,7 +20,7 @@ from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
-from sluice_engine.metrics import EngineCollector
+from sluice_engine.server.metrics import EngineCollector
 from sluice_operator.access import LEASE_RULES, RULES
 from sluice_operator.metrics import Metrics
 from sluice_operator.settings import Settings

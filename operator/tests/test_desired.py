@@ -288,7 +288,14 @@ def test_rdma_gives_devices_networks_and_a_check() -> None:
     for item in (container, preflight):
         assert item["resources"]["limits"]["rdma/hca"] == item["resources"]["requests"]["rdma/hca"] == "2"
         assert item["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-    assert preflight["command"] == ["python", "-m", "sluice_engine.preflight", "--fabric", "RoCE", "--require"]
+    assert preflight["command"] == [
+        "python",
+        "-m",
+        "sluice_engine.kv_transfer.rdma_preflight",
+        "--fabric",
+        "RoCE",
+        "--require",
+    ]
     annotations = template["metadata"]["annotations"]
     assert annotations["k8s.v1.cni.cncf.io/networks"] == "roce-a,other/roce-b"
     assert annotations["x/y"] == "z"

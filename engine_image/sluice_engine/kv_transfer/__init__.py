@@ -1,0 +1,1 @@
+"""KV transfer between engines: the NIXL connector, handles, hand-off, resume."""

@@ -1,0 +1,105 @@
+"""KV handles: what one engine tells another about blocks that wait to be read.
+
+A handle comes from a router, so every part of it is checked before vLLM sees it: a malformed one makes NIXL's worker
+raise, which kills the engine with all its requests, or read shifted blocks without an error. The two sides count exactly:
+at an iteration boundary a request of n tokens has the KV of n - 1, and the reader asks for those and no block more.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from sluice_core.kv import blocks_for_tokens
+from sluice_engine.core_messages import NUM_TOKENS_KEY
+
+_BlockId = Annotated[int, Meta(ge=1)]  # block 0 is vLLM's null block
+_Positive = Annotated[int, Meta(ge=1)]
+_Text = Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+class MalformedHandleError(ValueError):
+    """A handle that must not be read; the request recomputes."""
+
+
+class _Handle(msgspec.Struct, frozen=True, kw_only=True):
+    num_tokens: _Positive = msgspec.field(name=NUM_TOKENS_KEY)
+    remote_block_ids: list[list[_BlockId]]
+    remote_engine_id: _Text
+    remote_request_id: _Text
+    remote_host: _Text
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    tp_size: _Positive
+    dcp_size: _Positive = 1
+    pp_size: _Positive = 1
+
+
+def read_handle(text: str, *, num_tokens: int, block_size: int, engine_id: str, tp_size: int) -> dict[str, Any]:
+    """Checks and trims a handle.
+
+    Args:
+        text: The handle, as JSON.
+        num_tokens: Tokens of the request, prompt and output.
+        block_size: Tokens per block, equal on both sides.
+        engine_id: The reader's own NIXL id.
+        tp_size: The reader's tensor-parallel size.
+
+    Returns:
+        ``kv_transfer_params`` for vLLM's pull connector.
+
+    Raises:
+        MalformedHandleError: It names what is wrong.
+    """
+    handle = _parse(text)
+    _check_peer(handle, engine_id=engine_id, tp_size=tp_size)
+    blocks = _check_blocks(handle, block_size)
+    # The last token's KV never exists before its own iteration, whatever the handle says.
+    num_wanted = min(handle.num_tokens, num_tokens - 1)
+    if num_wanted < 1:
+        raise MalformedHandleError(f"KV handle: the request has {num_tokens} tokens, nothing to read")
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        NUM_TOKENS_KEY: num_wanted,
+        # NIXL's worker pairs both lists from their ends, so they must cover the same tokens.
+        "remote_block_ids": [blocks[: blocks_for_tokens(num_wanted, block_size)]],
+        "remote_num_tokens": num_wanted,
+        "remote_engine_id": handle.remote_engine_id,
+        "remote_request_id": handle.remote_request_id,
+        "remote_host": handle.remote_host,
+        "remote_port": handle.remote_port,
+        "tp_size": handle.tp_size,
+    }
+
+
+def _parse(text: str) -> _Handle:
+    """Reads the JSON; types and bounds of each field by itself are checked here."""
+    try:
+        return msgspec.json.decode(text, type=_Handle)
+    except msgspec.DecodeError as error:
+        raise MalformedHandleError(f"KV handle: {error}") from error
+
+
+def _check_peer(handle: _Handle, *, engine_id: str, tp_size: int) -> None:
+    """Refuses a writer that is the reader itself, or that splits its KV in another way."""
+    if handle.remote_engine_id == engine_id:
+        raise MalformedHandleError(f"KV handle: engine {engine_id} would read from itself")
+    if (handle.tp_size, handle.dcp_size, handle.pp_size) != (tp_size, 1, 1):
+        raise MalformedHandleError(
+            f"KV handle: tensor, context and pipeline parallel sizes are {handle.tp_size}, {handle.dcp_size}, "
+            f"{handle.pp_size}; this engine has {tp_size}, 1, 1"
+        )
+
+
+def _check_blocks(handle: _Handle, block_size: int) -> list[int]:
+    """Returns the blocks: one KV group of distinct ones, exactly as many as the tokens fill."""
+    if len(handle.remote_block_ids) != 1:
+        raise MalformedHandleError(f"KV handle: {len(handle.remote_block_ids)} KV groups, exactly 1 is supported")
+    blocks = handle.remote_block_ids[0]
+    if len(blocks) != blocks_for_tokens(handle.num_tokens, block_size) or len(set(blocks)) != len(blocks):
+        raise MalformedHandleError(
+            f"KV handle: {len(blocks)} blocks ({len(set(blocks))} distinct) for {handle.num_tokens} tokens of {block_size} a block"
+        )
+    return blocks

@@ -1,0 +1,189 @@
+"""NIXL pull connector with exact token counts, bounded leases and hand-off of a running decode.
+
+Over vLLM's own pull connector it changes this:
+
+- the reader asks for exactly the tokens whose KV exists (``handles.py``), and stock code never sees an unchecked handle;
+- a request becomes readable by ``announce``, one iteration before it ends, because with asynchronous scheduling the
+  reader's completion notice can arrive before the worker has heard of the request, and is then dropped;
+- nobody sends heartbeats and nobody listens to them: a lease ends after ``LEASE_S``, whatever the reader does;
+- ``release`` ends it at once;
+- engines of one machine use all of its cores;
+- NIXL's progress thread sleeps between polls (``nixl_pace.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+
+from sluice_core.kv import blocks_for_tokens
+from sluice_engine.core_messages import NUM_TOKENS_KEY
+from sluice_engine.kv_transfer import nixl_progress, ucx_transport
+from sluice_engine.kv_transfer.kv_handles import read_handle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+# Longest time that handed-off blocks wait to be read, in seconds (architecture 4.3).
+LEASE_S = 30
+# Key of kv_connector_extra_config: pause of NIXL's progress thread, in microseconds; 0 with RDMA.
+PROGRESS_DELAY_KEY = "sluice_progress_delay_us"
+DEFAULT_PROGRESS_DELAY_US = 100
+
+
+class KvMover(Protocol):
+    """What the scheduler asks of its connector; the emulated one answers the same."""
+
+    def admit(self, request: Request, transfer_params: str) -> None:
+        """Makes a request that arrives pull its KV.
+
+        Raises:
+            MalformedHandleError: It must recompute.
+        """
+
+    def give_up(self, request: Request) -> None:
+        """Makes a request whose pull has not started recompute, and tells the source."""
+
+    def announce(self, request_id: str) -> None:
+        """A running request will end with a hand-off at the next boundary."""
+
+    def retract(self, request_id: str) -> None:
+        """It will not, after all."""
+
+    def hand_off(self, request: Request) -> None:
+        """The request ends now; its blocks wait for a reader."""
+
+    def release(self, request_id: str) -> None:
+        """No one will read a handed-off request any more."""
+
+
+@contextlib.contextmanager
+def keep_affinity() -> Iterator[None]:
+    """Undoes what the block does to the cores that this process may use, for threads that it starts too.
+
+    On a CPU the stock worker binds the calling thread, which here computes the model, to the last core of the machine:
+    all engines of a machine then share that one, and starve one another.
+    """
+    cores = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), cores)
+
+
+class SluiceConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
+    """The scheduler's half."""
+
+    def on_new_request(self, request: Request) -> None:
+        """Keeps the stock connector from sending heartbeats."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens to pull beyond those in the prefix cache, and whether the pull runs beside iterations."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return 0, False
+        count = params[NUM_TOKENS_KEY] - num_computed_tokens
+        return (count, True) if count > 0 else (0, False)
+
+    def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Decides whether blocks stay for a reader, and tells where they lie."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_decode"):
+            return super().request_finished(request, block_ids)  # type: ignore[no-any-return]
+        # An iteration in flight may have added blocks, and counts as computed; the last token has no KV.
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        keep = blocks_for_tokens(num_tokens, self.block_size)
+        is_delayed, handle = super().request_finished(request, tuple(group[:keep] for group in block_ids))
+        if handle is not None:
+            handle[NUM_TOKENS_KEY] = num_tokens
+        return is_delayed, handle
+
+    def announce(self, request_id: str) -> None:
+        """See ``KvMover``."""
+        self._reqs_not_processed.discard(request_id)
+        self._reqs_in_batch.add(request_id)
+
+    def retract(self, request_id: str) -> None:
+        """See ``KvMover``."""
+        self._reqs_in_batch.discard(request_id)
+        self._reqs_not_processed.add(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Keeps the worker from counting a lease that it has not heard of yet."""
+        if self._reqs_need_send.pop(request_id, None) is not None:
+            self.retract(request_id)
+
+    def give_up(self, request: Request) -> None:
+        """Sends the source a completion notice for a request that reads nothing."""
+        request.kv_transfer_params["do_remote_prefill"] = False
+        self._reqs_need_recv[request.request_id] = (request, [], (), False)
+
+
+class SluiceConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
+    """The worker's half."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with keep_affinity():
+            super().__init__(*args, **kwargs)
+        ucx_transport.keep_flushed()
+
+    def _handle_heartbeat(self, payload: str) -> None:
+        """Leases are not extended."""
+
+
+class SluiceConnector(NixlPullConnector):  # type: ignore[misc]
+    """What ``kv_connector_module_path`` names."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        # The stock class would make a second NIXL agent: only its base is initialized.
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        self._block_size = vllm_config.cache_config.block_size
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = SluiceConnectorScheduler(vllm_config, self.engine_id, kv_cache_config)
+        else:
+            delay_us = self.kv_transfer_config.get_from_extra_config(PROGRESS_DELAY_KEY, DEFAULT_PROGRESS_DELAY_US)
+            nixl_progress.set_progress_delay(int(delay_us))
+            self.connector_worker = SluiceConnectorWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    def admit(self, request: Request, transfer_params: str) -> None:
+        """See ``KvMover``."""
+        request.kv_transfer_params = read_handle(
+            transfer_params,
+            num_tokens=request.num_tokens,
+            block_size=self._block_size,
+            engine_id=self.engine_id,
+            tp_size=self.connector_scheduler.transfer_tp_size,
+        )
+
+    def give_up(self, request: Request) -> None:
+        """See ``KvMover``."""
+        self.connector_scheduler.give_up(request)
+
+    def announce(self, request_id: str) -> None:
+        """See ``KvMover``."""
+        self.connector_scheduler.announce(request_id)
+
+    def retract(self, request_id: str) -> None:
+        """See ``KvMover``."""
+        self.connector_scheduler.retract(request_id)
+
+    def hand_off(self, request: Request) -> None:
+        """See ``KvMover``."""
+        request.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
+
+    def release(self, request_id: str) -> None:
+        """See ``KvMover``."""
+        self.connector_scheduler.release(request_id)

@@ -1,0 +1,80 @@
+"""``python -m sluice_engine.kv_transfer.rdma_preflight``: can KV go over RDMA here? Runs before the engine, which loads for minutes.
+
+Standard library only. What it finds goes to the pod's termination message, from where the operator takes it into the
+condition NetworkReady. With ``--require`` a finding ends the pod's start; otherwise it is a warning, and the engine
+reports the transport that it really uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import resource
+import sys
+from pathlib import Path
+
+DEVICES = Path("/dev/infiniband")
+TERMINATION_LOG = Path("/dev/termination-log")
+LIBFABRIC = "libfabric.so.1"
+# UCX registers tens of megabytes before it moves anything; containerd's default is 8 MiB.
+LEAST_MEMLOCK_BYTES = 1 << 30
+
+
+def find_problems(devices: Path, memlock_bytes: int, library: str = "") -> list[str]:
+    """Finds what keeps RDMA from working.
+
+    Args:
+        devices: Folder of the verbs devices.
+        memlock_bytes: Limit of locked memory, in bytes; -1: none.
+        library: Library without which NIXL's backend cannot be loaded; empty: none.
+
+    Returns:
+        A line for each problem, with what to do.
+    """
+    problems = []
+    if not any(devices.glob("uverbs*")):
+        problems.append(
+            f"no RDMA device in {devices}; check spec.network.rdma.resourceName or resourceClaimTemplateName, and the "
+            "node's device plugin"
+        )
+    if memlock_bytes != resource.RLIM_INFINITY and memlock_bytes < LEAST_MEMLOCK_BYTES:
+        problems.append(
+            f"at most {memlock_bytes} bytes can be locked in memory; set LimitMEMLOCK=infinity for the node's container "
+            "runtime (the capability IPC_LOCK does nothing for a container that is not root)"
+        )
+    if library and not is_loadable(library):
+        problems.append(f"{library} cannot be loaded, which NIXL needs for EFA; build it into the engine's image")
+    return problems
+
+
+def is_loadable(library: str) -> bool:
+    """Whether the dynamic linker finds a library and all that it needs."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def main(arguments: list[str] | None = None, *, devices: Path = DEVICES, log: Path = TERMINATION_LOG) -> int:
+    """Runs the check; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sluice_engine.kv_transfer.rdma_preflight", description="Checks RDMA."
+    )
+    parser.add_argument("--fabric", required=True, choices=["InfiniBand", "RoCE", "EFA"], help="kind of fabric")
+    parser.add_argument("--require", action="store_true", help="fail when RDMA cannot work")
+    options = parser.parse_args(arguments)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    problems = find_problems(devices, soft, LIBFABRIC if options.fabric == "EFA" else "")
+    if not problems:
+        print(f"RDMA over {options.fabric} can work")
+        return 0
+    message = f"RDMA over {options.fabric} cannot work: {'; '.join(problems)}"
+    print(message, file=sys.stderr)
+    if log.exists():
+        log.write_text(message)
+    return 1 if options.require else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Hooks of vLLM's scheduler: room for prefills, grants, moves, load."""

@@ -1,0 +1,67 @@
+"""What waits to go up with the next iteration, and the reserved output that carries it (``control.Report``)."""
+
+from __future__ import annotations
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+from sluice_engine import core_messages
+
+
+class Outbox:
+    """Reports of one engine, from the scheduler to the serving process."""
+
+    def __init__(self) -> None:
+        self._returned: list[str] = []
+        self._refused: list[core_messages.Refused] = []
+        self._last_submit_numbers: dict[int, int] = {}
+        self._last_load: core_messages.Load | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """True while something waits that an idle engine has to tell too."""
+        return bool(self._returned or self._refused)
+
+    def note_submit(self, extras: core_messages.RequestExtras) -> None:
+        """Notes a submit that the next load includes."""
+        if extras.submit_number:
+            self._last_submit_numbers[extras.link] = extras.submit_number
+
+    def note_returned(self, request_ids: list[str]) -> None:
+        """Notes prompts that go back to their routers."""
+        self._returned += request_ids
+
+    def note_refused(self, request_id: str, reason: str) -> None:
+        """Notes an accepted hand-off that was given up."""
+        self._refused.append(core_messages.Refused(request_id=request_id, reason=reason))
+
+    def send(
+        self,
+        outputs: dict[int, EngineCoreOutputs],
+        load: core_messages.Load,
+        iteration: core_messages.Iteration | None,
+        proposals: list[core_messages.Proposal],
+    ) -> None:
+        """Adds a report to an iteration's outputs, unless there is nothing to tell.
+
+        Args:
+            outputs: vLLM's outputs by client; the serving process is client 0.
+            load: Load after the iteration.
+            iteration: What it computed, if anything.
+            proposals: Requests that should leave.
+        """
+        if iteration is None and not self.has_news and load == self._last_load:
+            return
+        report = core_messages.Report(
+            load=load,
+            iteration=iteration,
+            proposals=proposals,
+            returned=self._returned,
+            refused=self._refused,
+            last_submit_numbers=self._last_submit_numbers,
+        )
+        self._last_load = load
+        self._returned, self._refused, self._last_submit_numbers = [], [], {}
+        output = EngineCoreOutput(
+            request_id=core_messages.REPORT_ID, new_token_ids=[], kv_transfer_params=core_messages.encode_report(report)
+        )
+        outputs.setdefault(0, EngineCoreOutputs(outputs=[])).outputs.append(output)

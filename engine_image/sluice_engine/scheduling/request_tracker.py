@@ -1,0 +1,137 @@
+"""What the scheduler knows of each request beyond vLLM's own record: its class, its place in the order, its sums.
+
+vLLM keeps waiting requests in a heap ordered by ``(priority, arrival_time)`` and preempts the running request with the
+largest such pair. ``place`` puts the batch policy's order into those two fields while a request waits, and its victim
+order while it runs; a request's fields change only while no heap holds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sluice_core.scheduling.batching import RequestKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.v1.request import Request
+
+    from sluice_core.scheduling.batching import BatchPolicy
+    from sluice_engine.core_messages import RequestExtras
+
+# Classes whose tokens count as queued prefill.
+PREFILL_KINDS = frozenset(
+    {RequestKind.RECOMPUTE, RequestKind.RECOVERY, RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT}
+)
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request on this engine; mutable, changed by the scheduler and the tracker only.
+
+    Args:
+        request: vLLM's record.
+        extras: What came with it.
+        kind: Class in the batch policy's order.
+        arrival_s: Arrival at the router, on the machine's monotonic clock.
+        user_priority: Higher goes first.
+        first_token_s: When the client got its first token, on the same clock; None before it.
+        pull_deadline_s: When a pull that has not started is given up.
+        is_moved_in: Its KV came from another engine.
+        counted_tokens: Prefill tokens that the sums hold for it.
+        counted_work: Attention work that the sums hold for it.
+    """
+
+    request: Request
+    extras: RequestExtras
+    kind: RequestKind
+    arrival_s: float
+    user_priority: int
+    first_token_s: float | None = None
+    pull_deadline_s: float = 0.0
+    is_moved_in: bool = False
+    counted_tokens: int = 0
+    counted_work: float = 0.0
+
+
+class Tracker:
+    """All requests that vLLM's scheduler has, finished ones left out.
+
+    Args:
+        policy: Gives the orders.
+
+    Attributes:
+        by_id: The requests; read it, and change it through the methods.
+        queued_prefill_tokens: Sum of what they have not computed yet, pulls and decodes left out.
+        queued_attention_work: The attention work of that.
+    """
+
+    def __init__(self, policy: BatchPolicy) -> None:
+        self.policy = policy
+        self.queued_prefill_tokens = 0
+        self.queued_attention_work = 0.0
+        self.by_id: dict[str, Tracked] = {}
+        self._ids_of_kind: dict[RequestKind, dict[str, Tracked]] = {kind: {} for kind in RequestKind}
+
+    def count(self, kind: RequestKind) -> int:
+        """Requests of a class."""
+        return len(self._ids_of_kind[kind])
+
+    def of_kind(self, kind: RequestKind) -> Iterator[Tracked]:
+        """Requests of a class, oldest change first; a copy, so that they may change while it is read."""
+        return iter(list(self._ids_of_kind[kind].values()))
+
+    @property
+    def num_queued(self) -> int:
+        """Requests with prefill tokens not yet computed."""
+        return sum(self.count(kind) for kind in PREFILL_KINDS)
+
+    def add(self, tracked: Tracked) -> None:
+        """Begins to track a request that no queue of vLLM holds yet, and places it."""
+        self.by_id[tracked.request.request_id] = tracked
+        self._ids_of_kind[tracked.kind][tracked.request.request_id] = tracked
+        self.recount(tracked)
+        self.place(tracked)
+
+    def discard(self, request_id: str) -> Tracked | None:
+        """Ends tracking a request."""
+        tracked = self.by_id.pop(request_id, None)
+        if tracked is not None:
+            del self._ids_of_kind[tracked.kind][request_id]
+            self._count(tracked, 0, 0.0)
+        return tracked
+
+    def change_kind(self, tracked: Tracked, kind: RequestKind) -> None:
+        """Moves a request to another class; ``place`` it when no heap holds it."""
+        request_id = tracked.request.request_id
+        del self._ids_of_kind[tracked.kind][request_id]
+        tracked.kind = kind
+        self._ids_of_kind[kind][request_id] = tracked
+        self.recount(tracked)
+
+    def recount(self, tracked: Tracked) -> None:
+        """Brings the sums up to date with what the request has computed."""
+        if tracked.kind not in PREFILL_KINDS:
+            self._count(tracked, 0, 0.0)
+            return
+        context = tracked.request.num_computed_tokens
+        remaining = max(0, tracked.request.num_tokens - context)
+        self._count(tracked, remaining, remaining * (context + remaining / 2))
+
+    def place(self, tracked: Tracked) -> None:
+        """Writes the waiting order into vLLM's fields."""
+        kind, order = self.policy.order_key(tracked.kind, tracked.arrival_s, tracked.user_priority)
+        tracked.request.priority = int(kind)
+        tracked.request.arrival_time = order
+
+    def place_running(self, tracked: Tracked) -> None:
+        """Writes the victim order into vLLM's fields."""
+        tracked.request.priority = RequestKind.DECODE
+        tracked.request.arrival_time = self.policy.victim_key(tracked.arrival_s, tracked.user_priority)
+
+    def _count(self, tracked: Tracked, tokens: int, work: float) -> None:
+        self.queued_prefill_tokens += tokens - tracked.counted_tokens
+        self.queued_attention_work = max(0.0, self.queued_attention_work + work - tracked.counted_work)
+        tracked.counted_tokens = tokens
+        tracked.counted_work = work

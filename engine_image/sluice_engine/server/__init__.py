@@ -1,0 +1,1 @@
+"""The gRPC server of an engine: one stream per router, one message per iteration."""

@@ -1,0 +1,69 @@
+"""The gRPC server of an engine: the engine stream, health and reflection; with certificates, for routers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from sluice.certificates import CertificateError, CertificateFolder
+from sluice.credentials import PeerCheck, make_server_credentials
+from sluice.v1 import engine_pb2, engine_pb2_grpc
+from sluice_engine.errors import StartError
+from sluice_engine.server.engine_service import EngineService
+
+if TYPE_CHECKING:
+    from sluice_engine.server.engine_server import EngineServer
+    from sluice_engine.settings import EngineSettings
+
+SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
+# A prompt of a million tokens takes 4 MB.
+MAX_MESSAGE_BYTES = 64 << 20
+GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A router that vanished without a word is noticed, so that its requests' lease begins; routers may ask likewise.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # A second engine on the same port must fail, not share it.
+    ("grpc.so_reuseport", 0),
+)
+
+
+def read_certificates(settings: EngineSettings) -> CertificateFolder | None:
+    """The certificates that routers are served with; None: in the open.
+
+    Raises:
+        StartError: They cannot be used.
+    """
+    if settings.peer_tls is None:
+        return None
+    try:
+        return CertificateFolder(Path(settings.peer_tls), is_mutual=True)
+    except CertificateError as error:
+        raise StartError(f"--peer-tls: {error}") from error
+
+
+async def start_grpc(
+    settings: EngineSettings, server: EngineServer, certificates: CertificateFolder | None = None
+) -> tuple[grpc.aio.Server, Any]:
+    """Starts the gRPC server with the engine stream, health and reflection; with certificates, for routers only."""
+    checks = [PeerCheck([settings.router_name])] if settings.router_name else []
+    listener = grpc.aio.server(options=GRPC_OPTIONS, interceptors=checks)
+    engine_pb2_grpc.add_EngineServicer_to_server(EngineService(server), listener)
+    state = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(state, listener)
+    for name in ("", SERVICE):
+        await state.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), listener)
+    address = f"{settings.host}:{settings.port}"
+    if certificates is None:
+        listener.add_insecure_port(address)
+    else:
+        listener.add_secure_port(address, make_server_credentials(certificates))
+    await listener.start()
+    return listener, state

@@ -1,0 +1,141 @@
+"""Prometheus metrics and probes over HTTP, beside the engine stream.
+
+Nothing is counted twice: the collector reads the server's counters and its newest load when it is scraped, so that an
+iteration pays nothing for it. The HTTP server has threads of its own; a probe answers while the event loop is busy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+
+from sluice.v1 import sampling_pb2
+
+if TYPE_CHECKING:
+    from sluice_engine.server.engine_server import EngineServer
+
+# Gauges of the load: metric, field of control.Load, help.
+LOAD_GAUGES = (
+    ("queued_prefill_tokens", "queued_prefill_tokens", "Prefill tokens not yet computed."),
+    ("queued_requests", "queued_requests", "Requests with such tokens."),
+    ("running_decodes", "running_decodes", "Decodes that run."),
+    ("decode_context_tokens", "decode_context_tokens", "Sum of their contexts."),
+    ("pulling_requests", "pulling_requests", "Requests that wait for KV from another engine."),
+    ("kv_blocks_total", "kv_blocks_total", "KV blocks of the engine."),
+    ("kv_blocks_used", "kv_blocks_used", "KV blocks that requests hold."),
+    ("kv_blocks_granted", "kv_blocks_granted", "KV blocks reserved by grants."),
+    ("kv_blocks_pinned", "kv_blocks_pinned", "KV blocks handed off and not yet read or released."),
+    ("chunk_size_tokens", "chunk_size_tokens", "Chunk size in force."),
+    ("pull_bytes_per_second", "pull_bytes_per_s", "Measured rate of KV pulls."),
+)
+LOAD_COUNTERS = (
+    ("preemptions", "num_preemptions", "Preemptions."),
+    ("moved_in", "num_moved_in", "Requests that arrived with KV."),
+    ("moved_out", "num_moved_out", "Requests handed off."),
+    ("recomputed_pulls", "num_recomputed_pulls", "Pulls that failed or came too late and were recomputed."),
+)
+SERVER_COUNTERS = (
+    ("iterations", "num_iterations", "Iterations that computed something."),
+    ("iteration_seconds", "iteration_s", "Their wall time."),
+    ("messages", "num_messages", "Messages to routers with tokens, news or a load report."),
+    ("output_tokens", "num_tokens", "Tokens sent to routers."),
+    ("submits", "num_submits", "Submits received."),
+    ("refused_submits", "num_refused", "Submits that cannot run here."),
+    ("foreign_kv", "num_foreign_kv", "Submits whose KV has another fingerprint."),
+    ("lost_streams", "num_lost_streams", "Streams that ended."),
+    ("expired_leases", "num_expired_leases", "Requests aborted because their router did not come back."),
+)
+# Paths that answer with a state.
+LIVE_PATH, READY_PATH = "/livez", "/readyz"
+
+StartResponse = Callable[[str, list[tuple[str, str]]], Any]
+
+
+class EngineCollector(Collector):
+    """Reads the server when it is scraped.
+
+    Args:
+        server: The engine's server.
+    """
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields all metrics of the engine."""
+        load, counters = self._server.load, self._server.counters
+        for name, field, text in LOAD_GAUGES:
+            yield GaugeMetricFamily(f"sluice_engine_{name}", text, value=getattr(load, field))
+        for name, field, text in LOAD_COUNTERS:
+            yield CounterMetricFamily(f"sluice_engine_{name}", text, value=getattr(load, field))
+        for name, field, text in SERVER_COUNTERS:
+            yield CounterMetricFamily(f"sluice_engine_{name}", text, value=getattr(counters, field))
+        finished = CounterMetricFamily("sluice_engine_finished", "Requests that ended.", labels=["reason"])
+        for reason, count in list(counters.finished.items()):
+            finished.add_metric([reason_label(reason)], count)
+        yield finished
+        yield GaugeMetricFamily(
+            "sluice_engine_requests", "Requests that have not ended.", value=self._server.num_requests
+        )
+        yield GaugeMetricFamily("sluice_engine_routers", "Routers with a stream.", value=self._server.num_routers)
+        yield GaugeMetricFamily("sluice_engine_draining", "1 while draining.", value=int(self._server.is_draining))
+
+
+def reason_label(reason: int) -> str:
+    """The wire's finish reason as a label: ``stop``, ``length``, ``handed_off``."""
+    return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()  # type: ignore[arg-type]
+
+
+class QuietHandler(WSGIRequestHandler):
+    """Writes no line per probe."""
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the standard library's name
+        """Drops the line."""
+
+
+def make_app(registry: CollectorRegistry, is_ready: Callable[[], bool]) -> Callable[..., Iterable[bytes]]:
+    """Makes the WSGI application.
+
+    Args:
+        registry: What /metrics shows.
+        is_ready: Whether /readyz answers 200.
+    """
+    metrics = make_wsgi_app(registry)
+
+    def app(environment: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+        path = environment.get("PATH_INFO", "")
+        if path == "/metrics":
+            answer: Iterable[bytes] = metrics(environment, start_response)
+            return answer
+        status, text = {
+            LIVE_PATH: ("200 OK", b"ok\n"),
+            READY_PATH: ("200 OK", b"ready\n") if is_ready() else ("503 Service Unavailable", b"not ready\n"),
+        }.get(path, ("404 Not Found", b"/metrics, /livez and /readyz are here\n"))
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))])
+        return [text]
+
+    return app
+
+
+def start_http(host: str, port: int, server: EngineServer, is_ready: Callable[[], bool]) -> ThreadingWSGIServer:
+    """Serves metrics and probes from a daemon thread.
+
+    Args:
+        host: Address to listen on.
+        port: Its port.
+        server: What is measured.
+        is_ready: Whether /readyz answers 200.
+    """
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(server))
+    http = make_server(host, port, make_app(registry, is_ready), ThreadingWSGIServer, handler_class=QuietHandler)
+    http.daemon_threads = True
+    threading.Thread(target=http.serve_forever, name="metrics", daemon=True).start()
+    return http

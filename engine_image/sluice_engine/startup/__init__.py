@@ -1,0 +1,1 @@
+"""How an engine starts: vLLM's configuration, checks, identity, warm-up."""

@@ -1,0 +1,227 @@
+"""How a vLLM engine is configured and started.
+
+On the CPU, and for an emulated GPU, the EngineCore is forked off this process with the model inside it: 3 s instead of
+16, and half the memory. On a GPU vLLM's own ways are kept (spawned, its executors, CUDA graphs).
+What the environment already says about threads, logging and the network is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.executor.abstract import Executor
+
+from sluice_engine import plugin
+from sluice_engine.emulation import emulated_gpu
+from sluice_engine.errors import StartError, UnsupportedVllmError
+from sluice_engine.startup import model_classes, vllm_check
+from sluice_engine.startup.in_process_executor import die_with_parent
+
+if TYPE_CHECKING:
+    from sluice_engine.settings import EngineSettings
+
+# CPU defaults (design: vllm-cpu.md). vLLM's own block of 128 tokens hides block-boundary errors; 32 is the least it likes.
+CPU_BLOCK_SIZE = 32
+CPU_KV_CACHE_BYTES = 64 << 20
+EMULATED_BLOCK_SIZE = 16
+# Seconds after which a peer that vanished without a reset counts as gone; a pull of it hangs for minutes otherwise.
+PEER_TIMEOUT = "4s"
+
+
+def check_ports(settings: EngineSettings) -> None:
+    """Makes sure that the ports are free; a taken side-channel port hangs NIXL's start for ever.
+
+    Raises:
+        StartError: Names the port.
+    """
+    ports = {"--port": (settings.host, settings.port), "--metrics-port": (settings.host, settings.metrics_port)}
+    ports["--kv-port"] = (settings.kv_host, settings.kv_port)
+    for option, address in ports.items():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                raise StartError(f"{option}: cannot listen on {address[0]}:{address[1]}: {error.strerror}") from error
+
+
+def set_environment(settings: EngineSettings) -> None:
+    """Sets what vLLM, NIXL and UCX read from the environment; before vLLM's configuration is made."""
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.kv_host
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(settings.kv_port)
+    os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(settings.start_timeout_s))
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("UCX_TCP_USER_TIMEOUT", PEER_TIMEOUT)
+    if Path(settings.model).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if is_forked(settings):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # vLLM binds every engine of a machine to the same core by itself: then each starves while another computes.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # It would override kv_cache_memory_bytes.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if settings.kv_host in {"127.0.0.1", "::1", "localhost"}:
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
+
+def check_hooks() -> None:
+    """Makes sure that vLLM and NIXL are those that the hooks are written against.
+
+    Raises:
+        UnsupportedVllmError: Names every difference.
+    """
+    try:
+        vllm_check.check_installed()
+    except vllm_check.UnsupportedVllmError as error:
+        raise UnsupportedVllmError(str(error)) from error
+
+
+def is_forked(settings: EngineSettings) -> bool:
+    """The EngineCore is forked and computes in its own process."""
+    return settings.emulation is not None or current_platform.is_cpu()
+
+
+def make_vllm_config(settings: EngineSettings, epoch: int) -> VllmConfig:
+    """Makes vLLM's configuration.
+
+    Args:
+        settings: The engine's.
+        epoch: Its epoch; a restarted engine is another one to NIXL.
+
+    Raises:
+        StartError: vLLM refuses it.
+    """
+    set_environment(settings)
+    if is_forked(settings):
+        model_classes.register_classes(settings.model)
+    try:
+        arguments = merge_arguments(settings.vllm_args, vllm_arguments(settings, epoch))
+        config = arguments.create_engine_config()
+    except (ValueError, OSError) as error:
+        raise StartError(f"vLLM refuses the configuration: {error}") from error
+    if is_forked(settings):
+        # The CPU platform sets "spawn" while the configuration is made.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return config
+
+
+def merge_arguments(user: tuple[str, ...], own: dict[str, Any]) -> AsyncEngineArgs:
+    """Merges vLLM's arguments: the user's, over them our own, its defaults for the others."""
+    if not user:
+        return AsyncEngineArgs(**own)
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="python -m sluice_engine ... --"))
+    namespace = parser.parse_args(list(user))
+    vars(namespace).update(own)
+    return AsyncEngineArgs.from_cli_args(namespace)
+
+
+def vllm_arguments(settings: EngineSettings, epoch: int) -> dict[str, Any]:
+    """The arguments that this program sets."""
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "revision": settings.revision,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "max_model_len": settings.max_model_len,
+        "max_num_batched_tokens": settings.max_batch_tokens,
+        "max_num_seqs": settings.max_num_seqs,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        "scheduler_cls": plugin.ASYNC_SCHEDULER,
+        "kv_transfer_config": KVTransferConfig(
+            **plugin.make_transfer_config(
+                engine_id=f"{settings.engine_id}-{epoch:x}",
+                device="cpu" if current_platform.is_cpu() else "cuda",
+                progress_delay_us=settings.kv_poll_us,
+                backend=settings.kv_backend,
+            )
+        ),
+    }
+    if settings.dtype is not None:
+        arguments["dtype"] = settings.dtype
+    if settings.block_size is not None:
+        arguments["block_size"] = settings.block_size
+    if settings.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    if settings.emulation is not None:
+        return emulated_arguments(settings, arguments)
+    if current_platform.is_cpu():
+        return cpu_arguments(arguments)
+    return arguments
+
+
+def cpu_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of an engine that computes on the CPU."""
+    defaults = {"dtype": "float32", "block_size": CPU_BLOCK_SIZE, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    return {
+        **defaults,
+        **arguments,
+        "enforce_eager": True,
+        "scheduler_cls": plugin.SCHEDULER,
+        "distributed_executor_backend": plugin.CPU_EXECUTOR,
+    }
+
+
+def emulated_arguments(settings: EngineSettings, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of an emulated GPU: scheduled as one, with nothing to load."""
+    assert settings.emulation is not None
+    emulated_gpu.find_gpu(settings.emulation)
+    transfer = arguments["kv_transfer_config"]
+    transfer.kv_connector = "EmulatedConnector"
+    transfer.kv_connector_module_path = "sluice_engine.emulation.emulated_kv_transfer"
+    transfer.kv_connector_extra_config = {"host": settings.kv_host, "port": settings.kv_port}
+    return {
+        "block_size": EMULATED_BLOCK_SIZE,
+        **arguments,
+        "enforce_eager": True,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "async_scheduling": True,
+        "distributed_executor_backend": "sluice_engine.emulation.emulated_executor.EmulatedExecutor",
+        "additional_config": {emulated_gpu.CONFIG_KEY: settings.emulation.model_dump()},
+    }
+
+
+def become_core() -> None:
+    """Makes a fork of this process one that is ended by its parent alone.
+
+    The scheduler ties an EngineCore to its parent too, but seconds later: a parent that is killed while it starts would
+    leave it behind. A process group of its own keeps the terminal's Ctrl-C away, which is for the parent to drain first.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
+    os.setpgid(0, 0)
+
+
+def start_core(config: VllmConfig) -> Any:
+    """Starts the EngineCore and waits until it is ready.
+
+    Returns:
+        vLLM's ``AsyncMPClient``.
+
+    Raises:
+        StartError: It did not become ready.
+    """
+    os.register_at_fork(after_in_child=become_core)
+    try:
+        return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
+    except (RuntimeError, TimeoutError, OSError) as error:
+        raise StartError(f"the EngineCore did not start: {error}") from error
+
+
+def load_tokenizer(config: VllmConfig) -> Any:
+    """The model's tokenizer, which grammars and bad words need; None for an emulated engine."""
+    if config.model_config.skip_tokenizer_init:
+        return None
+    return cached_tokenizer_from_config(config.model_config)
