@@ -3,7 +3,7 @@
     python crds/reference.py write
     python crds/reference.py check
 
-What a change of a field does to a running cluster is told by the Python model (``sluice_operator.fields.Effect``); all
+What a change of a field does to a running cluster is told by the Python model (``sluice_operator.api.field_effects.Effect``); all
 else is the CRD's.
 """
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel
 
-from sluice_operator.fields import Effect
-from sluice_operator.spec import ServingClusterSpec
+from sluice_operator.api.field_effects import Effect
+from sluice_operator.api.serving_cluster import ServingClusterSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,12 +15,12 @@ from test_exactness import check
 
 from sluice.v1 import control_pb2
 from sluice_core.records import IterationShape
-from sluice_operator.asking import Searches
-from sluice_operator.engine_facts import Measured, find_facts
-from sluice_operator.manifest import check_manifest
-from sluice_operator.question import Question, make_terms
-from sluice_operator.sliders import resolve_sliders
-from sluice_operator.workload import read_workload
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.autotune.engine_facts import Measured, find_facts
+from sluice_operator.autotune.search_messages import Question, make_terms
+from sluice_operator.autotune.search_process import Searches
+from sluice_operator.autotune.workload import read_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
 from sluice_engine.settings import EmulationSettings
-from sluice_operator.spec import ServingCluster
+from sluice_operator.api.serving_cluster import ServingCluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -22,7 +22,7 @@ from testbed.bed import run_testbed
 from testbed.fake_nodes import make_node
 from testbed.settings import ROOT, make_settings
 
-from sluice_operator.access import LEASE_RULES, RULES
+from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

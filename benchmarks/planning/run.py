@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice_core.sim.traces import TraceRow, parse_trace
-from sluice_operator.asking import COMMAND
-from sluice_operator.engine_facts import Emulated
-from sluice_operator.manifest import check_manifest
-from sluice_operator.question import Question, make_terms
-from sluice_operator.sliders import resolve_sliders
-from sluice_operator.workload import Workload
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.autotune.engine_facts import Emulated
+from sluice_operator.autotune.search_messages import Question, make_terms
+from sluice_operator.autotune.search_process import COMMAND
+from sluice_operator.autotune.workload import Workload
 
 MODEL, GPU, REPLICAS = "qwen2.5-14b", "a100-80g", 4
 TARGET_S = 10.0  # of one core, for four engines
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="of each; the quickest counts")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/planning.json"))
     arguments = parser.parse_args()
-    start_s = min(measure([sys.executable, "-c", "import sluice_operator.search"])[0] for _ in range(3))
+    start_s = min(measure([sys.executable, "-c", "import sluice_operator.autotune.search"])[0] for _ in range(3))
     print(f"{platform.machine()}, Python {platform.python_version()}; the operator's search starts in {start_s:.2f} s")
     print(f"{'workload':12} {'TTFT, TPOT':>16}  {'search':>8} {'goodput':>8}  {'plan':>8} {'goodput':>8}")
     results = []

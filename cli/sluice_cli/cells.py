@@ -29,7 +29,7 @@ from sluice_core.sim.cell import (
 )
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS, TraceError, TraceRow, parse_trace
 from sluice_core.strategies import PLACEMENTS, get_strategy
-from sluice_operator.sliders import resolve_sliders
+from sluice_operator.api.sliders import resolve_sliders
 from sluice_router.settings import Limits
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sluice_core.latency import ModelOnGpu
-    from sluice_operator.spec import ServingCluster
+    from sluice_operator.api.serving_cluster import ServingCluster
 
 _GROUP = re.compile(r"([1-9][0-9]{0,4})x(max|[0-9]{1,7})")
 AHEAD, IN_STEP = "ahead", "in_step"

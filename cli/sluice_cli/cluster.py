@@ -26,11 +26,12 @@ from sluice_cli.slots import EngineSlot, RouterSlot, keep_link, list_processes, 
 from sluice_cli.tuning import LocalTuning
 from sluice_cli.view import ClusterView, make_view, pick_engine
 from sluice_core.records import EngineId
-from sluice_operator import names, render
-from sluice_operator.link import RouterLink
-from sluice_operator.reports import has_taken, merge_reports
-from sluice_operator.sliders import resolve_sliders
-from sluice_operator.tuner import Circumstances
+from sluice_operator.api import names
+from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.autotune.tuner import Circumstances
+from sluice_operator.resources import commands
+from sluice_operator.routers.connection import RouterLink
+from sluice_operator.routers.engine_reports import has_taken, merge_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from sluice_cli.children import Spawner
     from sluice_cli.ports import PortBook
     from sluice_cli.records import ClusterDirectory, ProcessRecord
-    from sluice_operator.asking import Ask
-    from sluice_operator.spec import ServingCluster
+    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.autotune.search_process import Ask
 
 # Between SIGTERM and SIGKILL, beyond the drain itself: interpreters take seconds to shut down under load.
 STOP_MARGIN_S = 15.0
@@ -161,13 +162,13 @@ class LocalCluster:
 
     def _wanted(self) -> steps.Wanted:
         spec = self.manifest.spec
-        nowhere = render.EngineSite(
+        nowhere = commands.EngineSite(
             engine_id=EngineId(""), host="", port=0, metrics_port=0, kv_host="", kv_port=0, model_directory=""
         )
         return steps.Wanted(
             # What speaks in the open and what does not cannot speak with one another.
             world=spec.model.model_dump_json() + spec.network.tls.model_dump_json(),
-            engine=_digest(render.render_engine_command(spec, nowhere), render.render_engine_environment(spec)),
+            engine=_digest(commands.render_engine_command(spec, nowhere), commands.render_engine_environment(spec)),
             router=_digest(
                 self._sites.choose_http_port(spec.router.service.port), asdict(self._security(names.ROUTER))
             ),
@@ -220,10 +221,10 @@ class LocalCluster:
         self._engines[engine_id] = slot
         self._group.create_task(slot.program.run(), name=engine_id)
 
-    def _engine_launch(self, site: render.EngineSite) -> Launch:
+    def _engine_launch(self, site: commands.EngineSite) -> Launch:
         return Launch(
-            command=tuple(render.render_engine_command(self.manifest.spec, site, self._security(names.ENGINE))),
-            environment=render.render_engine_environment(self.manifest.spec),
+            command=tuple(commands.render_engine_command(self.manifest.spec, site, self._security(names.ENGINE))),
+            environment=commands.render_engine_environment(self.manifest.spec),
             log=self._directory.log_path(site.engine_id),
         )
 
@@ -267,7 +268,7 @@ class LocalCluster:
         self._write_engines()
         program = self._make_program(name, self._spawn_router)
         security = self._security(names.ROUTER)
-        command = render.render_router_command(self.manifest.spec, site, security)
+        command = commands.render_router_command(self.manifest.spec, site, security)
         program.launch = Launch(command=tuple(command), log=self._directory.log_path(name))
         tls = make_control_tls(security)
         address = f"{HOST}:{site.control_port}"
@@ -319,7 +320,7 @@ class LocalCluster:
         self._report(f"{name} stops once its streams have ended, then starts anew{where}")
         await self._remove_router(name)
 
-    def _security(self, component: str) -> render.Security:
+    def _security(self, component: str) -> commands.Security:
         return describe_local_security(self.manifest, component, self._find_secret)
 
     def _make_program(self, name: str, spawner: Spawner) -> Program:

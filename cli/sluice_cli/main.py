@@ -24,7 +24,7 @@ from sluice_cli.stop import stop_cluster
 from sluice_cli.story import UnknownRequestError, fetch_story, make_story
 from sluice_cli.up import UpOptions, read_manifest, run_up
 from sluice_cli.view import make_curl_line, make_table
-from sluice_operator.manifest import ManifestError
+from sluice_operator.api.manifest import ManifestError
 
 
 class CommandError(click.ClickException):

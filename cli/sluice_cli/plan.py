@@ -23,7 +23,7 @@ from sluice_core.planning.planner import Planner
 from sluice_core.planning.prediction import measure_curves
 from sluice_core.planning.search import Effort
 from sluice_core.strategies import get_strategy
-from sluice_operator.manifest import ManifestError, parse_manifest
+from sluice_operator.api.manifest import ManifestError, parse_manifest
 
 if TYPE_CHECKING:
     from sluice_cli.plan_inputs import PlanInputs

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.json_format import MessageToDict
 
-from sluice_operator.assign import assign
-from sluice_operator.render import render_plan
-from sluice_operator.sliders import resolve_sliders
+from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.planning.roles import assign
+from sluice_operator.resources.commands import render_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sluice.v1 import plan_pb2
     from sluice_cli.records import ClusterDirectory
     from sluice_core.records import EngineId, Role
-    from sluice_operator.spec import ServingCluster
+    from sluice_operator.api.serving_cluster import ServingCluster
 
 
 class Planner:

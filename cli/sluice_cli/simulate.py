@@ -28,7 +28,7 @@ from sluice_core.sim.metrics import make_report, summarize
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
 from sluice_core.sim.workload import PoissonWorkload, scale_trace
-from sluice_operator.manifest import ManifestError, parse_manifest
+from sluice_operator.api.manifest import ManifestError, parse_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from sluice.certificates import CertificateFolder, keep_fresh
 from sluice_cli.records import ProcessRecord, start_time
 from sluice_cli.sites import list_ports
-from sluice_operator.link import ControlTls
+from sluice_operator.routers.connection import ControlTls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from sluice_cli.program import Program
     from sluice_core.records import EngineId
-    from sluice_operator import render
-    from sluice_operator.link import RouterLink
+    from sluice_operator.resources import commands
+    from sluice_operator.routers.connection import RouterLink
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class EngineSlot:
         stale_epoch: Epoch of the process before the present one; a status that names it is old.
     """
 
-    site: render.EngineSite
+    site: commands.EngineSite
     program: Program
     identity: str
     stale_epoch: int = 0
@@ -51,12 +51,12 @@ class RouterSlot:
         security: Where its keys and certificates are.
     """
 
-    site: render.RouterSite
+    site: commands.RouterSite
     program: Program
     identity: str
     link: RouterLink
     link_task: asyncio.Task[None]
-    security: render.Security
+    security: commands.Security
 
 
 def list_processes(routers: Mapping[str, RouterSlot], engines: Mapping[EngineId, EngineSlot]) -> list[ProcessRecord]:
@@ -74,7 +74,7 @@ def list_processes(routers: Mapping[str, RouterSlot], engines: Mapping[EngineId,
     return records + [_record(name, "engine", slot.program, list_ports(slot.site)) for name, slot in engines.items()]
 
 
-def make_control_tls(security: render.Security) -> ControlTls | None:
+def make_control_tls(security: commands.Security) -> ControlTls | None:
     """How a router's control port is spoken with; None: in the open."""
     if security.peer_tls is None or security.router_name is None:
         return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sluice.certificates import CertificateError, CertificateFolder
 from sluice_cli.view import ClusterView, TuningView, make_view
-from sluice_operator.link import ControlTls, ask_status
+from sluice_operator.routers.connection import ControlTls, ask_status
 
 if TYPE_CHECKING:
     from sluice.v1 import control_pb2

@@ -1,4 +1,4 @@
-"""Tunes a local cluster's sliders as the operator does (``sluice_operator.tuner``), and says what was decided."""
+"""Tunes a local cluster's sliders as the operator does (``sluice_operator.autotune.tuner``), and says what was decided."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sluice_cli.view import TuningView
-from sluice_operator.asking import Searches
-from sluice_operator.attainment import AttainmentWindow
-from sluice_operator.sliders import Sliders, resolve_sliders
-from sluice_operator.tuner import Tuner
+from sluice_operator.api.sliders import Sliders, resolve_sliders
+from sluice_operator.autotune.search_process import Searches
+from sluice_operator.autotune.tuner import Tuner
+from sluice_operator.routers.attainment import AttainmentWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sluice.v1 import control_pb2
     from sluice_cli.records import ClusterDirectory
-    from sluice_operator.asking import Ask
-    from sluice_operator.attainment import Counts
-    from sluice_operator.question import Answer
-    from sluice_operator.spec import ServingCluster
-    from sluice_operator.tuner import Circumstances
+    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.autotune.search_messages import Answer
+    from sluice_operator.autotune.search_process import Ask
+    from sluice_operator.autotune.tuner import Circumstances
+    from sluice_operator.routers.attainment import Counts
 
 
 class LocalTuning:

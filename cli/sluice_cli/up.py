@@ -17,7 +17,7 @@ from sluice_cli.local import check_local, find_model, find_secret
 from sluice_cli.ports import DEFAULT_RANGE, PortBook
 from sluice_cli.records import HOME, ClusterDirectory
 from sluice_cli.watch import follow_manifest
-from sluice_operator.manifest import ManifestError, parse_manifest
+from sluice_operator.api.manifest import ManifestError, parse_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from sluice_cli.children import Child, Launch, Spawner
     from sluice_cli.display import Display
-    from sluice_operator.spec import ServingCluster
+    from sluice_operator.api.serving_cluster import ServingCluster
 
 # Where engines share their cores with everything else on the machine, seconds without an iteration are no hang
 # (router.md, section 5). A router's own settings win.

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import watchfiles
 
-from sluice_operator.changes import Change, diff
-from sluice_operator.fields import Effect
-from sluice_operator.manifest import ManifestError, Problem, parse_manifest
+from sluice_operator.api.field_effects import Effect
+from sluice_operator.api.manifest import ManifestError, Problem, parse_manifest
+from sluice_operator.api.spec_changes import Change, diff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from sluice_cli.cluster import LocalCluster
-    from sluice_operator.spec import ServingCluster
+    from sluice_operator.api.serving_cluster import ServingCluster
 
 # Editors write in several steps; wait until a file has been quiet for so long.
 SETTLE_MS = 100

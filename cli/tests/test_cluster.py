@@ -20,15 +20,15 @@ from sluice_cli.cluster import LocalCluster
 from sluice_cli.ports import PortBook
 from sluice_cli.records import ClusterDirectory
 from sluice_cli.watch import take_edit
-from sluice_operator.manifest import parse_manifest
-from sluice_operator.question import Answer
-from sluice_operator.sliders import Sliders
+from sluice_operator.api.manifest import parse_manifest
+from sluice_operator.api.sliders import Sliders
+from sluice_operator.autotune.search_messages import Answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from sluice_cli.children import Child, Launch
-    from sluice_operator.question import Question
+    from sluice_operator.autotune.search_messages import Question
 
 PROGRAMS = Path(__file__).parent / "programs"
 PORTS = range(25000, 25400)

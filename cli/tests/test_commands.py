@@ -26,10 +26,10 @@ from sluice_cli.records import ClusterDirectory, ProcessRecord, start_time
 from sluice_cli.story import UnknownRequestError, fetch_story, make_story
 from sluice_cli.view import RouterView, make_curl_line, make_table, make_view
 from sluice_cli.watch import follow_manifest
-from sluice_operator.manifest import parse_manifest
+from sluice_operator.api.manifest import parse_manifest
 
 if TYPE_CHECKING:
-    from sluice_operator.spec import ServingCluster
+    from sluice_operator.api.serving_cluster import ServingCluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
 SECURED = EXAMPLE.with_name("tiny-secured.yaml")

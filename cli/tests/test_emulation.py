@@ -11,8 +11,8 @@ from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EngineId
 from sluice_engine.emulation.emulated_gpu import find_gpu
 from sluice_engine.settings import EmulationSettings
-from sluice_operator.manifest import check_manifest
-from sluice_operator.render import EngineSite, RouterSite, render_engine_command, render_router_command
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.resources.commands import EngineSite, RouterSite, render_engine_command, render_router_command
 from sluice_router.settings import load_profile
 
 if TYPE_CHECKING:

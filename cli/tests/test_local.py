@@ -9,8 +9,8 @@ import trustme
 from certificate_files import make_files, mount_secret
 
 from sluice_cli.local import check_local, describe_local_security, find_model, find_secret
-from sluice_operator import names
-from sluice_operator.manifest import check_manifest
+from sluice_operator.api import names
+from sluice_operator.api.manifest import check_manifest
 
 if TYPE_CHECKING:
     from pathlib import Path

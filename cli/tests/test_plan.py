@@ -17,8 +17,8 @@ from sluice_cli.plan_inputs import Flags, make_inputs, parse_range
 from sluice_cli.plan_report import format_candidate_engines, make_patch
 from sluice_core.planning.candidates import Candidate
 from sluice_core.sim.traces import TraceRow
-from sluice_operator.manifest import check_manifest, parse_manifest
-from sluice_operator.sliders import resolve_sliders
+from sluice_operator.api.manifest import check_manifest, parse_manifest
+from sluice_operator.api.sliders import resolve_sliders
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
 ROWS = [TraceRow(prompt_tokens=300, output_tokens=20), TraceRow(prompt_tokens=900, output_tokens=40)]

@@ -21,7 +21,7 @@ from sluice_cli.cells import (
 from sluice_cli.main import cli
 from sluice_core.records import EarlyRejection, Role, Slo
 from sluice_core.sim.cell import NoGrant, TtftEnd
-from sluice_operator.manifest import parse_manifest
+from sluice_operator.api.manifest import parse_manifest
 
 ROOT = Path(__file__).parents[2]
 TRACE = str(ROOT / "examples" / "traces" / "arxiv-16k.csv")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from sluice_operator.conditions import REASONS
-from sluice_operator.engine_pods import render_engines
-from sluice_operator.manifest import check_manifest
+from sluice_operator.api.conditions import REASONS
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.resources.engine_deployment import render_engines
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]

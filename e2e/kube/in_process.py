@@ -19,13 +19,13 @@ from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.config import kube_config
 from testbed.settings import ROOT
 
-from sluice_operator.kubernetes_client import KubernetesClient
-from sluice_operator.kubernetes_port import CLUSTERS, PODS, ConflictError, KubernetesError, annotations_of, uid_of
-from sluice_operator.names import COMPONENT_LABEL, DELETION_COST_ANNOTATION, ENGINE, ROLE_LABEL, ClusterKey
-from sluice_operator.observing import CHILD_KINDS
-from sluice_operator.planning import read_plan
-from sluice_operator.program import format_now
-from sluice_operator.reconciler import Reconciler
+from sluice_operator.api.names import COMPONENT_LABEL, DELETION_COST_ANNOTATION, ENGINE, ROLE_LABEL, ClusterKey
+from sluice_operator.controller.manager import format_now
+from sluice_operator.controller.observation import CHILD_KINDS
+from sluice_operator.controller.reconciler import Reconciler
+from sluice_operator.kubernetes.client import KubernetesClient
+from sluice_operator.kubernetes.interface import CLUSTERS, PODS, ConflictError, KubernetesError, annotations_of, uid_of
+from sluice_operator.planning.plan import read_plan
 from sluice_operator.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from testbed.client import Client
 
-    from sluice_operator.kubernetes_port import Kind, Object
+    from sluice_operator.kubernetes.interface import Kind, Object
 
 PAUSE_S = 0.3
 PATIENCE_S = 120.0

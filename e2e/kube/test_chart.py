@@ -15,8 +15,8 @@ from chart_values import EVERYTHING, LEAST, NARROW, VALUES
 from testbed.helm import CHART, RELEASE, SYSTEM
 from testbed.settings import ROOT
 
-from sluice_operator import names
-from sluice_operator.access import LEASE_RULES, RULES
+from sluice_operator.api import names
+from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES
 from sluice_operator.settings import Settings, parse_settings
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from testbed.client import Client
 
-    from sluice_operator.kubernetes_client import KubernetesClient
-    from sluice_operator.kubernetes_port import Object
+    from sluice_operator.kubernetes.client import KubernetesClient
+    from sluice_operator.kubernetes.interface import Object
 
 pytestmark = pytest.mark.usefixtures("crd", "crash_node")
 

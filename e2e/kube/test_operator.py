@@ -20,7 +20,7 @@ from kubectl_cluster import CHILDREN, KubectlCluster, make_manifest, wait_for
 from stand_in_router import StandInRouters, run_stand_in_routers
 from testbed.fake_nodes import is_ready, make_node
 
-from sluice_operator.access import LEASE_RULES, RULES
+from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -25,8 +25,8 @@ from testbed.fake_nodes import is_ready, make_node
 from testbed.helm import Helm
 from testbed.toolchain import build
 
-from sluice_operator.access import LEASE_RULES, RULES, WATCHED
-from sluice_operator.kubernetes_port import CERTIFICATES, SERVICE_MONITORS
+from sluice_operator.kubernetes.interface import CERTIFICATES, SERVICE_MONITORS
+from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES, WATCHED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -19,8 +19,8 @@ from testbed.schemas import KUBERNETES, Schemas, load_schemas
 from testbed.settings import ROOT
 from testbed.toolchain import MODULES
 
-from sluice_operator.desired import Facts, render_children
-from sluice_operator.manifest import check_manifest
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.resources.desired import Facts, render_children
 from sluice_operator.settings import Settings
 
 if TYPE_CHECKING:

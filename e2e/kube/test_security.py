@@ -23,9 +23,9 @@ from stand_in_router import run_stand_in_routers
 from test_operator import Operator, make_access
 from testbed.fake_nodes import is_ready, make_node
 
-from sluice_operator.kubernetes_port import DEPLOYMENTS
-from sluice_operator.program import format_now
-from sluice_operator.reconciler import Reconciler
+from sluice_operator.controller.manager import format_now
+from sluice_operator.controller.reconciler import Reconciler
+from sluice_operator.kubernetes.interface import DEPLOYMENTS
 from sluice_operator.settings import Settings
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from testbed.bed import Testbed
     from testbed.client import Client
 
-    from sluice_operator.kubernetes_client import KubernetesClient
+    from sluice_operator.kubernetes.client import KubernetesClient
 
 pytestmark = pytest.mark.usefixtures("crd", "security_node")
 

@@ -30,7 +30,7 @@ from testbed.helm import CHART, SYSTEM
 
 from sluice.v1 import plan_pb2, router_pb2
 from sluice_cli.tiny_model import make_tiny_model
-from sluice_operator.names import CONTROL_PORT, ENGINE_PORT
+from sluice_operator.api.names import CONTROL_PORT, ENGINE_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

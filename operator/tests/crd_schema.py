@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from sluice_operator.spec import ServingCluster
+from sluice_operator.api.serving_cluster import ServingCluster
 
 CRD = Path(__file__).parents[2] / "crds" / "servingclusters.yaml"
 Schema = dict[str, Any]

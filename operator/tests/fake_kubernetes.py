@@ -11,7 +11,7 @@ import copy
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.kubernetes_port import (
+from sluice_operator.kubernetes.interface import (
     CERTIFICATES,
     CLUSTERS,
     DEPLOYMENTS,

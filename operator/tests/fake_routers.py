@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, plan_pb2
-from sluice_operator.kubernetes_port import PODS
-from sluice_operator.names import COMPONENT_LABEL, ENGINE
-from sluice_operator.router_links import NO_NAMES
+from sluice_operator.api.names import COMPONENT_LABEL, ENGINE
+from sluice_operator.kubernetes.interface import PODS
+from sluice_operator.routers.connections import NO_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fake_kubernetes import FakeKubernetes
 
-    from sluice_operator.kubernetes_port import Object
-    from sluice_operator.names import ClusterKey
+    from sluice_operator.api.names import ClusterKey
+    from sluice_operator.kubernetes.interface import Object
 
 
 def cut_chunk(chunk_size_tokens: int, pod: Object) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fake_kubernetes import FakeKubernetes
 from world import World
 
-from sluice_operator.access import LEASE_RULES, RULES, WATCHED
-from sluice_operator.election import Elector
-from sluice_operator.kubernetes_port import CLUSTERS, KINDS, SERVICES
+from sluice_operator.controller.leader_election import Elector
+from sluice_operator.kubernetes.interface import CLUSTERS, KINDS, SERVICES
+from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES, WATCHED
 
 # RBAC verbs of each verb of the port. Discovery is open to everybody who is authenticated.
 VERBS = {

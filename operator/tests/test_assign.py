@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice_core.records import EngineId, Role
-from sluice_operator.assign import assign
-from sluice_operator.manifest import check_manifest
-from sluice_operator.sliders import count_prefill_heavy, resolve_sliders
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.sliders import count_prefill_heavy, resolve_sliders
+from sluice_operator.planning.roles import assign
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 NAMES = [EngineId(f"e{index}") for index in range(8)]

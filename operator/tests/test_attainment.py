@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sluice.v1 import control_pb2
 from sluice_core.slo import ATTAINMENT_WINDOW_S
-from sluice_operator.attainment import AttainmentWindow, Counts, format_share
+from sluice_operator.routers.attainment import AttainmentWindow, Counts, format_share
 
 
 def status(router_id: str, num_finished: int, num_met: int, name: str = "") -> control_pb2.GetStatusResponse:

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_operator import autotune
-from sluice_operator.attainment import Counts
-from sluice_operator.autotune import MEMORY_COOLDOWNS, Seen, State, Stored, judge_fall
-from sluice_operator.conditions import REASONS, ConditionType, Reason
-from sluice_operator.engine_facts import Emulated
-from sluice_operator.manifest import check_manifest
-from sluice_operator.question import Answer, Question, make_terms
-from sluice_operator.sliders import Sliders, resolve_sliders
-from sluice_operator.workload import Workload
+from sluice_operator.api.conditions import REASONS, ConditionType, Reason
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.sliders import Sliders, resolve_sliders
+from sluice_operator.autotune import decision
+from sluice_operator.autotune.decision import MEMORY_COOLDOWNS, Seen, State, Stored, judge_fall
+from sluice_operator.autotune.engine_facts import Emulated
+from sluice_operator.autotune.search_messages import Answer, Question, make_terms
+from sluice_operator.autotune.workload import Workload
+from sluice_operator.routers.attainment import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +94,7 @@ class Plant:
         return Seen(
             now=self.now,
             mode=self.spec.autotune.mode,
-            basis=autotune.make_basis(self.spec),
+            basis=decision.make_basis(self.spec),
             cooldown_s=float(self.spec.autotune.cooldown_seconds),
             question=question if self.has_sample else None,
             missing=(Reason.NO_SAMPLE, "no requests"),
@@ -110,9 +110,9 @@ class Plant:
         num_met = round(self.attainment(self.sliders) * num_finished)
         self.counts += Counts(num_finished=num_finished, num_met_both=num_met)
         if self.state.is_searching and self.due_s is not None and self.now >= self.due_s:
-            self.state = autotune.take_answer(self.state, self.answer(self.state.asked), self.now)
+            self.state = decision.take_answer(self.state, self.answer(self.state.asked), self.now)
         before, sliders = self.state, self.sliders
-        self.state = autotune.decide(self.state, self.see())
+        self.state = decision.decide(self.state, self.see())
         if self.state.is_searching and self.state.asked is not before.asked:
             self.num_asked += 1
             self.due_s = self.now + self.search_s
@@ -139,7 +139,7 @@ class Plant:
 
     @property
     def reason(self) -> Reason:
-        verdict = autotune.judge(self.state, self.see())
+        verdict = decision.judge(self.state, self.see())
         assert verdict.reason in REASONS[ConditionType.AUTOTUNED]
         return verdict.reason
 
@@ -172,7 +172,7 @@ def test_apply_measures_first_then_changes_then_keeps_what_proved_itself() -> No
 
 
 def test_a_gain_below_the_threshold_changes_nothing() -> None:
-    plant = Plant(gain=autotune.LEAST_GAIN - 0.001)
+    plant = Plant(gain=decision.LEAST_GAIN - 0.001)
     plant.run(600)
     assert plant.changes == []
     assert plant.reason is Reason.TUNED
@@ -284,9 +284,9 @@ def test_a_sample_that_has_grown_fourfold_is_asked_about_without_ending_a_trial(
 def test_a_failed_search_is_said_and_tried_again_later() -> None:
     plant = Plant(search_s=float("inf"))
     plant.run(5)
-    plant.state = autotune.take_failure(plant.state, "out of luck", plant.now)
-    assert autotune.judge(plant.state, plant.see()).message == "out of luck"
-    plant.run(autotune.RETRY_S - 2)
+    plant.state = decision.take_failure(plant.state, "out of luck", plant.now)
+    assert decision.judge(plant.state, plant.see()).message == "out of luck"
+    plant.run(decision.RETRY_S - 2)
     assert plant.num_asked == 1
     plant.run(5)
     assert plant.num_asked == 2
@@ -297,7 +297,7 @@ def test_an_answer_to_an_older_workload_is_not_put_in_force() -> None:
     plant.run(30)
     plant.rows, plant.search_s = (SHORT,) * 100, float("inf")
     plant.step()
-    plant.state = autotune.take_failure(plant.state, "out of luck", plant.now)
+    plant.state = decision.take_failure(plant.state, "out of luck", plant.now)
     plant.is_settled = True
     plant.run(50)
     assert plant.changes == []

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import pytest
 from world import KEY, World
 
-from sluice_operator.kubernetes_port import BusyError, ConflictError, KubernetesError
-from sluice_operator.names import ROLE_LABEL
-from sluice_operator.reconciler import Reconciler
-from sluice_operator.retrying import MAX_ATTEMPTS, RetryingKubernetes
-from sluice_operator.work_queue import EVENT_PAUSE_S, MAX_BACKOFF_S, Schedule
+from sluice_operator.api.names import ROLE_LABEL
+from sluice_operator.controller.reconciler import Reconciler
+from sluice_operator.controller.work_queue import EVENT_PAUSE_S, MAX_BACKOFF_S, Schedule
+from sluice_operator.kubernetes.interface import BusyError, ConflictError, KubernetesError
+from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, RetryingKubernetes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sluice_operator.names import ClusterKey
+    from sluice_operator.api.names import ClusterKey
 
 TIMEOUT_S = 2.0
 # Between two steps of the Deployment controller and of the watches.

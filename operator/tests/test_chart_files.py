@@ -21,7 +21,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
 from sluice_engine.server.metrics import EngineCollector
-from sluice_operator.access import LEASE_RULES, RULES
+from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES
 from sluice_operator.metrics import Metrics
 from sluice_operator.settings import Settings
 from sluice_router.api.edge_metrics import EdgeMetrics

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from verdicts import Case, judge, make_manifest, merge, read_table
 
-from sluice_operator import rules
-from sluice_operator.conditions import REASONS, ConditionType
-from sluice_operator.manifest import ManifestError, check_manifest
-from sluice_operator.spec import ServingCluster
+from sluice_operator.api import validation
+from sluice_operator.api.conditions import REASONS, ConditionType
+from sluice_operator.api.manifest import ManifestError, check_manifest
+from sluice_operator.api.serving_cluster import ServingCluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,7 +97,7 @@ def test_both_give_one_verdict_on_cases_put_together(cases: list[Case]) -> None:
     assert bool(by_model & by_crd) == bool(by_model)
 
 
-@pytest.mark.parametrize("argument", rules.OWNED_ARGUMENTS)
+@pytest.mark.parametrize("argument", validation.OWNED_ARGUMENTS)
 @pytest.mark.parametrize("form", ["--{}", "-{}=1", "--no-{}", "--{}.x=1"])
 def test_arguments_that_sluice_sets_are_refused_by_both(argument: str, form: str) -> None:
     for name in {argument, argument.replace("-", "_")}:
@@ -106,7 +106,7 @@ def test_arguments_that_sluice_sets_are_refused_by_both(argument: str, form: str
         assert {refusal.field for refusal in judge(manifest)} == {"spec.engine.extraArgs[0]"}
 
 
-@pytest.mark.parametrize("name", sorted(rules.OWNED_ENVIRONMENT))
+@pytest.mark.parametrize("name", sorted(validation.OWNED_ENVIRONMENT))
 def test_variables_that_sluice_sets_are_refused_by_both(name: str) -> None:
     manifest = make_manifest({"engine": {"env": [{"name": name, "value": "1"}]}}, {})
     assert refused_by_the_model(manifest) == {"spec.engine.env[0].name"}
@@ -117,9 +117,9 @@ def test_the_crd_names_no_argument_or_variable_that_the_model_lets_through() -> 
     (argument_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("extraArgs[]"))
     words = re.search(r"\(no\[-_\]\)\?\((.*?)\)\(", argument_rule)
     assert words
-    assert {word.replace("[-_]", "-") for word in words[1].split("|")} == set(rules.OWNED_ARGUMENTS)
+    assert {word.replace("[-_]", "-") for word in words[1].split("|")} == set(validation.OWNED_ARGUMENTS)
     (name_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("env[]") and "startsWith" in rule["rule"])
-    assert set(re.findall(r"'([A-Z_]+)'", name_rule)) - {"SLUICE_"} == rules.OWNED_ENVIRONMENT
+    assert set(re.findall(r"'([A-Z_]+)'", name_rule)) - {"SLUICE_"} == validation.OWNED_ENVIRONMENT
 
 
 @pytest.mark.parametrize(("path", "rule"), RULES, ids=[f"{path}: {rule['message']}" for path, rule in RULES])
@@ -136,7 +136,7 @@ def test_each_rule_of_the_model_is_broken_by_a_case() -> None:
             ServingCluster.model_validate(case.manifest)
         except ValidationError as error:
             broken |= {details["type"] for details in error.errors()}
-    assert {rule.__name__.lstrip("_") for rule in rules.RULES} <= broken
+    assert {rule.__name__.lstrip("_") for rule in validation.RULES} <= broken
 
 
 @pytest.mark.parametrize(("path", "rule"), RULES, ids=[f"{path}: {rule['message']}" for path, rule in RULES])

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes.aio.client import models
 
-from sluice_operator import names
-from sluice_operator.desired import Facts, is_in_force, key_of, render_children
-from sluice_operator.manifest import check_manifest
-from sluice_operator.names import RESTART_HASH_ANNOTATION
-from sluice_operator.restart import keep_template
-from sluice_operator.router_pods import CPU_REQUEST
+from sluice_operator.api import names
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.names import RESTART_HASH_ANNOTATION
+from sluice_operator.resources.desired import Facts, is_in_force, key_of, render_children
+from sluice_operator.resources.rollout_hash import keep_template
+from sluice_operator.resources.router_deployment import CPU_REQUEST
 from sluice_operator.settings import Settings
 
 SETTINGS = Settings(namespace="sluice-system", identity="a")

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fake_kubernetes import make_cluster
 
-from sluice_operator.containers import CONTAINER_SECURITY, POD_SECURITY, TMP_MOUNT
-from sluice_operator.engine_pods import render_engines
-from sluice_operator.manifest import check_manifest
-from sluice_operator.router_pods import render_routers
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.resources.containers import CONTAINER_SECURITY, POD_SECURITY, TMP_MOUNT
+from sluice_operator.resources.engine_deployment import render_engines
+from sluice_operator.resources.router_deployment import render_routers
 from sluice_operator.settings import Settings
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from world import KEY, World
 
-from sluice_operator.echoes import Echoes, Version, merge_patch, read_version
-from sluice_operator.kubernetes_port import CLUSTERS, CONFIG_MAPS, PODS, Kind
-from sluice_operator.names import ROLE_LABEL
-from sluice_operator.reconciler import LONGEST_PUT_OFF_S, PUT_OFF_S, Reconciler
-from sluice_operator.waking import Waking
-from sluice_operator.work_queue import WorkQueue
+from sluice_operator.api.names import ROLE_LABEL
+from sluice_operator.controller.event_filter import Waking
+from sluice_operator.controller.reconciler import LONGEST_PUT_OFF_S, PUT_OFF_S, Reconciler
+from sluice_operator.controller.work_queue import WorkQueue
+from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, PODS, Kind
+from sluice_operator.kubernetes.own_writes import Echoes, Version, merge_patch, read_version
 
 if TYPE_CHECKING:
-    from sluice_operator.kubernetes_port import Object
+    from sluice_operator.kubernetes.interface import Object
 
 NAME = "m"
 PATCH: Object = {"metadata": {"labels": {"role": "p"}}, "data": {"plan": "2"}}

@@ -7,8 +7,8 @@ import random
 import pytest
 from fake_kubernetes import FakeKubernetes
 
-from sluice_operator.election import LEASE_S, RENEW_DEADLINE_S, RENEW_S, RETRY_S, Elector
-from sluice_operator.kubernetes_port import LEASES, BusyError, LeaseLostError
+from sluice_operator.controller.leader_election import LEASE_S, RENEW_DEADLINE_S, RENEW_S, RETRY_S, Elector
+from sluice_operator.kubernetes.interface import LEASES, BusyError, LeaseLostError
 
 
 class Clock:

@@ -8,15 +8,15 @@ import pytest
 from fake_kubernetes import make_cluster
 
 from sluice.v1 import control_pb2, plan_pb2
-from sluice_operator.attainment import Counts
-from sluice_operator.conditions import REASONS, ConditionType, Reason
-from sluice_operator.findings import Findings
-from sluice_operator.judging import decide_conditions
-from sluice_operator.manifest import check_manifest
-from sluice_operator.pods import read_pod
-from sluice_operator.reports import EngineReport
-from sluice_operator.scaling import Scale
-from sluice_operator.status import is_warning, list_transitions, make_patch, render_status
+from sluice_operator.api.conditions import REASONS, ConditionType, Reason
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.controller.condition_rules import decide_conditions
+from sluice_operator.controller.status import is_warning, list_transitions, make_patch, render_status
+from sluice_operator.controller.status_inputs import Findings
+from sluice_operator.planning.scale_down import Scale
+from sluice_operator.resources.pod_status import read_pod
+from sluice_operator.routers.attainment import Counts
+from sluice_operator.routers.engine_reports import EngineReport
 
 
 def make_pod(name: str = "p", *, is_ready: bool = True, **status: Any) -> Any:

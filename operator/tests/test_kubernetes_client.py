@@ -11,8 +11,8 @@ from aiohttp import web
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
-from sluice_operator.kubernetes_client import KubernetesClient
-from sluice_operator.kubernetes_port import (
+from sluice_operator.kubernetes.client import KubernetesClient
+from sluice_operator.kubernetes.interface import (
     CLUSTERS,
     DEPLOYMENTS,
     PODS,

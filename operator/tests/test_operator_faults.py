@@ -9,15 +9,15 @@ import pytest
 from fake_kubernetes import READS
 from world import KEY, World
 
-from sluice_operator.fencing import FencedKubernetes
-from sluice_operator.kubernetes_port import (
+from sluice_operator.controller.reconciler import Reconciler
+from sluice_operator.kubernetes.fencing import FencedKubernetes
+from sluice_operator.kubernetes.interface import (
     CONFIG_MAPS,
     BusyError,
     ConflictError,
     KubernetesError,
     LeaseLostError,
 )
-from sluice_operator.reconciler import Reconciler
 
 if TYPE_CHECKING:
     from collections.abc import Callable

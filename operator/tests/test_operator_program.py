@@ -14,14 +14,14 @@ from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
 from sluice_operator.__main__ import find_cause
-from sluice_operator.access import WATCHED
+from sluice_operator.api.names import ClusterKey
+from sluice_operator.controller.informer import Informer, find_key, make_settings
+from sluice_operator.controller.manager import Operator
 from sluice_operator.health import MAX_QUEUE_AGE_S, Health
-from sluice_operator.informer import Informer, find_key, make_settings
-from sluice_operator.kubernetes_port import CLUSTERS, LeaseLostError
+from sluice_operator.kubernetes.interface import CLUSTERS, LeaseLostError
+from sluice_operator.kubernetes.rbac import WATCHED
 from sluice_operator.logs import ObjectFilter, current_object, make_formatter
 from sluice_operator.metrics import Metrics
-from sluice_operator.names import ClusterKey
-from sluice_operator.program import Operator
 from sluice_operator.settings import Settings, parse_settings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice_operator.pod_template import find_refused, find_refused_affinity, merge
+from sluice_operator.resources.pod_template import find_refused, find_refused_affinity, merge
 
 RENDERED = {
     "metadata": {"labels": {"a": "b"}},

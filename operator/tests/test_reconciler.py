@@ -9,7 +9,7 @@ from fake_kubernetes import make_cluster
 from world import COST, KEY, World
 
 from sluice.v1 import control_pb2
-from sluice_operator.kubernetes_port import (
+from sluice_operator.kubernetes.interface import (
     BUDGETS,
     CLUSTERS,
     CONFIG_MAPS,

@@ -9,8 +9,8 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from sluice_core.records import EngineId, Role
-from sluice_operator.manifest import check_manifest
-from sluice_operator.render import (
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.resources.commands import (
     EngineSite,
     RouterSite,
     render_engine_command,

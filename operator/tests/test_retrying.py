@@ -7,8 +7,8 @@ import random
 import pytest
 from world import World
 
-from sluice_operator.fencing import FencedKubernetes
-from sluice_operator.kubernetes_port import (
+from sluice_operator.kubernetes.fencing import FencedKubernetes
+from sluice_operator.kubernetes.interface import (
     CONFIG_MAPS,
     PODS,
     BusyError,
@@ -18,7 +18,7 @@ from sluice_operator.kubernetes_port import (
     LeaseLostError,
     Object,
 )
-from sluice_operator.retrying import MAX_ATTEMPTS, MAX_SLOW_ATTEMPTS, PAUSE_S, RetryingKubernetes
+from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, MAX_SLOW_ATTEMPTS, PAUSE_S, RetryingKubernetes
 
 MAP: Object = {
     "apiVersion": "v1",

@@ -14,9 +14,9 @@ from certificate_files import make_files, mount_secret
 from sluice.certificates import CertificateFolder
 from sluice.credentials import PeerCheck, make_server_credentials
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
-from sluice_operator.names import ClusterKey
-from sluice_operator.reports import is_worth_a_look, merge_reports
-from sluice_operator.router_links import RouterLinks
+from sluice_operator.api.names import ClusterKey
+from sluice_operator.routers.connections import RouterLinks
+from sluice_operator.routers.engine_reports import is_worth_a_look, merge_reports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

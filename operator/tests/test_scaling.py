@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_core.records import EngineId, Role
-from sluice_operator.manifest import check_manifest
-from sluice_operator.planning import StoredPlan, make_plan
-from sluice_operator.pods import Pod
-from sluice_operator.reports import EngineReport
-from sluice_operator.scaling import decide_scale
-from sluice_operator.sliders import resolve_sliders
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.planning.plan import StoredPlan, make_plan
+from sluice_operator.planning.scale_down import decide_scale
+from sluice_operator.resources.pod_status import Pod
+from sluice_operator.routers.engine_reports import EngineReport
 
 
 def make_pod(number: int, *, is_ready: bool = True, is_marked: bool = False, is_ending: bool = False) -> Pod:

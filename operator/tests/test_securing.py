@@ -8,10 +8,10 @@ import pytest
 from test_desired import SETTINGS, check, engine_template, render, router_template
 from world import World
 
-from sluice_operator.checking import check_cluster
-from sluice_operator.conditions import Reason
-from sluice_operator.kubernetes_port import CERTIFICATES, CLUSTERS, DEPLOYMENTS, PODS, kind_of
-from sluice_operator.names import COMPONENT_LABEL, ROUTER
+from sluice_operator.api.conditions import Reason
+from sluice_operator.api.names import COMPONENT_LABEL, ROUTER
+from sluice_operator.controller.preconditions import check_cluster
+from sluice_operator.kubernetes.interface import CERTIFICATES, CLUSTERS, DEPLOYMENTS, PODS, kind_of
 from sluice_operator.settings import Settings
 
 KEYS = {"mode": "APIKey", "apiKey": {"secretName": "keys"}}

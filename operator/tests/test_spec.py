@@ -10,10 +10,10 @@ import pytest
 import yaml
 from verdicts import LEAST
 
-from sluice_operator import spec
-from sluice_operator.changes import diff
-from sluice_operator.fields import Effect, Part
-from sluice_operator.manifest import ManifestError, check_manifest, parse_manifest
+from sluice_operator.api import serving_cluster
+from sluice_operator.api.field_effects import Effect, Part
+from sluice_operator.api.manifest import ManifestError, check_manifest, parse_manifest
+from sluice_operator.api.spec_changes import diff
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -253,7 +253,7 @@ def test_each_field_says_what_its_change_does(path: str, value: object, effect: 
 
 
 def test_every_field_is_described() -> None:
-    models = [model for model in vars(spec).values() if isinstance(model, type) and issubclass(model, Part)]
+    models = [model for model in vars(serving_cluster).values() if isinstance(model, type) and issubclass(model, Part)]
     names = [
         f"{model.__name__}.{name}" for model in models for name, f in model.model_fields.items() if not f.description
     ]

@@ -14,16 +14,16 @@ from world import KEY, World
 
 from sluice.v1 import control_pb2
 from sluice_core.planning.search import Effort
-from sluice_operator import asking
-from sluice_operator.asking import SearchError, Searches
-from sluice_operator.engine_facts import Emulated, Measured, find_facts
-from sluice_operator.kubernetes_port import CLUSTERS, CONFIG_MAPS
-from sluice_operator.manifest import check_manifest
-from sluice_operator.names import TUNED_ANNOTATION
-from sluice_operator.question import Answer, Question, make_terms
-from sluice_operator.search import make_effort, make_problem, search
-from sluice_operator.sliders import Sliders, resolve_sliders
-from sluice_operator.workload import Workload, has_shifted, read_workload
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.names import TUNED_ANNOTATION
+from sluice_operator.api.sliders import Sliders, resolve_sliders
+from sluice_operator.autotune import search_process
+from sluice_operator.autotune.engine_facts import Emulated, Measured, find_facts
+from sluice_operator.autotune.search import make_effort, make_problem, search
+from sluice_operator.autotune.search_messages import Answer, Question, make_terms
+from sluice_operator.autotune.search_process import SearchError, Searches
+from sluice_operator.autotune.workload import Workload, has_shifted, read_workload
+from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -487,8 +487,8 @@ async def test_a_search_is_killed_when_it_is_late_or_not_wanted(
     pid_file = tmp_path / "pid"
     program = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     if is_late:
-        monkeypatch.setattr(asking, "LIMIT_S", 1.0)
-        monkeypatch.setattr(asking, "LIMIT_PER_ENGINE_S", 0.0)
+        monkeypatch.setattr(search_process, "LIMIT_S", 1.0)
+        monkeypatch.setattr(search_process, "LIMIT_PER_ENGINE_S", 0.0)
     task = asyncio.create_task(Searches((sys.executable, "-c", program)).ask(make_question()))
     if is_late:
         with pytest.raises(SearchError, match="took more than 1 s"):

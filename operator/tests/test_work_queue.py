@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sluice_operator.work_queue import EVENT_PAUSE_S, MAX_BACKOFF_S, MIN_BACKOFF_S, Schedule, WorkQueue
+from sluice_operator.controller.work_queue import EVENT_PAUSE_S, MAX_BACKOFF_S, MIN_BACKOFF_S, Schedule, WorkQueue
 
 
 def make_schedule() -> Schedule[str]:

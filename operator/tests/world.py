@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 from fake_kubernetes import FakeKubernetes, make_cluster
 from fake_routers import FakeRouters
 
-from sluice_operator.kubernetes_port import CLUSTERS, CONFIG_MAPS, DEPLOYMENTS, PODS, KubernetesError, Object
-from sluice_operator.names import COMPONENT_LABEL, ENGINE, ROLE_LABEL, ClusterKey
-from sluice_operator.planning import read_plan
-from sluice_operator.reconciler import Reconciler
+from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, ROLE_LABEL, ClusterKey
+from sluice_operator.controller.reconciler import Reconciler
+from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, DEPLOYMENTS, PODS, KubernetesError, Object
+from sluice_operator.planning.plan import read_plan
 from sluice_operator.settings import Settings
 
 if TYPE_CHECKING:
-    from sluice_operator.asking import Ask
-    from sluice_operator.question import Answer, Question
+    from sluice_operator.autotune.search_messages import Answer, Question
+    from sluice_operator.autotune.search_process import Ask
 
 KEY = ClusterKey("default", "tiny")
 MAX_STEPS = 60

@@ -1,0 +1,1 @@
+"""The ServingCluster: its fields, their validation, sliders, conditions and names."""

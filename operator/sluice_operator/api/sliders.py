@@ -1,0 +1,64 @@
+"""What the sliders come to: how many P-heavy engines there are, and each role's chunk size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sluice_core.records import Role
+
+if TYPE_CHECKING:
+    from sluice_operator.api.serving_cluster import ServingClusterSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sliders:
+    """The sliders in force.
+
+    Args:
+        num_prefill_heavy: P-heavy engines (slider R_PD).
+        prefill_heavy_tokens: Their chunk size, in tokens (slider S_P).
+        decode_heavy_tokens: Chunk size of the others, in tokens (slider S_D).
+    """
+
+    num_prefill_heavy: int
+    prefill_heavy_tokens: int
+    decode_heavy_tokens: int
+
+    def chunk_size_tokens(self, role: Role) -> int:
+        """Chunk size of a role, in tokens."""
+        return self.prefill_heavy_tokens if role is Role.PREFILL_HEAVY else self.decode_heavy_tokens
+
+
+def resolve_sliders(spec: ServingClusterSpec) -> Sliders:
+    """Works out the sliders that a spec asks for.
+
+    Aggregation is S_P = S_D, disaggregation is S_P = maximum and S_D = 0 (architecture, section 2).
+    """
+    prefill_tokens, decode_tokens = spec.chunk_sizes.prefill_heavy, spec.chunk_sizes.decode_heavy
+    if spec.strategy == "Aggregated":
+        decode_tokens = prefill_tokens
+    elif spec.strategy == "Disaggregated":
+        prefill_tokens, decode_tokens = spec.engine.max_batch_tokens, 0
+    return Sliders(
+        num_prefill_heavy=count_prefill_heavy(spec.prefill_heavy, spec.replicas, needs_both_roles=decode_tokens == 0),
+        prefill_heavy_tokens=prefill_tokens,
+        decode_heavy_tokens=decode_tokens,
+    )
+
+
+def count_prefill_heavy(wanted: int | str, replicas: int, *, needs_both_roles: bool) -> int:
+    """Turns a count or a percentage into a number of engines.
+
+    Args:
+        wanted: A count, or a share of the replicas such as ``"50%"``, rounded half up.
+        replicas: Engines in all.
+        needs_both_roles: True when one role alone cannot serve: at least one engine of each is kept.
+
+    Returns:
+        P-heavy engines, 0 to ``replicas``.
+    """
+    # Integers throughout: 2.5 engines are 3, whatever floats and banker's rounding make of it.
+    count = wanted if isinstance(wanted, int) else (int(wanted.removesuffix("%")) * replicas + 50) // 100
+    low, high = (1, max(1, replicas - 1)) if needs_both_roles else (0, replicas)
+    return min(max(count, low), high)

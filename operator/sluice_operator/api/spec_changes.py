@@ -1,0 +1,60 @@
+"""What an edit of a manifest changes, and what that does to a running cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from sluice_operator.api.field_effects import Effect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sluice_operator.api.serving_cluster import ServingClusterSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A field that differs.
+
+    Args:
+        field: Dotted path in the manifest's names.
+        old: Value before.
+        new: Value after.
+        effect: What the change does.
+    """
+
+    field: str
+    old: Any
+    new: Any
+    effect: Effect
+
+    def __str__(self) -> str:
+        return f"{self.field} {_show(self.old)} -> {_show(self.new)}"
+
+
+def diff(old: ServingClusterSpec, new: ServingClusterSpec) -> list[Change]:
+    """Lists the fields that differ between two specs, each with its effect."""
+    return list(_walk(old, new, "spec", Effect.LIVE))
+
+
+def _walk(old: BaseModel, new: BaseModel, path: str, inherited: Effect) -> Iterator[Change]:
+    for name, field in type(old).model_fields.items():
+        before, after = getattr(old, name), getattr(new, name)
+        if before == after:
+            continue
+        effect = next((mark for mark in field.metadata if isinstance(mark, Effect)), inherited)
+        inner = f"{path}.{field.alias or name}"
+        if isinstance(before, BaseModel) and type(before) is type(after):
+            yield from _walk(before, after, inner, effect)
+        else:
+            yield Change(field=inner, old=before, new=after, effect=effect)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_defaults=True)
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,298 @@
+"""Rules that tie fields of the manifest together. Each is a function from the spec to what breaks it.
+
+``crds/servingclusters.yaml`` states the same rules in CEL; tests hold the two equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sluice_operator.api.field_effects import port_range
+from sluice_operator.api.sliders import resolve_sliders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sluice_operator.api.field_effects import Part
+    from sluice_operator.api.serving_cluster import ServingClusterSpec, TlsSpec, TokenBounds
+
+SMALLEST_CHUNK_TOKENS = 16
+ROUTER_GRPC_PORT = 8001
+ENGINE_PORTS = {8010: "the engine's gRPC server", 9090: "metrics"}
+# Arguments of vLLM that Sluice sets, by their long name; the value says what to use instead.
+OWNED_ARGUMENTS = {
+    "model": "spec.model",
+    "revision": "spec.model.revision",
+    "served-model-name": "spec.model.servedName",
+    "tensor-parallel-size": "spec.engine.tensorParallelSize",
+    "tp": "spec.engine.tensorParallelSize",
+    "max-num-batched-tokens": "spec.engine.maxBatchTokens",
+    "max-model-len": "spec.engine.maxModelLen",
+    "host": "nothing: the operator chooses it",
+    "port": "nothing: the operator chooses it",
+    "api-key": "spec.router.auth",
+    "scheduler-cls": "spec.strategy",
+    "scheduling-policy": "spec.strategy",
+    "enable-chunked-prefill": "spec.chunkSizes",
+    "kv-transfer-config": "spec.network",
+    "pipeline-parallel-size": "nothing: not supported",
+    "pp": "nothing: not supported",
+    "data-parallel-size": "spec.replicas",
+    "additional-config": "nothing: Sluice configures its own scheduler",
+    "async-scheduling": "nothing: Sluice chooses it",
+    "disable-hybrid-kv-cache-manager": "nothing: Sluice chooses it",
+    "distributed-executor-backend": "spec.engine.tensorParallelSize",
+    "speculative-config": "nothing: not supported",
+    "dp": "spec.replicas",
+}
+OWNED_ENVIRONMENT = frozenset(
+    {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT",
+        "VLLM_PLUGINS",
+        "UCX_TLS",
+        "UCX_NET_DEVICES",
+        "UCX_IB_GID_INDEX",
+        "UCX_TCP_PORT_RANGE",
+    }
+)
+OWNED_PREFIX = "SLUICE_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """A rule that does not hold.
+
+    Args:
+        path: The field, from the spec on, in the manifest's names.
+        value: Its value.
+        message: The limit, and what to do.
+    """
+
+    path: tuple[str | int, ...]
+    value: Any
+    message: str
+
+
+def find_broken(spec: ServingClusterSpec) -> list[tuple[str, Broken]]:
+    """Checks all rules; returns what is broken, each with the name of its rule."""
+    return [(rule.__name__.lstrip("_"), broken) for rule in RULES for broken in rule(spec)]
+
+
+def _chunks_fit_the_batch(spec: ServingClusterSpec) -> Iterator[Broken]:
+    limit = spec.engine.max_batch_tokens
+    sizes = {"prefillHeavy": spec.chunk_sizes.prefill_heavy, "decodeHeavy": spec.chunk_sizes.decode_heavy}
+    for name, tokens in sizes.items():
+        path = ("chunkSizes", name)
+        if tokens > limit:
+            yield Broken(
+                path=path,
+                value=tokens,
+                message=f"is above engine.maxBatchTokens, {limit}; lower it, or raise that (which restarts engines)",
+            )
+        elif 0 < tokens < SMALLEST_CHUNK_TOKENS:
+            yield Broken(
+                path=path,
+                value=tokens,
+                message=f"is below the least chunk size, {SMALLEST_CHUNK_TOKENS}; raise it, or use 0 for no prefills",
+            )
+
+
+def _count_fits_the_replicas(spec: ServingClusterSpec) -> Iterator[Broken]:
+    wanted = spec.prefill_heavy
+    if isinstance(wanted, int) and wanted > spec.replicas:
+        yield Broken(
+            path=("prefillHeavy",),
+            value=wanted,
+            message=f"is above replicas, {spec.replicas}; lower it, raise replicas, or use a percentage",
+        )
+
+
+def _decode_only_needs_two(spec: ServingClusterSpec) -> Iterator[Broken]:
+    if spec.replicas == 1 and resolve_sliders(spec).decode_heavy_tokens == 0:
+        cause = "strategy Disaggregated" if spec.strategy == "Disaggregated" else "chunkSizes.decodeHeavy 0"
+        yield Broken(
+            path=("replicas",), value=1, message=f"is too few: {cause} needs a P-heavy and a D-heavy engine; use 2"
+        )
+
+
+def _names_differ(spec: ServingClusterSpec) -> Iterator[Broken]:
+    lists: dict[tuple[str, ...], list[str]] = {
+        ("slo", "classes"): [slo_class.name for slo_class in spec.slo.classes],
+        ("engine", "env"): [variable.name for variable in spec.engine.env],
+        ("engine", "resources", "claims"): [claim.name for claim in spec.engine.resources.claims],
+        ("router", "resources", "claims"): [claim.name for claim in spec.router.resources.claims],
+    }
+    for path, names in lists.items():
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield Broken(path=(*path, index), value=name, message="is named twice; rename or remove one")
+
+
+def _one_source(spec: ServingClusterSpec) -> Iterator[Broken]:
+    yield from _exactly_one(spec.model.source, ("model", "source"))
+    for index, variable in enumerate(spec.engine.env):
+        if variable.value_from:
+            yield from _exactly_one(variable.value_from, ("engine", "env", index, "valueFrom"))
+
+
+def _exactly_one(part: Part, path: tuple[str | int, ...]) -> Iterator[Broken]:
+    given = sorted(part.model_dump(exclude_none=True))
+    if len(given) != 1:
+        *others, last = (field.alias for field in type(part).model_fields.values())
+        yield Broken(
+            path=path,
+            value=", ".join(given) or "{}",
+            message=f"must hold exactly one of {', '.join(map(str, others))} and {last}",
+        )
+
+
+def _arguments_are_free(spec: ServingClusterSpec) -> Iterator[Broken]:
+    for index, argument in enumerate(spec.engine.extra_args):
+        name = argument.split("=", 1)[0].lstrip("-").replace("_", "-").removeprefix("no-")
+        if argument.startswith("-") and (name in OWNED_ARGUMENTS or name.split(".", 1)[0] in OWNED_ARGUMENTS):
+            instead = OWNED_ARGUMENTS[name.split(".", 1)[0]]
+            yield Broken(
+                path=("engine", "extraArgs", index),
+                value=argument,
+                message=f"is set by Sluice; remove it and use {instead}",
+            )
+
+
+def _environment_is_free(spec: ServingClusterSpec) -> Iterator[Broken]:
+    for index, variable in enumerate(spec.engine.env):
+        path = ("engine", "env", index)
+        if variable.name in OWNED_ENVIRONMENT or variable.name.startswith(OWNED_PREFIX):
+            message = "is set by Sluice; remove it (see spec.network)"
+            yield Broken(path=(*path, "name"), value=variable.name, message=message)
+        if (variable.value is None) == (variable.value_from is None):
+            yield Broken(path=path, value=variable.name, message="needs either value or valueFrom")
+
+
+def _ports_differ(spec: ServingClusterSpec) -> Iterator[Broken]:
+    network, service = spec.network, spec.router.service
+    if service.port == ROUTER_GRPC_PORT:
+        yield Broken(
+            path=("router", "service", "port"),
+            value=service.port,
+            message="is the Service's port of the gRPC API; choose another",
+        )
+    if network.kv_port in ENGINE_PORTS:
+        yield Broken(
+            path=("network", "kvPort"),
+            value=network.kv_port,
+            message=f"is the port of {ENGINE_PORTS[network.kv_port]}; choose another",
+        )
+    if network.tcp_port_range is None:
+        return
+    taken = {network.kv_port, *ENGINE_PORTS} & set(port_range(network.tcp_port_range))
+    if taken:
+        yield Broken(
+            path=("network", "tcpPortRange"),
+            value=network.tcp_port_range,
+            message=f"contains {', '.join(map(str, sorted(taken)))}, used otherwise; choose another range",
+        )
+
+
+def _rdma_is_whole(spec: ServingClusterSpec) -> Iterator[Broken]:
+    mode, rdma = spec.network.mode, spec.network.rdma
+    path: tuple[str, ...] = ("network", "rdma")
+    if (mode == "RDMA") != (rdma is not None):
+        wanted = (
+            "is required by network.mode RDMA" if rdma is None else "needs network.mode RDMA; set it or remove this"
+        )
+        yield Broken(path=path, value=None if rdma is None else "{...}", message=wanted)
+    if rdma is None:
+        return
+    if (rdma.resource_name is None) == (rdma.resource_claim_template_name is None):
+        yield Broken(
+            path=(*path, "resourceName"),
+            value=rdma.resource_name,
+            message="exactly one of resourceName and resourceClaimTemplateName must be set",
+        )
+    if rdma.gid_index is not None and rdma.fabric != "RoCE":
+        yield Broken(
+            path=(*path, "gidIndex"), value=rdma.gid_index, message=f"is for RoCE; remove it for {rdma.fabric}"
+        )
+    has_nvidia = any(name.startswith("nvidia.com/") for name in spec.engine.resources.limits)
+    if rdma.transports and has_nvidia and not {"cuda_copy", "cuda_ipc"} & set(rdma.transports):
+        yield Broken(
+            path=(*path, "transports"),
+            value=",".join(rdma.transports),
+            message="cannot read GPU memory; add cuda_copy or cuda_ipc",
+        )
+
+
+def _modes_have_what_they_need(spec: ServingClusterSpec) -> Iterator[Broken]:
+    auth = spec.router.auth
+    yield from _needs_mode(("router", "auth"), auth.mode, "APIKey", "apiKey", auth.api_key)
+    places: dict[tuple[str, str], TlsSpec] = {("router", "tls"): spec.router.tls, ("network", "tls"): spec.network.tls}
+    for path, tls in places.items():
+        yield from _needs_mode(path, tls.mode, "SecretRef", "secretName", tls.secret_name)
+        yield from _needs_mode(path, tls.mode, "CertManager", "issuerRef", tls.issuer_ref)
+
+
+def _names_are_for_cert_manager(spec: ServingClusterSpec) -> Iterator[Broken]:
+    tls = spec.router.tls
+    if tls.dns_names and tls.mode != "CertManager":
+        yield Broken(
+            path=("router", "tls", "dnsNames"),
+            value=",".join(tls.dns_names),
+            message="needs mode CertManager; remove it: a Secret's certificate has its names",
+        )
+
+
+def _needs_mode(path: tuple[str, ...], mode: str, needed: str, name: str, value: object) -> Iterator[Broken]:
+    """A field that one mode requires and the others refuse."""
+    if (mode == needed) != (value is not None):
+        wanted = f"is required by mode {needed}; add it" if value is None else f"needs mode {needed}; remove it"
+        yield Broken(path=(*path, name), value=None if value is None else "{...}", message=wanted)
+
+
+def _bounds_are_ordered(spec: ServingClusterSpec) -> Iterator[Broken]:
+    bounds, limit = spec.autotune.bounds, spec.engine.max_batch_tokens
+    path = ("autotune", "bounds")
+    if bounds.replicas and bounds.replicas.min > bounds.replicas.max:
+        yield _unordered((*path, "replicas"), bounds.replicas.min, bounds.replicas.max)
+    if bounds.prefill_heavy:
+        low, high = bounds.prefill_heavy.min, bounds.prefill_heavy.max
+        if type(low) is not type(high):
+            yield Broken(
+                path=(*path, "prefillHeavy"), value=f"{low}, {high}", message="must be two counts or two percentages"
+            )
+        elif int(str(low).rstrip("%")) > int(str(high).rstrip("%")):
+            yield _unordered((*path, "prefillHeavy"), low, high)
+    chunks: dict[str, TokenBounds | None] = {
+        "prefillHeavy": bounds.chunk_sizes.prefill_heavy,
+        "decodeHeavy": bounds.chunk_sizes.decode_heavy,
+    }
+    for name, chunk in chunks.items():
+        if chunk and chunk.min > chunk.max:
+            yield _unordered((*path, "chunkSizes", name), chunk.min, chunk.max)
+        if chunk and chunk.max > limit:
+            yield Broken(
+                path=(*path, "chunkSizes", name, "max"),
+                value=chunk.max,
+                message=f"is above engine.maxBatchTokens, {limit}; lower it or raise that",
+            )
+
+
+def _unordered(path: tuple[str | int, ...], low: object, high: object) -> Broken:
+    return Broken(path=(*path, "min"), value=low, message=f"is above max, {high}; swap them")
+
+
+RULES: tuple[Callable[[ServingClusterSpec], Iterator[Broken]], ...] = (
+    _chunks_fit_the_batch,
+    _count_fits_the_replicas,
+    _decode_only_needs_two,
+    _names_differ,
+    _one_source,
+    _arguments_are_free,
+    _environment_is_free,
+    _ports_differ,
+    _rdma_is_whole,
+    _modes_have_what_they_need,
+    _names_are_for_cert_manager,
+    _bounds_are_ordered,
+)

@@ -1,0 +1,226 @@
+"""What the operator asks a search for sliders, and what the search answers; both go between processes as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sluice_operator.api.field_effects import percent
+from sluice_operator.api.sliders import Sliders, resolve_sliders
+from sluice_operator.autotune.engine_facts import Emulated, EngineFacts, Measured
+from sluice_operator.autotune.workload import GROWTH, Workload, has_shifted
+
+if TYPE_CHECKING:
+    from sluice_operator.api.serving_cluster import CountBounds, ServingClusterSpec, TokenBounds
+
+# Least chunk size of P-heavy engines where no bounds are given.
+LEAST_PREFILL_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objectives:
+    """A class of requests and its objectives.
+
+    Args:
+        name: Empty for the default one.
+        ttft_milliseconds: TTFT.
+        tpot_milliseconds: TPOT.
+        priority: Higher goes first.
+    """
+
+    name: str
+    ttft_milliseconds: int
+    tpot_milliseconds: int
+    priority: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The part of a question that the spec fixes: another one makes a search that is under way pointless.
+
+    Args:
+        replicas: Engines.
+        strategy: As ``sluice_core`` calls it.
+        classes: Objectives, the default class first.
+        target: Attainment, 0.9 is 90 %.
+        watermark: M, a share.
+        approaching_factor: Alpha, a share.
+        early_rejection: As ``sluice_core`` calls it.
+        min_tokens_between_moves: Output tokens.
+        max_batch_tokens: Largest chunk size.
+        link: What KV moves over, as ``sluice_core`` calls it.
+        prefill_heavy: Least and most P-heavy engines, as counts or percentages.
+        prefill_tokens: Least and most chunk size of P-heavy engines.
+        decode_tokens: Least and most chunk size of the others.
+    """
+
+    replicas: int
+    strategy: str
+    classes: tuple[Objectives, ...]
+    target: float
+    watermark: float
+    approaching_factor: float
+    early_rejection: str
+    min_tokens_between_moves: int
+    max_batch_tokens: int
+    link: str
+    prefill_heavy: tuple[str, str]
+    prefill_tokens: tuple[int, int]
+    decode_tokens: tuple[int, int]
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the bounds leave no choice."""
+        pairs = (self.prefill_heavy, self.prefill_tokens, self.decode_tokens)
+        return all(low == high for low, high in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One question.
+
+    Args:
+        terms: What the spec fixes.
+        spec_sliders: Sliders that the spec asks for.
+        in_force: Sliders in force.
+        workload: Requests to serve.
+        engine: How fast an engine is.
+    """
+
+    terms: Terms
+    spec_sliders: Sliders
+    in_force: Sliders
+    workload: Workload
+    engine: EngineFacts
+
+    def has_shifted(self, other: Question) -> bool:
+        """Whether workload or engines have become others than this question is about."""
+        return has_shifted(self.workload, other.workload) or self.engine.differs(other.engine)
+
+    def is_small_beside(self, other: Question) -> bool:
+        """Whether the other question's sample says much more."""
+        return len(other.workload.rows) >= GROWTH * len(self.workload.rows)
+
+    def to_json(self) -> str:
+        """Writes it."""
+        kind = "emulated" if isinstance(self.engine, Emulated) else "measured"
+        return json.dumps({**asdict(self), "kind": kind})
+
+    @classmethod
+    def from_json(cls, text: str) -> Question:
+        """Reads what ``to_json`` wrote."""
+        data: dict[str, Any] = json.loads(text)
+        engine_type = Emulated if data["kind"] == "emulated" else Measured
+        terms = _freeze(data["terms"])
+        terms["classes"] = tuple(Objectives(**item) for item in terms["classes"])
+        rows = tuple((prompt, output, name) for prompt, output, name in data["workload"]["rows"])
+        return cls(
+            terms=Terms(**terms),
+            spec_sliders=Sliders(**data["spec_sliders"]),
+            in_force=Sliders(**data["in_force"]),
+            workload=Workload(rows=rows, rate_rps=data["workload"]["rate_rps"]),
+            engine=engine_type(**_freeze(data["engine"])),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a search found.
+
+    Args:
+        sliders: The best.
+        goodput_rps: Their goodput.
+        attainment: Attainment to expect of them at the question's rate, 0 to 1.
+        in_force_goodput_rps: Goodput of the sliders in force, on the same requests.
+        in_force_attainment: Attainment to expect of these.
+        least_gain: Goodput over that of the sliders in force, minus 1, of the seed where it is least.
+    """
+
+    sliders: Sliders
+    goodput_rps: float
+    attainment: float
+    in_force_goodput_rps: float
+    in_force_attainment: float
+    least_gain: float
+
+    @property
+    def gain(self) -> float:
+        """Goodput over that of the sliders in force, minus 1; infinite where these serve nothing."""
+        if self.in_force_goodput_rps <= 0.0:
+            return float("inf") if self.goodput_rps > 0.0 else 0.0
+        return self.goodput_rps / self.in_force_goodput_rps - 1.0
+
+    def to_json(self) -> str:
+        """Writes it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Answer:
+        """Reads what ``to_json`` wrote.
+
+        Raises:
+            ValueError: Something else.
+        """
+        try:
+            data = json.loads(text)
+            return cls(**{**data, "sliders": Sliders(**data["sliders"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not an answer: {error}") from error
+
+
+def _freeze(data: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows lists only."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+
+
+def make_terms(spec: ServingClusterSpec) -> Terms:
+    """Reads the terms of a question out of a spec.
+
+    In mode Apply a slider without bounds stays as the spec says; a recommendation may name any value for it.
+    """
+    sliders, bounds = resolve_sliders(spec), spec.autotune.bounds
+    most = spec.engine.max_batch_tokens
+    counts, prefill_tokens, decode_tokens = ("0%", "100%"), (LEAST_PREFILL_TOKENS, most), (0, most)
+    if spec.autotune.mode == "Apply":
+        counts = (str(sliders.num_prefill_heavy), str(sliders.num_prefill_heavy))
+        prefill_tokens = (sliders.prefill_heavy_tokens, sliders.prefill_heavy_tokens)
+        decode_tokens = (sliders.decode_heavy_tokens, sliders.decode_heavy_tokens)
+    parameters = spec.parameters
+    default = Objectives(
+        name="",
+        ttft_milliseconds=spec.slo.ttft_milliseconds,
+        tpot_milliseconds=spec.slo.tpot_milliseconds,
+        priority=0,
+    )
+    named = [Objectives(**slo_class.model_dump(by_alias=False)) for slo_class in spec.slo.classes]
+    terms = Terms(
+        replicas=spec.replicas,
+        strategy=spec.strategy.lower(),
+        classes=(default, *named),
+        target=percent(spec.slo.attainment) / 100,
+        watermark=parameters.watermark_percent / 100,
+        approaching_factor=parameters.approaching_factor_percent / 100,
+        early_rejection=parameters.early_rejection,
+        min_tokens_between_moves=parameters.min_tokens_between_moves,
+        max_batch_tokens=most,
+        link="infiniband" if spec.network.mode == "RDMA" else "tcp",
+        prefill_heavy=_read_counts(bounds.prefill_heavy, counts),
+        prefill_tokens=_read_tokens(bounds.chunk_sizes.prefill_heavy, prefill_tokens),
+        decode_tokens=_read_tokens(bounds.chunk_sizes.decode_heavy, decode_tokens),
+    )
+    # What a strategy does not use is no choice.
+    if terms.strategy == "aggregated":
+        count = str(sliders.num_prefill_heavy)
+        return replace(terms, prefill_heavy=(count, count), decode_tokens=terms.prefill_tokens)
+    if terms.strategy == "disaggregated":
+        return replace(terms, prefill_tokens=(most, most), decode_tokens=(0, 0))
+    return terms
+
+
+def _read_counts(bounds: CountBounds | None, free: tuple[str, str]) -> tuple[str, str]:
+    return free if bounds is None else (str(bounds.min), str(bounds.max))
+
+
+def _read_tokens(bounds: TokenBounds | None, free: tuple[int, int]) -> tuple[int, int]:
+    return free if bounds is None else (bounds.min, bounds.max)

@@ -1,0 +1,1 @@
+"""The controller: work queue, reconciler, leader election, status and events."""

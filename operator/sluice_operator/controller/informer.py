@@ -1,0 +1,109 @@
+"""kopf as our informer: it lists, watches, reconnects and re-authenticates; we take keys from its events.
+
+No handler of its own reconciles: they would write finalizers and annotations, and retry at a fixed pace. Nothing of an
+event counts but its key, and whether it is an echo of our own (``waking``), so that a gap in a watch loses time until the
+next event or resync, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import kopf
+
+from sluice_operator.api.names import CLUSTER_LABEL, MANAGED_BY_LABEL, MANAGER, ClusterKey
+from sluice_operator.kubernetes.interface import CLUSTERS
+from sluice_operator.kubernetes.rbac import WATCHED
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+# The API server sends a bookmark every minute.
+INACTIVITY_S = 70.0
+RECONNECT_S = 0.1
+# kopf keeps a task for each object that had an event, for so long.
+IDLE_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Informer:
+    """Feeds keys from watches.
+
+    Args:
+        hear: Takes an event: the key of the cluster that it is about, and the object.
+        now: Monotonic seconds.
+        last_event_s: When the last event came, on that clock.
+    """
+
+    hear: Callable[[ClusterKey, Mapping[str, Any]], None]
+    now: Callable[[], float]
+    last_event_s: float = 0.0
+
+    async def run(self, namespaces: Sequence[str], is_ready: asyncio.Event) -> None:
+        """Watches until the process is told to stop.
+
+        Args:
+            namespaces: Where; everywhere when empty.
+            is_ready: Set once the watches have begun.
+        """
+        await kopf.operator(
+            registry=self._make_registry(),
+            settings=make_settings(),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=tuple(namespaces),
+            ready_flag=is_ready,
+        )
+
+    def take(self, body: Mapping[str, Any]) -> None:
+        """Takes one event."""
+        self.last_event_s = self.now()
+        key = find_key(body)
+        if key is not None:
+            self.hear(key, body)
+
+    def _make_registry(self) -> kopf.OperatorRegistry:
+        registry = kopf.OperatorRegistry()
+
+        # kopf swallows what handlers raise; this one only reads two fields. Were it no coroutine, kopf would call it in
+        # threads, and the queue belongs to the event loop.
+        async def on_event(body: kopf.Body, **_: Any) -> None:
+            self.take(body)
+
+        def login(**arguments: Any) -> kopf.ConnectionInfo | None:
+            return kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
+
+        kopf.on.login(registry=registry)(login)
+        for kind in WATCHED:
+            kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=f"wake-{kind.plural}")(on_event)
+        return registry
+
+
+def make_settings() -> kopf.OperatorSettings:
+    """Makes kopf's settings: no events of its own, no scanning, only objects of ours."""
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    # Nothing is lost with an event that is not passed on any more: the next process looks at everything.
+    settings.queueing.idle_timeout = IDLE_S
+    settings.queueing.exit_timeout = 0.1
+    settings.watching.inactivity_timeout = INACTIVITY_S
+    settings.watching.reconnect_backoff = RECONNECT_S
+    for kind in WATCHED:
+        if kind is not CLUSTERS:
+            # Without it, kopf would watch every pod there is.
+            settings.watching.label_selectors[kind.group, kind.version, kind.plural] = f"{MANAGED_BY_LABEL}={MANAGER}"
+    return settings
+
+
+def find_key(body: Mapping[str, Any]) -> ClusterKey | None:
+    """Finds the cluster that an object belongs to, or is."""
+    metadata = body.get("metadata", {})
+    is_cluster = body.get("kind") == CLUSTERS.name
+    name = metadata.get("name") if is_cluster else (metadata.get("labels") or {}).get(CLUSTER_LABEL)
+    return ClusterKey(metadata["namespace"], name) if name else None

@@ -1,0 +1,161 @@
+"""Leader election by a Lease: 15 s long, renewed every 2 s, given up when it could not be renewed for 10 s.
+
+Whether another replica's lease has run out is told by our own monotonic clock, from the moment in which its record
+last changed: the times in the record are for people, and clocks of nodes differ and step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from sluice_operator.kubernetes.interface import LEASES, ConflictError, KubernetesError, LeaseLostError, Object
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from sluice_operator.kubernetes.interface import Kubernetes
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 15
+RENEW_DEADLINE_S = 10.0
+RENEW_S = 2.0
+# One that could not be renewed is tried again sooner: with RENEW_S, five faults in a row would end the process.
+RETRY_S = 0.5
+
+
+class Elector:
+    """Takes part in the election.
+
+    Args:
+        kubernetes: The API server, unfenced: renewing is what the fence waits for.
+        namespace: Namespace of the Lease.
+        name: Its name.
+        identity: Name of this replica, unique among them.
+        now: Monotonic seconds.
+        now_text: The time, as Kubernetes writes it, with microseconds.
+        sleep: Waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        kubernetes: Kubernetes,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        now: Callable[[], float],
+        now_text: Callable[[], str],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._kubernetes = kubernetes
+        self._namespace = namespace
+        self._name = name
+        self._identity = identity
+        self._now = now
+        self._now_text = now_text
+        self._sleep = sleep
+        self._renewed_s = float("-inf")
+        # The record of another holder, and when we first saw it as it is.
+        self._seen: object = None
+        self._seen_s = 0.0
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether the lease is held for certain: no write may begin without."""
+        return self._now() - self._renewed_s < RENEW_DEADLINE_S
+
+    async def attempt(self) -> bool:
+        """Takes or renews the lease, if that is possible now; returns whether it was.
+
+        Raises:
+            KubernetesError: The API server did not do it; ``is_leading`` says whether that matters already.
+        """
+        started_s = self._now()
+        lease = await self._kubernetes.get(LEASES, self._namespace, self._name)
+        try:
+            if lease is None:
+                await self._kubernetes.create(self._render())
+            elif self._may_take(lease):
+                await self._kubernetes.patch(LEASES, self._namespace, self._name, self._render(lease))
+            else:
+                self._renewed_s = float("-inf")
+                return False
+        except ConflictError:
+            # Somebody else was faster; what he did is seen at the next attempt.
+            return False
+        # Counted from before the request: it may have been carried out at once and answered late.
+        self._renewed_s = started_s
+        return True
+
+    async def lead(self) -> None:
+        """Waits until this replica leads."""
+        while not await self._attempt_calmly():
+            await self._sleep(RENEW_S)
+        logger.info("%s leads", self._identity)
+
+    async def keep(self) -> None:
+        """Renews the lease for ever.
+
+        Raises:
+            LeaseLostError: It could not be renewed in time, or another replica has it.
+        """
+        pause_s = RENEW_S
+        while True:
+            await self._sleep(pause_s)
+            pause_s = RENEW_S if await self._attempt_calmly() else RETRY_S
+            if not self.is_leading:
+                raise LeaseLostError(f"{self._identity} no longer leads: the lease was not renewed in time")
+
+    async def release(self) -> None:
+        """Gives the lease back, so that another replica leads at once."""
+        if not self.is_leading:
+            return
+        self._renewed_s = float("-inf")
+        try:
+            lease = await self._kubernetes.get(LEASES, self._namespace, self._name)
+            if lease and lease["spec"].get("holderIdentity") == self._identity:
+                version = {"resourceVersion": lease["metadata"]["resourceVersion"]}
+                released = {"metadata": version, "spec": {"holderIdentity": None, "leaseDurationSeconds": 1}}
+                await self._kubernetes.patch(LEASES, self._namespace, self._name, released)
+        except KubernetesError as error:
+            logger.warning("the lease was not given back, it runs out by itself: %s", error)
+
+    async def _attempt_calmly(self) -> bool:
+        try:
+            return await self.attempt()
+        except KubernetesError as error:
+            logger.warning("the lease was not renewed: %s", error)
+            return False
+
+    def _may_take(self, lease: Object) -> bool:
+        spec: Object = lease["spec"]
+        holder = spec.get("holderIdentity")
+        if not holder or holder == self._identity:
+            return True
+        record = holder, spec.get("renewTime"), spec.get("leaseTransitions")
+        if record != self._seen:
+            self._seen, self._seen_s = record, self._now()
+        return self._now() - self._seen_s >= float(spec.get("leaseDurationSeconds", LEASE_S))
+
+    def _render(self, lease: Object | None = None) -> Object:
+        old = lease["spec"] if lease else {}
+        is_ours = old.get("holderIdentity") == self._identity
+        metadata = {"name": self._name, "namespace": self._namespace}
+        if lease:
+            metadata["resourceVersion"] = lease["metadata"]["resourceVersion"]
+        text = self._now_text()
+        return {
+            "apiVersion": LEASES.api_version,
+            "kind": LEASES.name,
+            "metadata": metadata,
+            "spec": {
+                "holderIdentity": self._identity,
+                "leaseDurationSeconds": LEASE_S,
+                "acquireTime": old.get("acquireTime", text) if is_ours else text,
+                "renewTime": text,
+                "leaseTransitions": old.get("leaseTransitions", 0) + (0 if is_ours or not lease else 1),
+            },
+        }

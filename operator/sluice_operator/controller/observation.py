@@ -1,0 +1,140 @@
+"""What the API server says of one cluster, read in two goes: what plans are made of, then the rest of its children.
+
+A plan needs the pods, the plan that is stored, and the Deployments. The other lists would only delay it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from sluice_operator.api import names
+from sluice_operator.kubernetes.interface import (
+    BUDGETS,
+    CERTIFICATES,
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    NETWORK_POLICIES,
+    PODS,
+    SERVICE_ACCOUNTS,
+    SERVICE_MONITORS,
+    SERVICES,
+    BusyError,
+    KubernetesError,
+    labels_of,
+    name_of,
+    uid_of,
+)
+from sluice_operator.resources.desired import find_owner, key_of
+from sluice_operator.resources.pod_status import read_pod
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from sluice_operator.api.names import ClusterKey
+    from sluice_operator.kubernetes.interface import Kind, Kubernetes, Object
+    from sluice_operator.resources.desired import ChildKey
+    from sluice_operator.resources.pod_status import Pod
+
+PLAN_KINDS = (CONFIG_MAPS, DEPLOYMENTS)
+OTHER_KINDS = (SERVICE_ACCOUNTS, NETWORK_POLICIES, SERVICES, BUDGETS)
+CHILD_KINDS = (*PLAN_KINDS, *OTHER_KINDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What the API server says at one moment.
+
+    Args:
+        body: The ServingCluster.
+        live: Its children by kind and name, and others that carry its labels; of PLAN_KINDS only, at first.
+        pods: Its pods, by name.
+        engines: Engine pods.
+        routers: Router pods.
+        has_monitors: Whether the cluster knows ServiceMonitors.
+        has_cert_manager: Whether it knows Certificates.
+    """
+
+    body: Object
+    live: Mapping[ChildKey, Object]
+    pods: Mapping[str, Object]
+    engines: tuple[Pod, ...]
+    routers: tuple[Pod, ...]
+    has_monitors: bool
+    has_cert_manager: bool
+
+    def own(self, kind: Kind, name: str) -> Object | None:
+        """A child, if it exists and is ours."""
+        child = self.live.get((kind.name, name))
+        owner = find_owner(child) if child else None
+        return child if owner and owner["uid"] == uid_of(self.body) else None
+
+    def deployment(self, component: str) -> Object | None:
+        """The Deployment of engines or routers."""
+        return self.own(DEPLOYMENTS, names.name_workload(self.body["metadata"]["name"], component))
+
+
+async def observe_plan(kubernetes: Kubernetes, key: ClusterKey, body: Object) -> Observed:
+    """Reads what the plan of a cluster is made of.
+
+    Raises:
+        KubernetesError: To be tried again.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            has_monitors = group.create_task(kubernetes.is_served(SERVICE_MONITORS))
+            has_cert_manager = group.create_task(kubernetes.is_served(CERTIFICATES))
+            lists = group.create_task(_list(kubernetes, key, (*PLAN_KINDS, PODS)))
+    except* KubernetesError as errors:
+        raise _first_of(errors) from errors
+    pods = [item for item in lists.result() if item["kind"] == PODS.name]
+    return Observed(
+        body=body,
+        live={key_of(item): item for item in lists.result() if item["kind"] != PODS.name},
+        pods={name_of(pod): pod for pod in pods},
+        engines=_read_pods(pods, names.ENGINE),
+        routers=_read_pods(pods, names.ROUTER),
+        has_monitors=has_monitors.result(),
+        has_cert_manager=has_cert_manager.result(),
+    )
+
+
+async def observe_others(kubernetes: Kubernetes, key: ClusterKey, observed: Observed) -> Observed:
+    """Reads the rest of a cluster's children.
+
+    Raises:
+        KubernetesError: To be tried again.
+    """
+    served = [(SERVICE_MONITORS, observed.has_monitors), (CERTIFICATES, observed.has_cert_manager)]
+    kinds = [*OTHER_KINDS, *(kind for kind, is_served in served if is_served)]
+    try:
+        found = await _list(kubernetes, key, kinds)
+    except* KubernetesError as errors:
+        raise _first_of(errors) from errors
+    return replace(observed, live={**observed.live, **{key_of(item): item for item in found}})
+
+
+async def _list(kubernetes: Kubernetes, key: ClusterKey, kinds: Collection[Kind]) -> list[Object]:
+    labels = {names.CLUSTER_LABEL: key.name}
+    async with asyncio.TaskGroup() as group:
+        reads = [group.create_task(kubernetes.list(kind, key.namespace, labels)) for kind in kinds]
+    return [item for read in reads for item in read.result()]
+
+
+def _read_pods(pods: Collection[Object], component: str) -> tuple[Pod, ...]:
+    found = [read_pod(pod) for pod in pods if labels_of(pod).get(names.COMPONENT_LABEL) == component]
+    return tuple(sorted(found, key=lambda pod: pod.name))
+
+
+def _first_of(errors: BaseExceptionGroup[KubernetesError]) -> KubernetesError:
+    """One error of several that came at once: what makes us wait counts most."""
+    leaves = list(_leaves(errors))
+    return next((error for error in leaves if isinstance(error, BusyError)), leaves[0])
+
+
+def _leaves(errors: BaseExceptionGroup[KubernetesError]) -> list[KubernetesError]:
+    found: list[KubernetesError] = []
+    for error in errors.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

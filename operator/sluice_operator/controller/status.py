@@ -1,0 +1,204 @@
+"""The status of a ServingCluster: a pure function of what one look found. It never grows with the number of pods."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sluice_core.records import Role
+from sluice_operator.api import names
+from sluice_operator.api.conditions import ConditionType, Reason
+from sluice_operator.controller.condition_rules import MAX_MESSAGE_CHARACTERS, Condition, decide_conditions
+from sluice_operator.resources.commands import STRATEGIES
+from sluice_operator.routers.attainment import Counts, format_share
+
+if TYPE_CHECKING:
+    from sluice_operator.controller.status_inputs import Findings
+    from sluice_operator.kubernetes.interface import Object
+
+STRATEGY_NAMES = {value: name for name, value in STRATEGIES.items()}
+# Changes of these alone are measurements, written every 15 s at most.
+MEASURED_FIELD = "attainment"
+MEASURED_SUBJECT = ConditionType.SLO_MET
+
+
+# What a cluster begins with, and rests in.
+CALM_REASONS = frozenset(
+    {
+        Reason.AS_EXPECTED,
+        Reason.VALID,
+        Reason.OFF,
+        Reason.TUNED,
+        Reason.ON_TRIAL,
+        Reason.RECOMMENDED,
+        Reason.COOLING_DOWN,
+        Reason.MEASURING,
+        Reason.SEARCHING,
+        Reason.NO_SAMPLE,
+        Reason.NO_LATENCY_MODEL,
+        Reason.NO_REPORT,
+        Reason.STARTING,
+        Reason.NONE_READY,
+        Reason.SETTLED,
+    }
+)
+
+
+def render_status(found: Findings, now_text: str) -> Object:
+    """Renders the status.
+
+    Args:
+        found: What one look found.
+        now_text: The time, as Kubernetes writes it, for conditions that change.
+    """
+    old = found.body.get("status") or {}
+    name = found.body["metadata"]["name"]
+    generation = found.body["metadata"].get("generation", 0)
+    conditions = [_write(item, old, generation, now_text) for item in decide_conditions(found)]
+    status: Object = {
+        "observedGeneration": generation,
+        "conditions": conditions,
+        "replicas": sum(pod.is_present for pod in found.engines),
+        "readyReplicas": found.num_engines_ready,
+        "selector": names.format_selector(names.select_component(name, names.ENGINE)),
+        "routerReplicas": sum(pod.is_present for pod in found.routers),
+        "readyRouterReplicas": found.num_routers_ready,
+        "effective": _render_effective(found, old.get("effective") or {}),
+    }
+    generations = [item.generation for item in found.statuses.values()]
+    if generations and len(generations) >= found.num_routers_ready:
+        status["planGeneration"] = min(generations)
+    elif "planGeneration" in old:
+        status["planGeneration"] = old["planGeneration"]
+    if recommended := _render_recommended(found, old.get("recommended"), now_text):
+        status["recommended"] = recommended
+    if attainment := _render_attainment(found):
+        status[MEASURED_FIELD] = attainment
+    return status
+
+
+def degrade(body: Object, message: str, now_text: str) -> Object:
+    """The status of a cluster that may not even be looked at: as it was, but for what is wrong."""
+    old = body.get("status") or {}
+    condition = Condition(
+        subject=ConditionType.DEGRADED, is_true=True, reason=Reason.FORBIDDEN, message=message[:MAX_MESSAGE_CHARACTERS]
+    )
+    others = [item for item in old.get("conditions", []) if item["type"] != ConditionType.DEGRADED]
+    written = _write(condition, old, body["metadata"].get("generation", 0), now_text)
+    return {**old, "conditions": [*others, written]}
+
+
+def without_measurements(status: Object) -> Object:
+    """A status without what changes all the time."""
+    conditions = [item for item in status.get("conditions", []) if item["type"] != MEASURED_SUBJECT]
+    return {**status, MEASURED_FIELD: None, "conditions": conditions}
+
+
+def make_patch(old: Any, new: Object) -> Object:
+    """Makes the merge patch that turns one status into another; empty when they are the same."""
+    old = old if isinstance(old, dict) else {}
+    patch: Object = {name: None for name in old if name not in new}
+    for name, value in new.items():
+        if isinstance(value, dict):
+            inner = make_patch(old.get(name), value)
+            if inner or name not in old:
+                patch[name] = inner
+        elif old.get(name) != value:
+            patch[name] = value
+    return patch
+
+
+def list_transitions(old: Object, new: Object) -> list[Object]:
+    """Conditions that changed in status or reason; measurements and what is calm from the start are no news."""
+    before = {item["type"]: (item["status"], item["reason"]) for item in old.get("conditions", [])}
+    return [
+        item
+        for item in new["conditions"]
+        if item["type"] != MEASURED_SUBJECT
+        and before.get(item["type"]) != (item["status"], item["reason"])
+        and (item["type"] in before or item["reason"] not in CALM_REASONS)
+    ]
+
+
+def is_warning(condition: Object) -> bool:
+    """Whether a condition says that something is wrong."""
+    bad = "True" if condition["type"] == ConditionType.DEGRADED else "False"
+    return bool(condition["status"] == bad) and condition["reason"] not in CALM_REASONS
+
+
+def _write(condition: Condition, old: Object, generation: int, now_text: str) -> Object:
+    before = next((item for item in old.get("conditions", []) if item["type"] == condition.subject), None)
+    is_same = before is not None and before["status"] == condition.status
+    return {
+        "type": str(condition.subject),
+        "status": condition.status,
+        "observedGeneration": generation,
+        "lastTransitionTime": before["lastTransitionTime"] if before and is_same else now_text,
+        "reason": str(condition.reason),
+        "message": condition.message[:MAX_MESSAGE_CHARACTERS],
+    }
+
+
+def _render_effective(found: Findings, old: Object) -> Object:
+    """What the engines acknowledged; without a report, what was known last."""
+    plan = found.plan
+    if plan is None or not found.statuses:
+        return old
+    staying = [report for engine, report in found.reports.items() if engine not in found.scale.leaving]
+    counts = {role: sum(report.role is role for report in staying) for role in Role}
+    effective: Object = {
+        "prefillHeavy": counts[Role.PREFILL_HEAVY],
+        "decodeHeavy": counts[Role.DECODE_HEAVY],
+        "draining": len(found.scale.leaving),
+    }
+    if all(status.generation >= plan.generation for status in found.statuses.values()):
+        effective["strategy"] = STRATEGY_NAMES[plan.strategy]
+    elif "strategy" in old:
+        effective["strategy"] = old["strategy"]
+    sizes = dict(old.get("chunkSizes") or {})
+    for role, name in ((Role.PREFILL_HEAVY, "prefillHeavy"), (Role.DECODE_HEAVY, "decodeHeavy")):
+        in_force = {report.chunk_size_tokens for report in staying if report.role is role}
+        if len(in_force) == 1:
+            sizes[name] = in_force.pop()
+    if sizes:
+        effective["chunkSizes"] = sizes
+    return effective
+
+
+def _render_recommended(found: Findings, old: Object | None, now_text: str) -> Object | None:
+    """What the newest search found; until there is one, what an earlier process found."""
+    if found.tuning is not None and found.tuning.reason is Reason.OFF:
+        return None
+    answer = found.recommended
+    if answer is None or found.cluster is None:
+        return old
+    new: Object = {
+        "replicas": found.cluster.spec.replicas,
+        "prefillHeavy": answer.sliders.num_prefill_heavy,
+        "chunkSizes": {
+            "prefillHeavy": answer.sliders.prefill_heavy_tokens,
+            "decodeHeavy": answer.sliders.decode_heavy_tokens,
+        },
+        "predictedAttainment": format_share(round(answer.attainment * 1000), 1000),
+    }
+    is_same = old is not None and {**old, "time": ""} == {**new, "time": ""}
+    return old if is_same else {**new, "time": now_text}
+
+
+def _render_attainment(found: Findings) -> Object:
+    total = sum(found.attainment.values(), Counts())
+    if total.num_finished == 0:
+        return {}
+    known = {item.name for item in found.cluster.spec.slo.classes} if found.cluster else set()
+    classes = [
+        {"name": name, **_render_counts(counts)} for name, counts in sorted(found.attainment.items()) if name in known
+    ]
+    return {**_render_counts(total), **({"classes": classes} if classes else {})}
+
+
+def _render_counts(counts: Counts) -> Object:
+    return {
+        "requests": counts.num_finished,
+        "ttft": format_share(counts.num_met_ttft, counts.num_finished),
+        "tpot": format_share(counts.num_met_tpot, counts.num_finished),
+        "both": format_share(counts.num_met_both, counts.num_finished),
+    }

@@ -1,0 +1,1 @@
+"""The plan: roles of engines, scale-down, and the ConfigMap that stores it."""

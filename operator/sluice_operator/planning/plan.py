@@ -1,0 +1,139 @@
+"""The plan: which engine has which role, who drains, and the number of the plan.
+
+The plan in force is read back from its ConfigMap at every look, so that nothing is lost with a process, and a plan is
+made only from what is stored and observed. Generations come from the stored one by compare-and-swap (``plan_store``).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from google.protobuf import json_format
+
+from sluice.v1 import plan_pb2
+from sluice_core.records import EngineId, Role
+from sluice_operator.api import names
+from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.autotune.decision import Stored
+from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.planning.roles import assign
+from sluice_operator.resources.commands import render_plan
+from sluice_operator.routers.engine_reports import ROLES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from sluice.v1 import control_pb2
+    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.resources.pod_status import Pod
+    from sluice_operator.routers.engine_reports import EngineReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPlan:
+    """The plan in its ConfigMap.
+
+    Args:
+        plan: The plan; None when there is none, or none that can be read.
+        generation: Its number, or the highest that is known to have been given; 0: none.
+        tuned: Sliders that autotune put in force instead of the spec's.
+    """
+
+    plan: plan_pb2.Plan | None = None
+    generation: int = 0
+    tuned: Stored | None = None
+
+    @property
+    def roles(self) -> dict[EngineId, Role]:
+        """Roles in it."""
+        engines = self.plan.engines if self.plan else ()
+        return {EngineId(engine.engine_id): ROLES[engine.role] for engine in engines if engine.role in ROLES}
+
+
+def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
+    """Reads the plan.
+
+    Args:
+        config_map: As it is in the cluster; None when there is none.
+        cluster_uid: A plan of another cluster counts as none.
+    """
+    if config_map is None:
+        return StoredPlan()
+    number = annotations_of(config_map).get(names.GENERATION_ANNOTATION, "")
+    generation = int(number) if number.isdecimal() else 0
+    text = (config_map.get("data") or {}).get(names.PLAN_FILE, "")
+    try:
+        plan = json_format.ParseDict(json.loads(text), plan_pb2.Plan())
+    except (ValueError, json_format.ParseError):
+        return StoredPlan(generation=generation)
+    if plan.cluster_uid != cluster_uid:
+        return StoredPlan(generation=generation)
+    tuned = Stored.from_json(annotations_of(config_map).get(names.TUNED_ANNOTATION, ""))
+    return StoredPlan(plan=plan, generation=max(generation, plan.generation), tuned=tuned)
+
+
+def write_plan(plan: plan_pb2.Plan) -> str:
+    """Writes the plan as the routers read it (``--plan``)."""
+    return json.dumps(json_format.MessageToDict(plan, preserving_proto_field_name=True), sort_keys=True)
+
+
+def make_plan(
+    cluster: ServingCluster,
+    stored: StoredPlan,
+    pods: Sequence[Pod],
+    *,
+    leaving: Collection[EngineId],
+    reports: Mapping[EngineId, EngineReport],
+    statuses: Iterable[control_pb2.GetStatusResponse],
+) -> plan_pb2.Plan:
+    """Makes the plan that should be in force.
+
+    Args:
+        cluster: The manifest, with the sliders that are to be in force.
+        stored: The plan in its ConfigMap.
+        pods: Engine pods.
+        leaving: Engines that leave.
+        reports: What routers say of the engines.
+        statuses: Newest status of each router.
+
+    Returns:
+        The stored plan when it says the same already, else one with the next number.
+    """
+    roles = stored.roles
+    ending = {pod.engine_id for pod in pods if pod.is_ending and pod.engine_id in roles}
+    staying = choose_named(pods, roles, leaving)
+    loads = {engine_id: report.load for engine_id, report in reports.items()}
+    assigned = assign(roles, staying, resolve_sliders(cluster.spec).num_prefill_heavy, loads)
+    # One that never had a role serves with the D-heavy setting, and drains like the others.
+    gone = {engine_id: roles.get(engine_id, Role.DECODE_HEAVY) for engine_id in (*ending, *leaving)}
+    uid = cluster.metadata.uid
+    # A ConfigMap that was deleted or edited by hand must not take the numbers back.
+    highest = max([stored.generation, *(status.generation for status in statuses if status.cluster_uid == uid)])
+
+    def render(generation: int) -> plan_pb2.Plan:
+        named = dict(sorted((assigned | gone).items()))
+        return render_plan(cluster, named, generation=generation, cluster_uid=uid, draining=gone)
+
+    if stored.plan is not None and stored.plan.generation == highest and render(highest) == stored.plan:
+        return stored.plan
+    return render(highest + 1)
+
+
+def choose_named(pods: Sequence[Pod], roles: Mapping[EngineId, Role], leaving: Collection[EngineId]) -> list[EngineId]:
+    """Chooses the engines that get a role: those that serve, and those that had one and may be back in a moment.
+
+    An engine that does not serve keeps its role only while another one that serves has the same; otherwise a cluster
+    whose only P-heavy engine fails would have none.
+    """
+    staying = [pod for pod in pods if pod.is_present and pod.engine_id not in leaving]
+    serving = [pod.engine_id for pod in staying if pod.is_ready]
+    roles_that_serve = {roles[engine_id] for engine_id in serving if engine_id in roles}
+    resting = [
+        pod.engine_id
+        for pod in staying
+        if not pod.is_ready and pod.engine_id in roles and (roles[pod.engine_id] in roles_that_serve or not serving)
+    ]
+    return sorted([*serving, *resting])

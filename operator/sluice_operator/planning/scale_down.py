@@ -1,0 +1,104 @@
+"""Scale-down without a broken stream: mark the victims, have them drained, then lower the replicas.
+
+Kubernetes deletes pods that are not ready first, then those with the least deletion cost, so victims are chosen and
+marked in that order. Every step follows from what is observed, so that it can be interrupted anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sluice_core.records import EngineId, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from sluice_operator.resources.pod_status import Pod
+    from sluice_operator.routers.engine_reports import EngineReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """What to do about the number of engines.
+
+    Args:
+        replicas: For the Deployment, now.
+        leaving: Engines that hand their work over and then go.
+        waiting: Those of them that have not drained yet.
+    """
+
+    replicas: int
+    leaving: frozenset[EngineId] = frozenset()
+    waiting: frozenset[EngineId] = frozenset()
+
+
+def decide_scale(
+    wanted: int,
+    live: int | None,
+    pods: Sequence[Pod],
+    *,
+    roles: Mapping[EngineId, Role],
+    num_prefill_heavy: int,
+    reports: Mapping[EngineId, EngineReport],
+    overdue: Collection[EngineId] = frozenset(),
+) -> Scale:
+    """Decides how many engine pods there should be now, and which leave.
+
+    Args:
+        wanted: Engines that the manifest asks for.
+        live: Replicas of the Deployment; None before it exists.
+        pods: Engine pods.
+        roles: Roles in the plan.
+        num_prefill_heavy: P-heavy engines that the manifest asks for.
+        reports: What routers say of the engines.
+        overdue: Engines that had their time to drain.
+    """
+    present = [pod for pod in pods if pod.is_present]
+    num_victims = len(present) - wanted
+    if live is None or live <= wanted or num_victims <= 0:
+        return Scale(replicas=wanted)
+    victims = _choose_victims(present, num_victims, roles, num_prefill_heavy, reports)
+    waiting = frozenset(pod.engine_id for pod in victims if not _may_go(pod, reports, overdue))
+    leaving = frozenset(pod.engine_id for pod in victims)
+    return Scale(replicas=live if waiting else wanted, leaving=leaving, waiting=waiting)
+
+
+def _may_go(pod: Pod, reports: Mapping[EngineId, EngineReport], overdue: Collection[EngineId]) -> bool:
+    """A pod that serves goes when it is marked, so that Kubernetes takes this one, and drained or out of time."""
+    if not pod.is_ready:
+        return True
+    report = reports.get(pod.engine_id)
+    is_empty = report is not None and report.is_drained
+    return pod.is_marked and (is_empty or pod.engine_id in overdue)
+
+
+def _choose_victims(
+    pods: Sequence[Pod],
+    num_victims: int,
+    roles: Mapping[EngineId, Role],
+    num_prefill_heavy: int,
+    reports: Mapping[EngineId, EngineReport],
+) -> list[Pod]:
+    """Takes pods that do not serve, then those chosen before, then of the role with too many, least loaded first."""
+    num_kept = len(pods) - num_victims
+    excess = {role: sum(roles.get(pod.engine_id) is role for pod in pods) for role in Role}
+    excess[Role.PREFILL_HEAVY] -= num_prefill_heavy
+    excess[Role.DECODE_HEAVY] -= num_kept - num_prefill_heavy
+    remaining = list(pods)
+    victims: list[Pod] = []
+
+    def rank(pod: Pod) -> tuple[bool, bool, bool, int, str]:
+        role = roles.get(pod.engine_id)
+        report = reports.get(pod.engine_id)
+        is_missed = role is not None and excess[role] <= 0
+        return pod.is_ready, not pod.is_marked, is_missed, report.load if report else 0, pod.name
+
+    while len(victims) < num_victims:
+        victim = min(remaining, key=rank)
+        remaining.remove(victim)
+        victims.append(victim)
+        role = roles.get(victim.engine_id)
+        if role is not None:
+            excess[role] -= 1
+    return victims

@@ -1,0 +1,1 @@
+"""The Kubernetes objects of a ServingCluster, and how they are applied."""

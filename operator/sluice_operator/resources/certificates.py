@@ -1,0 +1,156 @@
+"""Keys and certificates of a ServingCluster: where its programs find them, and what is asked of cert-manager.
+
+Secrets are named here and mounted by the kubelet; nobody of ours reads one through the API server. Between engines,
+routers and control plane a certificate passes by its authority and by a name, that of the headless Service behind which
+its owner runs; the operator's own is named after it and its namespace.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_operator.api import names
+from sluice_operator.api.conditions import Reason
+from sluice_operator.kubernetes.interface import CERTIFICATES, name_of
+from sluice_operator.resources.commands import Security
+from sluice_operator.resources.pod_status import Trouble
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sluice_operator.api.serving_cluster import ServingCluster, TlsSpec
+    from sluice_operator.kubernetes.interface import Object
+
+KEYS, FRONT, PEERS = "api-keys", "front-tls", "peer-tls"
+DIRECTORY = "/etc/sluice"
+
+
+def find_secrets(cluster: ServingCluster, component: str) -> dict[str, str]:
+    """Finds the Secrets that a component's programs need.
+
+    Args:
+        cluster: The manifest.
+        component: Engines or routers.
+
+    Returns:
+        Name of each Secret by what it is for (``KEYS``, ``FRONT``, ``PEERS``).
+    """
+    name, router, network = cluster.metadata.name, cluster.spec.router, cluster.spec.network
+    secrets: dict[str, str] = {}
+    if component == names.ROUTER:
+        if router.auth.api_key is not None:
+            secrets[KEYS] = router.auth.api_key.secret_name
+        if router.tls.mode != "Disabled":
+            secrets[FRONT] = _name_secret(router.tls, names.name_certificate(name, names.FRONT))
+    if network.tls.mode != "Disabled":
+        secrets[PEERS] = _name_secret(network.tls, names.name_certificate(name, component))
+    return secrets
+
+
+def _name_secret(tls: TlsSpec, made: str) -> str:
+    return tls.secret_name if tls.secret_name is not None else made
+
+
+def describe_security(
+    cluster: ServingCluster, component: str, locate: Callable[[str, str], str], control_name: str
+) -> Security:
+    """Says where a component's programs find keys and certificates, and whom they trust.
+
+    Args:
+        cluster: The manifest, with its namespace.
+        component: Engines or routers.
+        locate: Folder of a Secret, by what it is for and its name.
+        control_name: Name in the certificate of the control plane.
+    """
+    folders = {use: locate(use, secret) for use, secret in find_secrets(cluster, component).items()}
+    has_peers = PEERS in folders
+    return Security(
+        api_keys=folders.get(KEYS),
+        front_tls=folders.get(FRONT),
+        peer_tls=folders.get(PEERS),
+        engine_name=names.name_engine_peer(cluster.metadata) if has_peers else None,
+        router_name=names.name_router_peer(cluster.metadata) if has_peers else None,
+        control_name=control_name if has_peers else None,
+    )
+
+
+def locate_in_pod(use: str, _secret: str) -> str:
+    """Folder in which pods have a Secret."""
+    return f"{DIRECTORY}/{use}"
+
+
+def mount_secrets(cluster: ServingCluster, component: str) -> tuple[list[Object], list[Object]]:
+    """Mounts a component's Secrets; without ``subPath``, so that the kubelet keeps them up to date.
+
+    Returns:
+        Volumes of the pod, and mounts of its main container.
+    """
+    secrets = find_secrets(cluster, component)
+    volumes = [{"name": use, "secret": {"secretName": secret}} for use, secret in secrets.items()]
+    mounts = [{"name": use, "mountPath": f"{DIRECTORY}/{use}", "readOnly": True} for use in secrets]
+    return volumes, mounts
+
+
+def uses_cert_manager(cluster: ServingCluster) -> list[str]:
+    """Fields that ask for cert-manager."""
+    modes = {"spec.network.tls": cluster.spec.network.tls.mode, "spec.router.tls": cluster.spec.router.tls.mode}
+    return [field for field, mode in modes.items() if mode == "CertManager"]
+
+
+def render_certificates(cluster: ServingCluster) -> list[Object]:
+    """Renders what cert-manager shall issue: one certificate for the front, one each for engines and routers."""
+    name, network, router = cluster.metadata.name, cluster.spec.network.tls, cluster.spec.router.tls
+    peers = {
+        names.ENGINE: names.name_engine_peer(cluster.metadata),
+        names.ROUTER: names.name_router_peer(cluster.metadata),
+    }
+    rendered = []
+    if network.mode == "CertManager":
+        rendered += [
+            _render_certificate(name, component, network, [peer], ["server auth", "client auth"])
+            for component, peer in peers.items()
+        ]
+    if router.mode == "CertManager":
+        # Public issuers refuse names that only this Kubernetes cluster knows.
+        hosts = list(router.dns_names) or names.list_router_hosts(cluster.metadata)
+        rendered.append(_render_certificate(name, names.FRONT, router, hosts, ["server auth"]))
+    return rendered
+
+
+def find_certificate_troubles(live: Sequence[Object]) -> list[Trouble]:
+    """Finds Certificates that cert-manager could not issue, and does not try to at this moment."""
+    troubles = []
+    for child in live:
+        if child["kind"] != CERTIFICATES.name:
+            continue
+        found = (child.get("status") or {}).get("conditions") or []
+        conditions = {condition["type"]: condition for condition in found}
+        ready, issuing = conditions.get("Ready"), conditions.get("Issuing", {})
+        if ready is None or ready["status"] == "True" or issuing.get("status") == "True":
+            continue
+        said = issuing.get("message") or ready.get("message") or "no reason given"
+        message = (
+            f"Certificate {name_of(child)} is not issued: {said}; read `kubectl describe certificate {name_of(child)}`"
+        )
+        troubles.append(Trouble(reason=Reason.MOUNT_FAILED, message=message))
+    return troubles
+
+
+def _render_certificate(
+    cluster: str, purpose: str, tls: TlsSpec, hosts: Sequence[str], usages: Sequence[str]
+) -> Object:
+    assert tls.issuer_ref is not None, "mode CertManager has an issuer (rules.py)"
+    component = names.ROUTER if purpose == names.FRONT else purpose
+    name = names.name_certificate(cluster, purpose)
+    return {
+        "apiVersion": CERTIFICATES.api_version,
+        "kind": CERTIFICATES.name,
+        "metadata": {"name": name, "labels": names.label_child(cluster, component)},
+        "spec": {
+            "secretName": name,
+            "dnsNames": list(hosts),
+            "usages": ["digital signature", *usages],
+            "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
+            "issuerRef": {"group": CERTIFICATES.group, "kind": tls.issuer_ref.kind, "name": tls.issuer_ref.name},
+        },
+    }

@@ -1,0 +1,251 @@
+"""What a ServingCluster comes to: the command lines of its containers, and its plan.
+
+Pods run these commands in their containers; ``sluice up`` runs the same ones as local processes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sluice.v1 import plan_pb2
+from sluice_core.records import EngineId, Role
+from sluice_operator.api.field_effects import percent
+from sluice_operator.api.sliders import resolve_sliders
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
+
+STRATEGIES = {
+    "TaiChi": plan_pb2.STRATEGY_TAICHI,
+    "Aggregated": plan_pb2.STRATEGY_AGGREGATED,
+    "Disaggregated": plan_pb2.STRATEGY_DISAGGREGATED,
+}
+EARLY_REJECTIONS = {
+    "Off": plan_pb2.EARLY_REJECTION_OFF,
+    "Random": plan_pb2.EARLY_REJECTION_RANDOM,
+    "Reject": plan_pb2.EARLY_REJECTION_REJECT,
+}
+# Arguments of vLLM that the engine program takes itself, by its own names.
+ENGINE_OPTIONS = {
+    "--block-size": "--block-size",
+    "--dtype": "--dtype",
+    "--kv-cache-memory-bytes": "--kv-cache-bytes",
+    "--max-num-seqs": "--max-num-seqs",
+}
+# NIXL's backends by fabric, where it is not UCX.
+KV_BACKENDS = {"EFA": "LIBFABRIC"}
+ROLES = {Role.PREFILL_HEAVY: plan_pb2.ROLE_PREFILL_HEAVY, Role.DECODE_HEAVY: plan_pb2.ROLE_DECODE_HEAVY}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSite:
+    """Where one engine runs.
+
+    Args:
+        engine_id: Pod uid, or the launcher's name.
+        host: Address its servers listen on.
+        port: Port of its gRPC server.
+        metrics_port: Port of its metrics.
+        kv_host: Address other engines reach its side channel at.
+        kv_port: Port of its NIXL side channel.
+        model_directory: The model's files.
+    """
+
+    engine_id: EngineId
+    host: str
+    port: int
+    metrics_port: int
+    kv_host: str
+    kv_port: int
+    model_directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSite:
+    """Where one router runs.
+
+    Args:
+        host: Address its servers listen on.
+        http_port: Port of the OpenAI API.
+        grpc_port: Port of the gRPC API.
+        control_port: Port for the control plane.
+        metrics_port: Port of its metrics.
+        model_directory: The model's files (tokenizer and configuration only).
+        engines: Where engines are found, ``file:PATH`` or ``dns:NAME:PORT``.
+        plan_file: Plan for a cold start, if any.
+    """
+
+    host: str
+    http_port: int
+    grpc_port: int
+    control_port: int
+    metrics_port: int
+    model_directory: str
+    engines: str
+    plan_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """Where a program's keys and certificates lie, and whom it trusts; None throughout: nothing is secured.
+
+    Args:
+        api_keys: Folder of the keys that clients must show.
+        front_tls: Folder of the certificate that clients see.
+        peer_tls: Folder of the certificate for engines, routers and control plane.
+        engine_name: Name in the certificate of engines.
+        router_name: Name in the certificate of routers.
+        control_name: Name in the certificate of the control plane.
+    """
+
+    api_keys: str | None = None
+    front_tls: str | None = None
+    peer_tls: str | None = None
+    engine_name: str | None = None
+    router_name: str | None = None
+    control_name: str | None = None
+
+
+OPEN = Security()
+
+
+def render_engine_command(spec: ServingClusterSpec, site: EngineSite, security: Security = OPEN) -> list[str]:
+    """Renders the command of an engine container."""
+    engine, rdma = spec.engine, spec.network.rdma
+    options: dict[str, str | int | None] = {
+        "--engine-id": site.engine_id,
+        "--host": site.host,
+        "--port": site.port,
+        "--metrics-port": site.metrics_port,
+        "--kv-host": site.kv_host,
+        "--kv-port": site.kv_port,
+        "--model": site.model_directory,
+        "--revision": spec.model.revision,
+        "--max-batch-tokens": engine.max_batch_tokens,
+        "--max-model-len": engine.max_model_len,
+        "--tensor-parallel-size": engine.tensor_parallel_size,
+        "--drain-timeout-s": engine.drain_timeout_seconds,
+        "--start-timeout-s": engine.startup_timeout_seconds,
+        "--peer-tls": security.peer_tls,
+        "--router-name": security.router_name,
+        "--kv-backend": KV_BACKENDS.get(rdma.fabric) if rdma else None,
+        "--require-rdma": "true" if rdma and rdma.require_rdma else None,
+        "--emulation": json.dumps(engine.emulation.model_dump(), sort_keys=True) if engine.emulation else None,
+    }
+    promoted, others = _split_extra_args(engine.extra_args)
+    command = ["python", "-m", "sluice_engine", *_flatten(options), *promoted]
+    return [*command, "--", *others] if others else command
+
+
+def _split_extra_args(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Parts vLLM arguments that are options of the engine program from those it passes on."""
+    promoted: list[str] = []
+    others: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        name, has_value, value = remaining.pop(0).partition("=")
+        option = ENGINE_OPTIONS.get(name.replace("_", "-"))
+        if option is None:
+            others.append(f"{name}={value}" if has_value else name)
+        else:
+            promoted += [option, value if has_value else remaining.pop(0) if remaining else ""]
+    return promoted, others
+
+
+def render_engine_environment(spec: ServingClusterSpec) -> dict[str, str]:
+    """Renders the environment of an engine container: the network's, then the user's own."""
+    network = spec.network
+    environment = {"UCX_TCP_PORT_RANGE": network.tcp_port_range} if network.tcp_port_range else {}
+    if network.rdma:
+        if network.rdma.net_devices:
+            environment["UCX_NET_DEVICES"] = ",".join(network.rdma.net_devices)
+        if network.rdma.transports:
+            environment["UCX_TLS"] = ",".join(network.rdma.transports)
+        if network.rdma.gid_index is not None:
+            environment["UCX_IB_GID_INDEX"] = str(network.rdma.gid_index)
+    return environment | {variable.name: variable.value for variable in spec.engine.env if variable.value is not None}
+
+
+def render_router_command(spec: ServingClusterSpec, site: RouterSite, security: Security = OPEN) -> list[str]:
+    """Renders the command of a router container.
+
+    Routers start from the latency profile that emulated engines run by; of others they learn it.
+    """
+    emulation = spec.engine.emulation
+    options: dict[str, str | int | None] = {
+        "--host": site.host,
+        "--http-port": site.http_port,
+        "--grpc-port": site.grpc_port,
+        "--control-port": site.control_port,
+        "--metrics-port": site.metrics_port,
+        "--model": site.model_directory,
+        "--engines": site.engines,
+        "--plan": site.plan_file,
+        "--latency-profile": f"{emulation.model}@{emulation.gpu}" if emulation else None,
+        "--api-keys": security.api_keys,
+        "--front-tls": security.front_tls,
+        "--peer-tls": security.peer_tls,
+        "--engine-name": security.engine_name,
+        "--control-name": security.control_name,
+    }
+    return ["python", "-m", "sluice_router", *_flatten(options)]
+
+
+def render_plan(
+    cluster: ServingCluster,
+    roles: Mapping[EngineId, Role],
+    *,
+    generation: int,
+    cluster_uid: str,
+    draining: Collection[EngineId] = frozenset(),
+) -> plan_pb2.Plan:
+    """Renders the plan: the only thing that the control plane hands to the data plane.
+
+    Args:
+        cluster: The manifest.
+        roles: Each engine's role (see ``assign``); draining engines may be among them.
+        generation: Number of the plan, above that of every earlier one.
+        cluster_uid: Uid of the cluster.
+        draining: Engines that hand their work over.
+    """
+    spec = cluster.spec
+    sliders = resolve_sliders(spec)
+    parameters = spec.parameters
+    return plan_pb2.Plan(
+        cluster_uid=cluster_uid,
+        generation=generation,
+        strategy=STRATEGIES[spec.strategy],
+        parameters=plan_pb2.Parameters(
+            watermark_percent=parameters.watermark_percent,
+            approaching_factor_percent=parameters.approaching_factor_percent,
+            early_rejection=EARLY_REJECTIONS[parameters.early_rejection],
+            min_tokens_between_moves=parameters.min_tokens_between_moves,
+        ),
+        slo_classes=[
+            plan_pb2.SloClass(
+                ttft_milliseconds=spec.slo.ttft_milliseconds, tpot_milliseconds=spec.slo.tpot_milliseconds
+            ),
+            *(plan_pb2.SloClass(**slo_class.model_dump(by_alias=False)) for slo_class in spec.slo.classes),
+        ],
+        attainment_percent=percent(spec.slo.attainment),
+        engines=[
+            plan_pb2.EnginePlan(
+                engine_id=engine_id,
+                role=ROLES[role],
+                chunk_size_tokens=sliders.chunk_size_tokens(role),
+                is_draining=engine_id in draining,
+            )
+            for engine_id, role in roles.items()
+        ],
+        unnamed_chunk_size_tokens=sliders.decode_heavy_tokens,
+        served_model_name=cluster.served_name,
+        num_routers=spec.router.replicas,
+    )
+
+
+def _flatten(options: Mapping[str, str | int | None]) -> list[str]:
+    return [part for name, value in options.items() if value is not None for part in (name, str(value))]

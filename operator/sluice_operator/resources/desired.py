@@ -1,0 +1,144 @@
+"""The children that a ServingCluster should have: a pure function of the manifest and of a few facts.
+
+The plan's ConfigMap is not among them: it is compared and swapped, never applied (``plan_store``).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sluice_operator.api import names
+from sluice_operator.kubernetes.interface import annotations_of, name_of, uid_of
+from sluice_operator.kubernetes.quantities import read_quantity
+from sluice_operator.resources import services
+from sluice_operator.resources.certificates import render_certificates
+from sluice_operator.resources.engine_deployment import render_engines
+from sluice_operator.resources.rollout_hash import keep_template
+from sluice_operator.resources.router_deployment import render_routers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.settings import Settings
+
+# Kind and name: within a namespace there is one such object.
+ChildKey = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the children depend on beside the manifest.
+
+    Args:
+        engine_replicas: Engine pods, victims of a scale-down included until they have drained.
+        has_monitors: Whether the cluster knows ServiceMonitors.
+        live: Children as they are.
+    """
+
+    engine_replicas: int
+    has_monitors: bool
+    live: Mapping[ChildKey, Object]
+
+
+def render_children(cluster: ServingCluster, facts: Facts, settings: Settings) -> list[Object]:
+    """Renders all children, in the order in which they are needed.
+
+    Args:
+        cluster: The manifest, with namespace and uid.
+        facts: What else they depend on.
+        settings: Default images, and where the operator runs.
+    """
+    deployments = [
+        render_routers(cluster, settings.router_image, names.name_operator_peer(settings.namespace)),
+        render_engines(cluster, facts.engine_replicas, settings.engine_image),
+    ]
+    rendered = [
+        *services.render_service_accounts(cluster),
+        *services.render_network_policies(cluster, settings.namespace),
+        *services.render_services(cluster),
+        *render_certificates(cluster),
+        *(keep_template(deployment, facts.live.get(key_of(deployment))) for deployment in deployments),
+        *services.render_budgets(cluster),
+        *(services.render_monitors(cluster) if facts.has_monitors else []),
+    ]
+    return [adopt(child, cluster) for child in rendered]
+
+
+def adopt(child: Object, cluster: ServingCluster) -> Object:
+    """Completes a child: namespace, owner, and the hash of what we ask for."""
+    metadata = cluster.metadata
+    text = json.dumps(child, sort_keys=True)
+    owned = copy.deepcopy(child)
+    owned["metadata"] |= {
+        "namespace": metadata.namespace,
+        "ownerReferences": [
+            {
+                "apiVersion": cluster.api_version,
+                "kind": cluster.kind,
+                "name": metadata.name,
+                "uid": metadata.uid,
+                "controller": True,
+            }
+        ],
+        # Says when a field is no longer asked for, which the fields that still are cannot.
+        "annotations": {
+            **annotations_of(child),
+            names.APPLIED_HASH_ANNOTATION: hashlib.sha256(text.encode()).hexdigest()[:16],
+        },
+    }
+    return owned
+
+
+def key_of(child: Object) -> ChildKey:
+    """Kind and name of a child."""
+    return child["kind"], name_of(child)
+
+
+def find_owner(child: Object) -> Object | None:
+    """The controller of an object, as its owner reference; None when nobody controls it."""
+    references = child["metadata"].get("ownerReferences") or []
+    return next((reference for reference in references if reference.get("controller")), None)
+
+
+def is_in_force(wanted: Any, live: Any) -> bool:
+    """Whether everything that is wanted is so; what the server or others add is theirs.
+
+    Lists of things with names are compared by name, other lists as a whole.
+    """
+    if isinstance(wanted, dict):
+        return (live is None and not wanted) or (
+            isinstance(live, dict) and all(is_in_force(value, live.get(name)) for name, value in wanted.items())
+        )
+    if isinstance(wanted, list):
+        if not isinstance(live, list):
+            return not wanted and live is None
+        if wanted and all(isinstance(item, dict) and "name" in item for item in wanted):
+            found = {item.get("name"): item for item in live if isinstance(item, dict)}
+            return all(is_in_force(item, found.get(item["name"])) for item in wanted)
+        return len(wanted) == len(live) and all(is_in_force(*pair) for pair in zip(wanted, live, strict=True))
+    return _is_same(wanted, live)
+
+
+def _is_same(wanted: object, live: object) -> bool:
+    """Whether two values say the same: the server leaves out what is empty or false, and writes quantities its way."""
+    if wanted == live or (live is None and not wanted):
+        return True
+    if not isinstance(wanted, int | str) or not isinstance(live, int | str):
+        return False
+    try:
+        return read_quantity(wanted) == read_quantity(live)
+    except ValueError:
+        return False
+
+
+def guard(child: Object, live: Object | None) -> Object:
+    """Has a child applied to the very object that was seen, if there was one."""
+    if live is None:
+        return child
+    return {**child, "metadata": {**child["metadata"], "uid": uid_of(live)}}

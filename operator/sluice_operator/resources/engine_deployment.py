@@ -1,0 +1,169 @@
+"""The Deployment of the engines.
+
+One for P-heavy and D-heavy engines alike: a role is a label that the operator sets on running pods, outside template
+and selector, so that changing it replaces no pod. Nothing live (sliders, objectives, strategy) is in the template.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_core.records import EngineId
+from sluice_operator.api import names
+from sluice_operator.kubernetes.quantities import add_bytes
+from sluice_operator.resources import containers, rdma
+from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
+from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
+from sluice_operator.resources.model_volume import MODEL_DIRECTORY, mount_model
+from sluice_operator.resources.pod_template import merge
+from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, hash_restarting
+
+if TYPE_CHECKING:
+    from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
+    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.resources.commands import Security
+
+# The kubelet fills these in: Kubernetes replaces $(NAME) in a command by the variable's value.
+ENGINE_ID_VARIABLE = "SLUICE_ENGINE_ID"
+KV_HOST_VARIABLE = "SLUICE_KV_HOST"
+SHARED_MEMORY = "shared-memory"
+# What vLLM and its libraries write beside the model; the root is read-only.
+CACHES = {
+    "HOME": "/tmp",  # noqa: S108 - an emptyDir of the pod's own
+    "XDG_CACHE_HOME": "/tmp/cache",  # noqa: S108
+    "VLLM_CACHE_ROOT": "/tmp/vllm",  # noqa: S108
+    "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor",  # noqa: S108
+    "TRITON_CACHE_DIR": "/tmp/triton",  # noqa: S108
+}
+# Beyond the start itself: pulling an image of ten gigabytes.
+PULL_MARGIN_S = 1800
+
+
+def render_engines(cluster: ServingCluster, replicas: int, default_image: str) -> Object:
+    """Renders the engines' Deployment.
+
+    Args:
+        cluster: The manifest.
+        replicas: Pods, victims of a scale-down included until they have drained.
+        default_image: Image of manifests that name none.
+    """
+    name, spec = cluster.metadata.name, cluster.spec
+    labels = names.select_component(name, names.ENGINE)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {
+            "name": names.name_workload(name, names.ENGINE),
+            "labels": names.label_child(name, names.ENGINE),
+        },
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": labels},
+            # GPUs are scarce: a new pod takes the place of an old one, and only ever of one at a time.
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            "revisionHistoryLimit": 3,
+            "progressDeadlineSeconds": spec.engine.startup_timeout_seconds + PULL_MARGIN_S,
+            "template": _render_template(cluster, spec.engine.image or default_image),
+        },
+    }
+
+
+def _render_template(cluster: ServingCluster, image: str) -> Object:
+    name, spec = cluster.metadata.name, cluster.spec
+    labels = names.select_component(name, names.ENGINE)
+    lifecycle, grace_s = containers.render_end(spec.engine.drain_timeout_seconds)
+    model = mount_model(spec.model)
+    # Engines ask routers for certificates; the control plane speaks with routers only.
+    security = describe_security(cluster, names.ENGINE, locate_in_pod, control_name="")
+    volumes, mounts = mount_secrets(cluster, names.ENGINE)
+    container = _render_container(spec, image, lifecycle, security)
+    container["volumeMounts"] += [model.mount, *mounts]
+    memory: Object = {"medium": "Memory"}
+    if spec.engine.shared_memory is not None:
+        memory["sizeLimit"] = str(spec.engine.shared_memory)
+    template: Object = {
+        "metadata": {
+            "labels": names.label_child(name, names.ENGINE),
+            "annotations": {},
+        },
+        "spec": {
+            **containers.render_pod_defaults(names.name_workload(name, names.ENGINE)),
+            "terminationGracePeriodSeconds": grace_s,
+            "topologySpreadConstraints": containers.spread(labels),
+            "containers": [container],
+            "volumes": [model.volume, containers.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
+            **_render_placement(spec),
+        },
+    }
+    if model.init_containers:
+        template["spec"]["initContainers"] = [
+            containers.render_init_container(container, image) for container in model.init_containers
+        ]
+    if spec.network.rdma:
+        rdma.add_rdma(template, container, spec.network.rdma, image)
+    merged: Object = merge(template, spec.engine.pod_template)
+    digest = hash_restarting(spec, RESTARTS_ENGINES, image)
+    merged["metadata"].setdefault("annotations", {})[names.RESTART_HASH_ANNOTATION] = digest
+    return merged
+
+
+def _render_container(spec: ServingClusterSpec, image: str, lifecycle: Object, security: Security) -> Object:
+    site = EngineSite(
+        engine_id=EngineId(f"$({ENGINE_ID_VARIABLE})"),
+        host="0.0.0.0",
+        port=names.ENGINE_PORT,
+        metrics_port=names.METRICS_PORT,
+        kv_host=f"$({KV_HOST_VARIABLE})",
+        kv_port=spec.network.kv_port,
+        model_directory=MODEL_DIRECTORY,
+    )
+    ports = {"grpc": names.ENGINE_PORT, "metrics": names.METRICS_PORT, "kv": spec.network.kv_port}
+    return {
+        "name": names.ENGINE,
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": render_engine_command(spec, site, security),
+        "env": _render_variables(spec),
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
+        "resources": _render_resources(spec),
+        "securityContext": containers.CONTAINER_SECURITY,
+        "lifecycle": lifecycle,
+        **containers.render_probes("/readyz", spec.engine.startup_timeout_seconds),
+        "volumeMounts": [containers.TMP_MOUNT, {"name": SHARED_MEMORY, "mountPath": "/dev/shm"}],  # noqa: S108
+    }
+
+
+def _render_variables(spec: ServingClusterSpec) -> list[Object]:
+    own: Object = {
+        ENGINE_ID_VARIABLE: {"fieldRef": {"fieldPath": "metadata.uid"}},
+        KV_HOST_VARIABLE: {"fieldRef": {"fieldPath": "status.podIP"}},
+        **CACHES,
+    }
+    if "cpu" in spec.engine.resources.limits:
+        # The quota of a container is invisible to the libraries that count cores.
+        limit = {"containerName": names.ENGINE, "resource": "limits.cpu", "divisor": "1"}
+        own["OMP_NUM_THREADS"] = {"resourceFieldRef": limit}
+    network = render_engine_environment(spec)
+    users = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in spec.engine.env]
+    return containers.render_variables({**own, **network}, users)
+
+
+def _render_resources(spec: ServingClusterSpec) -> Object:
+    """The user's resources; shared memory counts as memory of the container, so that it is added to it."""
+    resources = containers.render_resources(spec.engine.resources)
+    if spec.engine.shared_memory is not None:
+        for part in ("requests", "limits"):
+            amounts = resources.get(part, {})
+            if "memory" in amounts:
+                resources[part] = {**amounts, "memory": add_bytes(amounts["memory"], spec.engine.shared_memory)}
+    return resources
+
+
+def _render_placement(spec: ServingClusterSpec) -> Object:
+    engine = spec.engine
+    placement: Object = {
+        "nodeSelector": dict(engine.node_selector),
+        "tolerations": [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in engine.tolerations],
+        "affinity": engine.affinity,
+    }
+    return {name: value for name, value in placement.items() if value}

@@ -1,0 +1,94 @@
+"""The model's files in a pod: read-only at /model, wherever they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sluice_operator.api.serving_cluster import HuggingFaceSource, ModelSpec
+    from sluice_operator.kubernetes.interface import Object
+
+MODEL_DIRECTORY = "/model"
+VOLUME = "model"
+FETCH_MODEL = "fetch-model"
+# What routers read: tokenizer, chat template, configuration; never weights.
+ROUTER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMount:
+    """How a pod gets the model.
+
+    Args:
+        volume: The volume.
+        mount: Where the main container sees it.
+        init_containers: What fetches it first, as containers without security context and image.
+    """
+
+    volume: Object
+    mount: Object
+    init_containers: tuple[Object, ...] = ()
+
+
+def mount_model(model: ModelSpec, *, files: tuple[str, ...] = ()) -> ModelMount:
+    """Mounts the model.
+
+    Args:
+        model: The model and its source.
+        files: Patterns of the files that are needed; all when empty. Sources that fetch nothing give all.
+    """
+    source = model.source
+    if source.persistent_volume_claim:
+        claim = source.persistent_volume_claim
+        volume: Object = {"persistentVolumeClaim": {"claimName": claim.claim_name, "readOnly": True}}
+        return _mount(volume, claim.path)
+    if source.image:
+        # Read-only by nature; the kubelet pulls it as it pulls any image.
+        return _mount({"image": {"reference": source.image.reference}}, source.image.path)
+    assert source.hugging_face is not None, "exactly one source is given (rules.py)"
+    return _fetch(model, source.hugging_face, files)
+
+
+def _mount(volume: Object, path: str) -> ModelMount:
+    return ModelMount(volume={"name": VOLUME, **volume}, mount=_describe_mount(path, is_read_only=True))
+
+
+def _describe_mount(path: str, *, is_read_only: bool) -> Object:
+    mount: Object = {"name": VOLUME, "mountPath": MODEL_DIRECTORY}
+    if is_read_only:
+        mount["readOnly"] = True
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if parts:
+        mount["subPath"] = "/".join(parts)
+    return mount
+
+
+def _fetch(model: ModelSpec, source: HuggingFaceSource, files: tuple[str, ...]) -> ModelMount:
+    """An init container downloads into a volume; what is there already is only checked."""
+    arguments = ["python", "-m", "huggingface_hub.cli.hf", "download", model.name, "--local-dir", MODEL_DIRECTORY]
+    if model.revision:
+        arguments += ["--revision", model.revision]
+    for pattern in files:
+        arguments += ["--include", pattern]
+    environment: list[dict[str, Any]] = [{"name": "HF_HOME", "value": "/tmp/huggingface"}]  # noqa: S108 - its emptyDir
+    if source.token_secret_ref:
+        reference = {"name": source.token_secret_ref.name, "key": source.token_secret_ref.key}
+        environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
+    volume: Object = {"emptyDir": {}}
+    path = "."
+    if source.cache_claim_name:
+        volume = {"persistentVolumeClaim": {"claimName": source.cache_claim_name}}
+        # One folder per model, revision and set of files, so that clusters may share the claim.
+        path = "--".join([*model.name.split("/"), model.revision or "main", *(["tokenizer"] if files else [])])
+    fetch = {
+        "name": FETCH_MODEL,
+        "command": arguments,
+        "env": environment,
+        "volumeMounts": [_describe_mount(path, is_read_only=False), {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
+    }
+    return ModelMount(
+        volume={"name": VOLUME, **volume},
+        mount=_describe_mount(path, is_read_only=True),
+        init_containers=(fetch,),
+    )

@@ -1,0 +1,142 @@
+"""What a pod says about itself, and what is wrong with it in one word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sluice_core.records import EngineId
+from sluice_operator.api.conditions import Reason
+from sluice_operator.api.names import CONTROL_TLS_ANNOTATION, DELETION_COST_ANNOTATION, ROLE_LABEL
+from sluice_operator.kubernetes.interface import annotations_of, labels_of, name_of, uid_of
+from sluice_operator.resources.rdma import PREFLIGHT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sluice_operator.kubernetes.interface import Object
+
+# A container that ended this often is not one that was moved or killed once.
+CRASH_LOOP_RESTARTS = 2
+DELETION_COST = "-1000"
+# The engine's, where RDMA is required and KV would not go over it.
+NO_RDMA_EXIT_CODE = 6
+WAITING_REASONS = {
+    "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,
+    "ErrImagePull": Reason.IMAGE_PULL_BACK_OFF,
+    "InvalidImageName": Reason.IMAGE_PULL_BACK_OFF,
+    "ErrImageNeverPull": Reason.IMAGE_PULL_BACK_OFF,
+    "CrashLoopBackOff": Reason.CRASH_LOOP,
+    "CreateContainerConfigError": Reason.MOUNT_FAILED,
+    "CreateContainerError": Reason.MOUNT_FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Something that needs a look.
+
+    Args:
+        reason: In one word.
+        message: The object to look at, what is wrong with it, what to do.
+    """
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """One engine or router pod.
+
+    Args:
+        name: Its name.
+        engine_id: Its uid, by which engines go in plans.
+        address: Its address; empty before it has one.
+        role_label: Value of the role label; empty without one.
+        is_marked: Whether it is marked to go first.
+        is_ready: Whether it serves.
+        is_ending: Whether it is being deleted.
+        has_ended: Whether it failed or completed, and will not come back.
+        trouble: What is wrong with it.
+        control_tls: Name in the certificate of a router's control port; empty: the port is in the open.
+    """
+
+    name: str
+    engine_id: EngineId
+    address: str
+    role_label: str
+    is_marked: bool
+    is_ready: bool
+    is_ending: bool
+    has_ended: bool
+    trouble: Trouble | None
+    control_tls: str = ""
+
+    @property
+    def is_present(self) -> bool:
+        """Whether its Deployment counts it."""
+        return not self.is_ending and not self.has_ended
+
+
+def read_pod(content: Object) -> Pod:
+    """Reads a pod."""
+    status = content.get("status") or {}
+    is_ready = any(item["type"] == "Ready" and item["status"] == "True" for item in status.get("conditions") or [])
+    return Pod(
+        name=name_of(content),
+        engine_id=EngineId(uid_of(content)),
+        address=status.get("podIP", ""),
+        role_label=labels_of(content).get(ROLE_LABEL, ""),
+        is_marked=annotations_of(content).get(DELETION_COST_ANNOTATION) == DELETION_COST,
+        is_ready=is_ready,
+        is_ending="deletionTimestamp" in content["metadata"],
+        has_ended=status.get("phase") in ("Failed", "Succeeded"),
+        trouble=next(_find_trouble(content, status), None),
+        control_tls=annotations_of(content).get(CONTROL_TLS_ANNOTATION, ""),
+    )
+
+
+def _find_trouble(content: Object, status: Object) -> Iterator[Trouble]:
+    name = name_of(content)
+    for condition in status.get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable":
+            advice = "free or add nodes, or ask for less in spec.engine.resources"
+            yield Trouble(
+                reason=Reason.UNSCHEDULABLE, message=f"pod {name} fits no node ({condition.get('message')}); {advice}"
+            )
+    preparations = status.get("initContainerStatuses") or []
+    for container in [*preparations, *(status.get("containerStatuses") or [])]:
+        yield from _find_container_trouble(name, container)
+
+
+def is_rdma_refusal(container: Object, ended: Object) -> bool:
+    """Whether a container ended because RDMA cannot be used: the check before the engine, or the engine's own."""
+    if container["name"] == PREFLIGHT:
+        return bool(ended.get("exitCode"))
+    return not container.get("ready") and ended.get("exitCode") == NO_RDMA_EXIT_CODE
+
+
+def _find_container_trouble(pod: str, container: Object) -> Iterator[Trouble]:
+    waiting = (container.get("state") or {}).get("waiting") or {}
+    reason = WAITING_REASONS.get(waiting.get("reason", ""))
+    ended = (container.get("lastState") or {}).get("terminated") or (container.get("state") or {}).get("terminated")
+    where = f"container {container['name']} of pod {pod}"
+    if ended and is_rdma_refusal(container, ended):
+        what = ended.get("message") or f"exit code {ended.get('exitCode')}"
+        yield Trouble(reason=Reason.PREFLIGHT_FAILED, message=f"{where}: {what}")
+    elif reason is Reason.CRASH_LOOP or (
+        not container.get("ready") and ended and container.get("restartCount", 0) >= CRASH_LOOP_RESTARTS
+    ):
+        how = f"{ended.get('reason', 'Error')}, exit code {ended.get('exitCode')}" if ended else "it keeps ending"
+        yield Trouble(
+            reason=Reason.CRASH_LOOP,
+            message=f"{where} keeps ending ({how}); read `kubectl logs {pod} -c {container['name']} --previous`",
+        )
+    elif reason is Reason.IMAGE_PULL_BACK_OFF:
+        # The kubelet's words change with every attempt; ours must not, or each would be a write of the status.
+        advice = "check its name, and that the node may pull it"
+        yield Trouble(reason=reason, message=f"image {container.get('image')} of {where} cannot be pulled; {advice}")
+    elif reason:
+        said = waiting.get("message") or waiting.get("reason")
+        yield Trouble(reason=reason, message=f"{where} cannot start: {said}; read `kubectl describe pod {pod}`")

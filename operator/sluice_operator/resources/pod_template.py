@@ -1,0 +1,156 @@
+"""``spec.engine.podTemplate``: merged over the rendered template, and checked so that it stays inside its namespace.
+
+Whoever may write a ServingCluster controls its pods, as with any Deployment, but reaches neither the host nor another
+identity, unless the operator was started with ``--allow-host-access``. The API server checks the merged result once
+more: types, and the namespace's Pod Security.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from sluice_operator.api.names import (
+    CLUSTER_LABEL,
+    COMPONENT_LABEL,
+    ENGINE,
+    MANAGED_BY_LABEL,
+    NAME_LABEL,
+    ROLE_LABEL,
+)
+from sluice_operator.api.validation import OWNED_ENVIRONMENT, OWNED_PREFIX
+from sluice_operator.resources.containers import CONTAINER_SECURITY, POD_SECURITY
+from sluice_operator.resources.model_volume import FETCH_MODEL
+from sluice_operator.resources.pod_isolation import find_other_namespaces, find_ways_out
+from sluice_operator.resources.rdma import PREFLIGHT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sluice_operator.kubernetes.interface import Object
+
+# Fields by which lists of Kubernetes are merged; other lists are replaced.
+MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "resourceClaims": "name",
+    "imagePullSecrets": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+    "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
+}
+# Belong to the operator: who the pod is, where it finds its model, and how it ends.
+OWNED_POD_FIELDS = (
+    "serviceAccountName",
+    "serviceAccount",
+    "automountServiceAccountToken",
+    "terminationGracePeriodSeconds",
+    "restartPolicy",
+    "hostname",
+    "subdomain",
+    "nodeName",
+    "activeDeadlineSeconds",
+)
+OWNED_ENGINE_FIELDS = ("command", "args", "image", "lifecycle", "startupProbe", "readinessProbe", "livenessProbe")
+# By these, pods are selected, watched, and let in by network policies.
+OWNED_LABELS = (CLUSTER_LABEL, COMPONENT_LABEL, ROLE_LABEL, MANAGED_BY_LABEL, NAME_LABEL)
+LISTS = ("containers", "initContainers", "volumes")
+OUR_CONTAINERS = frozenset({ENGINE, FETCH_MODEL, PREFLIGHT})
+# What is rendered that keeps an engine's pod in its place; the rest of a template is nothing to be judged by.
+LIMITS: Object = {
+    "metadata": {},
+    "spec": {
+        "securityContext": POD_SECURITY,
+        "containers": [{"name": ENGINE, "securityContext": CONTAINER_SECURITY}],
+        "initContainers": [
+            {"name": FETCH_MODEL, "securityContext": CONTAINER_SECURITY},
+            {"name": PREFLIGHT, "securityContext": CONTAINER_SECURITY},
+        ],
+    },
+}
+
+
+def merge(base: Any, over: Any, field: str = "") -> Any:
+    """Merges one value over another: maps by key, Kubernetes' keyed lists by their key, the rest is replaced.
+
+    Args:
+        base: As rendered.
+        over: What goes over it; None removes a field of a map.
+        field: Name of the field that both are the value of.
+    """
+    if isinstance(base, dict) and isinstance(over, dict):
+        merged = {**base}
+        for name, value in over.items():
+            merged[name] = merge(base.get(name), value, name)
+        return {name: value for name, value in merged.items() if value is not None}
+    key = MERGE_KEYS.get(field)
+    if key and isinstance(base, list) and isinstance(over, list):
+        changed = {item[key]: item for item in over if isinstance(item, dict) and key in item}
+        kept = [merge(item, changed.pop(item.get(key), {})) for item in base]
+        return [*kept, *(item for item in over if not isinstance(item, dict) or item.get(key) in changed)]
+    return copy.deepcopy(over)
+
+
+def find_refused(over: Object, *, allow_host_access: bool) -> list[str]:
+    """Finds what a podTemplate may not say.
+
+    Args:
+        over: The podTemplate.
+        allow_host_access: Whether it may reach the host.
+
+    Returns:
+        A line for each field, with what to do; empty when there is none.
+    """
+    try:
+        return [f"spec.engine.podTemplate.{line}" for line in _find(over, allow_host_access=allow_host_access)]
+    except (AttributeError, TypeError) as error:
+        return [f"spec.engine.podTemplate is not a pod template ({error}); compare it with `kubectl explain pod.spec`"]
+
+
+def find_refused_affinity(affinity: Object, *, allow_host_access: bool) -> list[str]:
+    """Finds what ``spec.engine.affinity`` may not say; see ``find_refused``."""
+    path = "spec.engine.affinity"
+    try:
+        return [] if allow_host_access else list(find_other_namespaces(affinity, path))
+    except (AttributeError, TypeError) as error:
+        return [f"{path} is not an affinity ({error}); compare it with `kubectl explain pod.spec.affinity`"]
+
+
+def _find(over: Object, *, allow_host_access: bool) -> Iterator[str]:
+    for field in set(over) - {"metadata", "spec"}:
+        yield f"{field} is not a field of a pod template; use metadata or spec"
+    spec = over.get("spec", {})
+    yield from _find_owned(over.get("metadata", {}), spec)
+    wrong = [field for field in LISTS if not isinstance(spec.get(field, []), list)]
+    if wrong:
+        yield f"spec.{wrong[0]} is not a list; write it as `kubectl explain pod.spec.{wrong[0]}` says"
+        return
+    for container in spec.get("containers", []):
+        if container.get("name") == ENGINE:
+            yield from _find_in_engine(container)
+    if not allow_host_access:
+        yield from find_ways_out(merge(LIMITS, over), OUR_CONTAINERS)
+
+
+def _find_owned(metadata: Object, spec: Object) -> Iterator[str]:
+    for field in set(metadata) - {"labels", "annotations"}:
+        yield f"metadata.{field} cannot be set; remove it"
+    for label in OWNED_LABELS:
+        if label in metadata.get("labels", {}):
+            yield f"metadata.labels[{label}] is set by Sluice; remove it"
+    for field in OWNED_POD_FIELDS:
+        if field in spec:
+            yield f"spec.{field} is set by Sluice; remove it"
+
+
+def _find_in_engine(container: Object) -> Iterator[str]:
+    for field in OWNED_ENGINE_FIELDS:
+        if field in container:
+            yield f"spec.containers[engine].{field} is set by Sluice; remove it (see spec.engine)"
+    for variable in container.get("env", []):
+        name = variable.get("name", "")
+        if name in OWNED_ENVIRONMENT or name.startswith(OWNED_PREFIX):
+            yield f"spec.containers[engine].env[{name}] is set by Sluice; remove it"

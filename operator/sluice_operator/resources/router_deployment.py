@@ -1,0 +1,126 @@
+"""The Deployment of the routers. They never talk to the API server: engines are found by DNS, the plan is pushed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_operator.api import names
+from sluice_operator.resources import containers
+from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
+from sluice_operator.resources.commands import RouterSite, render_router_command
+from sluice_operator.resources.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
+from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, hash_restarting
+
+if TYPE_CHECKING:
+    from sluice_operator.api.serving_cluster import Resources, ServingCluster
+    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.resources.commands import Security
+
+PLAN_DIRECTORY = "/etc/sluice/plan"
+PLAN_VOLUME = "plan"
+# The router's own default for --grace-s: how long streams may take to finish at shutdown.
+GRACE_S = 30
+# Reading a tokenizer from a slow volume.
+STARTUP_S = 120
+# A pod that asks for no CPU gets what others leave, which is nothing while an engine on its node imports vLLM: routers
+# took 97 s to start there, and every token waits as long. 200m is a fifth of what a busy router uses at most (one thread).
+CPU_REQUEST = "200m"
+
+
+def render_routers(cluster: ServingCluster, default_image: str, control_name: str) -> Object:
+    """Renders the routers' Deployment.
+
+    Args:
+        cluster: The manifest.
+        default_image: Image of manifests that name none.
+        control_name: Name in the operator's certificate.
+    """
+    name, spec = cluster.metadata.name, cluster.spec
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": names.name_workload(name, names.ROUTER), "labels": names.label_child(name, names.ROUTER)},
+        "spec": {
+            "replicas": spec.router.replicas,
+            "selector": {"matchLabels": names.select_component(name, names.ROUTER)},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "revisionHistoryLimit": 3,
+            "template": _render_template(cluster, spec.router.image or default_image, control_name),
+        },
+    }
+
+
+def _render_template(cluster: ServingCluster, image: str, control_name: str) -> Object:
+    name, spec = cluster.metadata.name, cluster.spec
+    labels = names.select_component(name, names.ROUTER)
+    lifecycle, grace_s = containers.render_end(GRACE_S)
+    model = mount_model(spec.model, files=ROUTER_FILES)
+    plan = {"name": PLAN_VOLUME, "configMap": {"name": names.name_plan(name), "optional": True}}
+    security = describe_security(cluster, names.ROUTER, locate_in_pod, control_name)
+    volumes, mounts = mount_secrets(cluster, names.ROUTER)
+    container = _render_container(cluster, image, lifecycle, security)
+    container["volumeMounts"] += [model.mount, *mounts]
+    template: Object = {
+        "metadata": {
+            "labels": names.label_child(name, names.ROUTER),
+            "annotations": {
+                names.RESTART_HASH_ANNOTATION: hash_restarting(spec, RESTARTS_ROUTERS, image, security.control_name),
+                **({names.CONTROL_TLS_ANNOTATION: security.router_name} if security.router_name else {}),
+            },
+        },
+        "spec": {
+            **containers.render_pod_defaults(names.name_workload(name, names.ROUTER)),
+            "terminationGracePeriodSeconds": grace_s,
+            "topologySpreadConstraints": containers.spread(labels),
+            "containers": [container],
+            "volumes": [model.volume, containers.TMP_VOLUME, plan, *volumes],
+        },
+    }
+    if model.init_containers:
+        template["spec"]["initContainers"] = [
+            containers.render_init_container(container, image) for container in model.init_containers
+        ]
+    return template
+
+
+def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, security: Security) -> Object:
+    site = RouterSite(
+        host="0.0.0.0",
+        http_port=names.HTTP_PORT,
+        grpc_port=names.GRPC_PORT,
+        control_port=names.CONTROL_PORT,
+        metrics_port=names.METRICS_PORT,
+        model_directory=MODEL_DIRECTORY,
+        engines=f"dns:{names.name_engine_service(cluster.metadata.name)}:{names.ENGINE_PORT}",
+        plan_file=f"{PLAN_DIRECTORY}/{names.PLAN_FILE}",
+    )
+    ports = {
+        "http": names.HTTP_PORT,
+        "grpc": names.GRPC_PORT,
+        "control": names.CONTROL_PORT,
+        "metrics": names.METRICS_PORT,
+    }
+    return {
+        "name": names.ROUTER,
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": render_router_command(cluster.spec, site, security),
+        "env": containers.render_variables({"HOME": containers.TMP_MOUNT["mountPath"]}),
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
+        "resources": _render_resources(cluster.spec.router.resources),
+        "securityContext": containers.CONTAINER_SECURITY,
+        "lifecycle": lifecycle,
+        **containers.render_probes("/livez", STARTUP_S),
+        "volumeMounts": [
+            containers.TMP_MOUNT,
+            {"name": PLAN_VOLUME, "mountPath": PLAN_DIRECTORY, "readOnly": True},
+        ],
+    }
+
+
+def _render_resources(resources: Resources) -> Object:
+    """The user's resources; where they say nothing about the CPU, enough of it to serve beside engines that start."""
+    rendered = containers.render_resources(resources)
+    if "cpu" not in {**resources.requests, **resources.limits}:
+        rendered["requests"] = {"cpu": CPU_REQUEST, **rendered.get("requests", {})}
+    return rendered

@@ -1,0 +1,1 @@
+"""Connections to the routers: pushes plans, and sums up what routers report."""
