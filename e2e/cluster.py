@@ -24,8 +24,8 @@ import psutil
 import yaml
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
-from sluice_cli.records import ClusterDirectory
-from sluice_cli.status import read_view
+from sluice_cli.commands.status import read_view
+from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.fidelity.records import Batch
 
-from sluice_cli.cells import build_cell, describe_manifest
+from sluice_cli.simulation.cell_settings import build_cell, describe_manifest
 from sluice_core.records import Role, Slo
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.sim.cell import Arrival

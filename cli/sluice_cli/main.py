@@ -11,19 +11,19 @@ from pathlib import Path
 
 import click
 
-from sluice_cli.bench import bench
-from sluice_cli.demo import Demo, DemoError
-from sluice_cli.detach import start_detached
-from sluice_cli.display import Display, make_console
-from sluice_cli.plan import plan
-from sluice_cli.ports import PortBook, PortError
-from sluice_cli.records import HOME, AlreadyRunningError, ClusterDirectory, find_clusters
-from sluice_cli.simulate import simulate
-from sluice_cli.status import read_view
-from sluice_cli.stop import stop_cluster
-from sluice_cli.story import UnknownRequestError, fetch_story, make_story
-from sluice_cli.up import UpOptions, read_manifest, run_up
-from sluice_cli.view import make_curl_line, make_table
+from sluice_cli.commands.bench import bench
+from sluice_cli.commands.demo import Demo, DemoError
+from sluice_cli.commands.down import stop_cluster
+from sluice_cli.commands.explain import UnknownRequestError, fetch_story, make_story
+from sluice_cli.commands.plan import plan
+from sluice_cli.commands.simulate import simulate
+from sluice_cli.commands.status import read_view
+from sluice_cli.commands.up import UpOptions, read_manifest, run_up
+from sluice_cli.local_cluster.cluster_directory import HOME, AlreadyRunningError, ClusterDirectory, find_clusters
+from sluice_cli.local_cluster.detached_start import start_detached
+from sluice_cli.output.cluster_display import Display, make_console
+from sluice_cli.output.cluster_view import make_curl_line, make_table
+from sluice_cli.processes.ports import PortBook, PortError
 from sluice_operator.api.manifest import ManifestError
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from sluice_cli.children import Launch, spawn
-from sluice_cli.fork_spawner import ForkSpawner
-from sluice_cli.ports import PortBook, PortError
-from sluice_cli.records import ProcessRecord, start_time
+from sluice_cli.local_cluster.cluster_directory import ProcessRecord, start_time
+from sluice_cli.processes.child_processes import Launch, spawn
+from sluice_cli.processes.fork_spawner import ForkSpawner
+from sluice_cli.processes.ports import PortBook, PortError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ async def test_kill_group_takes_along_what_the_child_started(tmp_path: Path) -> 
 def test_a_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 import asyncio, pathlib
-from sluice_cli.children import Launch, spawn
+from sluice_cli.processes.child_processes import Launch, spawn
 async def main():
     child = await spawn(Launch(command=("sleep", "60"), log=pathlib.Path({str(tmp_path / "log")!r})))
     print(child.pid, flush=True)

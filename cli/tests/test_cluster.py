@@ -15,11 +15,11 @@ import psutil
 import pytest
 import yaml
 
-from sluice_cli.children import spawn
-from sluice_cli.cluster import LocalCluster
-from sluice_cli.ports import PortBook
-from sluice_cli.records import ClusterDirectory
-from sluice_cli.watch import take_edit
+from sluice_cli.local_cluster.cluster import LocalCluster
+from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
+from sluice_cli.local_cluster.manifest_watch import take_edit
+from sluice_cli.processes.child_processes import spawn
+from sluice_cli.processes.ports import PortBook
 from sluice_operator.api.manifest import parse_manifest
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune.search_messages import Answer
@@ -27,7 +27,7 @@ from sluice_operator.autotune.search_messages import Answer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from sluice_cli.children import Child, Launch
+    from sluice_cli.processes.child_processes import Child, Launch
     from sluice_operator.autotune.search_messages import Question
 
 PROGRAMS = Path(__file__).parent / "programs"

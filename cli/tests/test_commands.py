@@ -20,12 +20,12 @@ from rich.console import Console
 
 from sluice.certificates import CertificateFolder, make_server_context
 from sluice.v1 import control_pb2, plan_pb2
-from sluice_cli.client import Stream
+from sluice_cli.commands.explain import UnknownRequestError, fetch_story, make_story
+from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord, start_time
+from sluice_cli.local_cluster.manifest_watch import follow_manifest
 from sluice_cli.main import cli
-from sluice_cli.records import ClusterDirectory, ProcessRecord, start_time
-from sluice_cli.story import UnknownRequestError, fetch_story, make_story
-from sluice_cli.view import RouterView, make_curl_line, make_table, make_view
-from sluice_cli.watch import follow_manifest
+from sluice_cli.openai_client import Stream
+from sluice_cli.output.cluster_view import RouterView, make_curl_line, make_table, make_view
 from sluice_operator.api.manifest import parse_manifest
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sluice_cli.cells import build_cell, describe_manifest
+from sluice_cli.simulation.cell_settings import build_cell, describe_manifest
 from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EngineId
 from sluice_engine.emulation.emulated_gpu import find_gpu

@@ -8,7 +8,7 @@ import pytest
 import trustme
 from certificate_files import make_files, mount_secret
 
-from sluice_cli.local import check_local, describe_local_security, find_model, find_secret
+from sluice_cli.local_cluster.local_manifest import check_local, describe_local_security, find_model, find_secret
 from sluice_operator.api import names
 from sluice_operator.api.manifest import check_manifest
 

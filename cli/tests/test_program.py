@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice_cli.children import Launch
-from sluice_cli.program import LONGEST_BACKOFF_S, Program, backoff_s, describe_exit
+from sluice_cli.processes.child_processes import Launch
+from sluice_cli.processes.supervisor import LONGEST_BACKOFF_S, Program, backoff_s, describe_exit
 
 
 class FakeChild:

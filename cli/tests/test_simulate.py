@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from sluice_cli.cells import (
+from sluice_cli.main import cli
+from sluice_cli.simulation.cell_settings import (
     CellSettings,
     CellSpec,
     EngineGroup,
@@ -18,7 +19,6 @@ from sluice_cli.cells import (
     format_engines,
     parse_engines,
 )
-from sluice_cli.main import cli
 from sluice_core.records import EarlyRejection, Role, Slo
 from sluice_core.sim.cell import NoGrant, TtftEnd
 from sluice_operator.api.manifest import parse_manifest

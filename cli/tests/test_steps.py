@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sluice_cli.steps import (
+from sluice_cli.local_cluster.rollout_steps import (
     AddEngines,
     AddRouters,
     Recreate,

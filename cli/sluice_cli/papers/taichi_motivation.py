@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from sluice_cli.cells import build_cell
 from sluice_cli.papers.experiment import compute_mean
 from sluice_cli.papers.findings import Band, Chapter, Finding, Plot, PlotKind, Series, Unit, band, exactly
 from sluice_cli.papers.taichi import (
@@ -24,7 +23,8 @@ from sluice_cli.papers.taichi import (
     TABLE2,
     CapacitySystem,
 )
-from sluice_cli.workers import load_rows
+from sluice_cli.simulation.cell_settings import build_cell
+from sluice_cli.simulation.worker_processes import load_rows
 from sluice_core.records import Slo
 from sluice_core.sim.cell import Arrival
 from sluice_core.sim.metrics import compute_percentile

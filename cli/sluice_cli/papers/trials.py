@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from sluice_cli.cells import CellSpec, build_cell
-from sluice_cli.workers import load_rows, start_workers
+from sluice_cli.simulation.cell_settings import CellSpec, build_cell
+from sluice_cli.simulation.worker_processes import load_rows, start_workers
 from sluice_core.sim.goodput import TARGET, NoGoodputError, search_goodput
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.simulation import Simulation

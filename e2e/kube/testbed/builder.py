@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice_cli import leash
+from sluice_cli.processes import die_with_parent
 from testbed.errors import NotReachedError, TestbedError
 from testbed.settings import find_cache
 from testbed.toolchain import build_once, compile_program
@@ -142,7 +142,13 @@ def run_builder(folder: Path) -> Iterator[Builder]:
     (folder / "buildkitd.toml").write_text(CONFIGURATION.format(folder=folder, socket=socket))
     with (folder / "buildkitd.log").open("wb") as log:
         daemon = subprocess.Popen(
-            [sys.executable, leash.__file__, str(os.getpid()), path / "buildkitd", f"--config={folder}/buildkitd.toml"],
+            [
+                sys.executable,
+                die_with_parent.__file__,
+                str(os.getpid()),
+                path / "buildkitd",
+                f"--config={folder}/buildkitd.toml",
+            ],
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for the tests, which then stop it

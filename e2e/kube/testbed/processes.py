@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from sluice_cli import leash
+from sluice_cli.processes import die_with_parent
 from testbed.errors import NotReachedError, TestbedError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Processes:
         with (self._settings.logs / f"{name}.log").open("ab") as log:
             child = subprocess.Popen(
                 # The leash becomes the program, so the pid is the program's.
-                [sys.executable, leash.__file__, str(os.getpid()), *command],
+                [sys.executable, die_with_parent.__file__, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

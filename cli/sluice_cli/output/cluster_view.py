@@ -12,7 +12,7 @@ from sluice.v1 import control_pb2, plan_pb2
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sluice_cli.records import ProcessRecord
+    from sluice_cli.local_cluster.cluster_directory import ProcessRecord
 
 ROLE_NAMES = {plan_pb2.ROLE_PREFILL_HEAVY: "P-heavy", plan_pb2.ROLE_DECODE_HEAVY: "D-heavy"}
 STATE_STYLES = {"ready": "green", "draining": "yellow", "drained": "yellow", "lost": "red", "refused": "red"}

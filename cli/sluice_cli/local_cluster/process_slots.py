@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.certificates import CertificateFolder, keep_fresh
-from sluice_cli.records import ProcessRecord, start_time
-from sluice_cli.sites import list_ports
+from sluice_cli.local_cluster.cluster_directory import ProcessRecord, start_time
+from sluice_cli.local_cluster.endpoints import list_ports
 from sluice_operator.routers.connection import ControlTls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sluice_cli.program import Program
+    from sluice_cli.processes.supervisor import Program
     from sluice_core.records import EngineId
     from sluice_operator.resources import commands
     from sluice_operator.routers.connection import RouterLink

@@ -6,19 +6,19 @@ from html import escape
 from string import Template
 from typing import TYPE_CHECKING
 
-from sluice_cli.charts import COLOURS, Axis, draw_heat_map, draw_lines, draw_scatter
-from sluice_cli.plan_report import (
+from sluice_cli.output.plan_report import (
     RESOURCES,
     format_candidate_engines,
     make_patch_command,
     name_candidate,
     show_interval,
 )
+from sluice_cli.output.svg_charts import COLOURS, Axis, draw_heat_map, draw_lines, draw_scatter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sluice_cli.plan_inputs import PlanInputs
+    from sluice_cli.simulation.plan_inputs import PlanInputs
     from sluice_core.planning.candidates import Candidate
     from sluice_core.planning.planner import PlanResult
 

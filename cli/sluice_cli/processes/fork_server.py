@@ -1,4 +1,4 @@
-"""A process that has imported vLLM and forks engines off itself: ``python -m sluice_cli.forkserver LAUNCHER_PID MODULE...``.
+"""A process that has imported vLLM and forks engines off itself: ``python -m sluice_cli.processes.fork_server LAUNCHER_PID MODULE...``.
 
 Importing vLLM costs 7 to 9 seconds of CPU per engine; four engines on two cores would spend most of their start in it.
 A fork has the imports already and shares their memory. It then runs the very module with the very arguments that a
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sluice_cli.leash import die_with_parent
+from sluice_cli.processes.die_with_parent import die_with_parent
 
 ADOPTION_TIMEOUT_S = 5.0
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from sluice_cli.cluster import LocalCluster
+    from sluice_cli.local_cluster.cluster import LocalCluster
     from sluice_operator.api.serving_cluster import ServingCluster
 
 # Editors write in several steps; wait until a file has been quiet for so long.

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_cli.cells import (
+from sluice_cli.simulation.cell_settings import (
     CellSpec,
     EngineGroup,
     build_engines,

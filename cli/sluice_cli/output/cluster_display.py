@@ -10,11 +10,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from sluice_cli.view import make_curl_line, make_table
+from sluice_cli.output.cluster_view import make_curl_line, make_table
 
 if TYPE_CHECKING:
-    from sluice_cli.cluster import LocalCluster
-    from sluice_cli.view import ClusterView
+    from sluice_cli.local_cluster.cluster import LocalCluster
+    from sluice_cli.output.cluster_view import ClusterView
 
 REFRESH_S = 0.5
 # Wide enough for the table when output goes to a file, where there is no terminal to ask.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sluice_cli.view import TuningView
+from sluice_cli.output.cluster_view import TuningView
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune.search_process import Searches
 from sluice_operator.autotune.tuner import Tuner
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sluice.v1 import control_pb2
-    from sluice_cli.records import ClusterDirectory
+    from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.autotune.search_messages import Answer
     from sluice_operator.autotune.search_process import Ask

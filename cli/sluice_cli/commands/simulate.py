@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
-from sluice_cli.cells import (
+from sluice_cli.output.cluster_display import make_console
+from sluice_cli.simulation.cell_settings import (
     CellSpec,
     build_cell,
     change_settings,
@@ -20,8 +21,7 @@ from sluice_cli.cells import (
     format_engines,
     parse_engines,
 )
-from sluice_cli.display import make_console
-from sluice_cli.workers import load_rows, start_workers
+from sluice_cli.simulation.worker_processes import load_rows, start_workers
 from sluice_core.records import Slo
 from sluice_core.sim.goodput import TARGET, search_goodput
 from sluice_core.sim.metrics import make_report, summarize

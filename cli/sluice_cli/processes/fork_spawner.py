@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from sluice_cli import leash
-from sluice_cli.children import Child, Launch, ProcessChild, full_environment, spawn
+from sluice_cli.processes import die_with_parent
+from sluice_cli.processes.child_processes import Child, Launch, ProcessChild, full_environment, spawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -100,8 +100,8 @@ class ForkSpawner:
         _become_subreaper()
         with self._log.open("ab") as output:
             self._server = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", leash.__file__, str(os.getpid())),
-                *(sys.executable, "-m", "sluice_cli.forkserver", str(os.getpid()), *self._modules),
+                *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())),
+                *(sys.executable, "-m", "sluice_cli.processes.fork_server", str(os.getpid()), *self._modules),
                 env=full_environment(launch),
                 stdin=PIPE,
                 stdout=PIPE,

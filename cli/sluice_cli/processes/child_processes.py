@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from sluice_cli import leash
+from sluice_cli.processes import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,7 +100,7 @@ def full_environment(launch: Launch) -> dict[str, str]:
 async def spawn(launch: Launch) -> Child:
     """Starts a program as a child that dies with this process."""
     launch.log.parent.mkdir(parents=True, exist_ok=True)
-    wrapped = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *launch.command]
+    wrapped = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *launch.command]
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     pid = os.posix_spawn(  # noqa: ASYNC221 - returns at once: it starts a process and waits for nothing
         sys.executable,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from sluice_cli.view import RouterView
+    from sluice_cli.output.cluster_view import RouterView
 
 TIMEOUT = aiohttp.ClientTimeout(total=5)
 

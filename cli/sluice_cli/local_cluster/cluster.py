@@ -15,16 +15,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2
-from sluice_cli import steps
-from sluice_cli.children import Launch
-from sluice_cli.local import describe_local_security
-from sluice_cli.planner import Planner
-from sluice_cli.ports import PortError
-from sluice_cli.program import Program
-from sluice_cli.sites import HOST, Sites
-from sluice_cli.slots import EngineSlot, RouterSlot, keep_link, list_processes, make_control_tls
-from sluice_cli.tuning import LocalTuning
-from sluice_cli.view import ClusterView, make_view, pick_engine
+from sluice_cli.local_cluster import rollout_steps
+from sluice_cli.local_cluster.endpoints import HOST, Sites
+from sluice_cli.local_cluster.local_autotune import LocalTuning
+from sluice_cli.local_cluster.local_manifest import describe_local_security
+from sluice_cli.local_cluster.local_plan import Planner
+from sluice_cli.local_cluster.process_slots import EngineSlot, RouterSlot, keep_link, list_processes, make_control_tls
+from sluice_cli.output.cluster_view import ClusterView, make_view, pick_engine
+from sluice_cli.processes.child_processes import Launch
+from sluice_cli.processes.ports import PortError
+from sluice_cli.processes.supervisor import Program
 from sluice_core.records import EngineId
 from sluice_operator.api import names
 from sluice_operator.api.sliders import resolve_sliders
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from sluice_cli.children import Spawner
-    from sluice_cli.ports import PortBook
-    from sluice_cli.records import ClusterDirectory, ProcessRecord
+    from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord
+    from sluice_cli.processes.child_processes import Spawner
+    from sluice_cli.processes.ports import PortBook
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.autotune.search_process import Ask
 
@@ -154,18 +154,18 @@ class LocalCluster:
         while True:
             changed = self._changed
             wanted = self._wanted()
-            step = steps.next_step(self._running(), wanted)
+            step = rollout_steps.next_step(self._running(), wanted)
             if step is None:
                 await changed.wait()
             else:
                 await self._do(step, wanted)
 
-    def _wanted(self) -> steps.Wanted:
+    def _wanted(self) -> rollout_steps.Wanted:
         spec = self.manifest.spec
         nowhere = commands.EngineSite(
             engine_id=EngineId(""), host="", port=0, metrics_port=0, kv_host="", kv_port=0, model_directory=""
         )
-        return steps.Wanted(
+        return rollout_steps.Wanted(
             # What speaks in the open and what does not cannot speak with one another.
             world=spec.model.model_dump_json() + spec.network.tls.model_dump_json(),
             engine=_digest(commands.render_engine_command(spec, nowhere), commands.render_engine_environment(spec)),
@@ -177,8 +177,8 @@ class LocalCluster:
             num_prefill_heavy=resolve_sliders(self._effective.spec).num_prefill_heavy,
         )
 
-    def _running(self) -> steps.Running:
-        return steps.Running(
+    def _running(self) -> rollout_steps.Running:
+        return rollout_steps.Running(
             world=self._world,
             engines={engine_id: slot.identity for engine_id, slot in self._engines.items()},
             routers={name: slot.identity for name, slot in self._routers.items()},
@@ -186,33 +186,33 @@ class LocalCluster:
             loads=self._loads(),
         )
 
-    async def _do(self, step: steps.Step, wanted: steps.Wanted) -> None:
+    async def _do(self, step: rollout_steps.Step, wanted: rollout_steps.Wanted) -> None:
         match step:
-            case steps.AddRouters(count):
+            case rollout_steps.AddRouters(count):
                 for _ in range(count):
                     self._add_router(wanted)
                 self._publish()
-            case steps.AddEngines(count):
+            case rollout_steps.AddEngines(count):
                 for _ in range(count):
                     self._add_engine(wanted)
                 self._publish()
-            case steps.RemoveEngines(engine_ids):
+            case rollout_steps.RemoveEngines(engine_ids):
                 await self._remove_engines(engine_ids)
-            case steps.RemoveRouter(name):
+            case rollout_steps.RemoveRouter(name):
                 self._report(f"{name} stops once its streams have ended")
                 await self._remove_router(name)
-            case steps.RollEngine(engine_id):
+            case rollout_steps.RollEngine(engine_id):
                 await self._roll_engine(engine_id, wanted)
-            case steps.RollRouter(name):
+            case rollout_steps.RollRouter(name):
                 await self._roll_router(name, wanted)
-            case steps.Recreate():
+            case rollout_steps.Recreate():
                 self._report("the model changes: every router and engine stops, then all start anew")
                 await self._stop_all(asyncio.Event())
                 self._world = wanted.world
 
     # Steps.
 
-    def _add_engine(self, wanted: steps.Wanted) -> None:
+    def _add_engine(self, wanted: rollout_steps.Wanted) -> None:
         index = next(i for i in range(len(self._engines) + 1) if f"engine-{i}" not in self._engines)
         engine_id = EngineId(f"engine-{index}")
         site = self._sites.make_engine(engine_id, self._find_model(self.manifest))
@@ -236,7 +236,7 @@ class LocalCluster:
             self._forget_engine(engine_id)
         self._publish()
 
-    async def _roll_engine(self, engine_id: EngineId, wanted: steps.Wanted) -> None:
+    async def _roll_engine(self, engine_id: EngineId, wanted: rollout_steps.Wanted) -> None:
         slot = self._engines[engine_id]
         self._report(f"{engine_id}: handing requests over, then restarting with its new settings")
         await self._drain((engine_id,), is_leaving=False)
@@ -260,7 +260,7 @@ class LocalCluster:
             names = ", ".join(engine_id for engine_id in engine_ids if not self._is_drained(engine_id))
             self._report(f"{names} did not drain within {timeout_s:g} s; its requests are recovered elsewhere")
 
-    def _add_router(self, wanted: steps.Wanted) -> None:
+    def _add_router(self, wanted: rollout_steps.Wanted) -> None:
         index = next(i for i in range(len(self._routers) + 1) if f"router-{i}" not in self._routers)
         name = f"router-{index}"
         model, port = self._find_model(self.manifest), self.manifest.spec.router.service.port
@@ -302,7 +302,7 @@ class LocalCluster:
         self._planner.forget(engine_id)
         self._on_process_change()
 
-    async def _roll_router(self, name: str, wanted: steps.Wanted) -> None:
+    async def _roll_router(self, name: str, wanted: rollout_steps.Wanted) -> None:
         slot, port = self._routers[name], self.manifest.spec.router.service.port
         # Only the first router's port is in the manifest.
         is_moving = name == "router-0" and self._sites.choose_http_port(port) != slot.site.http_port

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from sluice.v1 import plan_pb2
-    from sluice_cli.records import ClusterDirectory
+    from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
     from sluice_core.records import EngineId, Role
     from sluice_operator.api.serving_cluster import ServingCluster
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from sluice_cli.workers import start_workers
+from sluice_cli.simulation.worker_processes import start_workers
 from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.certificates import CertificateError, CertificateFolder
-from sluice_cli.view import ClusterView, TuningView, make_view
+from sluice_cli.output.cluster_view import ClusterView, TuningView, make_view
 from sluice_operator.routers.connection import ControlTls, ask_status
 
 if TYPE_CHECKING:
     from sluice.v1 import control_pb2
-    from sluice_cli.records import ClusterDirectory, ProcessRecord
+    from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord
 
 
 async def read_view(directory: ClusterDirectory) -> ClusterView:

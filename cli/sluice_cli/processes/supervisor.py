@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from sluice_cli.children import Child, Launch, Spawner
+    from sluice_cli.processes.child_processes import Child, Launch, Spawner
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0

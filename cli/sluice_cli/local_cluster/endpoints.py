@@ -9,8 +9,8 @@ from sluice_operator.resources.commands import EngineSite, RouterSite
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sluice_cli.ports import PortBook
-    from sluice_cli.records import ClusterDirectory
+    from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
+    from sluice_cli.processes.ports import PortBook
     from sluice_core.records import EngineId
 
 HOST = "127.0.0.1"

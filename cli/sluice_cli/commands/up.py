@@ -10,21 +10,21 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sluice_cli.children import spawn
-from sluice_cli.cluster import LocalCluster
-from sluice_cli.fork_spawner import ENGINE_MODULES, ForkSpawner
-from sluice_cli.local import check_local, find_model, find_secret
-from sluice_cli.ports import DEFAULT_RANGE, PortBook
-from sluice_cli.records import HOME, ClusterDirectory
-from sluice_cli.watch import follow_manifest
+from sluice_cli.local_cluster.cluster import LocalCluster
+from sluice_cli.local_cluster.cluster_directory import HOME, ClusterDirectory
+from sluice_cli.local_cluster.local_manifest import check_local, find_model, find_secret
+from sluice_cli.local_cluster.manifest_watch import follow_manifest
+from sluice_cli.processes.child_processes import spawn
+from sluice_cli.processes.fork_spawner import ENGINE_MODULES, ForkSpawner
+from sluice_cli.processes.ports import DEFAULT_RANGE, PortBook
 from sluice_operator.api.manifest import ManifestError, parse_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from sluice_cli.children import Child, Launch, Spawner
-    from sluice_cli.display import Display
+    from sluice_cli.output.cluster_display import Display
+    from sluice_cli.processes.child_processes import Child, Launch, Spawner
     from sluice_operator.api.serving_cluster import ServingCluster
 
 # Where engines share their cores with everything else on the machine, seconds without an iteration are no hang

@@ -11,13 +11,13 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sluice_cli.cells import read_trace
-from sluice_cli.display import make_console
-from sluice_cli.plan_inputs import Flags, make_inputs, parse_range
-from sluice_cli.plan_page import choose_shown, make_page
-from sluice_cli.plan_report import make_plan_report, make_plan_summary
-from sluice_cli.simulate import parse_seeds
-from sluice_cli.trial_pool import TrialPool
+from sluice_cli.commands.simulate import parse_seeds
+from sluice_cli.output.cluster_display import make_console
+from sluice_cli.output.plan_html import choose_shown, make_page
+from sluice_cli.output.plan_report import make_plan_report, make_plan_summary
+from sluice_cli.simulation.cell_settings import read_trace
+from sluice_cli.simulation.plan_inputs import Flags, make_inputs, parse_range
+from sluice_cli.simulation.trial_pool import TrialPool
 from sluice_core.planning.candidates import PrefillHeavyBounds
 from sluice_core.planning.planner import Planner
 from sluice_core.planning.prediction import measure_curves
@@ -26,7 +26,7 @@ from sluice_core.strategies import get_strategy
 from sluice_operator.api.manifest import ManifestError, parse_manifest
 
 if TYPE_CHECKING:
-    from sluice_cli.plan_inputs import PlanInputs
+    from sluice_cli.simulation.plan_inputs import PlanInputs
     from sluice_core.planning.planner import PlanResult
 
 

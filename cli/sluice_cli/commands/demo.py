@@ -14,9 +14,9 @@ import aiohttp
 from rich.table import Table
 from rich.text import Text
 
-from sluice_cli.client import Stream, stream_completion
-from sluice_cli.status import read_view
-from sluice_cli.story import fetch_story
+from sluice_cli.commands.explain import fetch_story
+from sluice_cli.commands.status import read_view
+from sluice_cli.openai_client import Stream, stream_completion
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from sluice_cli.records import ClusterDirectory
-    from sluice_cli.view import ClusterView, EngineView
+    from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
+    from sluice_cli.output.cluster_view import ClusterView, EngineView
 
 # Words of the prompts: the first request is short, the last needs several chunks on any engine.
 PROMPT_WORDS = (4, 10, 20, 40, 80, 160, 240, 320)

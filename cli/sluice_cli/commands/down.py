@@ -10,7 +10,7 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sluice_cli.records import ClusterDirectory
+    from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 
 
 def stop_cluster(directory: ClusterDirectory, *, is_hurried: bool, report: Callable[[str], None]) -> None:

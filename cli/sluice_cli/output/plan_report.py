@@ -10,13 +10,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sluice_cli.cells import EngineGroup, format_engines
+from sluice_cli.simulation.cell_settings import EngineGroup, format_engines
 from sluice_core.sim.metrics import make_report
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from sluice_cli.plan_inputs import PlanInputs
+    from sluice_cli.simulation.plan_inputs import PlanInputs
     from sluice_core.planning.candidates import Candidate
     from sluice_core.planning.planner import Alternative, PlanResult
     from sluice_core.planning.prediction import Interval

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from sluice_cli.records import ClusterDirectory
+    from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 
 POLL_S = 0.1
 

@@ -1,0 +1,1 @@
+"""A cluster of local processes that follows its manifest (``sluice up``)."""

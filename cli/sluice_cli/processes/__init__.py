@@ -1,0 +1,1 @@
+"""Local processes: started, supervised, and ended with their parent."""

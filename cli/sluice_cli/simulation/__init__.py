@@ -1,0 +1,1 @@
+"""Simulated clusters as flags and manifests describe them, and the processes that run them."""
