@@ -40,9 +40,9 @@ DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerf
 COMPILED = ROOT / "build" / "compiled"
 COMPILED_TESTS = (
     "core/tests",
-    "router/tests/test_placing.py",
-    "router/tests/test_moves.py",
-    "router/tests/test_recovery.py",
+    "router/tests/test_admission.py",
+    "router/tests/test_migration.py",
+    "router/tests/test_failover.py",
 )
 IS_COMPILED = "import sys, sluice_core.scheduling.engine_table as core; sys.exit(not core.__file__.endswith('.so') and core.__file__)"
 # Name, folder, command.

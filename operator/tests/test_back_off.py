@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from world import KEY, World
+from cluster_harness import KEY, World
 
 from sluice_operator.api.names import ROLE_LABEL
 from sluice_operator.controller.reconciler import Reconciler

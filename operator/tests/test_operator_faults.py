@@ -6,8 +6,8 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+from cluster_harness import KEY, World
 from fake_kubernetes import READS
-from world import KEY, World
 
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.fencing import FencedKubernetes

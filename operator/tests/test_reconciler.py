@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from cluster_harness import COST, KEY, World
 from fake_kubernetes import make_cluster
-from world import COST, KEY, World
 
 from sluice.v1 import control_pb2
 from sluice_operator.kubernetes.interface import (

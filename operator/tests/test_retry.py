@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from world import World
+from cluster_harness import World
 
 from sluice_operator.kubernetes.fencing import FencedKubernetes
 from sluice_operator.kubernetes.interface import (

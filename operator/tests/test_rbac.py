@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cluster_harness import World
 from fake_kubernetes import FakeKubernetes
-from world import World
 
 from sluice_operator.controller.leader_election import Elector
 from sluice_operator.kubernetes.interface import CLUSTERS, KINDS, SERVICES

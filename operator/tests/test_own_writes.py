@@ -7,9 +7,9 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from cluster_harness import KEY, World
 from hypothesis import given
 from hypothesis import strategies as st
-from world import KEY, World
 
 from sluice_operator.api.names import ROLE_LABEL
 from sluice_operator.controller.event_filter import Waking

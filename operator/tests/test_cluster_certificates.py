@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cluster_harness import World
 from test_desired import SETTINGS, check, engine_template, render, router_template
-from world import World
 
 from sluice_operator.api.conditions import Reason
 from sluice_operator.api.names import COMPONENT_LABEL, ROUTER

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from cluster_harness import KEY, World
 from fake_kubernetes import READS
 from test_operator_faults import Crash, CrashOnce
-from world import KEY, World
 
 from sluice.v1 import control_pb2
 from sluice_core.planning.search import Effort
