@@ -26,7 +26,7 @@ from sluice_operator.metrics import Metrics
 from sluice_operator.settings import Settings
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.scheduling.state import RouterState
-from sluice_router.scheduling.status import Collector
+from sluice_router.scheduling.status import RouterCollector
 from sluice_router.settings import Limits
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def find_metrics() -> dict[str, set[str]]:
     """Labels by name of every sample that router, engine and operator export, from their own collectors."""
     state = RouterState(router_id="r", limits=Limits(), rng=random.Random(1))
     families = [
-        *Collector(state, lambda: 0.0).collect(),
+        *RouterCollector(state, lambda: 0.0).collect(),
         *EdgeMetrics(NoSlowReaders()).collect(),
         *EngineCollector(IdleServer()).collect(),
     ]

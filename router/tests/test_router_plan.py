@@ -119,7 +119,7 @@ def test_engine_is_seen_with_the_load_that_it_reported_before_its_acknowledgemen
         cluster_uid="uid-1", generation=1, role=plan_pb2.ROLE_DECODE_HEAVY, chunk_size_tokens=256
     )
     # An idle engine may be silent from here on for as long as a heartbeat.
-    harness.router.on_step(harness.engines["d1"], engine_pb2.AttachResponse(configured=configured))
+    harness.router.handle_message(harness.engines["d1"], engine_pb2.AttachResponse(configured=configured))
     seen = harness.state.table[EngineId("d1")]
     assert seen.load.kv_blocks_total == 1000
     assert seen.view is not None
@@ -186,18 +186,18 @@ def test_newer_plan_of_another_router_is_harmless():
     harness.router.apply_plan(make_plan(PD, generation=2))
     harness.deliver()
     assert harness.state.table[EngineId("d0")].chunk_size_tokens == 128
-    _, sink = harness.admit()
+    _, response_stream = harness.admit()
     harness.run()
-    assert sink.finish is not None
+    assert response_stream.finish is not None
 
 
-def test_part_that_an_engine_refuses_is_told():
+def test_engine_plan_that_an_engine_refuses_is_reported():
     harness = Harness(PD)
     engine = harness.engines["d0"]
     message = harness.cores["d0"].hello()
     message.ClearField("hello")
     message.configured.error = "chunk_size_tokens is 7, at least 16 is needed"
-    harness.router.on_step(engine, message)
+    harness.router.handle_message(engine, message)
     faults = {item.engine_id: item.last_fault for item in harness.router.describe().engines}
     assert "at least 16" in faults["d0"]
 
@@ -210,9 +210,9 @@ def test_engines_of_one_model_serve_together_whatever_their_fingerprints():
     harness.router.apply_plan(make_plan({"d0": "D", "d1": "D", "d2": "D"}))
     harness.deliver()
     assert {engine.engine_id for engine in harness.state.table} == {"d0", "d1"}
-    sinks = [harness.admit(20, 3)[1] for _ in range(8)]
+    response_streams = [harness.admit(20, 3)[1] for _ in range(8)]
     harness.run()
-    assert all(sink.finish is not None for sink in sinks)
+    assert all(response_stream.finish is not None for response_stream in response_streams)
     assert harness.cores["d0"].submitted
     assert harness.cores["d1"].submitted
     harness.assert_idle()
@@ -246,7 +246,7 @@ def test_new_model_is_accepted_when_the_last_engine_of_the_old_one_has_gone():
     harness.attach("n0", fingerprint="new")
     harness.attach("n1", fingerprint="new")
     harness.deliver()
-    _, sink = harness.admit(20, 30)
+    _, response_stream = harness.admit(20, 30)
     harness.step_all()
     harness.kill("p0")
     harness.kill("d0")
@@ -257,19 +257,21 @@ def test_new_model_is_accepted_when_the_last_engine_of_the_old_one_has_gone():
     harness.clock.advance(1)
     for _ in range(31):
         for name in ("n0", "n1"):
-            harness.router.on_step(harness.engines[name], engine_pb2.AttachResponse(load=harness.cores[name].load()))
+            harness.router.handle_message(
+                harness.engines[name], engine_pb2.AttachResponse(load=harness.cores[name].load())
+            )
         harness.clock.advance(1)
         harness.router.tick()
-    assert sink.error is not None
-    assert sink.error.code == "no_engine"
-    assert sink.error.retry_after_s is not None
-    assert sink.error.retry_after_s >= 30
+    assert response_stream.error is not None
+    assert response_stream.error.code == "no_engine"
+    assert response_stream.error.retry_after_s is not None
+    assert response_stream.error.retry_after_s >= 30
     harness.router.tick()
     harness.deliver()
     assert len(harness.state.table) == 2
-    _, sink = harness.admit(20, 3)
+    _, response_stream = harness.admit(20, 3)
     harness.run()
-    assert sink.finish is not None
+    assert response_stream.finish is not None
 
 
 def test_model_of_the_plan_decides():
@@ -285,14 +287,14 @@ def test_model_of_the_plan_decides():
 
 def test_plan_change_between_two_messages_breaks_no_stream():
     harness = Harness(PD)
-    _, sink = harness.admit(20, 60)
+    _, response_stream = harness.admit(20, 60)
     for generation in range(2, 30):
         roles = PD if generation % 2 else {"p0": "D", "d0": "P"}
         harness.router.apply_plan(make_plan(roles, generation=generation))
         harness.step_all()
     harness.run()
-    assert sink.finish is not None
-    assert len(sink.token_ids) == 60
+    assert response_stream.finish is not None
+    assert len(response_stream.token_ids) == 60
     harness.assert_idle()
 
 

@@ -70,7 +70,7 @@ def leaves(base: type[errors.RouterError]) -> list[type[errors.RouterError]]:
 @pytest.mark.parametrize("kind", leaves(errors.RouterError))
 def test_every_error_has_one_row_in_the_table(kind):
     error = kind("why", retry_after_s=3)
-    outcome = errors.outcome_of(error)
+    outcome = errors.error_status_of(error)
     assert 400 <= outcome.http_status < 600
     assert error.code == outcome.code
     assert kind("why", code="finer").code == "finer"
@@ -78,4 +78,4 @@ def test_every_error_has_one_row_in_the_table(kind):
 
 def test_overload_can_be_retried_and_says_so():
     for kind in leaves(errors.OverloadError):
-        assert errors.outcome_of(kind("x")).http_status in {429, 503}
+        assert errors.error_status_of(kind("x")).http_status in {429, 503}

@@ -1,6 +1,6 @@
 """The lives of engine streams: one task per address.
 
-A link connects, says hello, waits for the engine's hello, and from then on each message goes to ``Router.on_step``
+A link connects, says hello, waits for the engine's hello, and from then on each message goes to ``Router.handle_message``
 synchronously (``engine_stream``). When the stream ends, whoever ended it, the router is told once, and the link tries
 again with jitter for as long as the discovery knows the address.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2
 from sluice_router.engines.engine_stream import EngineStream, StreamEndedError, connect
-from sluice_router.fair_loop import Turns
+from sluice_router.fair_loop import FairQueue
 
 if TYPE_CHECKING:
     import random
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sluice_router.engines.engine_stream import PeerTls
     from sluice_router.scheduling.router import Router
-    from sluice_router.scheduling.state import Engine
+    from sluice_router.scheduling.state import ConnectedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ RESUME_PAUSE_S = 0.02
 MAX_BACKOFF_S = 2.0
 
 
-class EngineLinks:
+class EngineConnections:
     """All links; implements ``router.LinkWriter``.
 
     Args:
@@ -54,20 +54,20 @@ class EngineLinks:
         self._tls = tls
         self._hello_timeout_s = hello_timeout_s
         self._rng = rng
-        self._turns = Turns()
-        self._streams: dict[Engine, EngineStream] = {}
+        self._fair_queue = FairQueue()
+        self._streams: dict[ConnectedEngine, EngineStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wanted: frozenset[str] = frozenset()
 
     # --- LinkWriter ----------------------------------------------------------------------------------------------
 
-    def send(self, engine: Engine, message: engine_pb2.AttachRequest) -> None:
+    def send(self, engine: ConnectedEngine, message: engine_pb2.AttachRequest) -> None:
         """See ``LinkWriter.send``."""
         stream = self._streams.get(engine)
         if stream is not None:
             stream.send(message)
 
-    def close(self, engine: Engine, reason: str) -> None:
+    def close(self, engine: ConnectedEngine, reason: str) -> None:
         """See ``LinkWriter.close``."""
         stream = self._streams.pop(engine, None)
         if stream is not None:
@@ -113,7 +113,7 @@ class EngineLinks:
         try:
             async with asyncio.timeout(self._hello_timeout_s):
                 tls = self._tls() if self._tls else None
-                stream = await connect(address, self._router.traffic_of(address), self._turns, tls)
+                stream = await connect(address, self._router.traffic_of(address), self._fair_queue, tls)
                 stream.send(engine_pb2.AttachRequest(hello=self._make_hello()))
                 first = await stream.read_first()
             if not first.HasField("hello"):
@@ -142,8 +142,8 @@ class EngineLinks:
         engine = self._router.attach(address, first.hello, lambda engine: self._streams.setdefault(engine, stream))
         fault = "this router is about to leave"
         try:
-            self._router.on_step(engine, first)
-            fault = await stream.serve(lambda message: self._router.on_step(engine, message))
+            self._router.handle_message(engine, first)
+            fault = await stream.serve(lambda message: self._router.handle_message(engine, message))
         finally:
             self._streams.pop(engine, None)
             self._router.lose(engine, fault)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from sluice_core.records import EngineId, Plan, SloClass
     from sluice_core.scheduling.placement import PlacementPolicy, PlacementRecord
-    from sluice_router.scheduling.requests import NewRequest, ResponseSink
+    from sluice_router.scheduling.requests import NewRequest, ResponseStream
     from sluice_router.scheduling.state import RouterState
 
 # Shortest time between two looks at the whole queue, and most requests of one look: bounds the loop's pauses.
@@ -39,13 +39,13 @@ MAX_ASSIGNED_AT_ONCE = 256
 MIN_RETRY_S = 1.0
 
 
-def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -> RequestId:
+def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, now: float) -> RequestId:
     """Takes a request over.
 
     Args:
         state: The router's state.
         new: The request.
-        sink: Its answer.
+        response_stream: Its answer.
         now: The router's clock, in seconds.
 
     Returns:
@@ -68,7 +68,7 @@ def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -
             tpot_s=slo_class.slo.tpot_s if new.tpot_slo_s is None else new.tpot_slo_s,
         ),
         priority=slo_class.priority if new.priority is None else new.priority,
-        sink=sink,
+        response_stream=response_stream,
         itl_s=state.metrics.itl_s[new.slo_class],
         waiting_since_s=now,
     )
@@ -97,9 +97,9 @@ def assign(state: RouterState, now: float) -> None:
         if isinstance(decision, Hold):
             if decision.reason != request.wait_reason:
                 request.wait_reason = decision.reason
-                state.ring.record(now, request.request_id, "placement", record)
+                state.decision_log.record(now, request.request_id, "placement", record)
             continue
-        state.ring.record(now, request.request_id, "placement", record)
+        state.decision_log.record(now, request.request_id, "placement", record)
         if isinstance(decision, Place):
             _place(state, request, decision, now)
         else:
@@ -176,7 +176,7 @@ def _enter(state: RouterState, request: LiveRequest, now: float) -> None:
     if new.deadline_s is not None:
         heapq.heappush(state.deadlines, (new.deadline_s, request.request_id))
     state.metrics.count("tokens", "prompt", by=len(new.prompt_token_ids))
-    state.ring.record(
+    state.decision_log.record(
         now,
         request.request_id,
         "admitted",
@@ -200,9 +200,9 @@ def _take_records(placement: PlacementPolicy, number: int) -> list[PlacementReco
 
 def _find_free(state: RouterState) -> Collection[LiveRequest]:
     """What any engine may take: all that waits, but for those that wait for the engine whose stream they lost."""
-    if not state.held:
+    if not state.awaiting_resume:
         return state.waiting.values()
-    return [request for request_id, request in state.waiting.items() if request_id not in state.held]
+    return [request for request_id, request in state.waiting.items() if request_id not in state.awaiting_resume]
 
 
 def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
@@ -253,7 +253,7 @@ def _place(state: RouterState, request: LiveRequest, decision: Place, now: float
     state.metrics.queue_s[request.new.slo_class].observe(max(0.0, now - request.waiting_since_s))
     if request.first_token_s is None and math.isfinite(decision.predicted_ttft_s):
         request.predicted_ttft_s = decision.predicted_ttft_s
-    state.ring.record(
+    state.decision_log.record(
         now,
         request.request_id,
         "submitted",

@@ -41,8 +41,10 @@ def finish(
     num_output = len(request.output_token_ids) if output_tokens is None else output_tokens
     usage, outcome = _measure(request, num_output, now)
     _leave(state, request, now)
-    state.actions.finishes.append((request.sink, Finish(reason=reason, stop_token_id=stop_token_id, usage=usage)))
-    state.ring.record(
+    state.actions.finishes.append(
+        (request.response_stream, Finish(reason=reason, stop_token_id=stop_token_id, usage=usage))
+    )
+    state.decision_log.record(
         now, request.request_id, "finished", _RESULTS[reason], num_output, usage.ttft_s, usage.tpot_s, usage.is_slo_met
     )
     slo_class, metrics = request.new.slo_class, state.metrics
@@ -61,8 +63,8 @@ def finish(
 def fail(state: RouterState, request: LiveRequest, error: RouterError, now: float) -> None:
     """Ends a request with an error that its client sees."""
     _leave(state, request, now)
-    state.actions.failures.append((request.sink, error))
-    state.ring.record(now, request.request_id, "failed", error.code, error.message)
+    state.actions.failures.append((request.response_stream, error))
+    state.decision_log.record(now, request.request_id, "failed", error.code, error.message)
     end = RequestEnd.REJECTED if isinstance(error, OverloadError) else RequestEnd.FAILED
     state.attainment.record(now, request.new.slo_class, end)
     _count(state, request, end.value)
@@ -70,9 +72,9 @@ def fail(state: RouterState, request: LiveRequest, error: RouterError, now: floa
 
 
 def cancel(state: RouterState, request: LiveRequest, reason: str, now: float) -> None:
-    """Ends a request that nobody reads any more; its sink is not called again."""
+    """Ends a request that nobody reads any more; its response stream is not called again."""
     _leave(state, request, now)
-    state.ring.record(now, request.request_id, "cancelled", reason)
+    state.decision_log.record(now, request.request_id, "cancelled", reason)
     state.attainment.record(now, request.new.slo_class, RequestEnd.CANCELLED)
     _count(state, request, RequestEnd.CANCELLED.value)
     state.metrics.count("rejected", reason)
@@ -88,15 +90,15 @@ def _leave(state: RouterState, request: LiveRequest, now: float) -> None:
     """Takes a request out of every table, and off its engine."""
     del state.requests[request.request_id]
     state.waiting.pop(request.request_id, None)
-    state.held.pop(request.request_id, None)
+    state.awaiting_resume.pop(request.request_id, None)
     # The end carries what is held back.
     state.actions.flushes.pop(request.request_id, None)
-    if request.move is not None:
-        migration.abandon(state, request.move, "ended", now)
-    stay, request.stay = request.stay, None
-    if stay is not None:
-        state.table.cancel_placement(stay.engine.engine_id, request.request_id, now)
-        dispatch.abort_stay(state, stay)
+    if request.migration is not None:
+        migration.abandon(state, request.migration, "ended", now)
+    submission, request.submission = request.submission, None
+    if submission is not None:
+        state.table.cancel_placement(submission.engine.engine_id, request.request_id, now)
+        dispatch.abort(state, submission)
 
 
 def _measure(request: LiveRequest, num_output: int, now: float) -> tuple[Usage, SloOutcome]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
 from sluice_router.scheduling import failover, plan, wire_conversion
-from sluice_router.scheduling.state import Engine, LinkStatus
+from sluice_router.scheduling.state import ConnectedEngine, EngineEndpoint
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
@@ -18,19 +18,19 @@ def set_addresses(state: RouterState, addresses: frozenset[str]) -> None:
 
     One that is gone keeps its stream for as long as it lasts: the discovery may be wrong, a working stream is not.
     """
-    for address in addresses - state.links.keys():
-        state.links[address] = LinkStatus()
-        state.touch()
-    for address in state.links.keys() - addresses:
+    for address in addresses - state.endpoints.keys():
+        state.endpoints[address] = EngineEndpoint()
+        state.mark_changed()
+    for address in state.endpoints.keys() - addresses:
         forget(state, address)
 
 
 def forget(state: RouterState, address: str) -> None:
     """Drops an address that has no stream."""
-    link = state.links.get(address)
-    if link is not None and (link.engine is None or link.engine.is_lost):
-        del state.links[address]
-        state.touch()
+    endpoint = state.endpoints.get(address)
+    if endpoint is not None and (endpoint.engine is None or endpoint.engine.is_lost):
+        del state.endpoints[address]
+        state.mark_changed()
 
 
 def note_fault(state: RouterState, address: str, fault: str, now: float) -> bool:
@@ -39,17 +39,17 @@ def note_fault(state: RouterState, address: str, fault: str, now: float) -> bool
     Returns:
         Whether the fault is news.
     """
-    link = state.links.get(address)
-    if link is not None and link.engine is not None:
-        failover.give_up_holds(state, link.engine.engine_id, now)
-    if link is None or link.last_fault == fault:
+    endpoint = state.endpoints.get(address)
+    if endpoint is not None and endpoint.engine is not None:
+        failover.give_up_resumes(state, endpoint.engine.engine_id, now)
+    if endpoint is None or endpoint.last_fault == fault:
         return False
-    link.last_fault = fault
-    state.touch()
+    endpoint.last_fault = fault
+    state.mark_changed()
     return True
 
 
-def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now: float) -> Engine:
+def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now: float) -> ConnectedEngine:
     """Takes a new stream into service.
 
     Requests that the engine kept from an earlier stream of this router go on on this one, unless they went on elsewhere.
@@ -68,7 +68,7 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
     if earlier is not None:
         reason = "epoch" if earlier.epoch != hello.epoch else "stream"
         failover.lose_engine(state, earlier, reason, now, fault="a newer stream replaced it")
-    engine = Engine(
+    engine = ConnectedEngine(
         engine_id=engine_id,
         epoch=hello.epoch,
         address=address,
@@ -80,10 +80,10 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
         progress_s=now,
     )
     state.engines[engine_id] = engine
-    link = state.links.setdefault(address, LinkStatus())
-    link.engine, link.last_fault = engine, ""
-    failover.resume_held(state, engine, hello.held, now)
-    plan.judge_model(state, engine)
+    endpoint = state.endpoints.setdefault(address, EngineEndpoint())
+    endpoint.engine, endpoint.last_fault = engine, ""
+    failover.resume_kept_requests(state, engine, hello.held, now)
+    plan.check_model(state, engine)
     plan.configure(state, engine)
-    state.touch()
+    state.mark_changed()
     return engine

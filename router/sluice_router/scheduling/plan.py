@@ -21,7 +21,7 @@ from sluice_router.scheduling import wire_conversion
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.state import Engine, RouterState
+    from sluice_router.scheduling.state import ConnectedEngine, RouterState
 
 _UNLIMITED = 2**31 - 1
 
@@ -34,7 +34,7 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
         message: The plan.
 
     Raises:
-        PlanRefusedError: The plan in force stays; names the field, the value and the limit.
+        PlanRefusedError: The plan in force submissions; names the field, the value and the limit.
     """
     try:
         _check_newer(state, message)
@@ -49,17 +49,17 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
     _set_policies(state, plan)
     state.plan = plan
     for engine in state.engines.values():
-        judge_model(state, engine)
+        check_model(state, engine)
         configure(state, engine)
-    state.touch()
+    state.mark_changed()
 
 
-def configure(state: RouterState, engine: Engine) -> None:
+def configure(state: RouterState, engine: ConnectedEngine) -> None:
     """Sends an engine its part of the plan in force."""
     plan = state.plan
     if plan is None or engine.status == control_pb2.ENGINE_STATE_REFUSED:
         return
-    part = part_of(plan, engine)
+    part = engine_plan_for(plan, engine)
     # Where roles are void nothing shall be proposed.
     strategy = "aggregated" if _are_roles_void(plan) else plan.strategy
     state.message_to(engine).configure.CopyFrom(wire_conversion.configure_message(plan, part, strategy=strategy))
@@ -67,7 +67,7 @@ def configure(state: RouterState, engine: Engine) -> None:
         begin_drain(state, engine)
 
 
-def part_of(plan: Plan, engine: Engine) -> EnginePlan:
+def engine_plan_for(plan: Plan, engine: ConnectedEngine) -> EnginePlan:
     """Returns an engine's part of a plan, as far as it can run it; one that is not named serves with the D setting."""
     unnamed = EnginePlan(role=Role.DECODE_HEAVY, chunk_size_tokens=plan.unnamed_chunk_size_tokens)
     part = plan.engines.get(engine.engine_id, unnamed)
@@ -76,17 +76,17 @@ def part_of(plan: Plan, engine: Engine) -> EnginePlan:
     return dataclasses.replace(part, chunk_size_tokens=engine.spec.max_batch_tokens)
 
 
-def begin_drain(state: RouterState, engine: Engine) -> None:
+def begin_drain(state: RouterState, engine: ConnectedEngine) -> None:
     """Stops placements on an engine at once."""
     engine.is_draining = True
     if engine.engine_id in state.table and engine.role is not None:
         state.table.configure(
             engine.engine_id, role=engine.role, chunk_size_tokens=engine.chunk_size_tokens, is_draining=True
         )
-    state.touch()
+    state.mark_changed()
 
 
-def take_configured(state: RouterState, engine: Engine, configured: engine_pb2.Configured) -> None:
+def handle_configured(state: RouterState, engine: ConnectedEngine, configured: engine_pb2.Configured) -> None:
     """An engine says what it has in force: its role counts from here on.
 
     Args:
@@ -97,7 +97,7 @@ def take_configured(state: RouterState, engine: Engine, configured: engine_pb2.C
     if configured.error:
         engine.last_fault = f"refused plan {configured.generation}: {configured.error}"
         state.metrics.count("plans", "refused_by_engine")
-        state.touch()
+        state.mark_changed()
         return
     plan = state.plan
     if plan is None or configured.cluster_uid != plan.cluster_uid:
@@ -105,7 +105,7 @@ def take_configured(state: RouterState, engine: Engine, configured: engine_pb2.C
     role = wire_conversion.role_from(configured.role)
     engine.role, engine.chunk_size_tokens = role, configured.chunk_size_tokens
     engine.acknowledged_generation = configured.generation
-    engine.is_draining = part_of(plan, engine).is_draining or engine.load.is_draining
+    engine.is_draining = engine_plan_for(plan, engine).is_draining or engine.load.is_draining
     if engine.status != control_pb2.ENGINE_STATE_REFUSED:
         if engine.engine_id not in state.table:
             _add_to_table(state, engine, role)
@@ -115,17 +115,17 @@ def take_configured(state: RouterState, engine: Engine, configured: engine_pb2.C
             chunk_size_tokens=engine.chunk_size_tokens,
             is_draining=engine.is_draining,
         )
-    state.touch()
+    state.mark_changed()
 
 
-def _add_to_table(state: RouterState, engine: Engine, role: Role) -> None:
+def _add_to_table(state: RouterState, engine: ConnectedEngine, role: Role) -> None:
     """Lets placements and moves see an engine, with the load that it has reported already: an idle one is in no hurry."""
     state.table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
     if engine.load.kv_blocks_total:
         state.table.report(engine.engine_id, wire_conversion.load_from(engine.load, 0.0), engine.last_heard_s)
 
 
-def judge_model(state: RouterState, engine: Engine) -> None:
+def check_model(state: RouterState, engine: ConnectedEngine) -> None:
     """Accepts an engine, or refuses it because its model is not the cluster's.
 
     Without one in the plan the engines must agree among themselves: the first one says it, for as long as an engine or a
@@ -148,19 +148,19 @@ def judge_model(state: RouterState, engine: Engine) -> None:
     _note_model_length(state)
 
 
-def reconsider_refused(state: RouterState) -> None:
+def recheck_refused(state: RouterState) -> None:
     """Accepts engines of another model once nobody counts on the old one any more."""
     refused = [item for item in state.engines.values() if item.status == control_pb2.ENGINE_STATE_REFUSED]
     if len(refused) < len(state.engines):
         return
     for engine in refused:
-        judge_model(state, engine)
+        check_model(state, engine)
         if engine.status != control_pb2.ENGINE_STATE_REFUSED:
             configure(state, engine)
-            state.touch()
+            state.mark_changed()
 
 
-def _is_model_needed(state: RouterState, engine: Engine) -> bool:
+def _is_model_needed(state: RouterState, engine: ConnectedEngine) -> bool:
     """Whether another engine serves, or a stream has begun, with the cluster's model."""
     others = any(
         other is not engine and other.status != control_pb2.ENGINE_STATE_REFUSED for other in state.engines.values()

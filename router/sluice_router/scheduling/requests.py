@@ -1,16 +1,16 @@
 """A request's life, and the seam between the client edge and the data plane.
 
-The edge (HTTP, gRPC) prepares a ``NewRequest`` and a ``ResponseSink``, calls ``DataPlane.admit`` and from then on is only
+The edge (HTTP, gRPC) prepares a ``NewRequest`` and a ``ResponseStream``, calls ``DataPlane.admit`` and from then on is only
 called back. All of it happens on the event loop's thread; nothing here awaits, and no method of the seam blocks.
 
     admitted ── waiting ── running ──► finished | failed | cancelled
                    ▲ │        │ ▲
-              lost └─│────────┘ ├── moved (the sink never notices)
+              lost └─│────────┘ ├── moved (the response stream never notices)
                      └──────────┴── resumed, when only the stream had broken
 
-Order of calls on a sink: ``on_token`` any number of times, ``flush`` at most once per engine message that brought
+Order of calls on a response stream: ``on_token`` any number of times, ``flush`` at most once per engine message that brought
 tokens, then exactly one of ``on_finished`` and ``on_error``, which carries all that is still held back. After that, and after
-``DataPlane.cancel``, the sink is never called again.
+``DataPlane.cancel``, the response stream is never called again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sluice_core.records import EngineId, RequestId, Slo
     from sluice_router.errors import RouterError
     from sluice_router.observability.metrics import Histogram
-    from sluice_router.scheduling.state import Hold, Move, Stay
+    from sluice_router.scheduling.state import Migration, PendingResume, Submission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +99,11 @@ class Finish:
     usage: Usage
 
 
-class ResponseSink(Protocol):
+class ResponseStream(Protocol):
     """One client's answer in the making: detokenizing, stop strings, and the bytes.
 
     ``on_token`` only accumulates; the bytes go out in ``flush``. An exception out of any method ends this request
-    alone: it is aborted at its engine and the sink is not called again.
+    alone: it is aborted at its engine and the response stream is not called again.
     """
 
     def on_token(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> int | None:
@@ -151,15 +151,15 @@ class ServedModel:
 class DataPlane(Protocol):
     """What the client edge sees of the rest of the router. Synchronous throughout; call on the event loop's thread.
 
-    ``admit`` and ``cancel`` may be called from within a sink's methods.
+    ``admit`` and ``cancel`` may be called from within a response stream's methods.
     """
 
     def now(self) -> float:
         """Reads the clock that all times of the seam are on, in seconds."""
         ...
 
-    def admit(self, request: NewRequest, sink: ResponseSink) -> RequestId:
-        """Takes a request over; from here on the sink gets its end, whatever happens.
+    def admit(self, request: NewRequest, response_stream: ResponseStream) -> RequestId:
+        """Takes a request over; from here on the response stream gets its end, whatever happens.
 
         Returns:
             The router's id of it: sent as ``x-request-id`` unless the client brought one; key for ``cancel`` and ``explain``.
@@ -175,7 +175,7 @@ class DataPlane(Protocol):
     def cancel(self, request_id: RequestId, reason: str = "client_gone") -> None:
         """Ends a request because its client is gone (``client_gone``) or reads too slowly (``slow_reader``).
 
-        Aborted at its engine within one iteration; the sink is not called again. An unknown id is no error.
+        Aborted at its engine within one iteration; the response stream is not called again. An unknown id is no error.
         """
         ...
 
@@ -216,7 +216,7 @@ class DataPlane(Protocol):
 class LiveRequest:
     """A request from admission to its end; mutable, changed only by the functions of the data plane.
 
-    Exactly one of these holds: it is in ``RouterState.waiting``; ``stay`` is set (its owner is that engine); ``move`` has
+    Exactly one of these holds: it is in ``RouterState.waiting``; ``submission`` is set (its owner is that engine); ``migration`` has
     been handed off and waits for its submit, which never outlives the function that sees it.
 
     Args:
@@ -224,13 +224,13 @@ class LiveRequest:
         new: What the edge handed over, with the seed filled in.
         slo: Objectives, fixed at admission.
         priority: Higher goes first.
-        sink: The client's answer.
+        response_stream: The client's answer.
         itl_s: Where the gaps between its tokens are counted.
-        output_token_ids: Tokens delivered to the sink so far.
+        output_token_ids: Tokens delivered to the response stream so far.
         fence: Fencing number of the last submit.
-        stay: Where it runs.
-        move: The move in progress.
-        hold: What the engine may have of it whose stream it lost; None from its next owner on.
+        submission: Where it runs.
+        migration: The migration in progress.
+        pending_resume: What the engine may have of it whose stream it lost; None from its next owner on.
         waiting_since_s: When it began to wait for an engine.
         wait_reason: Why it waits.
         first_token_s: When the first token came.
@@ -251,13 +251,13 @@ class LiveRequest:
     new: NewRequest
     slo: Slo
     priority: int
-    sink: ResponseSink
+    response_stream: ResponseStream
     itl_s: Histogram
     output_token_ids: array[int] = field(default_factory=lambda: array("I"))
     fence: int = 0
-    stay: Stay | None = None
-    move: Move | None = None
-    hold: Hold | None = None
+    submission: Submission | None = None
+    migration: Migration | None = None
+    pending_resume: PendingResume | None = None
     waiting_since_s: float = 0.0
     wait_reason: str = ""
     first_token_s: float | None = None

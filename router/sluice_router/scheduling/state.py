@@ -2,10 +2,10 @@
 
 The state changes only in synchronous functions, grouped by what they are about: ``ending`` (finish, fail, cancel),
 ``placing`` (admit, assign, submit), ``delivery`` (what an engine's message brings), ``moves``, ``recovery``, ``plan``. Each
-takes the state and ``now``. They do no I/O: messages to engines gather in ``Engine.outgoing``, calls of sinks in
+takes the state and ``now``. They do no I/O: messages to engines gather in ``ConnectedEngine.outgoing``, calls of response streams in
 ``RouterState.actions``; ``router.Router`` carries both out when the state is consistent again.
 
-Slots. A link's stream table is a list of stays, indexed by slot. A slot that became free is reused only in a later message
+Slots. A link's stream table is a list of submissions, indexed by slot. A slot that became free is reused only in a later message
 than the one under way: an engine carries out a message's submits before its aborts and releases.
 """
 
@@ -20,8 +20,8 @@ from sluice.v1 import control_pb2, engine_pb2
 from sluice_core.records import RequestId
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.slo import AttainmentCounters
-from sluice_router.observability.decision_log import DecisionRing
-from sluice_router.observability.metrics import LinkTraffic, Metrics
+from sluice_router.observability.decision_log import DecisionLog
+from sluice_router.observability.metrics import EngineTraffic, RouterMetrics
 
 if TYPE_CHECKING:
     import random
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from sluice_core.scheduling.engine_table import EngineSpec
     from sluice_core.scheduling.placement import PlacementPolicy
     from sluice_router.errors import RouterError
-    from sluice_router.scheduling.requests import Finish, LiveRequest, ResponseSink
+    from sluice_router.scheduling.requests import Finish, LiveRequest, ResponseStream
     from sluice_router.settings import Limits
 
 
-class StreamBrokenError(Exception):
+class EngineProtocolError(Exception):
     """An engine broke the protocol (a gap, an unknown slot, ...): its stream is given up."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Stay:
+class Submission:
     """A request's time on one engine, which is one slot of its stream.
 
     Args:
@@ -51,13 +51,13 @@ class Stay:
         request: The request that the engine owns; None once it does not (aborted, handed off): its tokens are dropped.
         request_id: The request's id, for as long as the slot is taken.
         submit_number: Number of its submit on the stream.
-        has_token: A token came from this stay.
+        has_token: A token came from this submission.
         is_aborted: An abort was sent.
         is_pinned: It was handed off; the engine keeps its KV until the slot is released.
         not_before_s: Earliest time of the router's next own proposal to move it.
     """
 
-    engine: Engine
+    engine: ConnectedEngine
     slot: int
     request: LiveRequest | None
     request_id: RequestId
@@ -69,21 +69,21 @@ class Stay:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Hold:
+class PendingResume:
     """What an engine may still have of a request, because only the stream to it broke.
 
     Args:
-        stay: The stay that the stream's end cut off.
+        submission: The submission that the stream's end cut off.
         reason: Why the stream was lost.
         until_s: Until when the request waits for that engine alone; later any may take it, and this one while none has.
     """
 
-    stay: Stay
+    submission: Submission
     reason: str
     until_s: float
 
 
-class MovePhase(IntEnum):
+class MigrationPhase(IntEnum):
     """Steps of a move."""
 
     GRANT_ASKED = 1
@@ -92,13 +92,13 @@ class MovePhase(IntEnum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Move:
+class Migration:
     """A move in progress (architecture.md 4.3).
 
     Args:
         request: What moves.
         cause: Why.
-        source: The stay that ends; its slot is released when the target has the first token.
+        source: The submission that ends; its slot is released when the target has the first token.
         target: The engine asked for room; None once it is lost, so that the request will recover elsewhere.
         grant_id: Id of the grant on the target's stream.
         started_s: When the grant was asked for.
@@ -108,16 +108,16 @@ class Move:
 
     request: LiveRequest
     cause: MoveCause
-    source: Stay
-    target: Engine | None
+    source: Submission
+    target: ConnectedEngine | None
     grant_id: int
     started_s: float
-    phase: MovePhase = MovePhase.GRANT_ASKED
+    phase: MigrationPhase = MigrationPhase.GRANT_ASKED
     submitted_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Engine:
+class ConnectedEngine:
     """One stream to one engine, from its hello to its loss. A reconnect makes a new one.
 
     Args:
@@ -143,8 +143,8 @@ class Engine:
         num_submits: Submits so far.
         num_grants: Grant requests so far.
         grants: Moves to this engine whose grant is asked for or not used yet, by grant id.
-        moves_out: Moves in flight from here.
-        moves_in: Moves in flight to here.
+        migrations_out: Moves in flight from here.
+        migrations_in: Moves in flight to here.
         outgoing: Message under way.
         last_fault: For people.
     """
@@ -165,14 +165,14 @@ class Engine:
     is_draining: bool = False
     load: engine_pb2.LoadReport = field(default_factory=engine_pb2.LoadReport)
     num_iterations: int = 0
-    slots: list[Stay | None] = field(default_factory=list)
+    slots: list[Submission | None] = field(default_factory=list)
     free_slots: deque[int] = field(default_factory=deque)
     cooling_slots: list[int] = field(default_factory=list)
     num_submits: int = 0
     num_grants: int = 0
-    grants: dict[int, Move] = field(default_factory=dict)
-    moves_out: int = 0
-    moves_in: int = 0
+    grants: dict[int, Migration] = field(default_factory=dict)
+    migrations_out: int = 0
+    migrations_in: int = 0
     outgoing: engine_pb2.AttachRequest | None = None
     last_fault: str = ""
 
@@ -182,7 +182,7 @@ class Engine:
         return self.status == control_pb2.ENGINE_STATE_LOST
 
     @property
-    def num_stays(self) -> int:
+    def num_taken_slots(self) -> int:
         """Slots taken."""
         return len(self.slots) - len(self.free_slots) - len(self.cooling_slots)
 
@@ -212,14 +212,14 @@ class Actions:
     """
 
     flushes: dict[RequestId, LiveRequest] = field(default_factory=dict)
-    finishes: list[tuple[ResponseSink, Finish]] = field(default_factory=list)
-    failures: list[tuple[ResponseSink, RouterError]] = field(default_factory=list)
-    messages: list[tuple[Engine, engine_pb2.AttachRequest]] = field(default_factory=list)
-    closes: list[tuple[Engine, str]] = field(default_factory=list)
+    finishes: list[tuple[ResponseStream, Finish]] = field(default_factory=list)
+    failures: list[tuple[ResponseStream, RouterError]] = field(default_factory=list)
+    messages: list[tuple[ConnectedEngine, engine_pb2.AttachRequest]] = field(default_factory=list)
+    closes: list[tuple[ConnectedEngine, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
-class LinkStatus:
+class EngineEndpoint:
     """What is known of an address of the discovery, for status pages.
 
     Args:
@@ -230,9 +230,9 @@ class LinkStatus:
     """
 
     state: control_pb2.EngineState.ValueType = control_pb2.ENGINE_STATE_CONNECTING
-    engine: Engine | None = None
+    engine: ConnectedEngine | None = None
     last_fault: str = ""
-    traffic: LinkTraffic = field(default_factory=LinkTraffic)
+    traffic: EngineTraffic = field(default_factory=EngineTraffic)
 
 
 class RouterState:
@@ -247,11 +247,11 @@ class RouterState:
 
     Attributes:
         engines: Streams by engine; lost ones are not in it.
-        links: Addresses of the discovery.
+        endpoints: Addresses of the discovery.
         table: What placement and flow see: acknowledged engines that are not refused.
         requests: Every request that has not ended.
         waiting: Of these, the ones without an engine, in order of arrival in the queue.
-        held: Of these, the ones that wait for the engine whose stream they lost.
+        awaiting_resume: Of these, the ones that wait for the engine whose stream they lost.
         plan: Plan in force.
         placement: Placement policy of its strategy.
         flow: Flow policy of its strategy.
@@ -276,12 +276,12 @@ class RouterState:
         self.limits = limits
         self.rng = rng
         self.started_unix_s = started_unix_s
-        self.engines: dict[EngineId, Engine] = {}
-        self.links: dict[str, LinkStatus] = {}
+        self.engines: dict[EngineId, ConnectedEngine] = {}
+        self.endpoints: dict[str, EngineEndpoint] = {}
         self.table = EngineTable(make_latency_model)
         self.requests: dict[RequestId, LiveRequest] = {}
         self.waiting: dict[RequestId, LiveRequest] = {}
-        self.held: dict[RequestId, LiveRequest] = {}
+        self.awaiting_resume: dict[RequestId, LiveRequest] = {}
         self.deadlines: list[tuple[float, RequestId]] = []
         self.plan: Plan | None = None
         self.placement: PlacementPolicy | None = None
@@ -290,7 +290,7 @@ class RouterState:
         self.max_model_len_tokens = 0
         self.is_accepting = True
         self.edge_fault = ""
-        self.dirty: dict[EngineId, Engine] = {}
+        self.dirty: dict[EngineId, ConnectedEngine] = {}
         self.actions = Actions()
         self.rotation = 0
         self.last_assign_s = float("-inf")
@@ -298,23 +298,23 @@ class RouterState:
         self.version = 1
         self.num_reported = 0
         self.reported_s = 0.0
-        self.metrics = Metrics()
+        self.metrics = RouterMetrics()
         self.attainment = AttainmentCounters()
-        self.ring = DecisionRing(limits.ring_size)
+        self.decision_log = DecisionLog(limits.ring_size)
         self.samples: deque[control_pb2.RequestSample] = deque(maxlen=limits.num_samples)
 
-    def message_to(self, engine: Engine) -> engine_pb2.AttachRequest:
+    def message_to(self, engine: ConnectedEngine) -> engine_pb2.AttachRequest:
         """The message under way to an engine; whatever is put into it is sent at the end of the event."""
         if engine.outgoing is None:
             engine.outgoing = engine_pb2.AttachRequest()
             self.dirty[engine.engine_id] = engine
         return engine.outgoing
 
-    def free_slot(self, stay: Stay) -> None:
-        """Ends a stay; its slot is handed out again after the message under way."""
-        engine = stay.engine
-        engine.slots[stay.slot] = None
-        engine.cooling_slots.append(stay.slot)
+    def free_slot(self, submission: Submission) -> None:
+        """Ends a submission; its slot is handed out again after the message under way."""
+        engine = submission.engine
+        engine.slots[submission.slot] = None
+        engine.cooling_slots.append(submission.slot)
         self.dirty[engine.engine_id] = engine
 
     def find_request(self, request_id: str) -> LiveRequest | None:
@@ -324,7 +324,7 @@ class RouterState:
             return known
         return next((item for item in self.requests.values() if item.new.client_request_id == request_id), None)
 
-    def touch(self) -> None:
+    def mark_changed(self) -> None:
         """Notes a change worth reporting."""
         self.version += 1
 

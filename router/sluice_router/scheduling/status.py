@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector as CollectorBase
+from prometheus_client.registry import Collector
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.latency import OnlineLatencyModel
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from sluice_router.scheduling.state import LinkStatus, RouterState
+    from sluice_router.scheduling.state import EngineEndpoint, RouterState
 
 # A finished request is news, but not each of them at once.
 PROGRESS_INTERVAL_S = 1.0
@@ -41,7 +41,7 @@ def note_progress(state: RouterState, now: float) -> None:
     num_ended = sum(counters.num_finished for counters in state.attainment.totals.values())
     if num_ended != state.num_reported and now - state.reported_s >= PROGRESS_INTERVAL_S:
         state.num_reported, state.reported_s = num_ended, now
-        state.touch()
+        state.mark_changed()
 
 
 def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
@@ -55,7 +55,7 @@ def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
         cluster_uid=plan.cluster_uid if plan is not None else "",
         generation=plan.generation if plan is not None else 0,
         acknowledged_generation=min(acknowledged, default=0),
-        engines=[_describe_link(state, address, link) for address, link in sorted(state.links.items())],
+        engines=[_describe_endpoint(state, address, endpoint) for address, endpoint in sorted(state.endpoints.items())],
         classes=[
             control_pb2.ClassCounters(
                 name=name,
@@ -73,11 +73,11 @@ def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
     )
 
 
-def _describe_link(state: RouterState, address: str, link: LinkStatus) -> control_pb2.EngineStatus:
-    engine = link.engine
+def _describe_endpoint(state: RouterState, address: str, endpoint: EngineEndpoint) -> control_pb2.EngineStatus:
+    engine = endpoint.engine
     if engine is None:
         return control_pb2.EngineStatus(
-            address=address, state=control_pb2.ENGINE_STATE_CONNECTING, last_fault=link.last_fault
+            address=address, state=control_pb2.ENGINE_STATE_CONNECTING, last_fault=endpoint.last_fault
         )
     # What a lost engine reported last says nothing about now.
     load = engine_pb2.LoadReport() if engine.is_lost else engine.load
@@ -104,7 +104,7 @@ def _describe_link(state: RouterState, address: str, link: LinkStatus) -> contro
         num_moved_out=load.num_moved_out,
         transport=load.transport,
         fingerprint=engine.fingerprint,
-        last_fault=engine.last_fault or link.last_fault,
+        last_fault=engine.last_fault or endpoint.last_fault,
     )
     if state.engines.get(engine.engine_id) is engine and engine.engine_id in state.table:
         latency = state.table[engine.engine_id].latency
@@ -115,7 +115,7 @@ def _describe_link(state: RouterState, address: str, link: LinkStatus) -> contro
     return message
 
 
-class Collector(CollectorBase):
+class RouterCollector(Collector):
     """Gauges read from the state at a scrape, and the counters.
 
     Args:
@@ -156,7 +156,7 @@ class Collector(CollectorBase):
         yield GaugeMetricFamily("vllm:num_requests_running", "Requests on engines.", value=running)
         generation = plan.generation if plan is not None else 0
         yield GaugeMetricFamily("sluice_plan_generation", "Generation of the plan in force.", value=generation)
-        in_flight = sum(engine.moves_out for engine in state.engines.values())
+        in_flight = sum(engine.migrations_out for engine in state.engines.values())
         yield GaugeMetricFamily("sluice_moves_running", "Moves in flight.", value=in_flight)
 
     def _collect_attainment(self) -> Metric:
@@ -173,20 +173,20 @@ class Collector(CollectorBase):
         return family
 
     def _collect_traffic(self) -> Metric:
-        """An address of the discovery has one link, so that series are as many as engines, whatever their ids were."""
+        """An address of the discovery has one endpoint, so that series are as many as engines, whatever their ids were."""
         family = CounterMetricFamily(
             "sluice_engine_link_bytes", "Bytes on engine streams.", labels=("engine", "address", "direction")
         )
-        for address, link in sorted(self._state.links.items()):
-            engine_id = "" if link.engine is None else link.engine.engine_id
-            family.add_metric((engine_id, address, "up"), link.traffic.num_bytes_up)
-            family.add_metric((engine_id, address, "down"), link.traffic.num_bytes_down)
+        for address, endpoint in sorted(self._state.endpoints.items()):
+            engine_id = "" if endpoint.engine is None else endpoint.engine.engine_id
+            family.add_metric((engine_id, address, "up"), endpoint.traffic.num_bytes_up)
+            family.add_metric((engine_id, address, "down"), endpoint.traffic.num_bytes_down)
         return family
 
     def _count_engines(self) -> dict[tuple[str, str], int]:
         numbers: dict[tuple[str, str], int] = {}
-        for link in self._state.links.values():
-            engine = link.engine
+        for endpoint in self._state.endpoints.values():
+            engine = endpoint.engine
             value = control_pb2.ENGINE_STATE_CONNECTING if engine is None else engine.status
             role = engine.role.value if engine is not None and engine.role is not None else ""
             name = control_pb2.EngineState.Name(value).removeprefix("ENGINE_STATE_").lower()
