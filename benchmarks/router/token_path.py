@@ -72,7 +72,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         stream = HttpStream(Connection(transport), is_chunked=True)  # type: ignore[arg-type]
         harness.router.admit(make_request(20, num_rounds + 50, first=1 + number % 400), response_stream)
         response_streams.append((response_stream, stream))
-    while not all(request.output_token_ids for request in harness.state.requests.values()):
+    while not all(request.output_token_ids for request in harness.state.requests.live.values()):
         harness.step_all()
     for response_stream, stream in response_streams:
         response_stream.open(stream, harness.clock())

@@ -16,7 +16,7 @@
     │   └── ShuttingDownError
     ├── DeadlineError
     └── EngineFaultError        engines failed under the request
-    PlanRefusedError (ValueError) never reaches a client
+    PlanRefusedError (ValueError) and EngineProtocolError never reach a client
 
 HTTP status, OpenAI ``type`` and ``code``, and gRPC status come from ``ERROR_STATUSES`` alone; the ``code`` is also the metric label
 and the header ``x-sluice-reason``.
@@ -107,6 +107,10 @@ class DeadlineError(RouterError):
 
 class EngineFaultError(RouterError):
     """Engines failed under the request, or one refused to run it."""
+
+
+class EngineProtocolError(Exception):
+    """An engine broke the protocol (a gap, an unknown slot, ...): its stream is given up."""
 
 
 class PlanRefusedError(ValueError):

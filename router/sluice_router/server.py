@@ -81,13 +81,13 @@ class RouterServer:
         self._security = security = RouterSecurity(settings)
         self.router.registry.register(security)
         peers = security.peers
-        self._links = EngineConnections(
+        self._connections = EngineConnections(
             self.router,
             hello_timeout_s=settings.limits.hello_timeout_s,
             rng=random.Random(),  # noqa: S311 - jitter
             tls=(lambda: peers.engine_tls) if peers else None,
         )
-        self.router.connect(self._links)
+        self.router.connect(self._connections)
         self._text = ModelText.load(Path(settings.model))
         self._http = HttpApi(self.router, self._text, access=security.client_access)
         self._grpc = GrpcApi(self.router, self._text, self._http.metrics, access=security.client_access)
@@ -109,11 +109,11 @@ class RouterServer:
                     tasks.create_task(self._tick(), name="tick"),
                     tasks.create_task(self._report_health(), name="health"),
                     tasks.create_task(self._discover(tasks), name="discovery"),
-                    tasks.create_task(self._security.keep(self.router, self._http.renew_certificate), name="securing"),
+                    tasks.create_task(self._keep_security(), name="keys and certificates"),
                 ]
                 await self._stop.wait()
                 await self._drain()
-                self._links.stop()
+                self._connections.stop()
                 for runner in runners:
                     runner.cancel()
         finally:
@@ -194,12 +194,20 @@ class RouterServer:
             await self._health.set("", serving if self.router.is_ready else not_serving)
             await asyncio.sleep(TICK_S)
 
+    async def _keep_security(self) -> None:
+        """Uses the newest API keys and certificates."""
+        await self._security.keep(
+            set_fault=self.router.set_edge_fault,
+            keep_owners=self.router.state.metrics.keep_owners,
+            renew_client_certificate=self._http.renew_certificate,
+        )
+
     async def _discover(self, tasks: asyncio.TaskGroup) -> None:
         def start(address: str) -> asyncio.Task[None]:
-            return tasks.create_task(self._links.keep(address), name=f"link {address}")
+            return tasks.create_task(self._connections.keep(address), name=f"engine at {address}")
 
         def set_addresses(addresses: frozenset[str]) -> None:
-            self._links.set_addresses(addresses, start)
+            self._connections.set_addresses(addresses, start)
 
         await discovery.watch(discovery.parse_discovery(self._settings.engines), set_addresses)
 
@@ -211,7 +219,7 @@ class RouterServer:
         self._http.announce_close()
         self._grpc.announce_close(self._settings.grace_s + CLOSE_GRACE_S)
         deadline_s = self.router.now() + self._settings.grace_s
-        while self.router.state.requests and self.router.now() < deadline_s:  # noqa: ASYNC110 - once, at the end
+        while self.router.state.requests.live and self.router.now() < deadline_s:  # noqa: ASYNC110 - once, at the end
             await asyncio.sleep(TICK_S)
         self.router.fail_all(lambda: ShuttingDownError("this router is about to leave", retry_after_s=1.0))
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from sluice_core.records import RequestId
     from sluice_router.errors import RouterError
+    from sluice_router.scheduling.entities import ConnectedEngine
     from sluice_router.scheduling.requests import Finish
-    from sluice_router.scheduling.state import ConnectedEngine
 
 
 class Clock:
@@ -139,7 +139,7 @@ class Harness:
         self.num_attached += 1
         address = f"127.0.0.1:{self.num_attached}"
         hello = core.hello()
-        self.router.set_addresses(frozenset({*self.state.endpoints, address}))
+        self.router.set_addresses(frozenset({*self.state.engines.endpoints, address}))
 
         def register(engine: ConnectedEngine) -> None:
             self.engines[name] = engine
@@ -204,7 +204,7 @@ class Harness:
 
     def run(self, num_steps: int = 100) -> None:
         for _ in range(num_steps):
-            if not self.state.requests:
+            if not self.state.requests.live:
                 break
             self.step_all()
         for _ in range(3):
@@ -220,7 +220,7 @@ class Harness:
         return request_id, response_stream
 
     def engine_of(self, request_id: RequestId) -> str:
-        submission = self.state.requests[request_id].submission
+        submission = self.state.requests.live[request_id].submission
         assert submission is not None
         return str(submission.engine.engine_id)
 
@@ -229,8 +229,8 @@ class Harness:
 
     def assert_idle(self) -> None:
         """Nothing leaked: no request, no slot, no KV block, no grant."""
-        assert not self.state.requests
-        assert not self.state.waiting
+        assert not self.state.requests.live
+        assert not self.state.requests.waiting
         for engine in self.engines.values():
             assert engine.num_taken_slots == 0, f"{engine.engine_id} has submissions"
             assert all(submission is None for submission in engine.slots)

@@ -178,7 +178,7 @@ async def test_without_keys_the_router_is_not_ready_and_says_why(tmp_path, keys,
         client(server) as http,
     ):
         write_engine_addresses(tmp_path, *engines)
-        await until(lambda: len(server.router.state.engines) == len(PD))
+        await until(lambda: len(server.router.state.engines.connected) == len(PD))
         status, text = await get(server, "/readyz")
         assert status == 503
         assert f"{keys} holds no key that can be used; all are refused" in text
@@ -351,9 +351,9 @@ async def test_a_client_that_leaves_is_noticed_through_tls_too(tmp_path, authori
             url = f"https://127.0.0.1:{server.ports['http']}/v1/completions"
             answer = await session.post(url, json={**BODY, "max_tokens": 400, "stream": True})
             await answer.content.readline()
-            assert server.router.state.requests
+            assert server.router.state.requests.live
             answer.close()
-            await until(lambda: not server.router.state.requests)
+            await until(lambda: not server.router.state.requests.live)
         await until(lambda: not any(engine.core.running for engine in engines))
 
 

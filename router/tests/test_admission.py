@@ -87,7 +87,7 @@ def test_objectives_are_the_class_unless_the_request_says_otherwise():
     harness.router.apply_plan(make_plan(ONE, generation=2, slo_classes=[default, gold]))
     one, _ = harness.admit(slo_class="gold", tpot_slo_s=0.5)
     two, _ = harness.admit(priority=-1)
-    first, second = harness.state.requests[one], harness.state.requests[two]
+    first, second = harness.state.requests.live[one], harness.state.requests.live[two]
     assert (first.slo.ttft_s, first.slo.tpot_s, first.priority) == (0.1, 0.5, 7)
     assert (second.slo.ttft_s, second.slo.tpot_s, second.priority) == (5.0, 0.5, -1)
     harness.run()
@@ -226,7 +226,7 @@ def test_recoveries_are_placed_first_the_most_indebted_ahead():
     harness.router.tick()
     harness.deliver()
     order = [submit.request_id for submit in core.submitted]
-    slos = [harness.state.requests[name].slo.tpot_s for name in order if name != new]
+    slos = [harness.state.requests.live[name].slo.tpot_s for name in order if name != new]
     assert slos == sorted(slos)
     assert order[-1] == new
     harness.run()

@@ -89,7 +89,7 @@ DD = {"d0": "D", "d1": "D"}
 
 @pytest.fixture(name="is_ready")
 def _is_ready() -> Callable[[Wired, int], bool]:
-    return lambda wired, number: len(wired.router.state.table) == number
+    return lambda wired, number: len(wired.router.state.engines.table) == number
 
 
 async def finish_all(wired: Wired) -> None:
@@ -256,8 +256,8 @@ async def test_control_applies_plans_tells_status_and_moves(is_ready):
         await until(lambda: is_ready(wired, 2))
         response_stream = wired.admit(100)
         await until(lambda: len(response_stream.token_ids) > 3)
-        (request_id,) = wired.router.state.requests
-        submission = wired.router.state.requests[request_id].submission
+        (request_id,) = wired.router.state.requests.live
+        submission = wired.router.state.requests.live[request_id].submission
         assert submission is not None
         other = "d0" if submission.engine.engine_id == "d1" else "d1"
         moved = await control.Move(control_pb2.MoveRequest(request_id=request_id, engine_id=other))

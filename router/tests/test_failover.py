@@ -84,7 +84,7 @@ def test_request_goes_on_where_it_was_when_only_the_stream_broke(steps_meanwhile
     harness.cut(name)
     for _ in range(steps_meanwhile):
         harness.step_all()
-        assert harness.state.requests[request_id].submission is None
+        assert harness.state.requests.live[request_id].submission is None
     harness.reconnect(name)
     harness.run()
     assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
@@ -131,7 +131,7 @@ def test_request_waits_for_its_engine_only_so_long():
     harness.cut(name)
     harness.clock.advance(0.29)
     harness.router.tick()
-    assert request_id in harness.state.waiting
+    assert request_id in harness.state.requests.waiting
     harness.clock.advance(0.02)
     harness.router.tick()
     assert harness.engine_of(request_id) == other
@@ -150,7 +150,7 @@ def test_engine_that_cannot_be_reached_is_not_waited_for():
     harness.step_all()
     address = harness.engines[name].address
     harness.cut(name)
-    assert request_id in harness.state.waiting
+    assert request_id in harness.state.requests.waiting
     harness.router.note_fault(address, "unavailable: refused")
     assert harness.engine_of(request_id) != name
 
@@ -168,7 +168,7 @@ def test_router_that_was_cut_off_from_all_engines_takes_up_what_they_kept():
     harness.cores["d0"].step()
     harness.clock.advance(5)
     harness.router.tick()
-    assert request_id in harness.state.waiting
+    assert request_id in harness.state.requests.waiting
     harness.reconnect("d0")
     harness.run()
     assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
@@ -371,7 +371,7 @@ def test_last_token_without_its_end_is_not_computed_again():
 
 def test_lost_engine_is_reported():
     harness = Harness(TWO)
-    version = harness.state.version
+    version = harness.state.status.version
     harness.kill("d0")
     status = harness.router.describe()
     assert status.version > version

@@ -8,7 +8,7 @@ from fake_engine import expected_output, make_plan
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId
-from sluice_router.scheduling.state import MigrationPhase
+from sluice_router.scheduling.entities import MigrationPhase
 from sluice_router.settings import Limits
 
 PD = {"p0": "P", "d0": "D"}
@@ -25,13 +25,13 @@ def start_on(harness: Harness, name: str, max_tokens: int = 40):
     """Admits a request that is placed on one engine."""
     others = [other for other in harness.engines if other != name]
     for other in others:
-        harness.state.table.configure(
+        harness.state.engines.table.configure(
             EngineId(other), role=harness.engines[other].role, chunk_size_tokens=0, is_draining=False
         )
     request_id, response_stream = harness.admit(20, max_tokens)
     for other in others:
         engine = harness.engines[other]
-        harness.state.table.configure(
+        harness.state.engines.table.configure(
             EngineId(other), role=engine.role, chunk_size_tokens=engine.chunk_size_tokens, is_draining=False
         )
     assert harness.engine_of(request_id) == name
@@ -114,12 +114,12 @@ def test_unanswered_grant_request_is_given_up_and_given_back():
     request_id, response_stream = start_on(harness, "p0")
     harness.step("p0")
     harness.deliver_up("p0")
-    assert harness.state.requests[request_id].migration is not None
+    assert harness.state.requests.live[request_id].migration is not None
     waiting = list(harness.down["d0"])
     harness.down["d0"].clear()
     harness.clock.advance(2.1)
     harness.router.tick()
-    assert harness.state.requests[request_id].migration is None
+    assert harness.state.requests.live[request_id].migration is None
     assert harness.count("flow_blocked", "prefill_done", "grant_timeout") == 1
     harness.down["d0"].extendleft(reversed(waiting))
     check_end(harness, response_stream)
@@ -211,7 +211,7 @@ def test_death_in_any_phase_of_a_move_loses_no_token(phase, victim):
     request_id, response_stream = start_on(harness, "p0")
     harness.kill("d1")  # so that the target is known
     harness.attach("d1", epoch=2)
-    harness.state.table.remove(EngineId("d1"))
+    harness.state.engines.table.remove(EngineId("d1"))
     harness.step("p0")
     harness.deliver_up("p0")
     if phase >= MigrationPhase.HANDING_OFF:
@@ -222,7 +222,7 @@ def test_death_in_any_phase_of_a_move_loses_no_token(phase, victim):
         harness.step("p0")
         harness.deliver_up("p0")
         harness.deliver_up("p0")
-    move = harness.state.requests[request_id].migration
+    move = harness.state.requests.live[request_id].migration
     assert move is not None
     assert move.phase is phase
     harness.kill(victim)
@@ -236,7 +236,7 @@ def hand_off_and_wait(harness: Harness, alive: tuple[str, ...], seconds: float):
     harness.step_all()
     harness.step("p0")
     harness.deliver()
-    move = harness.state.requests[request_id].migration
+    move = harness.state.requests.live[request_id].migration
     assert move is not None
     assert move.phase is MigrationPhase.SUBMITTED
     for _ in range(round(seconds * 10)):
@@ -421,11 +421,11 @@ def test_move_by_hand(request_id, engine_id, reason):
 
 
 def start_on_by_hand(harness: Harness):
-    harness.state.table.configure(
+    harness.state.engines.table.configure(
         EngineId("d1"), role=harness.engines["d1"].role, chunk_size_tokens=0, is_draining=False
     )
     request_id, response_stream = harness.admit(20, 40, client_request_id="mine")
-    harness.state.table.configure(
+    harness.state.engines.table.configure(
         EngineId("d1"), role=harness.engines["d1"].role, chunk_size_tokens=256, is_draining=False
     )
     assert harness.router.move("mine", EngineId("d1")) == "not_decoding"

@@ -42,7 +42,7 @@ async def test_router_becomes_ready_serves_and_lets_answers_end_at_shutdown(sett
         async with aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{server.ports['http']}/v1/completions"
             asking = asyncio.create_task(session.post(url, json=body))
-            await until(lambda: server.router.state.requests)
+            await until(lambda: server.router.state.requests.live)
             server.stop()
             await until(lambda: not server.router.is_ready)
             assert (await get(server, "/readyz"))[0] == 503
@@ -71,7 +71,7 @@ async def test_grpc_clients_get_goaway_while_their_calls_go_on(settings, tmp_pat
             server.stop()
             async with asyncio.timeout(10):
                 await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
-            assert server.router.state.requests
+            assert server.router.state.requests.live
             async for delta in deltas:
                 num_tokens += len(delta.token_ids)
         assert num_tokens == 60
@@ -99,7 +99,7 @@ async def test_grace_is_limited(settings, tmp_path):
         async with aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{server.ports['http']}/v1/completions"
             asking = asyncio.create_task(session.post(url, json=body))
-            await until(lambda: server.router.state.requests)
+            await until(lambda: server.router.state.requests.live)
             server.stop()
             answer = await asking
             assert answer.status == 503

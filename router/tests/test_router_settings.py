@@ -42,7 +42,7 @@ def test_value_out_of_bounds_is_refused_by_name(arguments):
 
 def test_a_latency_profile_is_what_engines_start_with():
     settings = parse_settings([*NEEDED, "--latency-profile", "qwen2.5-32b@a100-80gx2"], {})
-    table = make_router(settings).state.table
+    table = make_router(settings).state.engines.table
     spec = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
     table.add(EngineId("a"), spec, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048)
     shape = IterationShape(prefill_tokens=2048, num_chunks=1)

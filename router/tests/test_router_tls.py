@@ -71,7 +71,7 @@ def make_engines(folder: Path, step_s: float = 0.005) -> tuple[CertificateFolder
 
 
 def faults(server: RouterServer) -> list[str]:
-    return [link.last_fault for link in server.router.state.endpoints.values()]
+    return [link.last_fault for link in server.router.state.engines.endpoints.values()]
 
 
 def client(server: RouterServer) -> httpx.AsyncClient:
@@ -173,7 +173,7 @@ async def test_certificates_and_their_authority_change_under_a_stream(tmp_path, 
             )
             async with serving(late):
                 write_engine_addresses(tmp_path, *engines, late)
-                await until(lambda: "late" in server.router.state.engines)
+                await until(lambda: "late" in server.router.state.engines.connected)
                 rest = [line async for line in lines]
             assert rest[-2] == "data: [DONE]"
             assert json.loads(rest[-4].removeprefix("data: "))["usage"]["completion_tokens"] == 300

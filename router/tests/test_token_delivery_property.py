@@ -61,17 +61,17 @@ class DataPlaneMachine(RuleBasedStateMachine):
             _, response_stream = self.harness.admit(prompt_tokens + extra, sampling=sampling)
             response_stream.stop_at = stop_at
 
-    @precondition(lambda self: self.harness.state.requests and not self.is_calm)
+    @precondition(lambda self: self.harness.state.requests.live and not self.is_calm)
     @rule(data=st.data())
     def cancel(self, data):
-        request_id = data.draw(st.sampled_from(list(self.harness.state.requests)))
+        request_id = data.draw(st.sampled_from(list(self.harness.state.requests.live)))
         self.harness.response_streams[request_id].is_cancelled = True
         self.harness.router.cancel(request_id)
 
-    @precondition(lambda self: self.harness.state.requests and not self.is_calm)
+    @precondition(lambda self: self.harness.state.requests.live and not self.is_calm)
     @rule(data=st.data())
     def break_sink(self, data):
-        request_id = data.draw(st.sampled_from(list(self.harness.state.requests)))
+        request_id = data.draw(st.sampled_from(list(self.harness.state.requests.live)))
         self.harness.response_streams[request_id].raises = RuntimeError("broken response_stream")
 
     @rule(name=names)
@@ -104,10 +104,10 @@ class DataPlaneMachine(RuleBasedStateMachine):
         if is_delivered:
             self.harness.deliver()
 
-    @precondition(lambda self: self.harness.state.requests)
+    @precondition(lambda self: self.harness.state.requests.live)
     @rule(data=st.data(), name=names)
     def move_by_hand(self, data, name):
-        request_id = data.draw(st.sampled_from(list(self.harness.state.requests)))
+        request_id = data.draw(st.sampled_from(list(self.harness.state.requests.live)))
         self.harness.router.move(request_id, name)
 
     @rule(name=names)
@@ -174,9 +174,9 @@ class DataPlaneMachine(RuleBasedStateMachine):
     @invariant()
     def each_request_is_in_one_place(self):
         state = self.harness.state
-        assert state.awaiting_resume.keys() <= state.waiting.keys()
-        for request_id, request in state.requests.items():
-            places = (request.submission is not None) + (request_id in state.waiting)
+        assert state.requests.awaiting_resume.keys() <= state.requests.waiting.keys()
+        for request_id, request in state.requests.live.items():
+            places = (request.submission is not None) + (request_id in state.requests.waiting)
             assert places == 1, f"{request_id} is in {places} places"
             if request.submission is not None:
                 assert not request.submission.engine.is_lost

@@ -1,7 +1,7 @@
 """Who owns a request: slots, fencing numbers, the queue.
 
 A request has one owner at a time. It gets one in ``submit``, with a new fencing number, or its last one back in
-``resume``, and is without one in ``RouterState.waiting`` (``enqueue``). What a former owner still sends is dropped, because its submission has no request.
+``resume``, and is without one in ``RouterState.requests.waiting`` (``enqueue``). What a former owner still sends is dropped, because its submission has no request.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_router.scheduling import wire_conversion
-from sluice_router.scheduling.state import Submission
+from sluice_router.scheduling.entities import Submission
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.requests import LiveRequest
-    from sluice_router.scheduling.state import ConnectedEngine, PendingResume, RouterState
+    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, PendingResume
+    from sluice_router.scheduling.state import RouterState
 
 
 def submit(
@@ -49,7 +49,7 @@ def submit(
         submit_number=engine.num_submits,
     )
     wire_conversion.add_submit(
-        state.message_to(engine),
+        state.outbox.message_to(engine),
         request,
         slot=slot,
         submit_number=engine.num_submits,
@@ -72,8 +72,8 @@ def resume(
         now: The router's clock, in seconds.
     """
     assert request.submission is None
-    del state.waiting[request.request_id]
-    state.awaiting_resume.pop(request.request_id, None)
+    del state.requests.waiting[request.request_id]
+    state.requests.awaiting_resume.pop(request.request_id, None)
     request.pending_resume = None
     slot = engine.take_slot()
     request.submission = engine.slots[slot] = Submission(
@@ -85,7 +85,7 @@ def resume(
         has_token=pending.submission.has_token,
     )
     num_output = len(request.output_token_ids)
-    state.message_to(engine).resumes.add(
+    state.outbox.message_to(engine).resumes.add(
         slot=slot, request_id=request.request_id, fence=request.fence, next_output_index=num_output
     )
     stall_s = 0.0
@@ -102,7 +102,7 @@ def enqueue(state: RouterState, request: LiveRequest, now: float) -> None:
     request.waiting_since_s = now
     request.wait_reason = ""
     request.predicted_ttft_s = None
-    state.waiting[request.request_id] = request
+    state.requests.waiting[request.request_id] = request
 
 
 def abort(state: RouterState, submission: Submission) -> None:
@@ -110,7 +110,7 @@ def abort(state: RouterState, submission: Submission) -> None:
     submission.request = None
     if not submission.is_aborted and not submission.engine.is_lost:
         submission.is_aborted = True
-        state.message_to(submission.engine).aborts.add(slot=submission.slot)
+        state.outbox.message_to(submission.engine).aborts.add(slot=submission.slot)
 
 
 def withdraw(state: RouterState, submission: Submission, request: LiveRequest, reason: str, now: float) -> None:
@@ -131,5 +131,5 @@ def release(state: RouterState, submission: Submission) -> None:
     """Lets the source of a hand-off free the KV; the slot is free with it."""
     if submission.is_pinned and not submission.engine.is_lost:
         submission.is_pinned = False
-        state.message_to(submission.engine).released_slots.append(submission.slot)
-        state.free_slot(submission)
+        state.outbox.message_to(submission.engine).released_slots.append(submission.slot)
+        state.outbox.free_slot(submission)

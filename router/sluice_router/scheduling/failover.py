@@ -14,7 +14,7 @@ from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.records import IterationShape, RequestId
 from sluice_router.errors import EngineFaultError
 from sluice_router.scheduling import completion, dispatch, migration
-from sluice_router.scheduling.state import MigrationPhase, PendingResume
+from sluice_router.scheduling.entities import MigrationPhase, PendingResume
 
 # A stream that broke or went silent says nothing about the engine behind it.
 RESUMABLE = frozenset({"stream", "silence"})
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from sluice.v1 import engine_pb2
     from sluice_core.records import EngineId
-    from sluice_router.scheduling.requests import LiveRequest
-    from sluice_router.scheduling.state import ConnectedEngine, Migration, RouterState, Submission
+    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Migration, Submission
+    from sluice_router.scheduling.state import RouterState
 
 
 def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: float, *, fault: str = "") -> None:
@@ -42,12 +42,12 @@ def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: f
         return
     engine.status = control_pb2.ENGINE_STATE_LOST
     engine.last_fault = fault or reason
-    if state.engines.get(engine.engine_id) is engine:
-        del state.engines[engine.engine_id]
-        state.table.remove(engine.engine_id)
-    state.actions.closes.append((engine, reason))
+    if state.engines.connected.get(engine.engine_id) is engine:
+        del state.engines.connected[engine.engine_id]
+        state.engines.table.remove(engine.engine_id)
+    state.outbox.actions.closes.append((engine, reason))
     state.metrics.count("engine_losses", reason)
-    state.mark_changed()
+    state.status.mark_changed()
     for move in list(engine.grants.values()):
         migration.drop_target(state, move, now)
     for submission in engine.slots:
@@ -66,7 +66,7 @@ def resume_kept_requests(
     Those that still wait here go on there; the rest are aborted there. What waits for that engine in vain goes elsewhere.
     """
     for item in held:
-        request = state.waiting.get(RequestId(item.request_id))
+        request = state.requests.waiting.get(RequestId(item.request_id))
         pending = None if request is None else request.pending_resume
         is_ours = (
             request is not None
@@ -81,26 +81,26 @@ def resume_kept_requests(
             assert pending is not None
             dispatch.resume(state, request, pending, engine, now)
         else:
-            state.message_to(engine).aborts.add(held_request_id=item.request_id)
+            state.outbox.message_to(engine).aborts.add(held_request_id=item.request_id)
     give_up_resumes(state, engine.engine_id, now)
 
 
 def give_up_resumes(state: RouterState, engine_id: EngineId, now: float) -> None:
     """The engine does not have them, or cannot be reached: what waits for it goes elsewhere."""
-    for request in list(state.awaiting_resume.values()):
+    for request in list(state.requests.awaiting_resume.values()):
         if request.pending_resume is not None and request.pending_resume.submission.engine.engine_id == engine_id:
             _give_up_resume(state, request, request.pending_resume, now)
 
 
 def expire_resumes(state: RouterState, now: float) -> None:
     """Lets requests go elsewhere whose engine has not come back in time."""
-    for request in list(state.awaiting_resume.values()):
+    for request in list(state.requests.awaiting_resume.values()):
         if request.pending_resume is not None and now >= request.pending_resume.until_s:
             _give_up_resume(state, request, request.pending_resume, now)
 
 
 def _give_up_resume(state: RouterState, request: LiveRequest, pending: PendingResume, now: float) -> None:
-    del state.awaiting_resume[request.request_id], state.waiting[request.request_id]
+    del state.requests.awaiting_resume[request.request_id], state.requests.waiting[request.request_id]
     _recover_elsewhere(state, pending.submission, request, pending.reason, now)
 
 
@@ -118,7 +118,7 @@ def expire_pulls(state: RouterState, engine: ConnectedEngine, now: float) -> Non
 
 
 def _give_up_pulls_from(state: RouterState, source: ConnectedEngine, now: float) -> None:
-    for request in list(state.requests.values()):
+    for request in list(state.requests.live.values()):
         move = request.migration
         if move is not None and move.phase is MigrationPhase.SUBMITTED and move.source.engine is source:
             _give_up_pull(state, request, move, "source_lost", now)
@@ -186,7 +186,7 @@ def _recover(state: RouterState, submission: Submission, request: LiveRequest, r
     # A silent engine has had its time already.
     grace_s = state.limits.resume_grace_s if reason == "stream" else 0.0
     request.pending_resume = PendingResume(submission=submission, reason=reason, until_s=now + grace_s)
-    state.awaiting_resume[request.request_id] = request
+    state.requests.awaiting_resume[request.request_id] = request
     dispatch.enqueue(state, request, now)
     if not grace_s:
         _give_up_resume(state, request, request.pending_resume, now)
@@ -224,7 +224,7 @@ def _has_work(engine: ConnectedEngine) -> bool:
 
 def _age_limit_s(state: RouterState, engine: ConnectedEngine) -> float:
     """The longest time that an iteration may take (router.md, section 5)."""
-    if engine.engine_id not in state.table:
+    if engine.engine_id not in state.engines.table:
         return state.limits.iteration_age_floor_s
     tokens = engine.chunk_size_tokens or engine.spec.max_batch_tokens
     prefill_tokens = max(0, tokens - engine.load.running_decodes)
@@ -235,5 +235,5 @@ def _age_limit_s(state: RouterState, engine: ConnectedEngine) -> float:
         num_decodes=engine.load.running_decodes,
         decode_context_tokens=engine.load.decode_context_tokens,
     )
-    longest_s = state.table[engine.engine_id].latency.estimate_shape_s(shape)
+    longest_s = state.engines.table[engine.engine_id].latency.estimate_shape_s(shape)
     return max(state.limits.iteration_age_floor_s, state.limits.iteration_age_factor * longest_s)

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING
 from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import EngineId, MoveCause, Role
 from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_router.errors import EngineProtocolError
 from sluice_router.scheduling import dispatch, wire_conversion
-from sluice_router.scheduling.state import EngineProtocolError, Migration, MigrationPhase
+from sluice_router.scheduling.entities import Migration, MigrationPhase
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.requests import LiveRequest
-    from sluice_router.scheduling.state import ConnectedEngine, RouterState, Submission
+    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
+    from sluice_router.scheduling.state import RouterState
 
 
 def propose(
@@ -61,10 +62,10 @@ def propose(
 
 def propose_first_decode(state: RouterState, submission: Submission, now: float) -> None:
     """Proposes the move of a prefill that has just completed on a P-heavy engine."""
-    flow = state.flow
+    flow = state.active.flow
     if flow is None or not flow.moves_first_decodes or submission.engine.role is not Role.PREFILL_HEAVY:
         return
-    if not state.table.are_roles_void:
+    if not state.engines.table.are_roles_void:
         propose(state, submission, MoveCause.PREFILL_DONE, now)
 
 
@@ -95,11 +96,11 @@ def block(state: RouterState, submission: Submission, cause: MoveCause, reason: 
 
 def handle_grant(state: RouterState, engine: ConnectedEngine, grant: engine_pb2.Grant, now: float) -> None:
     """An engine answered a grant request: hand off, or let the request go on."""
-    state.table.record_grant_answer(engine.engine_id, grant.grant_id)
+    state.engines.table.record_grant_answer(engine.engine_id, grant.grant_id)
     move = engine.grants.get(grant.grant_id)
     if move is None or move.phase is not MigrationPhase.GRANT_ASKED:
         if grant.is_granted and move is None:
-            state.message_to(engine).released_grant_ids.append(grant.grant_id)
+            state.outbox.message_to(engine).released_grant_ids.append(grant.grant_id)
         return
     if not grant.is_granted:
         # There is nothing to give back.
@@ -108,7 +109,7 @@ def handle_grant(state: RouterState, engine: ConnectedEngine, grant: engine_pb2.
         return
     source = move.source
     move.phase = MigrationPhase.HANDING_OFF
-    state.message_to(source.engine).hand_offs.add(slot=source.slot, fence=move.request.fence)
+    state.outbox.message_to(source.engine).hand_offs.add(slot=source.slot, fence=move.request.fence)
     state.decision_log.record(now, move.request.request_id, "granted", engine.engine_id, move.cause.value)
 
 
@@ -193,8 +194,8 @@ def abandon(state: RouterState, move: Migration, reason: str, now: float) -> Non
     """
     target = move.target
     if target is not None and target.grants.pop(move.grant_id, None) is not None:
-        state.message_to(target).released_grant_ids.append(move.grant_id)
-        state.table.record_grant_answer(target.engine_id, move.grant_id)
+        state.outbox.message_to(target).released_grant_ids.append(move.grant_id)
+        state.engines.table.record_grant_answer(target.engine_id, move.grant_id)
     if move.phase is MigrationPhase.GRANT_ASKED:
         block(state, move.source, move.cause, reason, now)
     state.metrics.count("moves", move.cause.value, reason)
@@ -233,10 +234,10 @@ def start_manual(state: RouterState, request_id: str, engine_id: EngineId, now: 
     Returns:
         Why not (control.proto, MoveResponse); empty when the target was asked for a grant.
     """
-    request = state.find_request(request_id)
+    request = state.requests.find(request_id)
     if request is None:
         return "unknown_request"
-    if engine_id not in state.table:
+    if engine_id not in state.engines.table:
         return "unknown_engine"
     submission = request.submission
     if submission is None or not submission.has_token:
@@ -252,9 +253,9 @@ def _pick_target(
     """Picks the engine to ask; or says why there is none."""
     request, source = submission.request, submission.engine
     assert request is not None
-    if state.flow is None or state.plan is None:
+    if state.active.flow is None or state.active.plan is None:
         return None, "no_plan"
-    cap = max(1, state.limits.max_moves_per_engine // state.plan.num_routers)
+    cap = max(1, state.limits.max_moves_per_engine // state.active.plan.num_routers)
     if source.migrations_out >= cap:
         return None, "source_busy"
     if _is_too_soon(state, request, cause):
@@ -262,7 +263,7 @@ def _pick_target(
     if target_id is None:
         unfit = {
             engine.engine_id
-            for engine in state.engines.values()
+            for engine in state.engines.connected.values()
             if engine.migrations_in >= cap or engine.fingerprint != source.fingerprint
         }
         flow_request = FlowRequest(
@@ -272,8 +273,8 @@ def _pick_target(
             num_blocks=blocks_for_tokens(request.num_tokens + 1, source.spec.block_size_tokens),
             excluded=frozenset(unfit | request.died_on),
         )
-        target_id = state.flow.target(now, flow_request, state.table)
-    target = None if target_id is None else state.engines.get(target_id)
+        target_id = state.active.flow.target(now, flow_request, state.engines.table)
+    target = None if target_id is None else state.engines.connected.get(target_id)
     if target is None:
         return None, "no_target"
     if target.fingerprint != source.fingerprint:
@@ -283,7 +284,7 @@ def _pick_target(
 
 def _is_last_of_its_fingerprint(state: RouterState, engine: ConnectedEngine) -> bool:
     """Whether engines take requests over, and none of them can read this one's KV."""
-    usable = [state.engines[item.engine_id] for item in state.table if not item.is_draining]
+    usable = [state.engines.connected[item.engine_id] for item in state.engines.table if not item.is_draining]
     others = [other for other in usable if other is not engine]
     return bool(others) and all(other.fingerprint != engine.fingerprint for other in others)
 
@@ -297,10 +298,10 @@ def _recompute_elsewhere(state: RouterState, submission: Submission, request: Li
 
 def _is_too_soon(state: RouterState, request: LiveRequest, cause: MoveCause) -> bool:
     """Whether a degradation follows the last move too closely (router.md 3, against ping-pong)."""
-    if cause is not MoveCause.DEGRADE or request.num_hand_offs == 0 or state.plan is None:
+    if cause is not MoveCause.DEGRADE or request.num_hand_offs == 0 or state.active.plan is None:
         return False
     since_move = len(request.output_token_ids) - request.moved_at_tokens
-    return since_move < state.plan.parameters.min_tokens_between_moves
+    return since_move < state.active.plan.parameters.min_tokens_between_moves
 
 
 def _ask_for_grant(
@@ -314,11 +315,11 @@ def _ask_for_grant(
     request.migration = target.grants[grant_id] = move
     submission.engine.migrations_out += 1
     target.migrations_in += 1
-    state.message_to(target).grant_requests.add(
+    state.outbox.message_to(target).grant_requests.add(
         grant_id=grant_id, num_tokens=num_tokens, cause=wire_conversion.CAUSE_VALUES[cause]
     )
     num_blocks = blocks_for_tokens(num_tokens, target.spec.block_size_tokens)
-    state.table.record_grant_request(target.engine_id, grant_id, num_blocks)
+    state.engines.table.record_grant_request(target.engine_id, grant_id, num_blocks)
     state.decision_log.record(
         now,
         request.request_id,

@@ -15,18 +15,17 @@ tokens, then exactly one of ``on_finished`` and ``on_error``, which carries all 
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from array import array
+
     from prometheus_client import CollectorRegistry
 
     from sluice.v1 import engine_pb2, sampling_pb2
-    from sluice_core.records import EngineId, RequestId, Slo
+    from sluice_core.records import RequestId
     from sluice_router.errors import RouterError
-    from sluice_router.observability.metrics import Histogram
-    from sluice_router.scheduling.state import Migration, PendingResume, Submission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,77 +209,3 @@ class DataPlane(Protocol):
             Plain data for JSON; None when it is unknown or has left the ring.
         """
         ...
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class LiveRequest:
-    """A request from admission to its end; mutable, changed only by the functions of the data plane.
-
-    Exactly one of these holds: it is in ``RouterState.waiting``; ``submission`` is set (its owner is that engine); ``migration`` has
-    been handed off and waits for its submit, which never outlives the function that sees it.
-
-    Args:
-        request_id: The router's id.
-        new: What the edge handed over, with the seed filled in.
-        slo: Objectives, fixed at admission.
-        priority: Higher goes first.
-        response_stream: The client's answer.
-        itl_s: Where the gaps between its tokens are counted.
-        output_token_ids: Tokens delivered to the response stream so far.
-        fence: Fencing number of the last submit.
-        submission: Where it runs.
-        migration: The migration in progress.
-        pending_resume: What the engine may have of it whose stream it lost; None from its next owner on.
-        waiting_since_s: When it began to wait for an engine.
-        wait_reason: Why it waits.
-        first_token_s: When the first token came.
-        last_token_s: When the last one came.
-        lost_since_s: When its engine failed, until the next token comes.
-        predicted_ttft_s: The placement's estimate.
-        num_hand_offs: Moves that kept the KV.
-        num_recoveries: Times it was placed again after a failure.
-        num_deaths: Engines that failed while it ran there.
-        died_on: Their ids; avoided while there are others.
-        excluded: Engines that returned it; cleared once it is placed.
-        cached_tokens: Prompt tokens found in a prefix cache.
-        reset_at_tokens: Output length at the last move that reset Algorithm 1's length.
-        moved_at_tokens: Output length at the last move.
-    """
-
-    request_id: RequestId
-    new: NewRequest
-    slo: Slo
-    priority: int
-    response_stream: ResponseStream
-    itl_s: Histogram
-    output_token_ids: array[int] = field(default_factory=lambda: array("I"))
-    fence: int = 0
-    submission: Submission | None = None
-    migration: Migration | None = None
-    pending_resume: PendingResume | None = None
-    waiting_since_s: float = 0.0
-    wait_reason: str = ""
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
-    lost_since_s: float | None = None
-    predicted_ttft_s: float | None = None
-    num_hand_offs: int = 0
-    num_recoveries: int = 0
-    num_deaths: int = 0
-    died_on: set[EngineId] = field(default_factory=set)
-    excluded: frozenset[EngineId] = frozenset()
-    cached_tokens: int = 0
-    reset_at_tokens: int = 0
-    moved_at_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
-        return len(self.new.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
-    def next_token_due_s(self) -> float:
-        """When the next token is due by the TPOT objective, on the router's clock; 0 before the first token."""
-        if self.first_token_s is None:
-            return 0.0
-        return self.first_token_s + self.slo.tpot_s * len(self.output_token_ids)

@@ -1,7 +1,7 @@
 """The data plane's entry points: observe, decide, act.
 
 Every event (a new request, an engine's message, a lost stream, a tick) is one synchronous method: it changes the state,
-and then carries out what the state asks for (``RouterState.take_actions``): messages to links, calls of response streams. A response_stream that
+and then carries out what the state asks for (``RouterState.outbox.take``): messages to links, calls of response streams. A response_stream that
 calls back into the router while an event is under way is served after it.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from sluice_router.errors import EngineProtocolError
 from sluice_router.scheduling import (
     admission,
     completion,
@@ -25,7 +26,6 @@ from sluice_router.scheduling import (
     token_delivery,
 )
 from sluice_router.scheduling.requests import ServedModel
-from sluice_router.scheduling.state import EngineEndpoint, EngineProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from sluice_core.records import EngineId, RequestId
     from sluice_router.errors import RouterError
     from sluice_router.observability.metrics import EngineTraffic
-    from sluice_router.scheduling.requests import LiveRequest, NewRequest, ResponseStream
-    from sluice_router.scheduling.state import ConnectedEngine, RouterState
+    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest
+    from sluice_router.scheduling.requests import NewRequest, ResponseStream
+    from sluice_router.scheduling.state import RouterState
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ End = TypeVar("End")
 MAX_TICK_LAG_S = 0.2
 
 
-class LinkWriter(Protocol):
-    """What the router needs of the links."""
+class EngineWriter(Protocol):
+    """Where messages to engines go; ``engines.EngineConnections`` in production."""
 
     def send(self, engine: ConnectedEngine, message: engine_pb2.AttachRequest) -> None:
         """Queues a message on the engine's stream; one whose stream is gone is dropped."""
@@ -70,19 +71,20 @@ class Router:
         self.now = clock
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(status.RouterCollector(state, clock))
-        self._links: LinkWriter | None = None
+        self._engine_writer: EngineWriter | None = None
+        self._rotation = 0
         self._is_busy = False
         self._late_cancels: list[tuple[RequestId, str]] = []
         self._last_tick_s: float | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._seen_version = state.version
+        self._seen_version = state.status.version
 
-    def connect(self, links: LinkWriter) -> None:
+    def connect(self, engine_writer: EngineWriter) -> None:
         """Says where messages to engines go."""
-        self._links = links
+        self._engine_writer = engine_writer
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Calls ``listener`` after every change of ``state.version``."""
+        """Calls ``listener`` after every change of ``state.status.version``."""
         self._listeners.append(listener)
 
     # --- clients -------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ class Router:
         if self._is_busy:
             self._late_cancels.append((request_id, reason))
             return
-        request = self.state.requests.get(request_id)
+        request = self.state.requests.live.get(request_id)
         if request is not None:
             completion.cancel(self.state, request, reason, self.now())
             self._act()
@@ -110,8 +112,10 @@ class Router:
     def model(self) -> ServedModel:
         """See ``DataPlane.model``."""
         state = self.state
-        name = state.plan.served_model_name if state.plan is not None else ""
-        return ServedModel(name=name, max_model_len_tokens=state.max_model_len_tokens, created_s=state.started_unix_s)
+        name = state.active.plan.served_model_name if state.active.plan is not None else ""
+        return ServedModel(
+            name=name, max_model_len_tokens=state.active.max_model_len_tokens, created_s=state.started_unix_s
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -133,25 +137,30 @@ class Router:
 
     def set_edge_fault(self, fault: str) -> None:
         """Says why clients cannot be served, whatever the engines; empty: they can."""
-        if fault != self.state.edge_fault:
-            self.state.edge_fault = fault
-            self.state.mark_changed()
+        if fault != self.state.status.edge_fault:
+            self.state.status.edge_fault = fault
+            self.state.status.mark_changed()
             self._act()
 
-    # --- links ---------------------------------------------------------------------------------------------------
+    # --- engines -------------------------------------------------------------------------------------------------
 
     def set_addresses(self, addresses: frozenset[str]) -> None:
         """The discovery knows these addresses now."""
         engine_registry.set_addresses(self.state, addresses)
         self._act()
 
+    @property
+    def router_id(self) -> str:
+        """Unique per router process."""
+        return self.state.router_id
+
     def traffic_of(self, address: str) -> EngineTraffic:
         """Where the bytes of an address's streams are counted."""
-        return self.state.endpoints.setdefault(address, EngineEndpoint()).traffic
+        return engine_registry.find_endpoint(self.state.engines, address).traffic
 
     def note_fault(self, address: str, fault: str) -> None:
         """An address has no stream, for this reason."""
-        now, has_held = self.now(), bool(self.state.awaiting_resume)
+        now, has_held = self.now(), bool(self.state.requests.awaiting_resume)
         if engine_registry.note_fault(self.state, address, fault, now):
             logger.info("engine at %s: no stream: %s", address, fault)
         if has_held:
@@ -204,7 +213,7 @@ class Router:
         """Does what is due by time alone; call it every 50 to 100 ms."""
         now, state = self.now(), self.state
         self._forgive_lag(now)
-        for engine in list(state.engines.values()):
+        for engine in list(state.engines.connected.values()):
             failure = failover.find_failure(state, engine, now)
             if failure is not None:
                 reason, fault = failure
@@ -244,13 +253,13 @@ class Router:
 
     def stop_accepting(self) -> None:
         """Not ready, and no new requests, from here on."""
-        self.state.is_accepting = False
-        self.state.mark_changed()
+        self.state.status.is_accepting = False
+        self.state.status.mark_changed()
         self._act()
 
     def fail_all(self, make_error: Callable[[], RouterError]) -> None:
         """Ends what is left at shutdown."""
-        for request in list(self.state.requests.values()):
+        for request in list(self.state.requests.live.values()):
             completion.fail(self.state, request, make_error(), self.now())
         self._act()
 
@@ -261,7 +270,7 @@ class Router:
         if self._last_tick_s is not None:
             lag_s = now - self._last_tick_s
             if lag_s > MAX_TICK_LAG_S:
-                for engine in self.state.engines.values():
+                for engine in self.state.engines.connected.values():
                     engine.last_heard_s = min(now, engine.last_heard_s + lag_s)
                     engine.progress_s = min(now, engine.progress_s + lag_s)
         self._last_tick_s = now
@@ -275,23 +284,23 @@ class Router:
             self._act_once()
             while self._late_cancels:
                 request_id, reason = self._late_cancels.pop()
-                request = self.state.requests.get(request_id)
+                request = self.state.requests.live.get(request_id)
                 if request is not None:
                     completion.cancel(self.state, request, reason, self.now())
                 self._act_once()
         finally:
             self._is_busy = False
-        if self.state.version != self._seen_version:
-            self._seen_version = self.state.version
+        if self.state.status.version != self._seen_version:
+            self._seen_version = self.state.status.version
             for listener in self._listeners:
                 listener()
 
     def _act_once(self) -> None:
-        actions = self.state.take_actions()
+        actions = self.state.outbox.take()
         for engine, message in actions.messages:
             self.state.metrics.count("grpc_messages", "down")
-            if self._links is not None:
-                self._links.send(engine, message)
+            if self._engine_writer is not None:
+                self._engine_writer.send(engine, message)
         if actions.flushes:
             self._flush(list(actions.flushes.values()))
         for response_stream, finish in actions.finishes:
@@ -299,14 +308,14 @@ class Router:
         for response_stream, error in actions.failures:
             self._end(response_stream.on_error, error)
         for engine, reason in actions.closes:
-            if self._links is not None:
-                self._links.close(engine, reason)
+            if self._engine_writer is not None:
+                self._engine_writer.close(engine, reason)
 
     def _flush(self, requests: list[LiveRequest]) -> None:
         """Flushes response streams, beginning with another one each time, so that the same stream is not always last."""
         now, state = self.now(), self.state
-        state.rotation += 1
-        start = state.rotation % len(requests)
+        self._rotation += 1
+        start = self._rotation % len(requests)
         for request in requests[start:] + requests[:start]:
             try:
                 request.response_stream.flush(now)

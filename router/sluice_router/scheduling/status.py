@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from sluice_router.scheduling.state import EngineEndpoint, RouterState
+    from sluice_router.scheduling.entities import EngineEndpoint
+    from sluice_router.scheduling.state import RouterState
 
 # A finished request is news, but not each of them at once.
 PROGRESS_INTERVAL_S = 1.0
@@ -25,37 +26,42 @@ _SERVING = (control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING)
 
 def why_not_ready(state: RouterState) -> str:
     """Says why the router is not ready; empty when it is."""
-    if not state.is_accepting:
+    if not state.status.is_accepting:
         return "shutting down"
-    if state.edge_fault:
-        return state.edge_fault
-    if state.plan is None:
+    if state.status.edge_fault:
+        return state.status.edge_fault
+    if state.active.plan is None:
         return "no plan yet"
-    if len(state.table) == 0:
+    if len(state.engines.table) == 0:
         return "no engine has acknowledged the plan yet"
     return ""
 
 
 def note_progress(state: RouterState, now: float) -> None:
     """Makes finished requests news for those who poll, once a second."""
-    num_ended = sum(counters.num_finished for counters in state.attainment.totals.values())
-    if num_ended != state.num_reported and now - state.reported_s >= PROGRESS_INTERVAL_S:
-        state.num_reported, state.reported_s = num_ended, now
-        state.mark_changed()
+    num_ended = sum(counters.num_finished for counters in state.statistics.attainment.totals.values())
+    if num_ended != state.status.num_reported and now - state.status.reported_s >= PROGRESS_INTERVAL_S:
+        state.status.num_reported, state.status.reported_s = num_ended, now
+        state.status.mark_changed()
 
 
 def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
     """Builds the answer to ``Control.GetStatus``; durations only, no times."""
     del now
-    plan = state.plan
-    acknowledged = [engine.acknowledged_generation for engine in state.engines.values() if engine.status in _SERVING]
+    plan = state.active.plan
+    acknowledged = [
+        engine.acknowledged_generation for engine in state.engines.connected.values() if engine.status in _SERVING
+    ]
     return control_pb2.GetStatusResponse(
-        version=state.version,
+        version=state.status.version,
         router_id=state.router_id,
         cluster_uid=plan.cluster_uid if plan is not None else "",
         generation=plan.generation if plan is not None else 0,
         acknowledged_generation=min(acknowledged, default=0),
-        engines=[_describe_endpoint(state, address, endpoint) for address, endpoint in sorted(state.endpoints.items())],
+        engines=[
+            _describe_endpoint(state, address, endpoint)
+            for address, endpoint in sorted(state.engines.endpoints.items())
+        ],
         classes=[
             control_pb2.ClassCounters(
                 name=name,
@@ -64,11 +70,11 @@ def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
                 num_met_tpot=counters.num_met_tpot,
                 num_met_both=counters.num_met_both,
             )
-            for name, counters in sorted(state.attainment.totals.items())
+            for name, counters in sorted(state.statistics.attainment.totals.items())
         ],
-        samples=state.samples,
-        num_requests=len(state.requests),
-        num_waiting=len(state.waiting),
+        samples=state.statistics.samples,
+        num_requests=len(state.requests.live),
+        num_waiting=len(state.requests.waiting),
         is_ready=not why_not_ready(state),
     )
 
@@ -106,8 +112,8 @@ def _describe_endpoint(state: RouterState, address: str, endpoint: EngineEndpoin
         fingerprint=engine.fingerprint,
         last_fault=engine.last_fault or endpoint.last_fault,
     )
-    if state.engines.get(engine.engine_id) is engine and engine.engine_id in state.table:
-        latency = state.table[engine.engine_id].latency
+    if state.engines.connected.get(engine.engine_id) is engine and engine.engine_id in state.engines.table:
+        latency = state.engines.table[engine.engine_id].latency
         message.num_fitted_iterations = latency.num_observations
         message.latency_error_ratio = latency.relative_error
         if isinstance(latency, OnlineLatencyModel) and latency.num_observations:
@@ -140,15 +146,15 @@ class RouterCollector(Collector):
         error = GaugeMetricFamily(
             "sluice_latency_model_error_ratio", "Mean relative error of the latency model.", labels=("engine",)
         )
-        for engine in state.table:
+        for engine in state.engines.table:
             error.add_metric((engine.engine_id,), engine.latency.relative_error)
         yield error
         yield self._collect_traffic()
 
     def _collect_plain(self) -> Iterator[Metric]:
         state = self._state
-        plan = state.plan
-        waiting, running = len(state.waiting), len(state.requests) - len(state.waiting)
+        plan = state.active.plan
+        waiting, running = len(state.requests.waiting), len(state.requests.live) - len(state.requests.waiting)
         yield GaugeMetricFamily("sluice_requests_waiting", "Requests that wait for an engine.", value=waiting)
         yield GaugeMetricFamily("sluice_requests_running", "Requests on engines.", value=running)
         # The names that dashboards of vLLM know.
@@ -156,11 +162,11 @@ class RouterCollector(Collector):
         yield GaugeMetricFamily("vllm:num_requests_running", "Requests on engines.", value=running)
         generation = plan.generation if plan is not None else 0
         yield GaugeMetricFamily("sluice_plan_generation", "Generation of the plan in force.", value=generation)
-        in_flight = sum(engine.migrations_out for engine in state.engines.values())
+        in_flight = sum(engine.migrations_out for engine in state.engines.connected.values())
         yield GaugeMetricFamily("sluice_moves_running", "Moves in flight.", value=in_flight)
 
     def _collect_attainment(self) -> Metric:
-        now, attainment = self._clock(), self._state.attainment
+        now, attainment = self._clock(), self._state.statistics.attainment
         family = GaugeMetricFamily(
             "sluice_attainment_ratio",
             "Share of requests of the last five minutes that met their objectives.",
@@ -177,7 +183,7 @@ class RouterCollector(Collector):
         family = CounterMetricFamily(
             "sluice_engine_link_bytes", "Bytes on engine streams.", labels=("engine", "address", "direction")
         )
-        for address, endpoint in sorted(self._state.endpoints.items()):
+        for address, endpoint in sorted(self._state.engines.endpoints.items()):
             engine_id = "" if endpoint.engine is None else endpoint.engine.engine_id
             family.add_metric((engine_id, address, "up"), endpoint.traffic.num_bytes_up)
             family.add_metric((engine_id, address, "down"), endpoint.traffic.num_bytes_down)
@@ -185,7 +191,7 @@ class RouterCollector(Collector):
 
     def _count_engines(self) -> dict[tuple[str, str], int]:
         numbers: dict[tuple[str, str], int] = {}
-        for endpoint in self._state.endpoints.values():
+        for endpoint in self._state.engines.endpoints.values():
             engine = endpoint.engine
             value = control_pb2.ENGINE_STATE_CONNECTING if engine is None else engine.status
             role = engine.role.value if engine is not None and engine.role is not None else ""

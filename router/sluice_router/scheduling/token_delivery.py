@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.records import EngineId
-from sluice_router.errors import EngineFaultError, InvalidRequestError
+from sluice_router.errors import EngineFaultError, EngineProtocolError, InvalidRequestError
 from sluice_router.scheduling import completion, dispatch, failover, migration, plan, wire_conversion
-from sluice_router.scheduling.state import EngineProtocolError, MigrationPhase
+from sluice_router.scheduling.entities import MigrationPhase
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.requests import LiveRequest
-    from sluice_router.scheduling.state import ConnectedEngine, RouterState, Submission
+    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
+    from sluice_router.scheduling.state import RouterState
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def handle_message(state: RouterState, engine: ConnectedEngine, message: engine_
         _handle_proposal(state, engine, proposal, now)
     if message.fault:
         engine.last_fault = message.fault
-        state.mark_changed()
+        state.status.mark_changed()
 
 
 def _handle_migration_answers(
@@ -130,7 +130,7 @@ def _deliver(
         completion.cancel(state, request, "sink_fault", now)
         return
     if stop_at is None:
-        state.actions.flushes[request.request_id] = request
+        state.outbox.actions.flushes[request.request_id] = request
     else:
         completion.finish(state, request, sampling_pb2.FINISH_REASON_STOP, now, output_tokens=stop_at)
 
@@ -174,7 +174,7 @@ def _handle_finished(state: RouterState, engine: ConnectedEngine, finished: engi
             f"slot {finished.slot} ended with {finished.num_output_tokens} tokens, {len(request.output_token_ids)} came"
         )
     submission.request = None
-    state.free_slot(submission)
+    state.outbox.free_slot(submission)
     if request is None:
         return
     request.submission = None
@@ -183,7 +183,7 @@ def _handle_finished(state: RouterState, engine: ConnectedEngine, finished: engi
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         completion.finish(state, request, finished.reason, now, stop_token_id=stop_token_id)
         return
-    state.table.cancel_placement(engine.engine_id, request.request_id, now)
+    state.engines.table.cancel_placement(engine.engine_id, request.request_id, now)
     if request.migration is not None:
         migration.abandon(state, request.migration, "target_failed", now)
     if finished.reason == sampling_pb2.FINISH_REASON_REFUSED:
@@ -211,20 +211,22 @@ def _handle_load(state: RouterState, engine: ConnectedEngine, load: engine_pb2.L
     """Takes a load report, and the iteration that it measured."""
     engine_id = EngineId(engine.engine_id)
     if load.transport != engine.load.transport:
-        state.mark_changed()
+        state.status.mark_changed()
     engine.load = load
     # Iterations for other routers count too; they show in the age alone when their message was not for us.
     engine.progress_s = max(engine.progress_s, now - load.iteration_age_s)
-    known = engine_id in state.table
+    known = engine_id in state.engines.table
     iteration = load.iteration
     if load.HasField("iteration") and iteration.number > engine.num_iterations:
         engine.num_iterations = iteration.number
         if known and (iteration.num_chunks or iteration.number % LEARN_EVERY == 0):
-            state.table.observe_iteration(engine_id, wire_conversion.shape_from(iteration), iteration.duration_s)
+            state.engines.table.observe_iteration(
+                engine_id, wire_conversion.shape_from(iteration), iteration.duration_s
+            )
     if load.is_draining and not engine.is_draining:
         plan.begin_drain(state, engine)
     if known:
-        state.table.report(engine_id, wire_conversion.load_from(load, _remaining_s(state, engine, load)), now)
+        state.engines.table.report(engine_id, wire_conversion.load_from(load, _remaining_s(state, engine, load)), now)
     _note_drained(state, engine)
 
 
@@ -232,7 +234,9 @@ def _remaining_s(state: RouterState, engine: ConnectedEngine, load: engine_pb2.L
     """Expected rest of the iteration under way: as long as the last one, less its age."""
     if not (load.running_decodes or load.queued_prefill_tokens) or not load.HasField("iteration"):
         return 0.0
-    estimate_s = state.table[engine.engine_id].latency.estimate_shape_s(wire_conversion.shape_from(load.iteration))
+    estimate_s = state.engines.table[engine.engine_id].latency.estimate_shape_s(
+        wire_conversion.shape_from(load.iteration)
+    )
     return max(0.0, estimate_s - load.iteration_age_s)
 
 
@@ -247,4 +251,4 @@ def _note_drained(state: RouterState, engine: ConnectedEngine) -> None:
         status = control_pb2.ENGINE_STATE_DRAINED
     if engine.status not in {status, control_pb2.ENGINE_STATE_REFUSED, control_pb2.ENGINE_STATE_LOST}:
         engine.status = status
-        state.mark_changed()
+        state.status.mark_changed()

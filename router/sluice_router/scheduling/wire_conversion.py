@@ -22,7 +22,7 @@ from sluice_core.scheduling.engine_table import EngineSpec
 
 if TYPE_CHECKING:
     from sluice.v1 import sampling_pb2
-    from sluice_router.scheduling.requests import LiveRequest
+    from sluice_router.scheduling.entities import LiveRequest
 
 ROLES = {plan_pb2.ROLE_PREFILL_HEAVY: Role.PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY: Role.DECODE_HEAVY}
 ROLE_VALUES = {role: value for value, role in ROLES.items()}

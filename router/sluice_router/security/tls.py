@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import grpc
     from prometheus_client.core import Metric
 
-    from sluice_router.scheduling.router import Router
     from sluice_router.settings import RouterSettings
 
 
@@ -90,20 +89,27 @@ class RouterSecurity:
             folder = CertificateFolder(Path(settings.peer_tls), is_mutual=True)
             self.peers = PeerSecurity(folder, settings.engine_name, settings.control_name)
 
-    async def keep(self, router: Router, renew_client_certificate: Callable[[], None]) -> None:
+    async def keep(
+        self,
+        *,
+        set_fault: Callable[[str], None],
+        keep_owners: Callable[[frozenset[str]], None],
+        renew_client_certificate: Callable[[], None],
+    ) -> None:
         """Follows the folders for ever.
 
         Args:
-            router: Told when nobody can be let in.
-            renew_client_certificate: Shows the front's newest certificate to new clients.
+            set_fault: Called with the reason why no client can be let in; empty: they can.
+            keep_owners: Called with everybody who has a key, when that changes.
+            renew_client_certificate: Shows the newest certificate to new clients.
         """
         keys, certificates, peers = self.client_access.keys, self.client_access.certificates, self.peers
-        router.set_edge_fault(keys.fault if keys else "")
+        set_fault(keys.fault if keys else "")
 
         def refresh() -> None:
             if keys is not None and keys.refresh():
-                router.state.metrics.keep_owners(keys.owners)
-                router.set_edge_fault(keys.fault)
+                keep_owners(keys.owners)
+                set_fault(keys.fault)
             if certificates is not None and certificates.refresh():
                 renew_client_certificate()
             if peers is not None and peers.folder.refresh():
