@@ -8,7 +8,7 @@
 # make e2e-k8s runs the tests on a real Kubernetes, which it builds and starts (Go, root; minutes the first time)
 # make images-check builds the images of the Dockerfiles, and runs them there (30 GB of disk, a quarter of an hour)
 # make bench   runs the benchmarks
-# make bench-paper writes docs/results.md anew: papers reproduced in the simulator
+# make bench-paper writes docs/measurements/papers.md anew: papers reproduced in the simulator
 # make mutation mutates Algorithms 1 and 2 and the batch policy: does a test notice every mutant?
 # make clean   removes all of the above; models and volumes stay
 #
@@ -102,10 +102,10 @@ format: $(STAMPS)/dev
 	@$(BIN)/ruff format .
 
 bench-paper: $(STAMPS)/dev $(COMPILED)
-	@PYTHONPATH=build/compiled exec $(BIN)/sluice bench paper taichi --document docs/results.md $(ARGS)
+	@PYTHONPATH=build/compiled exec $(BIN)/python -m benchmarks.papers.run taichi --document docs/measurements/papers.md $(ARGS)
 
 bench: install model $(COMPILED)
-	@for program in benchmarks/*/run.py; do \
+	@for program in $(filter-out benchmarks/papers/run.py,$(wildcard benchmarks/*/run.py)); do \
 		echo "== $$program" && PYTHONPATH=build/compiled:. $(BIN)/python $$program $(ARGS); done
 
 mutation: $(STAMPS)/dev

@@ -32,6 +32,7 @@ TESTS = (
     "cli/tests",
     "router/tests",
     "engine_image/tests",
+    "benchmarks/tests",
     "e2e",
     "docs/tests",
 )
@@ -51,7 +52,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("docs/crd.md is what the CRD says", ".", ("python", "crds/reference.py", "check")),
     ("style", ".", ("ruff", "check", ".")),
     ("format", ".", ("ruff", "format", "--check", ".")),
-    ("types", ".", ("mypy", *PACKAGES, "e2e/kube/testbed", "requirements", "crds", ".ci/checks.py")),
+    ("types", ".", ("mypy", *PACKAGES, "benchmarks/papers", "e2e/kube/testbed", "requirements", "crds", ".ci/checks.py")),
     ("import directions", ".", ("lint-imports",)),
     ("protos", "protos", ("buf", "lint")),
     ("Dockerfiles", ".", ("hadolint", *DOCKERFILES)),

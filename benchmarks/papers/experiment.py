@@ -10,7 +10,8 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_cli.papers.trials import Laboratory, Outcome, Trial
+from benchmarks.papers.trials import Laboratory, Outcome, Trial
+
 from sluice_cli.simulation.cell_settings import CellSettings, CellSpec, parse_engines
 from sluice_core.records import EarlyRejection
 from sluice_core.sim.cell import NoGrant, TtftEnd

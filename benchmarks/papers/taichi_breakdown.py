@@ -5,17 +5,18 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from sluice_cli.papers.experiment import compute_mean
-from sluice_cli.papers.findings import Band, Chapter, Finding, Plot, PlotKind, Series, Unit, band, exactly
-from sluice_cli.papers.taichi import BREAKDOWN, BREAKDOWN_RPS, GOODPUT_CELLS, LATENCY_CELLS
+from benchmarks.papers.experiment import compute_mean
+from benchmarks.papers.findings import Band, Chapter, Finding, Plot, PlotKind, Series, Unit, band, exactly
+from benchmarks.papers.taichi import BREAKDOWN, BREAKDOWN_RPS, GOODPUT_CELLS, LATENCY_CELLS
+
 from sluice_core.sim.metrics import compute_percentile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sluice_cli.papers.experiment import Bench
-    from sluice_cli.papers.taichi import GoodputCell
-    from sluice_cli.papers.trials import Outcome
+    from benchmarks.papers.experiment import Bench
+    from benchmarks.papers.taichi import GoodputCell
+    from benchmarks.papers.trials import Outcome
 
 _TTFT_REDUCTION = band(2.42, 13.2)  # taichi.txt, section 4.3
 _TPOT_REDUCTION = band(1.11, 1.69)

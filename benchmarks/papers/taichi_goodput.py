@@ -5,15 +5,15 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from sluice_cli.papers.experiment import compute_mean
-from sluice_cli.papers.findings import Chapter, Finding, Plot, PlotKind, Series, Unit
-from sluice_cli.papers.taichi import AGGREGATED_GRID, DISAGGREGATED_GRID, TAICHI_GRID, GoodputCell, Stated
+from benchmarks.papers.experiment import compute_mean
+from benchmarks.papers.findings import Chapter, Finding, Plot, PlotKind, Series, Unit
+from benchmarks.papers.taichi import AGGREGATED_GRID, DISAGGREGATED_GRID, TAICHI_GRID, GoodputCell, Stated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sluice_cli.papers.experiment import Bench, System
-    from sluice_cli.papers.trials import Outcome
+    from benchmarks.papers.experiment import Bench, System
+    from benchmarks.papers.trials import Outcome
 
 _UNTUNED = "The paper does not tune its baselines over all of these; its ratios are shown for comparison."
 _PLOTTED_SHARES = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35)  # of the highest goodput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice_cli.papers.findings import Plot, PlotKind
+from benchmarks.papers.findings import Plot, PlotKind
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,14 +1,14 @@
-"""The papers that ``sluice bench paper`` knows, each with its experiments by name."""
+"""The papers that ``benchmarks.papers.run`` knows, each with its experiments by name."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sluice_cli.papers.taichi import GOODPUT_CELLS, H100_CELL, OTHER_CELLS
-from sluice_cli.papers.taichi_breakdown import measure_figure17, measure_figure18, measure_figure19
-from sluice_cli.papers.taichi_goodput import measure_cell, measure_tuned_cell
-from sluice_cli.papers.taichi_motivation import (
+from benchmarks.papers.taichi import GOODPUT_CELLS, H100_CELL, OTHER_CELLS
+from benchmarks.papers.taichi_breakdown import measure_figure17, measure_figure18, measure_figure19
+from benchmarks.papers.taichi_goodput import measure_cell, measure_tuned_cell
+from benchmarks.papers.taichi_motivation import (
     measure_figure4,
     measure_figure5,
     measure_figure6,
@@ -19,8 +19,8 @@ from sluice_cli.papers.taichi_motivation import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from sluice_cli.papers.experiment import Bench
-    from sluice_cli.papers.findings import Chapter
+    from benchmarks.papers.experiment import Bench
+    from benchmarks.papers.findings import Chapter
 
     Experiment = Callable[[Bench], Chapter]
 
@@ -45,13 +45,13 @@ INTRODUCTION = """
 What papers state beside what the simulator gives, the ratio of the two, and the band in which an independent simulation of the
 same published data came out (where that says *about*: 5 to 10 % around it, 30 % in Figure 17; where it says *overloaded*: P90 TTFT
 grows by 1.3 or more with twice the run). Where no figure of a paper is given, the paper states none in its text. Nothing but kernel
-measurements is fitted ([latency.md](latency.md)); semantics are the paper's ([simulator.md](simulator.md), `no_grant=wait`,
+measurements is fitted ([latency.md](../latency.md)); semantics are the paper's ([simulator.md](../simulator.md), `no_grant=wait`,
 `ttft_end=decode_join`, `early_rejection=random`, `min_tokens_between_moves=0`).
 
     make bench-paper
 
-makes this page and its plots anew from the traces in `../shared/data/traces` (`ARGS="--traces DIR"` for another folder);
-`sluice bench paper taichi --only NAME` shows one experiment. Every run is a function of its seed: figures repeat exactly.
+makes this page and its plots anew from the traces in `benchmarks/traces`; `python -m benchmarks.papers.run taichi --only NAME`
+shows one experiment. Every run is a function of its seed: figures repeat exactly.
 
 ## TaiChi
 

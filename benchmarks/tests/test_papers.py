@@ -1,4 +1,4 @@
-"""``sluice bench paper``: a smoke cell, what a document says, and how it refuses."""
+"""``make bench-paper``: a smoke cell, what a document says, and how it refuses."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.papers.experiment import Bench, Effort, System
+from benchmarks.papers.findings import Band, Chapter, Finding, Plot, PlotKind, Results, Series, Unit, band, exactly
+from benchmarks.papers.library import INTRODUCTION, PAPERS
+from benchmarks.papers.plots import write_plot
+from benchmarks.papers.report import list_cells, merge, read_results, write_document, write_results
+from benchmarks.papers.run import paper
+from benchmarks.papers.taichi import AGGREGATED_GRID, GOODPUT_CELLS, MOTIVATION, TAICHI_GRID, aggregate
+from benchmarks.papers.taichi_motivation import observe_interference
+from benchmarks.papers.trials import Laboratory
 from click.testing import CliRunner
-
-from sluice_cli.main import cli
-from sluice_cli.papers.experiment import Bench, Effort, System
-from sluice_cli.papers.findings import Band, Chapter, Finding, Plot, PlotKind, Results, Series, Unit, band, exactly
-from sluice_cli.papers.library import INTRODUCTION, PAPERS
-from sluice_cli.papers.plots import write_plot
-from sluice_cli.papers.report import list_cells, merge, read_results, write_document, write_results
-from sluice_cli.papers.taichi import AGGREGATED_GRID, GOODPUT_CELLS, MOTIVATION, TAICHI_GRID, aggregate
-from sluice_cli.papers.taichi_motivation import observe_interference
-from sluice_cli.papers.trials import Laboratory
 
 ROOT = Path(__file__).parents[2]
 NAMES = {"arxiv_16k_recon": "arxiv-16k.csv", "arxiv_4k": "arxiv-16k.csv", "sharegpt_dist": "sharegpt.csv"}
@@ -34,7 +33,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reproduce(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli, ["bench", "paper", "taichi", "--jobs", "1", *arguments])
+    result = CliRunner().invoke(paper, ["taichi", "--jobs", "1", *arguments])
     return result.exit_code, result.stdout + (result.stderr if result.exit_code else "")
 
 
@@ -159,9 +158,9 @@ def test_every_experiment_has_a_name_of_its_own_and_grids_hold_no_system_twice()
 
 
 def test_the_document_is_made_from_the_results_beside_it() -> None:
-    results = read_results(ROOT / "docs" / "results" / "taichi.json", "taichi")
+    results = read_results(ROOT / "docs" / "measurements" / "papers" / "taichi.json", "taichi")
     assert results.chapters
-    assert (ROOT / "docs" / "results.md").read_text() == write_document(INTRODUCTION, results, "results")
+    assert (ROOT / "docs" / "measurements" / "papers.md").read_text() == write_document(INTRODUCTION, results, "papers")
     for chapter in results.chapters:
         for plot in chapter.plots:
-            assert (ROOT / "docs" / "results" / f"{plot.name}.svg").is_file()
+            assert (ROOT / "docs" / "measurements" / "papers" / f"{plot.name}.svg").is_file()

@@ -1,6 +1,6 @@
 """What came out, beside what the paper states and the band in which a reproduction lies.
 
-These records are also the file that a document is made from (``docs/results/*.json``), so that some experiments can be
+These records are also the file that a document is made from (``docs/measurements/papers/*.json``), so that some experiments can be
 carried out again without the others.
 """
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from benchmarks.papers.findings import Chapter, Finding, Results
 from rich.table import Table
-
-from sluice_cli.papers.findings import Chapter, Finding, Results
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

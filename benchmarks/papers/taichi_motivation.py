@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from sluice_cli.papers.experiment import compute_mean
-from sluice_cli.papers.findings import Band, Chapter, Finding, Plot, PlotKind, Series, Unit, band, exactly
-from sluice_cli.papers.taichi import (
+from benchmarks.papers.experiment import compute_mean
+from benchmarks.papers.findings import Band, Chapter, Finding, Plot, PlotKind, Series, Unit, band, exactly
+from benchmarks.papers.taichi import (
     CAPACITY_PROMPT_TOKENS,
     CAPACITY_SYSTEMS,
     CHUNK_SIZES,
@@ -23,6 +23,7 @@ from sluice_cli.papers.taichi import (
     TABLE2,
     CapacitySystem,
 )
+
 from sluice_cli.simulation.cell_settings import build_cell
 from sluice_cli.simulation.worker_processes import load_rows
 from sluice_core.records import Slo
@@ -35,8 +36,8 @@ from sluice_core.sim.workload import PoissonWorkload
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sluice_cli.papers.experiment import Bench, System, Testbed
-    from sluice_cli.papers.trials import Outcome, Trial
+    from benchmarks.papers.experiment import Bench, System, Testbed
+    from benchmarks.papers.trials import Outcome, Trial
 
 _MOST_POINTS = 200  # of a scatter plot, per series
 _TPOT_LIMIT_S = 0.1  # taichi.txt, section 2.3.1

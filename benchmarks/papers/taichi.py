@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_cli.papers.experiment import PAPER_SETTINGS, System, Testbed
-from sluice_cli.papers.findings import Band, band, exactly
+from benchmarks.papers.experiment import PAPER_SETTINGS, System, Testbed
+from benchmarks.papers.findings import Band, band, exactly
+
 from sluice_cli.simulation.cell_settings import CellSpec, parse_engines
 from sluice_core.latency.catalog import ProfileKind
 from sluice_core.records import Slo

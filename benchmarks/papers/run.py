@@ -1,4 +1,4 @@
-"""``sluice bench``: measurements that need no cluster."""
+"""Reproduces the figures of papers in the simulator: ``make bench-paper``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import os
 from pathlib import Path
 
 import click
-
-from sluice_cli.output.cluster_display import make_console
-from sluice_cli.papers.experiment import FULL, QUICK, Bench, MissingTraceError
-from sluice_cli.papers.findings import Results
-from sluice_cli.papers.library import INTRODUCTION, PAPERS
-from sluice_cli.papers.plots import NoMatplotlibError, write_plot
-from sluice_cli.papers.report import (
+from benchmarks.papers.experiment import FULL, QUICK, Bench, MissingTraceError
+from benchmarks.papers.findings import Results
+from benchmarks.papers.library import INTRODUCTION, PAPERS
+from benchmarks.papers.plots import NoMatplotlibError, write_plot
+from benchmarks.papers.report import (
     count_verdicts,
     make_table,
     merge,
@@ -21,18 +19,15 @@ from sluice_cli.papers.report import (
     write_document,
     write_results,
 )
-from sluice_cli.papers.trials import Laboratory
+from benchmarks.papers.trials import Laboratory
 
-_TRACES = Path("../shared/data/traces")
-_PICTURES = "results"
+from sluice_cli.output.cluster_display import make_console
 
-
-@click.group()
-def bench() -> None:
-    """Measures without a cluster."""
+_TRACES = Path(__file__).parents[1] / "traces"
+_PICTURES = "papers"
 
 
-@bench.command()
+@click.command()
 @click.argument("name", metavar="PAPER", type=click.Choice(list(PAPERS)))
 @click.option("--only", multiple=True, metavar="NAME", help="An experiment; may be repeated.  [default: all]")
 @click.option("--list", "is_list", is_flag=True, help="List the experiments.")
@@ -105,3 +100,7 @@ def _write(document: Path, results: Results, order: list[str]) -> None:
     for chapter in results.chapters:
         for plot in chapter.plots:
             write_plot(plot, folder)
+
+
+if __name__ == "__main__":
+    paper()
