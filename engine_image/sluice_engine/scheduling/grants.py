@@ -32,7 +32,7 @@ class BlockPool(Protocol):
 
 
 @dataclass(slots=True)
-class _Grant:
+class _Reservation:
     """A reservation; mutable, owned by the table.
 
     Args:
@@ -57,7 +57,7 @@ class GrantTable:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._by_key: dict[str, _Grant] = {}
+        self._by_key: dict[str, _Reservation] = {}
         self._key_of: dict[str, str] = {}
 
     @property
@@ -79,7 +79,7 @@ class GrantTable:
         if key in self._by_key or num_blocks > self._pool.get_num_free_blocks():
             return False
         blocks = self._pool.get_new_blocks(num_blocks)
-        self._by_key[key] = _Grant(num_blocks=num_blocks, blocks=blocks, expires_s=expires_s)
+        self._by_key[key] = _Reservation(num_blocks=num_blocks, blocks=blocks, expires_s=expires_s)
         return True
 
     def claim(self, key: str, request_id: str) -> bool:

@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sluice_core.scheduling.batching import RequestKind
-from sluice_engine.core_messages import Iteration
+from sluice_engine.core_messages import IterationReport
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from sluice_engine.scheduling.request_tracker import Tracked, Tracker
+    from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
 
 # Weight of the newest pull in the measured rate.
 _RATE_WEIGHT = 0.2
 
 
 @dataclass(slots=True)
-class Batch:
+class ScheduledBatch:
     """A scheduled iteration whose output has not come back yet; mutable while it is made.
 
     Args:
         started_s: When its scheduling began, by ``perf_counter``.
-        prefill_tokens: See ``control.Iteration``, also for the next four.
+        prefill_tokens: See ``core_messages.IterationReport``, also for the next four.
         attention_work: See there.
         num_chunks: See there.
         num_decodes: See there.
@@ -39,11 +39,11 @@ class Batch:
     num_chunks: int = 0
     num_decodes: int = 0
     decode_context_tokens: int = 0
-    computing: list[Tracked] = field(default_factory=list)
-    arriving: list[Tracked] = field(default_factory=list)
+    computing: list[TrackedRequest] = field(default_factory=list)
+    arriving: list[TrackedRequest] = field(default_factory=list)
 
 
-def describe_batch(output: SchedulerOutput, tracker: Tracker, started_s: float) -> Batch:
+def describe_batch(output: SchedulerOutput, tracker: RequestTracker, started_s: float) -> ScheduledBatch:
     """Sums up an iteration right after it was scheduled, when vLLM has counted its tokens as computed.
 
     Args:
@@ -51,7 +51,7 @@ def describe_batch(output: SchedulerOutput, tracker: Tracker, started_s: float) 
         tracker: The requests.
         started_s: When scheduling began.
     """
-    batch = Batch(started_s=started_s)
+    batch = ScheduledBatch(started_s=started_s)
     by_id = tracker.by_id
     num_decodes = context_tokens = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -73,19 +73,19 @@ def describe_batch(output: SchedulerOutput, tracker: Tracker, started_s: float) 
     return batch
 
 
-class Stopwatch:
+class IterationTimer:
     """Measures iterations, of which several may be under way at once."""
 
     def __init__(self) -> None:
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, ScheduledBatch] = {}
         self._last_end_s = 0.0
         self._number = 0
 
-    def start(self, output: SchedulerOutput, batch: Batch) -> None:
+    def start(self, output: SchedulerOutput, batch: ScheduledBatch) -> None:
         """Notes an iteration that was scheduled."""
         self._batches[id(output)] = batch
 
-    def stop(self, output: SchedulerOutput) -> tuple[Batch, Iteration] | None:
+    def stop(self, output: SchedulerOutput) -> tuple[ScheduledBatch, IterationReport] | None:
         """Ends an iteration.
 
         Returns:
@@ -99,7 +99,7 @@ class Stopwatch:
         began_s = max(batch.started_s, self._last_end_s)
         self._last_end_s = now_s
         self._number += 1
-        return batch, Iteration(
+        return batch, IterationReport(
             number=self._number,
             prefill_tokens=batch.prefill_tokens,
             attention_work=batch.attention_work,

@@ -27,18 +27,17 @@ from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.batching import BatchLimits, EngineBatch, RequestKind
 from sluice_core.strategies import get_strategy
-from sluice_engine import core_messages
-from sluice_engine.kv_transfer.hand_offs import HandOffs
+from sluice_engine import core_messages, vllm_check
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
+from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
 from sluice_engine.kv_transfer.resume import GrammarReplayError, replay_grammar, restore_output
+from sluice_engine.processes import die_with_parent
 from sluice_engine.scheduling.grants import GrantTable
 from sluice_engine.scheduling.iteration_recorder import open_recorder
-from sluice_engine.scheduling.iteration_timer import PullRate, Stopwatch, describe_batch
-from sluice_engine.scheduling.move_proposals import Flow
-from sluice_engine.scheduling.report_outbox import Outbox
-from sluice_engine.scheduling.request_tracker import Tracked, Tracker
-from sluice_engine.startup import vllm_check
-from sluice_engine.startup.in_process_executor import die_with_parent
+from sluice_engine.scheduling.iteration_timer import IterationTimer, PullRate, describe_batch
+from sluice_engine.scheduling.move_proposals import MoveProposer
+from sluice_engine.scheduling.report_outbox import ReportOutbox
+from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -64,23 +63,23 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         vllm_check.check_scheduler(self)
         die_with_parent()
         manager = self.kv_cache_manager
-        self._mover = self.connector
-        self._tracker = Tracker(get_strategy("taichi").make_batching())
+        self._kv_connector = self.connector
+        self._tracker = RequestTracker(get_strategy("taichi").make_batching())
         self._grants = GrantTable(manager.block_pool)
-        self._hand_offs = HandOffs(self._mover, self.max_model_len)
-        self._flow = Flow(
+        self._hand_offs = OutgoingHandOffs(self._kv_connector, self.max_model_len)
+        self._moves = MoveProposer(
             max_batch_tokens=self.max_num_scheduled_tokens,
             block_size_tokens=self.block_size,
             max_num_seqs=self.max_num_running_reqs,
         )
-        self._stopwatch = Stopwatch()
+        self._timer = IterationTimer()
         self._pull_rate = PullRate()
         self._limits: BatchLimits
         self._room_tokens = 0
         self._last_prefill_s = time.monotonic()
         self._decode_context_tokens = 0
         self._num_preemptions = self._num_moved_in = self._num_recomputed_pulls = 0
-        self._outbox = Outbox()
+        self._outbox = ReportOutbox()
         self._recorder = open_recorder(self.vllm_config.kv_transfer_config.engine_id)
         self._allocate_slots = manager.allocate_slots
         manager.allocate_slots = self._allocate_with_grants
@@ -96,40 +95,40 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
 
     def _carry_out(self, command: core_messages.Command) -> core_messages.Answer:
         match command:
-            case core_messages.Configure():
-                configured = self._flow.configure(command)
+            case core_messages.ConfigureCommand():
+                configured = self._moves.configure(command)
                 if self._recorder is not None:
                     self._recorder.note_plan(configured)
                 return configured
-            case core_messages.Grant():
+            case core_messages.GrantCommand():
                 return self._grant(command)
-            case core_messages.ReleaseGrant():
+            case core_messages.ReleaseGrantCommand():
                 self._grants.release_open(command.key)
-            case core_messages.HandOff():
+            case core_messages.HandOffCommand():
                 return self._hand_off(command.request_id)
-            case core_messages.Release():
+            case core_messages.ReleaseCommand():
                 self._release(command.request_id)
-            case core_messages.ReadLoad():
+            case core_messages.ReadLoadCommand():
                 return self._measure_load()
-        return core_messages.Done()
+        return core_messages.EmptyAnswer()
 
-    def _grant(self, command: core_messages.Grant) -> core_messages.Granted:
+    def _grant(self, command: core_messages.GrantCommand) -> core_messages.GrantAnswer:
         num_blocks = blocks_for_tokens(command.num_tokens, self.block_size)
         reason = self._find_refusal(command, num_blocks)
         if not reason and not self._grants.reserve(command.key, num_blocks, time.monotonic() + command.ttl_s):
             reason = "kv"
-        return core_messages.Granted(
+        return core_messages.GrantAnswer(
             key=command.key, is_granted=not reason, reason=reason, ttl_s=0.0 if reason else command.ttl_s
         )
 
-    def _find_refusal(self, command: core_messages.Grant, num_blocks: int) -> str:
-        if self._flow.plan.is_draining:
+    def _find_refusal(self, command: core_messages.GrantCommand, num_blocks: int) -> str:
+        if self._moves.plan.is_draining:
             return "draining"
         if self._count_seats_taken() >= self.max_num_active_reqs:
             return "seqs"
         kv = self._measure_kv()
-        bounds = self._flow.role is Role.PREFILL_HEAVY and command.cause == MoveCause.DEGRADE
-        if bounds and kv.used + kv.granted + num_blocks > self._flow.watermark * kv.total:
+        bounds = self._moves.role is Role.PREFILL_HEAVY and command.cause == MoveCause.DEGRADE
+        if bounds and kv.used + kv.granted + num_blocks > self._moves.watermark * kv.total:
             return "watermark"
         # Prefills under way need their rest, and whoever waits for room to recompute goes first.
         needed = num_blocks + self._inflight_prefill_reserved_blocks()
@@ -172,7 +171,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         """Takes a request in, with what it brings from elsewhere."""
         extras = core_messages.decode_extras(request.sampling_params.extra_args)
         now_s = time.monotonic()
-        tracked = Tracked(
+        tracked = TrackedRequest(
             request=request,
             extras=extras,
             kind=RequestKind.NEW_PROMPT,
@@ -189,7 +188,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             self._recorder.note_request(tracked)
         super().add_request(request)
 
-    def _admit(self, tracked: Tracked) -> RequestKind:
+    def _admit(self, tracked: TrackedRequest) -> RequestKind:
         """Ties a request to its grant and its KV, and says what it is."""
         request, extras = tracked.request, tracked.extras
         request.kv_transfer_params = None
@@ -197,7 +196,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             self._grants.claim(extras.grant_key, request.request_id)
         if extras.transfer_params:
             try:
-                self._mover.admit(request, extras.transfer_params)
+                self._kv_connector.start_pull(request, extras.transfer_params)
             except MalformedHandleError as error:
                 logger.warning("request %s recomputes: %s", request.request_id, error)
                 self._num_recomputed_pulls += 1
@@ -244,7 +243,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             if has_started or now_s < tracked.pull_deadline_s:
                 continue
             self.waiting.remove_request(request)
-            self._mover.give_up(request)
+            self._kv_connector.cancel_pull(request)
             self._num_recomputed_pulls += 1
             self._tracker.change_kind(tracked, RequestKind.RECOMPUTE)
             self._tracker.place(tracked)
@@ -261,10 +260,10 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         super()._preempt_request(request, timestamp, drop_stale_output)
         self._tracker.recount(tracked)
 
-    def _leave_decodes(self, tracked: Tracked) -> None:
+    def _leave_decodes(self, tracked: TrackedRequest) -> None:
         if tracked.kind is RequestKind.DECODE:
             self._decode_context_tokens -= tracked.request.num_computed_tokens
-        self._flow.leave(tracked.request.request_id)
+        self._moves.leave(tracked.request.request_id)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:  # noqa: FBT001, FBT002
         request_id = request.request_id
@@ -310,12 +309,12 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         count = self._tracker.count
         if not self._tracker.num_queued:
             self._last_prefill_s = now_s
-        plan = self._flow.plan
+        plan = self._moves.plan
         limits = self._tracker.policy.limits(
             now_s,
             EngineBatch(
                 chunk_size_tokens=plan.chunk_size_tokens,
-                last_chunk_size_tokens=self._flow.last_chunk_size_tokens,
+                last_chunk_size_tokens=self._moves.last_chunk_size_tokens,
                 max_batch_tokens=self.max_num_scheduled_tokens,
                 block_size_tokens=self.block_size,
                 num_decodes=count(RequestKind.DECODE) - self._count_ending(),
@@ -422,7 +421,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
                 self._tracker.change_kind(tracked, RequestKind.STARTED_PREFILL)
             else:
                 self._tracker.recount(tracked)
-        self._stopwatch.start(output, batch)
+        self._timer.start(output, batch)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -431,18 +430,18 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         if model_runner_output.kv_connector_output:
             self._pull_rate.observe(model_runner_output.kv_connector_output.kv_connector_stats)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        measured = self._stopwatch.stop(scheduler_output)
+        measured = self._timer.stop(scheduler_output)
         iteration, proposals = None, []
         if measured is not None:
             batch, iteration = measured
             if self._recorder is not None:
                 self._recorder.note_end(iteration.duration_s)
             now_s = time.monotonic()
-            self._flow.advance(scheduler_output.num_scheduled_tokens)
+            self._moves.advance(scheduler_output.num_scheduled_tokens)
             for tracked in batch.arriving:
                 if tracked.request.status == RequestStatus.RUNNING and tracked.kind is RequestKind.DECODE:
-                    self._flow.join(tracked, now_s)
-            proposals = self._flow.propose(now_s, self._measure_kv())
+                    self._moves.join(tracked, now_s)
+            proposals = self._moves.propose(now_s, self._measure_kv())
         self._outbox.send(outputs, self._measure_load(), iteration, proposals)
         return outputs
 
@@ -460,9 +459,9 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def _count_blocks_of(self, request_id: str) -> int:
         return len(self.kv_cache_manager.get_block_ids(request_id)[0])
 
-    def _measure_load(self) -> core_messages.Load:
-        kv, tracker, plan = self._measure_kv(), self._tracker, self._flow.plan
-        return core_messages.Load(
+    def _measure_load(self) -> core_messages.SchedulerLoad:
+        kv, tracker, plan = self._measure_kv(), self._tracker, self._moves.plan
+        return core_messages.SchedulerLoad(
             queued_prefill_tokens=tracker.queued_prefill_tokens,
             queued_requests=tracker.num_queued,
             queued_attention_work=tracker.queued_attention_work,
