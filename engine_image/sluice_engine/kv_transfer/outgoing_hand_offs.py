@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
+from sluice_engine.core_messages import HandOffAnswer
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -33,6 +35,18 @@ class OutgoingHandOffs:
         self._released: set[str] = set()
         self.num_pinned_blocks = 0
         self.num_moved_out = 0
+
+    def request(self, request_id: str, request: Request | None) -> HandOffAnswer:
+        """Makes a running decode end with a hand-off, unless there is a reason against it.
+
+        Args:
+            request_id: The request that is asked for.
+            request: vLLM's record of it; None when the engine has none.
+        """
+        reason = find_refusal(request)
+        if request is not None and not reason:
+            self.begin(request)
+        return HandOffAnswer(request_id=request_id, is_accepted=not reason, reason=reason)
 
     def begin(self, request: Request) -> None:
         """Makes a running decode end with a hand-off; once or often is the same."""
@@ -99,3 +113,15 @@ class OutgoingHandOffs:
         known = finished & self._released
         self._released -= known
         return finished - known
+
+
+def find_refusal(request: Request | None) -> str:
+    """Why a request cannot be handed off: ``unknown``, ``preempted``, ``waiting``, ``prefill``; empty when it can."""
+    if request is None or request.is_finished():
+        return "unknown"
+    if request.status == RequestStatus.PREEMPTED:
+        return "preempted"
+    if request.status != RequestStatus.RUNNING:
+        return "waiting"
+    # Before its first token there is nothing that another engine could decode on from.
+    return "prefill" if request.is_prefill_chunk or not request.num_output_tokens else ""

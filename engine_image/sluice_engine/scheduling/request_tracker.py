@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice_core.scheduling.batching import RequestKind
+from sluice_engine.core_messages import decode_extras
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +56,24 @@ class TrackedRequest:
     counted_work: float = 0.0
 
 
+def track_request(request: Request, now_s: float) -> TrackedRequest:
+    """Reads what came with a request.
+
+    Args:
+        request: vLLM's record; no queue holds it yet.
+        now_s: Monotonic time.
+    """
+    extras = decode_extras(request.sampling_params.extra_args)
+    return TrackedRequest(
+        request=request,
+        extras=extras,
+        kind=RequestKind.NEW_PROMPT,
+        arrival_s=now_s if extras.arrival_s is None else extras.arrival_s,
+        user_priority=request.priority,
+        first_token_s=extras.first_token_s,
+    )
+
+
 class RequestTracker:
     """All requests that vLLM's scheduler has, finished ones left out.
 
@@ -65,12 +84,14 @@ class RequestTracker:
         by_id: The requests; read it, and change it through the methods.
         queued_prefill_tokens: Sum of what they have not computed yet, pulls and decodes left out.
         queued_attention_work: The attention work of that.
+        decode_context_tokens: Sum of the decodes' contexts in the newest iteration, without those that have left since.
     """
 
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy
         self.queued_prefill_tokens = 0
         self.queued_attention_work = 0.0
+        self.decode_context_tokens = 0
         self.by_id: dict[str, TrackedRequest] = {}
         self._ids_of_kind: dict[RequestKind, dict[str, TrackedRequest]] = {kind: {} for kind in RequestKind}
 
@@ -98,17 +119,21 @@ class RequestTracker:
         """Ends tracking a request."""
         tracked = self.by_id.pop(request_id, None)
         if tracked is not None:
-            del self._ids_of_kind[tracked.kind][request_id]
+            self._leave_kind(tracked)
             self._count(tracked, 0, 0.0)
         return tracked
 
     def change_kind(self, tracked: TrackedRequest, kind: RequestKind) -> None:
         """Moves a request to another class; ``place`` it when no heap holds it."""
-        request_id = tracked.request.request_id
-        del self._ids_of_kind[tracked.kind][request_id]
+        self._leave_kind(tracked)
         tracked.kind = kind
-        self._ids_of_kind[kind][request_id] = tracked
+        self._ids_of_kind[kind][tracked.request.request_id] = tracked
         self.recount(tracked)
+
+    def _leave_kind(self, tracked: TrackedRequest) -> None:
+        del self._ids_of_kind[tracked.kind][tracked.request.request_id]
+        if tracked.kind is RequestKind.DECODE:
+            self.decode_context_tokens -= tracked.request.num_computed_tokens
 
     def recount(self, tracked: TrackedRequest) -> None:
         """Brings the sums up to date with what the request has computed."""
@@ -124,6 +149,10 @@ class RequestTracker:
         kind, order = self.policy.order_key(tracked.kind, tracked.arrival_s, tracked.user_priority)
         tracked.request.priority = int(kind)
         tracked.request.arrival_time = order
+
+    def running_key(self, request: Request) -> tuple[int, float]:
+        """Key of vLLM's running list: by class, then victims last."""
+        return int(self.by_id[request.request_id].kind), request.arrival_time
 
     def place_running(self, tracked: TrackedRequest) -> None:
         """Writes the victim order into vLLM's fields."""
