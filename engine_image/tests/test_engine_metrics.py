@@ -12,14 +12,14 @@ import pytest
 from sluice.v1 import sampling_pb2
 from sluice_engine import core_messages
 from sluice_engine.server import metrics
-from sluice_engine.server.engine_server import Counters
+from sluice_engine.server.counters import ServerCounters
 
 
 @pytest.fixture
 def server():
-    counters = Counters(num_tokens=7, iteration_s=0.5)
+    counters = ServerCounters(num_tokens=7, iteration_s=0.5)
     counters.finished[sampling_pb2.FINISH_REASON_HANDED_OFF] = 3
-    load = core_messages.Load(kv_blocks_total=40, num_moved_in=2)
+    load = core_messages.SchedulerLoad(kv_blocks_total=40, num_moved_in=2)
     return SimpleNamespace(counters=counters, load=load, num_requests=4, num_routers=1, is_draining=True)
 
 
@@ -63,7 +63,7 @@ def test_metrics_are_what_the_server_has_now(address, server):
 
 def test_every_number_of_the_load_and_the_counters_has_a_metric():
     named = {field for _, field, _ in (*metrics.LOAD_GAUGES, *metrics.LOAD_COUNTERS, *metrics.SERVER_COUNTERS)}
-    expected = {*core_messages.Load.__struct_fields__, *Counters.__dataclass_fields__}
+    expected = {*core_messages.SchedulerLoad.__struct_fields__, *ServerCounters.__dataclass_fields__}
     assert expected - named == {"finished", "is_draining", "generation", "queued_attention_work"}
 
 

@@ -11,22 +11,24 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
+from sluice_engine.core_messages import HandOffAnswer
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from sluice_engine.kv_transfer.nixl_connector import KvMover
+    from sluice_engine.kv_transfer.kv_connector import KvConnector
 
 
-class HandOffs:
+class OutgoingHandOffs:
     """Both groups of one engine.
 
     Args:
-        mover: The scheduler's connector.
+        connector: The scheduler's connector.
         max_model_len: Longest prompt + output, in tokens.
     """
 
-    def __init__(self, mover: KvMover, max_model_len: int) -> None:
-        self._mover = mover
+    def __init__(self, connector: KvConnector, max_model_len: int) -> None:
+        self._connector = connector
         self._max_model_len = max_model_len
         self._max_tokens_of: dict[str, int] = {}
         self._num_blocks_of: dict[str, int] = {}
@@ -34,12 +36,24 @@ class HandOffs:
         self.num_pinned_blocks = 0
         self.num_moved_out = 0
 
+    def request(self, request_id: str, request: Request | None) -> HandOffAnswer:
+        """Makes a running decode end with a hand-off, unless there is a reason against it.
+
+        Args:
+            request_id: The request that is asked for.
+            request: vLLM's record of it; None when the engine has none.
+        """
+        reason = find_refusal(request)
+        if request is not None and not reason:
+            self.begin(request)
+        return HandOffAnswer(request_id=request_id, is_accepted=not reason, reason=reason)
+
     def begin(self, request: Request) -> None:
         """Makes a running decode end with a hand-off; once or often is the same."""
         if request.request_id in self._max_tokens_of:
             return
         self._max_tokens_of[request.request_id] = request.max_tokens
-        self._mover.announce(request.request_id)
+        self._connector.announce_hand_off(request.request_id)
         request.max_tokens = min(
             request.max_tokens, request.num_output_tokens + max(1, request.num_output_placeholders)
         )
@@ -54,7 +68,7 @@ class HandOffs:
         if max_tokens is None:
             return False
         request.max_tokens = max_tokens
-        self._mover.retract(request.request_id)
+        self._connector.retract_hand_off(request.request_id)
         return True
 
     def settle(self, request: Request) -> None:
@@ -71,7 +85,7 @@ class HandOffs:
             self.cancel(request)
         else:
             del self._max_tokens_of[request.request_id]
-            self._mover.hand_off(request)
+            self._connector.hand_off(request)
             self.num_moved_out += 1
 
     def pin(self, request_id: str, num_blocks: int) -> None:
@@ -89,7 +103,7 @@ class HandOffs:
 
     def release(self, request_id: str) -> None:
         """Ends a lease; the caller frees the blocks."""
-        self._mover.release(request_id)
+        self._connector.release(request_id)
         self._released.add(request_id)
 
     def drop_released(self, finished: set[str] | None) -> set[str] | None:
@@ -99,3 +113,15 @@ class HandOffs:
         known = finished & self._released
         self._released -= known
         return finished - known
+
+
+def find_refusal(request: Request | None) -> str:
+    """Why a request cannot be handed off: ``unknown``, ``preempted``, ``waiting``, ``prefill``; empty when it can."""
+    if request is None or request.is_finished():
+        return "unknown"
+    if request.status == RequestStatus.PREEMPTED:
+        return "preempted"
+    if request.status != RequestStatus.RUNNING:
+        return "waiting"
+    # Before its first token there is nothing that another engine could decode on from.
+    return "prefill" if request.is_prefill_chunk or not request.num_output_tokens else ""

@@ -28,8 +28,9 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from sluice_engine.errors import UnsupportedVllmError
 from sluice_engine.kv_transfer import nixl_progress
-from sluice_engine.startup.versions import SUPPORTED_NIXL, SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
+from sluice_engine.versions import SUPPORTED_NIXL, SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 # Overridden or called: owner -> method -> parameters, in order.
 SIGNATURES: dict[type, dict[str, str]] = {
@@ -147,10 +148,6 @@ RECORD_FIELDS: dict[type, tuple[str, ...]] = {
     EngineCoreOutput: ("request_id", "new_token_ids", "kv_transfer_params"),
     EngineCoreOutputs: ("outputs",),
 }
-
-
-class UnsupportedVllmError(RuntimeError):
-    """The installed vLLM, NIXL or model is not one that Sluice's hooks fit; the message lists what differs."""
 
 
 def check_installed() -> None:

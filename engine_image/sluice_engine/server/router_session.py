@@ -1,8 +1,8 @@
-"""One router's link: its requests here, the columns of the message under way, and its stream.
+"""One router's session: its requests here, the pending of the message under way, and its stream.
 
-A link outlives its streams: when one is lost, its requests go on for a lease, are listed in the hello of the next
+A session outlives its streams: when one is lost, its requests go on for a lease, are listed in the hello of the next
 stream of the same router, and are resumed there from the token that the router names; those that are not end with the
-lease. What a router has received is not known here, so that a request's tokens are kept as long as it is. All methods are synchronous; only ``Stream.write`` waits, and it is
+lease. What a router has received is not known here, so that a request's tokens are kept as long as it is. All methods are synchronous; only ``AttachStream.write`` waits, and it is
 the one writer of its stream, because two writes at once kill a grpc.aio stream.
 """
 
@@ -35,11 +35,11 @@ class MessageWriter(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A request of a link in the EngineCore.
+class RouterRequest:
+    """A request of a session in the EngineCore.
 
     Args:
-        link: The link.
+        session: The session.
         core_id: Its id in the EngineCore, unique within the epoch.
         request_id: The router's id of it.
         fence: Fencing number of its Submit.
@@ -52,7 +52,7 @@ class Request:
         ended: How it ended while it was held; None while it runs.
     """
 
-    link: Link
+    session: RouterSession
     core_id: str
     request_id: str
     fence: int
@@ -71,7 +71,7 @@ class Request:
 
 
 @dataclass(slots=True, kw_only=True)
-class Stamp:
+class KvSource:
     """Where the KV of this engine's requests lies; goes into every KV handle.
 
     Args:
@@ -85,7 +85,7 @@ class Stamp:
     fingerprint: str
 
 
-class Stream:
+class AttachStream:
     """One Attach stream: messages wait here for its one writer."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Stream:
 
 
 @dataclass(slots=True)
-class Columns:
+class PendingResponse:
     """The message under way: what one iteration has for one router."""
 
     slots: list[int] = field(default_factory=list)
@@ -145,24 +145,24 @@ class Columns:
         return not (self.slots or self.finished or self.proposals or self.refused)
 
 
-class Link:
+class RouterSession:
     """One router, as this engine sees it.
 
     Args:
         router_id: The router.
-        stamp: Where the KV of this engine lies.
+        kv_source: Where the KV of this engine lies.
     """
 
-    def __init__(self, router_id: str, stamp: Stamp) -> None:
+    def __init__(self, router_id: str, kv_source: KvSource) -> None:
         self.router_id = router_id
         # Number of the present stream within this engine; grant keys and submit numbers belong to it.
         self.number = 0
-        self._stamp = stamp
-        self.stream: Stream | None = None
+        self._kv_source = kv_source
+        self.stream: AttachStream | None = None
         self.lost_at_s: float | None = None
         self.last_sent_s = 0.0
-        self.by_slot: dict[int, Request] = {}
-        self.held: dict[str, Request] = {}
+        self.by_slot: dict[int, RouterRequest] = {}
+        self.held: dict[str, RouterRequest] = {}
         # Core ids of handed-off requests whose KV waits here, by slot.
         self.handed_off: dict[int, str] = {}
         # The last submit that load reports include, the last one the EngineCore got, and the last one that came.
@@ -171,11 +171,11 @@ class Link:
         self.received_submit_number = 0
         # Submits that the EngineCore has got and not reported yet: number, tokens to prefill.
         self.unreported: deque[tuple[int, int]] = deque()
-        self._columns = Columns()
+        self._pending = PendingResponse()
 
     # --- streams -------------------------------------------------------------------------------------------------
 
-    def attach(self, stream: Stream, number: int, now_s: float) -> list[wire.HeldRequest]:
+    def attach(self, stream: AttachStream, number: int, now_s: float) -> list[wire.HeldRequest]:
         """Puts a new stream in place; what runs is held until the router says what becomes of it."""
         self.detach(now_s)
         self.stream, self.number, self.lost_at_s = stream, number, None
@@ -198,7 +198,7 @@ class Link:
         self.by_slot.clear()
         self.handed_off.clear()
         self.unreported.clear()
-        self._columns = Columns()
+        self._pending = PendingResponse()
 
     def resume(self, resume: wire.Resume) -> bool:
         """Gives a held request its slot on the new stream, and sends what the router has not got of it.
@@ -220,36 +220,38 @@ class Link:
         self.by_slot[resume.slot] = request
         request.slot, request.held_since_s = resume.slot, None
         start = resume.next_output_index - request.first_index
-        columns = self._columns
+        pending = self._pending
         for offset, logprobs in enumerate(request.logprobs[start:]):
-            logprobs.column = len(columns.slots) + offset
-            columns.logprobs.append(logprobs)
+            logprobs.column = len(pending.slots) + offset
+            pending.logprobs.append(logprobs)
         self._add_columns(resume.slot, request.token_ids[start:], resume.next_output_index)
         if request.ended is not None:
             request.ended.slot = resume.slot
-            columns.finished.append(request.ended)
+            pending.finished.append(request.ended)
             self.drop(request)
         return True
 
-    def take_held(self, request_id: str) -> list[Request]:
-        """Takes the held requests of one id out of the link."""
+    def take_held(self, request_id: str) -> list[RouterRequest]:
+        """Takes the held requests of one id out of the session."""
         return self._take_out([request for request in self.held.values() if request.request_id == request_id])
 
-    def take_expired(self, held_until_s: float) -> list[Request]:
-        """Takes the requests that are held since then or before out of the link, whether it has a new stream or not."""
+    def take_expired(self, held_until_s: float) -> list[RouterRequest]:
+        """Takes the requests that are held since then or before out of the session, whether it has a new stream or not."""
         since = ((request, request.held_since_s) for request in self.held.values())
         return self._take_out([request for request, held_s in since if held_s is None or held_s <= held_until_s])
 
-    def _take_out(self, requests: list[Request]) -> list[Request]:
+    def _take_out(self, requests: list[RouterRequest]) -> list[RouterRequest]:
         for request in requests:
             del self.held[request.core_id]
         return requests
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def open(self, core_id: str, submit: wire.Submit) -> Request:
+    def open(self, core_id: str, submit: wire.Submit) -> RouterRequest:
         """Enters an accepted submit."""
-        request = Request(self, core_id, submit.request_id, submit.fence, submit.slot, len(submit.output_token_ids))
+        request = RouterRequest(
+            self, core_id, submit.request_id, submit.fence, submit.slot, len(submit.output_token_ids)
+        )
         self.by_slot[submit.slot] = request
         self.sent_submit_number = submit.submit_number
         if not submit.HasField("kv"):
@@ -257,7 +259,7 @@ class Link:
             self.unreported.append((submit.submit_number, num_tokens))
         return request
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request: RouterRequest) -> None:
         """Forgets a request."""
         if request.slot is None:
             self.held.pop(request.core_id, None)
@@ -278,35 +280,35 @@ class Link:
 
     # --- the message under way -----------------------------------------------------------------------------------
 
-    def add_tokens(self, request: Request, token_ids: list[int], logprobs: Any) -> None:
+    def add_tokens(self, request: RouterRequest, token_ids: list[int], logprobs: Any) -> None:
         """Adds an iteration's tokens of one request (vLLM's ``LogprobsLists`` only if it asked for logprobs)."""
         index = request.num_output_tokens
         request.token_ids.extend(token_ids)
-        columns = self._columns
+        pending = self._pending
         if logprobs is not None:
-            rows = list(wire_conversion.token_logprobs(logprobs, len(columns.slots)))
+            rows = list(wire_conversion.token_logprobs(logprobs, len(pending.slots)))
             request.logprobs += rows
             if request.slot is not None:
-                columns.logprobs += rows
+                pending.logprobs += rows
         if request.slot is not None:
             self._add_columns(request.slot, token_ids, index)
 
     def _add_columns(self, slot: int, token_ids: Iterable[int], index: int) -> None:
         """Adds tokens of a slot, the first of which has this index in the whole output."""
-        columns = self._columns
+        pending = self._pending
         for token_id in token_ids:
-            columns.slots.append(slot)
-            columns.token_ids.append(token_id)
-            columns.output_indexes.append(index)
+            pending.slots.append(slot)
+            pending.token_ids.append(token_id)
+            pending.output_indexes.append(index)
             index += 1
 
     def add_finished(
         self,
-        request: Request,
+        request: RouterRequest,
         reason: sampling_pb2.FinishReason.ValueType,
         *,
         stop_token_id: int | None = None,
-        handed_off: core_messages.HandedOff | None = None,
+        handed_off: core_messages.HandedOffKv | None = None,
         error: str = "",
     ) -> None:
         """Ends a request's slot; a held request's end waits for the next stream, unless it was handed off to nobody."""
@@ -325,34 +327,34 @@ class Link:
         finished.slot = request.slot
         if handed_off is not None:
             self.handed_off[request.slot] = request.core_id
-            finished.kv.engine_id = self._stamp.engine_id
-            finished.kv.epoch = self._stamp.epoch
-            finished.kv.fingerprint = self._stamp.fingerprint
+            finished.kv.engine_id = self._kv_source.engine_id
+            finished.kv.epoch = self._kv_source.epoch
+            finished.kv.fingerprint = self._kv_source.fingerprint
             finished.kv.num_tokens = handed_off.num_tokens
             finished.kv.transfer_params_json = handed_off.transfer_params
-        self._columns.finished.append(finished)
+        self._pending.finished.append(finished)
         self.drop(request)
 
     def add_refusal(self, slot: int, error: str) -> None:
         """Ends the slot of a submit that cannot run."""
-        self._columns.finished.append(wire.Finished(slot=slot, reason=sampling_pb2.FINISH_REASON_REFUSED, error=error))
+        self._pending.finished.append(wire.Finished(slot=slot, reason=sampling_pb2.FINISH_REASON_REFUSED, error=error))
 
     def add_not_held(self, slot: int) -> None:
         """Ends the slot of a request that cannot be resumed."""
-        self._columns.finished.append(wire.Finished(slot=slot, reason=sampling_pb2.FINISH_REASON_ABORTED))
+        self._pending.finished.append(wire.Finished(slot=slot, reason=sampling_pb2.FINISH_REASON_ABORTED))
 
-    def add_proposal(self, request: Request, proposal: core_messages.Proposal) -> None:
+    def add_proposal(self, request: RouterRequest, proposal: core_messages.ProposedMove) -> None:
         """Proposes a move."""
         if request.slot is not None:
-            self._columns.proposals.append(wire_conversion.proposal_message(request.slot, proposal))
+            self._pending.proposals.append(wire_conversion.proposal_message(request.slot, proposal))
 
     def add_hand_off_refused(self, slot: int, reason: str) -> None:
         """Refuses a hand-off."""
-        self._columns.refused.append(wire.HandOffRefused(slot=slot, reason=reason))
+        self._pending.refused.append(wire.HandOffRefused(slot=slot, reason=reason))
 
     def has_news(self) -> bool:
         """The message under way has something to say."""
-        return not self._columns.is_empty()
+        return not self._pending.is_empty()
 
     def flush(self, load: wire.LoadReport | None, now_s: float) -> int:
         """Sends the message under way.
@@ -360,25 +362,25 @@ class Link:
         Returns:
             Tokens that it carries.
         """
-        columns, self._columns = self._columns, Columns()
+        pending, self._pending = self._pending, PendingResponse()
         if self.stream is None:
             return 0
         if load is not None:
             load.last_submit_number = self.last_submit_number
         self.stream.send(
             wire.AttachResponse(
-                slots=columns.slots,
-                token_ids=columns.token_ids,
-                output_indexes=columns.output_indexes,
-                logprobs=columns.logprobs,
-                finished=columns.finished,
-                proposals=columns.proposals,
-                hand_offs_refused=columns.refused,
+                slots=pending.slots,
+                token_ids=pending.token_ids,
+                output_indexes=pending.output_indexes,
+                logprobs=pending.logprobs,
+                finished=pending.finished,
+                proposals=pending.proposals,
+                hand_offs_refused=pending.refused,
                 load=load,
             )
         )
         self.last_sent_s = now_s
-        return len(columns.slots)
+        return len(pending.slots)
 
     def send(self, message: wire.AttachResponse) -> None:
         """Sends a message of its own, beside the iterations' ones."""
@@ -386,6 +388,6 @@ class Link:
             self.stream.send(message)
 
 
-def count_requests(links: Iterable[Link]) -> int:
-    """Requests of all links that have not ended."""
-    return sum(len(link.by_slot) + sum(held.ended is None for held in link.held.values()) for link in links)
+def count_requests(sessions: Iterable[RouterSession]) -> int:
+    """Requests of all sessions that have not ended."""
+    return sum(len(session.by_slot) + sum(held.ended is None for held in session.held.values()) for session in sessions)

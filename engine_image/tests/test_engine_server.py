@@ -15,7 +15,7 @@ from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import engine_pb2_grpc, plan_pb2, sampling_pb2
 from sluice_engine import core_messages
 from sluice_engine.errors import SubmitRefusedError
-from sluice_engine.server import router_link
+from sluice_engine.server import router_session
 from sluice_engine.server.engine_server import EngineServer
 from sluice_engine.server.engine_service import EngineService
 from sluice_engine.server.load_sharing import choose_owner
@@ -66,17 +66,17 @@ class Core:
         if type(command) in self.answers:
             return self.answers[type(command)]
         match command:
-            case core_messages.Configure():
-                return core_messages.Configured(
+            case core_messages.ConfigureCommand():
+                return core_messages.ConfigureAnswer(
                     generation=command.generation, role=command.role, chunk_size_tokens=command.chunk_size_tokens
                 )
-            case core_messages.Grant():
-                return core_messages.Granted(key=command.key, is_granted=True, ttl_s=2.0)
-            case core_messages.HandOff():
+            case core_messages.GrantCommand():
+                return core_messages.GrantAnswer(key=command.key, is_granted=True, ttl_s=2.0)
+            case core_messages.HandOffCommand():
                 return core_messages.HandOffAnswer(request_id=command.request_id, is_accepted=True)
-            case core_messages.ReadLoad():
-                return core_messages.Load(kv_blocks_total=99)
-        return core_messages.Done()
+            case core_messages.ReadLoadCommand():
+                return core_messages.SchedulerLoad(kv_blocks_total=99)
+        return core_messages.EmptyAnswer()
 
 
 class Builder:
@@ -93,11 +93,11 @@ class Router:
     """A router's end of a stream, without gRPC."""
 
     server: EngineServer
-    link: router_link.Link
-    stream: router_link.Stream
+    session: router_session.RouterSession
+    stream: router_session.AttachStream
 
     async def send(self, **fields: Any) -> None:
-        await self.server.take(self.link, wire.AttachRequest(**fields))
+        await self.server.take(self.session, wire.AttachRequest(**fields))
         await settle()
 
     def receive(self) -> list[wire.AttachResponse]:
@@ -106,7 +106,7 @@ class Router:
         return messages
 
     def lose_stream(self) -> None:
-        self.server.detach(self.link, self.stream)
+        self.server.detach(self.session, self.stream)
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Engine:
         router.receive()
         return router
 
-    def put_out(self, *outputs: Any, report: core_messages.Report | None = None) -> None:
+    def put_out(self, *outputs: Any, report: core_messages.SchedulerReport | None = None) -> None:
         if report is not None:
             outputs = (
                 *outputs,
@@ -161,8 +161,8 @@ def output(core_id: str, tokens: Any, **fields: Any) -> Any:
     return SimpleNamespace(request_id=core_id, new_token_ids=list(tokens), **{**defaults, **fields})
 
 
-def report(number: int = 1, **fields: Any) -> core_messages.Report:
-    iteration = core_messages.Iteration(
+def report(number: int = 1, **fields: Any) -> core_messages.SchedulerReport:
+    iteration = core_messages.IterationReport(
         number=number,
         prefill_tokens=0,
         attention_work=0.0,
@@ -171,7 +171,9 @@ def report(number: int = 1, **fields: Any) -> core_messages.Report:
         decode_context_tokens=3,
         duration_s=0.03,
     )
-    return core_messages.Report(load=core_messages.Load(running_decodes=1), iteration=iteration, **fields)
+    return core_messages.SchedulerReport(
+        load=core_messages.SchedulerLoad(running_decodes=1), iteration=iteration, **fields
+    )
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ async def test_returned_prompts_end_their_slots(engine):
 async def test_proposals_go_to_the_router_of_the_request(engine):
     first, second = engine.attached("router-1"), engine.attached("router-2")
     await first.send(submits=[submit(3, "a")])
-    proposal = core_messages.Proposal(
+    proposal = core_messages.ProposedMove(
         request_id=engine.core_id("a"), cause="degrade", num_output_tokens=5, num_blocks=2
     )
     engine.put_out(output(engine.core_id("a"), [1]), report=report(proposals=[proposal]))
@@ -272,7 +274,7 @@ async def test_a_submit_is_reported_to_every_router_when_an_iteration_includes_i
     first, second = engine.attached("router-1"), engine.attached("router-2")
     await first.send(submits=[submit(0, "a", submit_number=8)])
     first.receive(), second.receive()
-    engine.put_out(report=report(last_submit_numbers={first.link.number: 8}))
+    engine.put_out(report=report(last_submit_numbers={first.session.number: 8}))
     [message] = first.receive()
     assert message.load.last_submit_number == 8
     [message] = second.receive()
@@ -289,10 +291,10 @@ async def test_other_routers_see_a_submit_before_the_iteration_under_way_ends(en
     [message] = second.receive()
     load = message.load
     assert (load.queued_prefill_tokens, load.queued_requests, load.queued_attention_work) == (3 + 4, 2, 4.5 + 8)
-    engine.put_out(report=report(last_submit_numbers={first.link.number: 1}))
+    engine.put_out(report=report(last_submit_numbers={first.session.number: 1}))
     loads = [router.receive()[-1].load for router in (first, second)]
     assert [load.queued_prefill_tokens for load in loads] == [0, 4]
-    engine.put_out(report=report(2, last_submit_numbers={first.link.number: 3}))
+    engine.put_out(report=report(2, last_submit_numbers={first.session.number: 3}))
     assert second.receive()[-1].load.queued_prefill_tokens == 0
 
 
@@ -310,13 +312,13 @@ async def test_an_engine_is_in_the_share_of_one_of_the_routers_that_are_here(eng
     def owners(*routers: Router) -> list[str]:
         engine.clock.now_s += 1
         engine.server.tick(engine.clock.now_s)
-        return [router.link.router_id for router in routers if not router.receive()[-1].load.is_of_others]
+        return [router.session.router_id for router in routers if not router.receive()[-1].load.is_of_others]
 
     alone = engine.attached("router-1")
     assert owners(alone) == ["router-1"]
     routers = [alone, *(engine.attached(f"router-{number}") for number in (2, 3, 4))]
     [owner] = owners(*routers)
-    leaving = next(router for router in routers if router.link.router_id == owner)
+    leaving = next(router for router in routers if router.session.router_id == owner)
     leaving.lose_stream()
     staying = [router for router in routers if router is not leaving]
     [heir] = owners(*staying)
@@ -360,7 +362,7 @@ async def test_an_idle_engine_reads_its_load_because_blocks_come_back_without_it
         engine.clock.now_s += 0.1
         engine.server.tick(engine.clock.now_s)
         await settle()
-    assert engine.core.commands == [core_messages.ReadLoad()] * 2
+    assert engine.core.commands == [core_messages.ReadLoadCommand()] * 2
     assert router.receive()[-1].load.kv_blocks_total == 99
 
 
@@ -382,7 +384,7 @@ async def test_a_refused_submit_does_not_count_before_the_accepted_one_ahead_of_
     router = engine.attached()
     await router.send(submits=[submit(0, "a", submit_number=1), submit(1, "b", prompt_token_ids=[], submit_number=2)])
     assert router.receive()[0].load.last_submit_number == 0
-    engine.put_out(report=report(last_submit_numbers={router.link.number: 1}))
+    engine.put_out(report=report(last_submit_numbers={router.session.number: 1}))
     assert router.receive()[0].load.last_submit_number == 2
 
 
@@ -532,7 +534,7 @@ async def test_kv_that_was_handed_off_to_nobody_is_freed_and_not_resumed(engine)
     params = {core_messages.NUM_TOKENS_KEY: 3}
     engine.put_out(output(core_id, [1], finish_reason=LENGTH, kv_transfer_params=params))
     await settle()
-    assert engine.core.commands == [core_messages.Release(request_id=core_id)]
+    assert engine.core.commands == [core_messages.ReleaseCommand(request_id=core_id)]
     assert list(engine.attach().receive()[0].hello.held) == []
 
 
@@ -587,8 +589,8 @@ async def test_a_second_stream_of_a_router_takes_the_place_of_the_first(engine):
 
 async def test_a_router_that_does_not_read_loses_its_stream(engine):
     router = engine.attached()
-    for _ in range(router_link.MAX_WAITING_MESSAGES + 1):
-        router.link.send(wire.AttachResponse())
+    for _ in range(router_session.MAX_WAITING_MESSAGES + 1):
+        router.session.send(wire.AttachResponse())
     written = []
 
     class Writer:
@@ -596,7 +598,7 @@ async def test_a_router_that_does_not_read_loses_its_stream(engine):
             written.append(message)
 
     await router.stream.write(Writer())  # returns: the stream is closed
-    assert len(written) == router_link.MAX_WAITING_MESSAGES
+    assert len(written) == router_session.MAX_WAITING_MESSAGES
 
 
 # --- grants and hand-offs --------------------------------------------------------------------------------------------
@@ -611,7 +613,7 @@ async def test_grants_of_two_routers_with_one_number_are_two_grants(engine):
     assert len(set(keys)) == 2
     await routers[0].send(submits=[submit(0, "a", grant_id=5)], released_grant_ids=[5])
     assert engine.core.requests[engine.core_id("a")].extras.grant_key == keys[0]
-    assert engine.core.commands[-1] == core_messages.ReleaseGrant(key=keys[0])
+    assert engine.core.commands[-1] == core_messages.ReleaseGrantCommand(key=keys[0])
 
 
 async def test_a_handed_off_slot_says_where_the_kv_lies_until_it_is_released(engine):
@@ -619,7 +621,7 @@ async def test_a_handed_off_slot_says_where_the_kv_lies_until_it_is_released(eng
     await router.send(submits=[submit(2, "a", fence=3)])
     core_id = engine.core_id("a")
     await router.send(hand_offs=[wire.HandOff(slot=2, fence=3)])
-    assert engine.core.commands == [core_messages.HandOff(request_id=core_id)]
+    assert engine.core.commands == [core_messages.HandOffCommand(request_id=core_id)]
     where = {core_messages.NUM_TOKENS_KEY: 4, "remote_block_ids": [[1]]}
     engine.put_out(output(core_id, [1], finish_reason=LENGTH, kv_transfer_params=where))
     [message] = router.receive()
@@ -630,7 +632,7 @@ async def test_a_handed_off_slot_says_where_the_kv_lies_until_it_is_released(eng
     assert finished.kv.num_tokens == 4
     await router.send(released_slots=[2])
     await router.send(released_slots=[2])
-    assert engine.core.commands[1:] == [core_messages.Release(request_id=core_id)]
+    assert engine.core.commands[1:] == [core_messages.ReleaseCommand(request_id=core_id)]
 
 
 @pytest.mark.parametrize(
@@ -651,11 +653,11 @@ async def test_hand_offs_refused_by_the_scheduler_reach_the_router(engine):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])
     core_id = engine.core_id("a")
-    engine.core.answers[core_messages.HandOff] = core_messages.HandOffAnswer(
+    engine.core.answers[core_messages.HandOffCommand] = core_messages.HandOffAnswer(
         request_id=core_id, is_accepted=False, reason="prefill"
     )
     await router.send(hand_offs=[wire.HandOff(slot=0, fence=1)])
-    engine.put_out(report=report(refused=[core_messages.Refused(request_id=core_id, reason="preempted")]))
+    engine.put_out(report=report(refused=[core_messages.RefusedHandOff(request_id=core_id, reason="preempted")]))
     reasons = [refused.reason for message in router.receive() for refused in message.hand_offs_refused]
     assert reasons == ["prefill", "preempted"]
 
@@ -710,11 +712,11 @@ async def test_a_refused_plan_part_leaves_the_old_one_in_force(engine, refused_b
     if refused_by == "server":
         await router.send(configure=configure(2, strategy=plan_pb2.STRATEGY_UNSPECIFIED))
     else:
-        engine.core.answers[core_messages.Configure] = core_messages.Configured(
+        engine.core.answers[core_messages.ConfigureCommand] = core_messages.ConfigureAnswer(
             generation=1, role="P-heavy", chunk_size_tokens=256, error="chunk_size_tokens: too large"
         )
         await router.send(configure=configure(2))
-        del engine.core.answers[core_messages.Configure]
+        del engine.core.answers[core_messages.ConfigureCommand]
     [message] = router.receive()
     assert message.configured.generation == 2
     assert message.configured.error
@@ -747,10 +749,10 @@ async def test_drained_means_no_request_and_no_pinned_block(engine):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])
     assert not engine.server.is_drained
-    pinned = core_messages.Report(load=core_messages.Load(kv_blocks_pinned=2))
+    pinned = core_messages.SchedulerReport(load=core_messages.SchedulerLoad(kv_blocks_pinned=2))
     engine.put_out(output(engine.core_id("a"), [1], finish_reason=LENGTH), report=pinned)
     assert not engine.server.is_drained
-    engine.put_out(report=core_messages.Report(load=core_messages.Load()))
+    engine.put_out(report=core_messages.SchedulerReport(load=core_messages.SchedulerLoad()))
     assert engine.server.is_drained
 
 
@@ -758,7 +760,7 @@ async def test_a_fault_is_the_last_message(engine):
     router = engine.attached()
     await engine.server.close("EngineCore died", timeout_s=0.0)
     assert [message.fault for message in router.receive()] == ["EngineCore died"]
-    router.link.send(wire.AttachResponse())
+    router.session.send(wire.AttachResponse())
     assert router.receive() == []
 
 

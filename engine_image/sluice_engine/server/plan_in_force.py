@@ -13,14 +13,14 @@ import msgspec
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2
-from sluice_engine.core_messages import Configure
+from sluice_engine.core_messages import ConfigureCommand
 from sluice_engine.server import wire_conversion
 
 if TYPE_CHECKING:
-    from sluice_engine.core_messages import Configured
+    from sluice_engine.core_messages import ConfigureAnswer
 
 
-class PlanPart:
+class PlanInForce:
     """The part in force, and the newest one on its way to the EngineCore.
 
     Args:
@@ -30,7 +30,7 @@ class PlanPart:
     def __init__(self, chunk_size_tokens: int) -> None:
         self._in_force = wire.Configured()
         self._newest: tuple[str, int] = ("", 0)
-        self._command = Configure(generation=0, role="D-heavy", chunk_size_tokens=chunk_size_tokens)
+        self._command = ConfigureCommand(generation=0, role="D-heavy", chunk_size_tokens=chunk_size_tokens)
         self._is_leaving = False
 
     @property
@@ -38,7 +38,7 @@ class PlanPart:
         """The last acknowledged part; None before the first."""
         return self._in_force if self._in_force.generation else None
 
-    def take(self, message: wire.Configure) -> Configure | None:
+    def take(self, message: wire.Configure) -> ConfigureCommand | None:
         """Takes a router's part.
 
         Returns:
@@ -54,7 +54,7 @@ class PlanPart:
         self._newest = plan
         return self._command
 
-    def leave(self) -> Configure:
+    def leave(self) -> ConfigureCommand:
         """Starts a drain that no plan can end; returns what the EngineCore is to be told."""
         self._is_leaving = True
         self._command = msgspec.structs.replace(
@@ -62,7 +62,7 @@ class PlanPart:
         )
         return self._command
 
-    def acknowledge(self, message: wire.Configure, answer: Configured) -> wire.Configured | None:
+    def acknowledge(self, message: wire.Configure, answer: ConfigureAnswer) -> wire.Configured | None:
         """Takes the EngineCore's answer to a part.
 
         Returns:
