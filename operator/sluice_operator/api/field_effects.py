@@ -11,7 +11,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
 
-class Effect(StrEnum):
+class FieldEffect(StrEnum):
     """What a change of a field does to a running cluster; each field carries one, or inherits it."""
 
     LIVE = "live"
@@ -20,7 +20,7 @@ class Effect(StrEnum):
     RESTARTS_ALL = "restarts engines and routers"
 
 
-class Part(BaseModel):
+class ManifestModel(BaseModel):
     """A part of the manifest: camelCase names, unknown fields refused, immutable, described by its docstrings."""
 
     model_config = ConfigDict(
@@ -50,7 +50,7 @@ COUNT_OR_PERCENTAGE = r"^(0|[1-9][0-9]{0,2}|10[01][0-9]|102[0-4]|[1-9]?[0-9]%|10
 QUANTITY = r"^[0-9]+([.][0-9]+)?([numkMGTPE]|[KMGTPE]i|[eE][0-9]{1,2})?$"
 PORT_RANGE = r"^[1-9][0-9]{3,4}-[1-9][0-9]{3,4}$"
 PARENT_DIRECTORY = r"(^|/)[.][.](/|$)"
-MOST_ENGINES = 1024
+MAX_ENGINES = 1024
 
 
 def _refuse_other_types(value: object) -> object:
@@ -62,8 +62,8 @@ def _refuse_other_types(value: object) -> object:
 def _check_count_or_percentage(value: int | str) -> int | str:
     if isinstance(value, int) and value < 0:
         raise PydanticCustomError("int_or_string", 'must not be negative; use 0 or more, or a percentage ("50%")')
-    if isinstance(value, int) and value > MOST_ENGINES:
-        raise PydanticCustomError("int_or_string", f"is above the greatest number of engines, {MOST_ENGINES}; lower it")
+    if isinstance(value, int) and value > MAX_ENGINES:
+        raise PydanticCustomError("int_or_string", f"is above the greatest number of engines, {MAX_ENGINES}; lower it")
     if isinstance(value, str) and not re.fullmatch(COUNT_OR_PERCENTAGE, value):
         raise PydanticCustomError("int_or_string", 'must be a whole number or "0%" to "100%"')
     return int(value) if isinstance(value, str) and not value.endswith("%") else value
@@ -99,7 +99,7 @@ CountOrPercentage = Annotated[
         {
             "x-kubernetes-int-or-string": True,
             "minimum": 0,
-            "maximum": MOST_ENGINES,
+            "maximum": MAX_ENGINES,
             "maxLength": 4,
             "pattern": COUNT_OR_PERCENTAGE,
         }

@@ -14,11 +14,11 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 from sluice_operator.api import validation
 from sluice_operator.api.field_effects import (
     CountOrPercentage,
-    Effect,
+    FieldEffect,
     HostName,
     Label,
+    ManifestModel,
     ObjectName,
-    Part,
     Percentage,
     Port,
     PortRange,
@@ -32,23 +32,23 @@ from sluice_operator.api.field_effects import (
 
 KIND = "ServingCluster"
 # Largest chunk size of all, in tokens.
-MOST_BATCH_TOKENS = 1_048_576
+MAX_BATCH_TOKENS = 1_048_576
 
 StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated"]
 EarlyRejectionName = Literal["Off", "Random", "Reject"]
 
 
-class ChunkSizes(Part):
+class ChunkSizes(ManifestModel):
     """Most tokens that one iteration processes, decodes included, by role (sliders S_P and S_D)."""
 
-    prefill_heavy: Annotated[int, Field(strict=True, ge=16, le=MOST_BATCH_TOKENS)] = 1024
+    prefill_heavy: Annotated[int, Field(strict=True, ge=16, le=MAX_BATCH_TOKENS)] = 1024
     """Chunk size of P-heavy engines (slider S_P), in tokens; 16 to engine.maxBatchTokens."""
-    decode_heavy: Annotated[int, Field(strict=True, ge=0, le=MOST_BATCH_TOKENS)] = 256
+    decode_heavy: Annotated[int, Field(strict=True, ge=0, le=MAX_BATCH_TOKENS)] = 256
     """Chunk size of D-heavy engines (slider S_D), in tokens; 16 to engine.maxBatchTokens, or 0: no prefills there.
     Equal to prefillHeavy it makes roles void."""
 
 
-class SloClassSpec(Part):
+class SloClassSpec(ManifestModel):
     """A named pair of objectives that requests may ask for."""
 
     name: Label
@@ -61,7 +61,7 @@ class SloClassSpec(Part):
     """Requests of a higher priority go first."""
 
 
-class SloSpec(Part):
+class SloSpec(ManifestModel):
     """Latency objectives."""
 
     ttft_milliseconds: Annotated[int, Field(strict=True, ge=1, le=600_000)]
@@ -74,7 +74,7 @@ class SloSpec(Part):
     """Named objectives besides the default ones."""
 
 
-class ParametersSpec(Part):
+class ParametersSpec(ManifestModel):
     """Parameters of the strategies."""
 
     watermark_percent: Annotated[int, Field(strict=True, ge=50, le=99)] = 95
@@ -88,7 +88,7 @@ class ParametersSpec(Part):
     """Output tokens between two moves of one request, unless its objective is at stake."""
 
 
-class KeyRef(Part):
+class KeyRef(ManifestModel):
     """A key of a Secret or a ConfigMap in the cluster's namespace."""
 
     name: ObjectName
@@ -97,7 +97,7 @@ class KeyRef(Part):
     """Key in it."""
 
 
-class HuggingFaceSource(Part):
+class HuggingFaceSource(ManifestModel):
     """The model is fetched from the Hugging Face Hub by model.name."""
 
     token_secret_ref: KeyRef | None = None
@@ -106,7 +106,7 @@ class HuggingFaceSource(Part):
     """PersistentVolumeClaim that keeps what was fetched; each pod fetches for itself when absent."""
 
 
-class PersistentVolumeClaimSource(Part):
+class PersistentVolumeClaimSource(ManifestModel):
     """The model lies on a volume; `sluice up` looks in .sluice/volumes/<claimName>/<path>."""
 
     claim_name: ObjectName
@@ -115,7 +115,7 @@ class PersistentVolumeClaimSource(Part):
     """Directory of the model, relative to the volume."""
 
 
-class ImageSource(Part):
+class ImageSource(ManifestModel):
     """The model lies in an OCI image, mounted as a volume."""
 
     reference: Text
@@ -124,7 +124,7 @@ class ImageSource(Part):
     """Directory of the model, relative to the image's root."""
 
 
-class ModelSource(Part):
+class ModelSource(ManifestModel):
     """Where the model comes from: exactly one."""
 
     hugging_face: HuggingFaceSource | None = None
@@ -135,7 +135,7 @@ class ModelSource(Part):
     """An OCI image."""
 
 
-class ModelSpec(Part):
+class ModelSpec(ManifestModel):
     """The model; mounted read-only at /model in engines and routers."""
 
     name: Text
@@ -148,14 +148,14 @@ class ModelSpec(Part):
     """Where it comes from: exactly one of the fields below."""
 
 
-class FieldRef(Part):
+class FieldRef(ManifestModel):
     """A field of the pod."""
 
     field_path: Text
     """Path of the field, such as status.podIP."""
 
 
-class EnvVarSource(Part):
+class EnvVarSource(ManifestModel):
     """Where the value of a variable comes from: exactly one."""
 
     secret_key_ref: KeyRef | None = None
@@ -166,7 +166,7 @@ class EnvVarSource(Part):
     """Field of the pod."""
 
 
-class EnvVar(Part):
+class EnvVar(ManifestModel):
     """An environment variable of the engine container."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
@@ -177,7 +177,7 @@ class EnvVar(Part):
     """Where its value comes from, instead of value; needs pods."""
 
 
-class ResourceClaim(Part):
+class ResourceClaim(ManifestModel):
     """A claim of the pod that a container uses."""
 
     name: Label
@@ -186,7 +186,7 @@ class ResourceClaim(Part):
     """One request of the claim; all of them when absent."""
 
 
-class Resources(Part):
+class Resources(ManifestModel):
     """Kubernetes' resource requirements; `sluice up` does not enforce them."""
 
     limits: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
@@ -197,7 +197,7 @@ class Resources(Part):
     """Resource claims of the pod that the container uses."""
 
 
-class Toleration(Part):
+class Toleration(ManifestModel):
     """Taints that a pod puts up with."""
 
     key: ResourceName | None = None
@@ -212,7 +212,7 @@ class Toleration(Part):
     """Longest stay under a taint with effect NoExecute; for ever when absent."""
 
 
-class Emulation(Part):
+class Emulation(ManifestModel):
     """Replaces the forward pass by the clock of a latency model."""
 
     gpu: Label
@@ -221,14 +221,14 @@ class Emulation(Part):
     """Model whose iterations are emulated."""
 
 
-class EngineSpec(Part):
+class EngineSpec(ManifestModel):
     """One engine: a vLLM instance in a pod or a local process."""
 
     image: Text | None = None
     """Container image; the engine image that the operator was installed with when absent."""
     tensor_parallel_size: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
     """GPUs that share one engine."""
-    max_batch_tokens: Annotated[int, Field(strict=True, ge=16, le=MOST_BATCH_TOKENS)] = 8192
+    max_batch_tokens: Annotated[int, Field(strict=True, ge=16, le=MAX_BATCH_TOKENS)] = 8192
     """Largest chunk size that may be set without a restart, in tokens."""
     max_model_len: Annotated[int, Field(strict=True, ge=16, le=16_777_216)] | None = None
     """Longest prompt + output, in tokens; the model's own limit when absent."""
@@ -258,7 +258,7 @@ class EngineSpec(Part):
     """Emulates a GPU instead of computing, for tests without one; answers are noise."""
 
 
-class RdmaSpec(Part):
+class RdmaSpec(ManifestModel):
     """How engines reach the RDMA fabric."""
 
     fabric: Literal["InfiniBand", "RoCE", "EFA"]
@@ -286,7 +286,7 @@ class RdmaSpec(Part):
     """Annotations of engine pods, for network plugins."""
 
 
-class IssuerRef(Part):
+class IssuerRef(ManifestModel):
     """An issuer of cert-manager."""
 
     name: ObjectName
@@ -295,25 +295,25 @@ class IssuerRef(Part):
     """An Issuer of the cluster's namespace, or a ClusterIssuer."""
 
 
-class TlsSpec(Part):
+class TlsSpec(ManifestModel):
     """Encryption, and where certificates come from."""
 
     mode: Literal["Disabled", "SecretRef", "CertManager"] = "Disabled"
     """Disabled, a Secret of yours (SecretRef), or certificates of cert-manager's (CertManager)."""
     secret_name: ObjectName | None = None
     """Secret with tls.crt, tls.key and ca.crt; required by mode SecretRef, refused otherwise."""
-    issuer_ref: Annotated[IssuerRef | None, Effect.LIVE] = None
+    issuer_ref: Annotated[IssuerRef | None, FieldEffect.LIVE] = None
     """Issuer of the certificates; required by mode CertManager, refused otherwise."""
 
 
 class RouterTlsSpec(TlsSpec):
     """Encryption of the API, and where certificates come from."""
 
-    dns_names: Annotated[tuple[HostName, ...], Effect.LIVE, Field(max_length=16)] = ()
+    dns_names: Annotated[tuple[HostName, ...], FieldEffect.LIVE, Field(max_length=16)] = ()
     """Names of the certificate that cert-manager issues; those of the Service when absent. Needs mode CertManager."""
 
 
-class NetworkSpec(Part):
+class NetworkSpec(ManifestModel):
     """How KV moves between engines."""
 
     mode: Literal["TCP", "RDMA"] = "TCP"
@@ -324,11 +324,11 @@ class NetworkSpec(Part):
     """Ports of UCX over TCP; any when absent."""
     rdma: RdmaSpec | None = None
     """Required by mode RDMA, refused otherwise."""
-    tls: Annotated[TlsSpec, Effect.RESTARTS_ALL] = TlsSpec()
+    tls: Annotated[TlsSpec, FieldEffect.RESTARTS_ALL] = TlsSpec()
     """Mutual TLS among routers, engines and operator. KV itself is not encrypted."""
 
 
-class ServiceSpec(Part):
+class ServiceSpec(ManifestModel):
     """The Service in front of the routers."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
@@ -339,14 +339,14 @@ class ServiceSpec(Part):
     """Annotations of the Service."""
 
 
-class ApiKeyAuth(Part):
+class ApiKeyAuth(ManifestModel):
     """Keys that clients send as bearer tokens."""
 
     secret_name: ObjectName
     """Secret whose entries are the keys, each under its owner's name; changes of it are in force without a restart."""
 
 
-class AuthSpec(Part):
+class AuthSpec(ManifestModel):
     """Who may use the API."""
 
     mode: Literal["None", "APIKey"] = "None"
@@ -355,10 +355,10 @@ class AuthSpec(Part):
     """Required by mode APIKey, refused otherwise."""
 
 
-class RouterSpec(Part):
+class RouterSpec(ManifestModel):
     """The routers."""
 
-    replicas: Annotated[int, Effect.LIVE, Field(strict=True, ge=1, le=64)] = 2
+    replicas: Annotated[int, FieldEffect.LIVE, Field(strict=True, ge=1, le=64)] = 2
     """Routers in all. In force without a restart."""
     image: Text | None = None
     """Container image; the router image that the operator was installed with when absent."""
@@ -372,7 +372,7 @@ class RouterSpec(Part):
     """Encryption of the API. A Secret for it needs no ca.crt."""
 
 
-class CountBounds(Part):
+class CountBounds(ManifestModel):
     """Least and most."""
 
     min: CountOrPercentage
@@ -381,16 +381,16 @@ class CountBounds(Part):
     """Most value."""
 
 
-class TokenBounds(Part):
+class TokenBounds(ManifestModel):
     """Least and most, in tokens."""
 
-    min: Annotated[int, Field(strict=True, ge=0, le=MOST_BATCH_TOKENS)]
+    min: Annotated[int, Field(strict=True, ge=0, le=MAX_BATCH_TOKENS)]
     """Least value."""
-    max: Annotated[int, Field(strict=True, ge=16, le=MOST_BATCH_TOKENS)]
+    max: Annotated[int, Field(strict=True, ge=16, le=MAX_BATCH_TOKENS)]
     """Most value."""
 
 
-class ReplicaBounds(Part):
+class ReplicaBounds(ManifestModel):
     """Least and most engines."""
 
     min: Annotated[int, Field(strict=True, ge=1, le=1024)]
@@ -399,7 +399,7 @@ class ReplicaBounds(Part):
     """Most value."""
 
 
-class ChunkSizeBounds(Part):
+class ChunkSizeBounds(ManifestModel):
     """Bounds of the chunk sizes."""
 
     prefill_heavy: TokenBounds | None = None
@@ -408,7 +408,7 @@ class ChunkSizeBounds(Part):
     """Bounds of chunkSizes.decodeHeavy."""
 
 
-class AutotuneBounds(Part):
+class AutotuneBounds(ManifestModel):
     """How far the tuner may go; Apply does not touch a slider without bounds."""
 
     prefill_heavy: CountBounds | None = None
@@ -419,7 +419,7 @@ class AutotuneBounds(Part):
     """Bounds of replicas, for `sluice plan --rate`; the tuner itself does not change replicas."""
 
 
-class AutotuneSpec(Part):
+class AutotuneSpec(ManifestModel):
     """The search for better sliders."""
 
     mode: Literal["Off", "Recommend", "Apply"] = "Off"
@@ -430,50 +430,50 @@ class AutotuneSpec(Part):
     """Shortest time between two changes; each further change within 24 times as long doubles it."""
 
 
-class ServingClusterSpec(Part):
+class ServingClusterSpec(ManifestModel):
     """What the user wants."""
 
-    replicas: Annotated[int, Effect.LIVE, Field(strict=True, ge=1, le=1024)] = 2
+    replicas: Annotated[int, FieldEffect.LIVE, Field(strict=True, ge=1, le=1024)] = 2
     """Engines in all. In force without a restart; streams of engines that leave go on elsewhere."""
-    prefill_heavy: Annotated[CountOrPercentage, Effect.LIVE] = "50%"
+    prefill_heavy: Annotated[CountOrPercentage, FieldEffect.LIVE] = "50%"
     """P-heavy engines (slider R_PD), as a count or a share of replicas, rounded half up. In force without a restart.
     Use a share when replicas are scaled automatically: a count above replicas is refused, on scaling too."""
-    chunk_sizes: Annotated[ChunkSizes, Effect.LIVE] = ChunkSizes()
+    chunk_sizes: Annotated[ChunkSizes, FieldEffect.LIVE] = ChunkSizes()
     """Most tokens that one iteration processes, decodes included, by role. In force without a restart."""
-    slo: Annotated[SloSpec, Effect.LIVE]
+    slo: Annotated[SloSpec, FieldEffect.LIVE]
     """Latency objectives. In force without a restart, for requests that arrive from then on."""
-    strategy: Annotated[StrategyName, Effect.LIVE] = "TaiChi"
+    strategy: Annotated[StrategyName, FieldEffect.LIVE] = "TaiChi"
     """How the sliders are used; in force without a restart. TaiChi uses them as given. Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
     Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills."""
-    parameters: Annotated[ParametersSpec, Effect.LIVE] = ParametersSpec()
+    parameters: Annotated[ParametersSpec, FieldEffect.LIVE] = ParametersSpec()
     """Parameters of the strategies. In force without a restart."""
-    model: Annotated[ModelSpec, Effect.RESTARTS_ALL]
+    model: Annotated[ModelSpec, FieldEffect.RESTARTS_ALL]
     """The model, mounted read-only at /model in engines and routers. A change restarts all of them."""
-    engine: Annotated[EngineSpec, Effect.RESTARTS_ENGINES] = EngineSpec()
+    engine: Annotated[EngineSpec, FieldEffect.RESTARTS_ENGINES] = EngineSpec()
     """The engines. A change restarts them one at a time; streams go on."""
-    network: Annotated[NetworkSpec, Effect.RESTARTS_ENGINES] = NetworkSpec()
+    network: Annotated[NetworkSpec, FieldEffect.RESTARTS_ENGINES] = NetworkSpec()
     """How KV moves between engines. A change restarts engines one at a time; streams go on."""
-    router: Annotated[RouterSpec, Effect.RESTARTS_ROUTERS] = RouterSpec()
+    router: Annotated[RouterSpec, FieldEffect.RESTARTS_ROUTERS] = RouterSpec()
     """The routers. A change restarts them one at a time, except of replicas."""
-    autotune: Annotated[AutotuneSpec, Effect.LIVE] = AutotuneSpec()
+    autotune: Annotated[AutotuneSpec, FieldEffect.LIVE] = AutotuneSpec()
     """The search for better sliders; its findings go to the status, never to the spec."""
 
     @model_validator(mode="after")
-    def _keep_rules(self) -> Self:
+    def _check_rules(self) -> Self:
         broken = [
             InitErrorDetails(
                 type=PydanticCustomError(rule, "{message}", {"message": found.message}),
                 loc=found.path,
                 input=found.value,
             )
-            for rule, found in validation.find_broken(self)
+            for rule, found in validation.find_violations(self)
         ]
         if broken:
             raise ValidationError.from_exception_data(type(self).__name__, broken)
         return self
 
 
-class Metadata(Part):
+class Metadata(ManifestModel):
     """The object's name; what else Kubernetes keeps there is not ours."""
 
     model_config = ConfigDict(extra="ignore")
@@ -486,7 +486,7 @@ class Metadata(Part):
     """Kubernetes' uid; `sluice up` makes one."""
 
 
-class ServingCluster(Part):
+class ServingCluster(ManifestModel):
     """One model served by P-heavy and D-heavy engines under latency objectives."""
 
     api_version: Literal["sluice.dev/v1alpha1"]

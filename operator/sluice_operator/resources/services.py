@@ -53,7 +53,7 @@ def _render_port(name: str, port: int, target: int) -> Object:
     return {"name": name, "port": port, "targetPort": target, "protocol": "TCP"}
 
 
-def render_budgets(cluster: ServingCluster) -> list[Object]:
+def render_disruption_budgets(cluster: ServingCluster) -> list[Object]:
     """Renders disruption budgets; none where there is one pod only, which a budget would nail to its node."""
     replicas = {names.ENGINE: cluster.spec.replicas, names.ROUTER: cluster.spec.router.replicas}
     name = cluster.metadata.name

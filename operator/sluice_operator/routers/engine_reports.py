@@ -71,7 +71,7 @@ def _merge(views: list[control_pb2.EngineStatus]) -> EngineReport:
     )
 
 
-def has_taken(
+def has_acknowledged(
     plan: plan_pb2.Plan,
     reports: Mapping[EngineId, EngineReport],
     statuses: Collection[control_pb2.GetStatusResponse],
@@ -97,7 +97,7 @@ def find_refused_engines(statuses: Mapping[str, control_pb2.GetStatusResponse]) 
     )
 
 
-def is_worth_a_look(old: control_pb2.GetStatusResponse | None, new: control_pb2.GetStatusResponse | None) -> bool:
+def needs_reconcile(old: control_pb2.GetStatusResponse | None, new: control_pb2.GetStatusResponse | None) -> bool:
     """Whether a router's status says something to act on; loads and counters change all the time and do not."""
     return _summarize(old) != _summarize(new)
 
