@@ -10,8 +10,9 @@ import pytest
 import yaml
 from verdicts import LEAST
 
-from sluice_operator.api import serving_cluster
-from sluice_operator.api.field_effects import FieldEffect, ManifestModel
+from sluice_operator.api import serving_cluster, spec
+from sluice_operator.api.field_effects import FieldEffect
+from sluice_operator.api.field_types import ManifestModel
 from sluice_operator.api.manifest import ManifestError, check_manifest, parse_manifest
 from sluice_operator.api.spec_changes import diff_specs
 
@@ -255,7 +256,7 @@ def test_each_field_says_what_its_change_does(path: str, value: object, effect: 
 def test_every_field_is_described() -> None:
     models = [
         model
-        for model in vars(serving_cluster).values()
+        for model in {**vars(spec), **vars(serving_cluster)}.values()
         if isinstance(model, type) and issubclass(model, ManifestModel)
     ]
     names = [

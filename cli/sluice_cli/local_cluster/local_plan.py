@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from google.protobuf.json_format import MessageToDict
 
 from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.planning.plan_message import render_plan
 from sluice_operator.planning.roles import assign_roles
-from sluice_operator.resources.commands import render_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

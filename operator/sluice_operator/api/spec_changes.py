@@ -12,7 +12,7 @@ from sluice_operator.api.field_effects import FieldEffect
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sluice_operator.api.serving_cluster import ServingClusterSpec
+    from sluice_operator.api.spec import SpecFields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class FieldChange:
         return f"{self.field} {_show(self.old)} -> {_show(self.new)}"
 
 
-def diff_specs(old: ServingClusterSpec, new: ServingClusterSpec) -> list[FieldChange]:
+def diff_specs(old: SpecFields, new: SpecFields) -> list[FieldChange]:
     """Lists the fields that differ between two specs, each with its effect."""
     return list(_walk(old, new, "spec", FieldEffect.LIVE))
 

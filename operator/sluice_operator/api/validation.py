@@ -8,18 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.field_effects import port_range
+from sluice_operator.api import names
+from sluice_operator.api.field_types import port_range
 from sluice_operator.api.sliders import resolve_sliders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sluice_operator.api.field_effects import ManifestModel
-    from sluice_operator.api.serving_cluster import ServingClusterSpec, TlsSpec, TokenBounds
+    from sluice_operator.api.field_types import ManifestModel
+    from sluice_operator.api.spec import SpecFields, TlsSpec, TokenBounds
 
 MIN_CHUNK_TOKENS = 16
-ROUTER_GRPC_PORT = 8001
-ENGINE_PORTS = {8010: "the engine's gRPC server", 9090: "metrics"}
+# Ports of an engine pod that the manifest does not choose; the CRD names the same numbers in two CEL rules.
+ENGINE_PORTS = {names.ENGINE_PORT: "the engine's gRPC server", names.METRICS_PORT: "metrics"}
 # Arguments of vLLM that Sluice sets, by their long name; the value says what to use instead.
 OWNED_ARGUMENTS = {
     "model": "spec.model",
@@ -75,12 +76,12 @@ class RuleViolation:
     message: str
 
 
-def find_violations(spec: ServingClusterSpec) -> list[tuple[str, RuleViolation]]:
+def find_violations(spec: SpecFields) -> list[tuple[str, RuleViolation]]:
     """Checks all rules; returns what is broken, each with the name of its rule."""
     return [(rule.__name__.lstrip("_"), broken) for rule in RULES for broken in rule(spec)]
 
 
-def _chunks_fit_the_batch(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _chunks_fit_the_batch(spec: SpecFields) -> Iterator[RuleViolation]:
     limit = spec.engine.max_batch_tokens
     sizes = {"prefillHeavy": spec.chunk_sizes.prefill_heavy, "decodeHeavy": spec.chunk_sizes.decode_heavy}
     for name, tokens in sizes.items():
@@ -99,7 +100,7 @@ def _chunks_fit_the_batch(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
             )
 
 
-def _count_fits_the_replicas(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _count_fits_the_replicas(spec: SpecFields) -> Iterator[RuleViolation]:
     wanted = spec.prefill_heavy
     if isinstance(wanted, int) and wanted > spec.replicas:
         yield RuleViolation(
@@ -109,7 +110,7 @@ def _count_fits_the_replicas(spec: ServingClusterSpec) -> Iterator[RuleViolation
         )
 
 
-def _decode_only_needs_two(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _decode_only_needs_two(spec: SpecFields) -> Iterator[RuleViolation]:
     if spec.replicas == 1 and resolve_sliders(spec).decode_heavy_tokens == 0:
         cause = "strategy Disaggregated" if spec.strategy == "Disaggregated" else "chunkSizes.decodeHeavy 0"
         yield RuleViolation(
@@ -117,20 +118,20 @@ def _decode_only_needs_two(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
         )
 
 
-def _names_differ(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _names_differ(spec: SpecFields) -> Iterator[RuleViolation]:
     lists: dict[tuple[str, ...], list[str]] = {
         ("slo", "classes"): [slo_class.name for slo_class in spec.slo.classes],
         ("engine", "env"): [variable.name for variable in spec.engine.env],
         ("engine", "resources", "claims"): [claim.name for claim in spec.engine.resources.claims],
         ("router", "resources", "claims"): [claim.name for claim in spec.router.resources.claims],
     }
-    for path, names in lists.items():
-        for index, name in enumerate(names):
-            if name in names[:index]:
+    for path, items in lists.items():
+        for index, name in enumerate(items):
+            if name in items[:index]:
                 yield RuleViolation(path=(*path, index), value=name, message="is named twice; rename or remove one")
 
 
-def _one_source(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _one_source(spec: SpecFields) -> Iterator[RuleViolation]:
     yield from _exactly_one(spec.model.source, ("model", "source"))
     for index, variable in enumerate(spec.engine.env):
         if variable.value_from:
@@ -148,7 +149,7 @@ def _exactly_one(part: ManifestModel, path: tuple[str | int, ...]) -> Iterator[R
         )
 
 
-def _arguments_are_free(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _arguments_are_free(spec: SpecFields) -> Iterator[RuleViolation]:
     for index, argument in enumerate(spec.engine.extra_args):
         name = argument.split("=", 1)[0].lstrip("-").replace("_", "-").removeprefix("no-")
         if argument.startswith("-") and (name in OWNED_ARGUMENTS or name.split(".", 1)[0] in OWNED_ARGUMENTS):
@@ -160,7 +161,7 @@ def _arguments_are_free(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
             )
 
 
-def _environment_is_free(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _environment_is_free(spec: SpecFields) -> Iterator[RuleViolation]:
     for index, variable in enumerate(spec.engine.env):
         path = ("engine", "env", index)
         if variable.name in OWNED_ENVIRONMENT or variable.name.startswith(OWNED_PREFIX):
@@ -170,9 +171,9 @@ def _environment_is_free(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
             yield RuleViolation(path=path, value=variable.name, message="needs either value or valueFrom")
 
 
-def _ports_differ(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _ports_differ(spec: SpecFields) -> Iterator[RuleViolation]:
     network, service = spec.network, spec.router.service
-    if service.port == ROUTER_GRPC_PORT:
+    if service.port == names.GRPC_PORT:
         yield RuleViolation(
             path=("router", "service", "port"),
             value=service.port,
@@ -195,7 +196,7 @@ def _ports_differ(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
         )
 
 
-def _rdma_is_whole(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _rdma_is_whole(spec: SpecFields) -> Iterator[RuleViolation]:
     mode, rdma = spec.network.mode, spec.network.rdma
     path: tuple[str, ...] = ("network", "rdma")
     if (mode == "RDMA") != (rdma is not None):
@@ -224,7 +225,7 @@ def _rdma_is_whole(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
         )
 
 
-def _modes_have_what_they_need(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _modes_have_what_they_need(spec: SpecFields) -> Iterator[RuleViolation]:
     auth = spec.router.auth
     yield from _needs_mode(("router", "auth"), auth.mode, "APIKey", "apiKey", auth.api_key)
     places: dict[tuple[str, str], TlsSpec] = {("router", "tls"): spec.router.tls, ("network", "tls"): spec.network.tls}
@@ -233,7 +234,7 @@ def _modes_have_what_they_need(spec: ServingClusterSpec) -> Iterator[RuleViolati
         yield from _needs_mode(path, tls.mode, "CertManager", "issuerRef", tls.issuer_ref)
 
 
-def _names_are_for_cert_manager(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _names_are_for_cert_manager(spec: SpecFields) -> Iterator[RuleViolation]:
     tls = spec.router.tls
     if tls.dns_names and tls.mode != "CertManager":
         yield RuleViolation(
@@ -250,7 +251,7 @@ def _needs_mode(path: tuple[str, ...], mode: str, needed: str, name: str, value:
         yield RuleViolation(path=(*path, name), value=None if value is None else "{...}", message=wanted)
 
 
-def _bounds_are_ordered(spec: ServingClusterSpec) -> Iterator[RuleViolation]:
+def _bounds_are_ordered(spec: SpecFields) -> Iterator[RuleViolation]:
     bounds, limit = spec.autotune.bounds, spec.engine.max_batch_tokens
     path = ("autotune", "bounds")
     if bounds.replicas and bounds.replicas.min > bounds.replicas.max:
@@ -282,7 +283,7 @@ def _unordered(path: tuple[str | int, ...], low: object, high: object) -> RuleVi
     return RuleViolation(path=(*path, "min"), value=low, message=f"is above max, {high}; swap them")
 
 
-RULES: tuple[Callable[[ServingClusterSpec], Iterator[RuleViolation]], ...] = (
+RULES: tuple[Callable[[SpecFields], Iterator[RuleViolation]], ...] = (
     _chunks_fit_the_batch,
     _count_fits_the_replicas,
     _decode_only_needs_two,

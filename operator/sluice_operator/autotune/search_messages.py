@@ -6,13 +6,14 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.field_effects import percent
+from sluice_operator.api.field_types import percent
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, EngineFacts, MeasuredEngineFacts
 from sluice_operator.autotune.workload import SAMPLE_GROWTH, WorkloadSample, has_shifted
 
 if TYPE_CHECKING:
-    from sluice_operator.api.serving_cluster import CountBounds, ServingClusterSpec, TokenBounds
+    from sluice_operator.api.serving_cluster import ServingClusterSpec
+    from sluice_operator.api.spec import CountBounds, TokenBounds
 
 # Least chunk size of P-heavy engines where no bounds are given.
 MIN_PREFILL_TOKENS = 64

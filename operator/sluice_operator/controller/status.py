@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 from sluice_core.records import Role
 from sluice_operator.api import names
 from sluice_operator.api.conditions import ConditionType, Reason
+from sluice_operator.api.proto_enums import STRATEGY_NAMES
 from sluice_operator.controller.condition_rules import MAX_MESSAGE_CHARACTERS, Condition, decide_conditions
-from sluice_operator.resources.commands import STRATEGIES
 from sluice_operator.routers.attainment import Counts, format_share
 
 if TYPE_CHECKING:
     from sluice_operator.controller.status_inputs import StatusInputs
     from sluice_operator.kubernetes.interface import Object
 
-STRATEGY_NAMES = {value: name for name, value in STRATEGIES.items()}
 # Changes of these alone are measurements, written every 15 s at most.
 MEASURED_FIELD = "attainment"
 MEASURED_CONDITION = ConditionType.SLO_MET

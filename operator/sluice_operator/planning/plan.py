@@ -15,12 +15,12 @@ from google.protobuf import json_format
 from sluice.v1 import plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
+from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune.decision import StoredSliders
 from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.planning.plan_message import render_plan
 from sluice_operator.planning.roles import assign_roles
-from sluice_operator.resources.commands import render_plan
-from sluice_operator.routers.engine_reports import ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

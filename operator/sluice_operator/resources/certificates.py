@@ -18,7 +18,8 @@ from sluice_operator.resources.pod_status import Failure
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sluice_operator.api.serving_cluster import ServingCluster, TlsSpec
+    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.spec import TlsSpec
     from sluice_operator.kubernetes.interface import Object
 
 KEYS, FRONT, PEERS = "api-keys", "front-tls", "peer-tls"

@@ -9,7 +9,7 @@ from sluice_operator.api.names import METRICS_PORT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sluice_operator.api.serving_cluster import Resources
+    from sluice_operator.api.spec import Resources
     from sluice_operator.kubernetes.interface import Object
 
 # Routers hear of a pod that ends within a DNS look-up; until then it must still answer.

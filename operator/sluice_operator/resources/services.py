@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.api.field_effects import port_range
+from sluice_operator.api.field_types import port_range
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec

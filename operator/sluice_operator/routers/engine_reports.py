@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice.v1 import control_pb2, plan_pb2
-from sluice_core.records import EngineId, Role
+from sluice.v1 import control_pb2
+from sluice_core.records import EngineId
+from sluice_operator.api.proto_enums import ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-ROLES = {plan_pb2.ROLE_PREFILL_HEAVY: Role.PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY: Role.DECODE_HEAVY}
+    from sluice.v1 import plan_pb2
+    from sluice_core.records import Role
+
 ATTACHED = frozenset(
     {control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING, control_pb2.ENGINE_STATE_DRAINED}
 )
