@@ -25,10 +25,10 @@ from pathlib import Path
 from sluice_core.sim.traces import TraceRow, parse_trace
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.autotune.engine_facts import Emulated
-from sluice_operator.autotune.search_messages import Question, make_terms
+from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
+from sluice_operator.autotune.search_messages import SearchRequest, make_constraints
 from sluice_operator.autotune.search_process import COMMAND
-from sluice_operator.autotune.workload import Workload
+from sluice_operator.autotune.workload import WorkloadSample
 
 MODEL, GPU, REPLICAS = "qwen2.5-14b", "a100-80g", 4
 TARGET_S = 10.0  # of one core, for four engines
@@ -77,7 +77,7 @@ def load_rows(case: Case) -> list[TraceRow]:
     return random.Random(4).sample(rows, min(len(rows), _NUM_SAMPLED))
 
 
-def make_question(case: Case, rows: list[TraceRow]) -> Question:
+def make_question(case: Case, rows: list[TraceRow]) -> SearchRequest:
     """Make what the operator asks, with all sliders free."""
     spec = check_manifest(
         {
@@ -96,14 +96,14 @@ def make_question(case: Case, rows: list[TraceRow]) -> Question:
         }
     ).spec
     sliders = resolve_sliders(spec)
-    return Question(
-        terms=make_terms(spec),
+    return SearchRequest(
+        constraints=make_constraints(spec),
         spec_sliders=sliders,
         in_force=sliders,
-        workload=Workload(
+        workload=WorkloadSample(
             rows=tuple((row.prompt_tokens, row.output_tokens, "") for row in rows), rate_rps=case.rate_rps
         ),
-        engine=Emulated(gpu=GPU, model=MODEL),
+        engine=EmulatedEngineFacts(gpu=GPU, model=MODEL),
     )
 
 

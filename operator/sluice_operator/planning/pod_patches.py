@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
     from sluice_core.records import EngineId
     from sluice_operator.kubernetes.interface import Object
-    from sluice_operator.planning.scale_down import Scale
+    from sluice_operator.planning.scale_down import ScaleDecision
     from sluice_operator.resources.pod_status import Pod
     from sluice_operator.routers.engine_reports import EngineReport
 
 
-def mark_pods(pods: Sequence[Pod], scale: Scale, reports: Mapping[EngineId, EngineReport]) -> Iterator[Object]:
+def render_pod_patches(
+    pods: Sequence[Pod], scale: ScaleDecision, reports: Mapping[EngineId, EngineReport]
+) -> Iterator[Object]:
     """Yields the patch of each pod whose marks are not right.
 
     Args:
@@ -33,8 +35,8 @@ def mark_pods(pods: Sequence[Pod], scale: Scale, reports: Mapping[EngineId, Engi
         role = ROLE_VALUES[report.role] if report and report.role else pod.role_label
         if role != pod.role_label:
             metadata["labels"] = {ROLE_LABEL: role}
-        is_leaving = pod.engine_id in scale.leaving
-        if is_leaving != pod.is_marked:
-            metadata["annotations"] = {DELETION_COST_ANNOTATION: DELETION_COST if is_leaving else None}
+        is_victim = pod.engine_id in scale.victims
+        if is_victim != pod.has_deletion_cost:
+            metadata["annotations"] = {DELETION_COST_ANNOTATION: DELETION_COST if is_victim else None}
         if metadata:
             yield {"metadata": {"name": pod.name, "uid": str(pod.engine_id), **metadata}}
