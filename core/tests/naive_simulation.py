@@ -11,7 +11,7 @@ from sluice_core.records import EngineLoad, Hold, MoveCause, Place, PrefillReque
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_order import DecodeSet
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.sim.cell import NoGrant, TtftEnd
 from sluice_core.sim.simulation import ASSIGN_INTERVAL_S, MAX_ASSIGNED_AT_ONCE
 from sluice_core.strategies import get_strategy
@@ -309,7 +309,7 @@ class NaiveSimulation:
             lambda engine_id: self.engines[engine_id].setup.profile, counts_decodes=self.options.counts_decodes
         )
         for s in cell.engines:
-            spec = EngineSpec(s.block_size_tokens, s.kv_bytes_per_token, s.max_num_seqs, s.max_batch_tokens)
+            spec = EngineConfig(s.block_size_tokens, s.kv_bytes_per_token, s.max_num_seqs, s.max_batch_tokens)
             self.table.add(s.engine_id, spec, role=s.role, chunk_size_tokens=s.chunk_size_tokens)
         self.requests = [NaiveRequest(index, arrival) for index, arrival in enumerate(arrivals)]
         self.events, self.held, self.parked, self.links = [], [], [], {}

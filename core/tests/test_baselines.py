@@ -5,10 +5,10 @@ import random
 import pytest
 
 from sluice_core.records import EngineId, EngineLoad, FlowParameters, Hold, PrefillRequest, RequestId, Role, Slo
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.strategies import PLACEMENTS, get_strategy
 
-SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
+SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
 
 
 def make_table(*queues, chunk=512, used=()):

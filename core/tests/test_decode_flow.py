@@ -17,7 +17,7 @@ from sluice_core.scheduling.decode_flow import (
     FlowRequest,
 )
 from sluice_core.scheduling.decode_order import DecodeSet
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 BLOCK = 16
@@ -571,7 +571,7 @@ def test_a_decode_just_below_the_limit_is_not_looked_at():
 
 # --- targets ---
 
-SPEC = EngineSpec(block_size_tokens=BLOCK, kv_bytes_per_token=1000, max_num_seqs=10, max_batch_tokens=8192)
+SPEC = EngineConfig(block_size_tokens=BLOCK, kv_bytes_per_token=1000, max_num_seqs=10, max_batch_tokens=8192)
 
 
 def make_table(*engines):

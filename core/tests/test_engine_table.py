@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 
-SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
+SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
 A, B = EngineId("a"), EngineId("b")
 
 

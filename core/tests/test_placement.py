@@ -25,12 +25,12 @@ from sluice_core.scheduling.engine_table import (
     PROVEN_OBSERVATIONS,
     RECOVERY_BURST_S,
     SHARE_MARGIN_TOKENS,
-    EngineSpec,
+    EngineConfig,
     EngineTable,
 )
 from sluice_core.scheduling.placement import MAX_RECORDED_ENGINES, LengthAwarePlacement, explain
 
-SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=200_000, max_num_seqs=256, max_batch_tokens=8192)
+SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=200_000, max_num_seqs=256, max_batch_tokens=8192)
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 CHUNKS = {P: 2048, D: 256}
 

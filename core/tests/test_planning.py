@@ -12,9 +12,9 @@ import pytest
 from sluice_core.latency import IterationProfile
 from sluice_core.planning.arena import Arena, Fidelity
 from sluice_core.planning.candidates import (
-    Candidate,
     PrefillHeavyBounds,
-    Space,
+    SearchSpace,
+    SliderCandidate,
     list_chunk_sizes,
     list_coarse,
     list_neighbours,
@@ -22,11 +22,11 @@ from sluice_core.planning.candidates import (
     list_smaller,
     resize,
 )
-from sluice_core.planning.curves import Curve
+from sluice_core.planning.curves import AttainmentCurve
 from sluice_core.planning.planner import Goal, Planner, estimate_answer_s, estimate_start_rps
-from sluice_core.planning.prediction import estimate_interval, find_binding
-from sluice_core.planning.search import Effort, Search
-from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial, build_cell
+from sluice_core.planning.prediction import estimate_interval, find_bottleneck
+from sluice_core.planning.search import Search, SearchEffort
+from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult, build_cell
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.traces import TraceRow
@@ -47,7 +47,7 @@ REPORTS = ((200, 2000), (10, 60))
 CHATS = ((10, 60), (20, 60))
 
 
-def make_problem(kv_blocks: int = 4000, lengths=REPORTS, max_num_seqs: int = 256) -> Problem:
+def make_problem(kv_blocks: int = 4000, lengths=REPORTS, max_num_seqs: int = 256) -> PlanningProblem:
     rng = random.Random(5)
     prompt, output = lengths
     engine = EngineSetup(
@@ -61,10 +61,10 @@ def make_problem(kv_blocks: int = 4000, lengths=REPORTS, max_num_seqs: int = 256
         max_num_seqs=max_num_seqs,
     )
     rows = [TraceRow(prompt_tokens=rng.randint(*prompt), output_tokens=rng.randint(*output)) for _ in range(400)]
-    return Problem(rows=rows, slo=SLO, engines={1: engine, 2: engine}, strategies=STRATEGIES)
+    return PlanningProblem(rows=rows, slo=SLO, engines={1: engine, 2: engine}, strategies=STRATEGIES)
 
 
-def make_space(**changes) -> Space:
+def make_space(**changes) -> SearchSpace:
     values = {
         "strategies": tuple(STRATEGIES),
         "prefill_heavy_tokens": (256, 512, 1024),
@@ -73,15 +73,15 @@ def make_space(**changes) -> Space:
         "watermarks": (0.95,),
         "approaching_factors": (0.96,),
     }
-    return Space(**(values | changes))
+    return SearchSpace(**(values | changes))
 
 
-def make_arena(problem: Problem, target: float = 0.9) -> Arena:
-    evaluator = Evaluator(problem)
+def make_arena(problem: PlanningProblem, target: float = 0.9) -> Arena:
+    evaluator = TrialEvaluator(problem)
     return Arena(lambda trials: [evaluator.evaluate(trial) for trial in trials], target)
 
 
-def make_taichi(**changes) -> Candidate:
+def make_taichi(**changes) -> SliderCandidate:
     values = {
         "strategy": "taichi",
         "num_prefill_heavy": 2,
@@ -89,7 +89,7 @@ def make_taichi(**changes) -> Candidate:
         "prefill_heavy_tokens": 512,
         "decode_heavy_tokens": 128,
     }
-    return Candidate(**(values | changes))
+    return SliderCandidate(**(values | changes))
 
 
 # --- what may be chosen --------------------------------------------------------------------------------------------
@@ -205,16 +205,16 @@ def test_a_cell_has_the_candidates_engines() -> None:
 
 
 def test_goodput_is_where_a_line_between_the_rates_crosses_the_target() -> None:
-    assert Curve([(1.0, 0.95), (1.1, 0.85)]).estimate_goodput_rps(0.9) == pytest.approx(math.sqrt(1.1))
-    assert Curve([(1.0, 0.9), (1.1, 0.2)]).estimate_goodput_rps(0.9) == pytest.approx(1.0)
+    assert AttainmentCurve([(1.0, 0.95), (1.1, 0.85)]).estimate_goodput_rps(0.9) == pytest.approx(math.sqrt(1.1))
+    assert AttainmentCurve([(1.0, 0.9), (1.1, 0.2)]).estimate_goodput_rps(0.9) == pytest.approx(1.0)
     # A rate that passes counts, whatever failed below it.
-    assert 1.2 <= Curve([(1.0, 0.95), (1.1, 0.85), (1.2, 0.91), (1.3, 0.1)]).estimate_goodput_rps(0.9) < 1.3
-    assert Curve().estimate_goodput_rps(0.9) == 0.0
+    assert 1.2 <= AttainmentCurve([(1.0, 0.95), (1.1, 0.85), (1.2, 0.91), (1.3, 0.1)]).estimate_goodput_rps(0.9) < 1.3
+    assert AttainmentCurve().estimate_goodput_rps(0.9) == 0.0
 
 
 def test_one_sided_knowledge_is_extended_towards_the_target() -> None:
-    assert 0.85 < Curve([(1.0, 0.5)]).estimate_goodput_rps(0.9) < 1.0
-    assert 1.0 < Curve([(1.0, 1.0)]).estimate_goodput_rps(0.9) < 1.1
+    assert 0.85 < AttainmentCurve([(1.0, 0.5)]).estimate_goodput_rps(0.9) < 1.0
+    assert 1.0 < AttainmentCurve([(1.0, 1.0)]).estimate_goodput_rps(0.9) < 1.1
 
 
 def test_intervals_are_students() -> None:
@@ -232,12 +232,12 @@ class Formula:
 
     def __init__(self, goodputs: dict[int, float]) -> None:
         self.goodputs = goodputs
-        self.trials: list[Trial] = []
+        self.trials: list[SearchTrial] = []
 
     def run(self, trials):
         self.trials += trials
         return [
-            Outcome(
+            TrialResult(
                 trial=trial,
                 attainment=min(1.0, max(0.0, 0.9 - 5.0 * math.log(trial.rate_rps / self._goodput(trial)))),
                 num_iterations=1,
@@ -245,7 +245,7 @@ class Formula:
             for trial in trials
         ]
 
-    def _goodput(self, trial: Trial) -> float:
+    def _goodput(self, trial: SearchTrial) -> float:
         return self.goodputs[trial.candidate.prefill_heavy_tokens] * (1.0 + 0.01 * trial.seed)
 
 
@@ -320,7 +320,7 @@ class Never(Formula):
 
     def run(self, trials):
         self.trials += trials
-        return [Outcome(trial=trial, attainment=0.7, num_iterations=1) for trial in trials]
+        return [TrialResult(trial=trial, attainment=0.7, num_iterations=1) for trial in trials]
 
 
 @pytest.mark.parametrize("start_rps", [3.0, 0.0], ids=["near", "known to be hopeless"])
@@ -336,7 +336,9 @@ def test_what_misses_the_target_at_any_rate_has_no_goodput(start_rps) -> None:
 
 
 def test_many_requests_shorten_runs_but_not_below_what_fills_the_engines() -> None:
-    effort = Effort(num_requests=1000, least_duration_s=100.0, most_duration_s=500.0, most_requests=3000, filled_s=40.0)
+    effort = SearchEffort(
+        num_requests=1000, least_duration_s=100.0, most_duration_s=500.0, most_requests=3000, filled_s=40.0
+    )
     assert [effort.choose_duration_s(rate_rps) for rate_rps in (1.0, 5.0, 50.0, 1000.0)] == [500.0, 200.0, 60.0, 24.0]
     assert [effort.choose_ranking_s(rate_rps, 0.5) for rate_rps in (1.0, 5.0, 50.0, 1000.0)] == [
         250.0,
@@ -344,7 +346,7 @@ def test_many_requests_shorten_runs_but_not_below_what_fills_the_engines() -> No
         20.0,
         12.0,
     ]
-    fixed = Effort(duration_s=8.0)
+    fixed = SearchEffort(duration_s=8.0)
     assert (fixed.choose_duration_s(1e3), fixed.choose_ranking_s(1e3, 0.5)) == (8.0, 4.0)
 
 
@@ -356,10 +358,10 @@ def test_an_answer_takes_as_long_as_on_a_full_engine_or_as_it_may() -> None:
     assert estimate_answer_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.01))) == pytest.approx(200 * 0.01)
 
 
-EFFORT = Effort(seeds=(1,), duration_s=20.0)
+EFFORT = SearchEffort(seeds=(1,), duration_s=20.0)
 
 
-def list_everything(space: Space) -> list[Candidate]:
+def list_everything(space: SearchSpace) -> list[SliderCandidate]:
     """Every candidate of three engines."""
     return [
         *(space.make_candidate("aggregated", 3, 1, prefill_heavy_tokens=n) for n in space.prefill_heavy_tokens),
@@ -384,13 +386,13 @@ def list_everything(space: Space) -> list[Candidate]:
         (
             make_problem(lengths=CHATS, max_num_seqs=32),
             (64, 256, 1024),
-            Effort(seeds=(1,), num_requests=300, most_requests=900),
+            SearchEffort(seeds=(1,), num_requests=300, most_requests=900),
         ),
     ],
     ids=["reports", "chats"],
 )
 def test_the_search_is_as_good_as_trying_everything(
-    problem: Problem, prefill_heavy_tokens: tuple[int, ...], effort: Effort
+    problem: PlanningProblem, prefill_heavy_tokens: tuple[int, ...], effort: SearchEffort
 ) -> None:
     space, start_rps = make_space(prefill_heavy_tokens=prefill_heavy_tokens), estimate_start_rps(problem, 3, 1)
     effort = replace(effort, filled_s=3.0 * estimate_answer_s(problem))
@@ -409,7 +411,7 @@ class Shares(Formula):
         super().__init__({})
         self.best_share = best_share
 
-    def _goodput(self, trial: Trial) -> float:
+    def _goodput(self, trial: SearchTrial) -> float:
         candidate = trial.candidate
         share = candidate.num_prefill_heavy / candidate.replicas
         return (
@@ -439,12 +441,12 @@ def test_large_clusters_are_scouted_small_and_compared_whole(bounds, best) -> No
 def test_the_plan_in_force_is_compared_even_out_of_bounds() -> None:
     problem, space = make_problem(), make_space(strategies=("aggregated",), prefill_heavy_tokens=(256, 512))
     in_force = make_taichi(num_prefill_heavy=1, num_decode_heavy=1, prefill_heavy_tokens=300)
-    evaluator = Evaluator(problem)
+    evaluator = TrialEvaluator(problem)
     stages: list[float] = []
     planner = Planner(
         problem,
         space,
-        Effort(seeds=(1, 2), duration_s=8.0),
+        SearchEffort(seeds=(1, 2), duration_s=8.0),
         lambda trials: [evaluator.evaluate(trial) for trial in trials],
         lambda share, _: stages.append(share),
     )
@@ -460,10 +462,10 @@ def test_the_plan_in_force_is_compared_even_out_of_bounds() -> None:
 def test_a_rate_takes_the_fewest_engines_that_serve_it() -> None:
     problem = make_problem()
     space = make_space(strategies=("aggregated",), prefill_heavy_tokens=(256, 512))
-    evaluator = Evaluator(problem)
+    evaluator = TrialEvaluator(problem)
 
     def plan(rate_rps: float, most: int):
-        effort = Effort(seeds=(1, 2), duration_s=8.0)
+        effort = SearchEffort(seeds=(1, 2), duration_s=8.0)
         planner = Planner(problem, space, effort, lambda trials: [evaluator.evaluate(trial) for trial in trials])
         return planner.plan(Goal(target=0.9, rate_rps=rate_rps, most_replicas=most))
 
@@ -482,14 +484,14 @@ def test_kv_binds_where_there_is_little_and_prefill_where_there_is_much() -> Non
     candidate = make_taichi(num_prefill_heavy=1, num_decode_heavy=2, prefill_heavy_tokens=1024, decode_heavy_tokens=0)
     resources = {}
     for kv_blocks in (160, 4000):
-        evaluator = Evaluator(make_problem(kv_blocks))
+        evaluator = TrialEvaluator(make_problem(kv_blocks))
 
         def run(trials, evaluator=evaluator):
             return [evaluator.evaluate(trial) for trial in trials]
 
         fidelity = Fidelity(seeds=(1,), duration_s=12.0)
         (standing,) = Arena(run, 0.9).sharpen([candidate], fidelity, {candidate: 4.0})
-        binding = find_binding(run, candidate, standing.goodput_rps, 0.9, replace(fidelity, seeds=(1, 2)))
+        binding = find_bottleneck(run, candidate, standing.goodput_rps, 0.9, replace(fidelity, seeds=(1, 2)))
         assert sum(binding.missed.values()) > 0.1
         resources[kv_blocks] = binding.resource
     assert resources == {160: "kv", 4000: "prefill"}
@@ -497,7 +499,7 @@ def test_kv_binds_where_there_is_little_and_prefill_where_there_is_much() -> Non
 
 def test_problems_trials_and_outcomes_survive_the_way_between_processes():
     problem = make_problem()
-    trial = Trial(candidate=make_taichi(), seed=1, rate_rps=0.5, duration_s=60.0, is_detailed=True)
-    outcome = Evaluator(problem).evaluate(trial)
+    trial = SearchTrial(candidate=make_taichi(), seed=1, rate_rps=0.5, duration_s=60.0, is_detailed=True)
+    outcome = TrialEvaluator(problem).evaluate(trial)
     assert outcome.detail is not None
     assert pickle.loads(pickle.dumps((problem, trial, outcome))) == (problem, trial, outcome)

@@ -20,7 +20,7 @@ from test_simulation import (
 
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import FlowParameters, MoveCause, Slo
-from sluice_core.sim.cell import Arrival, Cell, Fail, Link, NoGrant, SimOptions, TtftEnd
+from sluice_core.sim.cell import Arrival, Cell, FailEvent, NoGrant, SimOptions, TransferLink, TtftEnd
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
@@ -78,7 +78,9 @@ def test_the_fast_simulator_agrees_with_the_plain_one(name, seed, rate, blocks, 
     arrivals = make_arrivals(rng, rate=rate, slos=(SLO, Slo(ttft_s=0.4, tpot_s=0.03)), priorities=(0, 0, 1))
     arrivals = share_prefixes(rng, arrivals, hash_block_tokens=hash_block_tokens)
     cell = Cell(
-        engines=make_engines(shape, blocks=blocks, link=Link(speed=LinkSpeed(bytes_per_s=rng.choice((1e8, 150e9))))),
+        engines=make_engines(
+            shape, blocks=blocks, link=TransferLink(speed=LinkSpeed(bytes_per_s=rng.choice((1e8, 150e9))))
+        ),
         strategy=strategy,
         parameters=FlowParameters(watermark=rng.choice((0.5, 0.95))),
         options=SimOptions(no_grant=no_grant, ttft_end=ttft_end, hash_block_tokens=hash_block_tokens),
@@ -221,7 +223,7 @@ def test_a_preempted_request_finds_its_own_blocks():
 def test_a_move_leaves_out_what_its_target_still_has():
     """Two conversations of one prompt: the second move takes the one block that the first did not."""
     bytes_per_s = 196_608 * 1000.0  # 1000 tokens per second
-    link = Link(speed=LinkSpeed(bytes_per_s=bytes_per_s, latency_s=0.0))
+    link = TransferLink(speed=LinkSpeed(bytes_per_s=bytes_per_s, latency_s=0.0))
     arrivals = [make_prompt(at_s, 1, 2, 3, output_tokens=2) for at_s in (0.0, 5.0)]
     cell = Cell(
         engines=make_engines(((1, 2048), (1, 0)), blocks=100, link=link),
@@ -241,7 +243,7 @@ def test_a_move_leaves_out_what_its_target_still_has():
 def test_no_block_is_lost_whatever_happens_to_the_cluster(name, ahead, data, seed, blocks):
     """``run`` asserts that references, cached and free blocks add up."""
     strategy, shape = STRATEGIES[name]
-    engines = make_engines(shape, blocks=blocks, link=Link(speed=LinkSpeed(bytes_per_s=1e8)))
+    engines = make_engines(shape, blocks=blocks, link=TransferLink(speed=LinkSpeed(bytes_per_s=1e8)))
     cell = Cell(
         engines=engines,
         strategy=strategy,
@@ -258,7 +260,7 @@ def test_no_block_is_lost_whatever_happens_to_the_cluster(name, ahead, data, see
 
 def test_the_cache_of_a_dead_engine_is_gone():
     arrivals = [make_prompt(0.0, 1, 2), make_prompt(5.0, 1, 2, 3)]
-    cell = make_cell(((2, 200),), events=[Fail(at_s=3.0, engine_id=make_engines(((2, 200),))[0].engine_id)])
+    cell = make_cell(((2, 200),), events=[FailEvent(at_s=3.0, engine_id=make_engines(((2, 200),))[0].engine_id)])
     simulation = run(cell, arrivals)
     survivor = simulation.engines[1]
     assert survivor.cache.num_hit_tokens in {0, 96}

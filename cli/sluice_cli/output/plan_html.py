@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
-    from sluice_core.planning.candidates import Candidate
+    from sluice_core.planning.candidates import SliderCandidate
     from sluice_core.planning.planner import PlanResult
 
 _FACTORS = (0.6, 0.75, 0.85, 0.92, 1.0, 1.08, 1.2)  # of the plan's goodput
@@ -54,13 +54,15 @@ $heat
 """)
 
 
-def choose_shown(result: PlanResult) -> tuple[list[Candidate], list[float]]:
+def choose_shown(result: PlanResult) -> tuple[list[SliderCandidate], list[float]]:
     """Chooses the candidates whose attainment is drawn, and the rates, around the plan's goodput."""
     candidates = [standing.candidate for standing in result.found.standings[:_MOST_LINES]]
     return candidates, [factor * result.goodput_rps.mean for factor in _FACTORS]
 
 
-def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate, Sequence[tuple[float, float]]]) -> str:
+def make_page(
+    inputs: PlanInputs, result: PlanResult, curves: Mapping[SliderCandidate, Sequence[tuple[float, float]]]
+) -> str:
     """Makes the page.
 
     Args:

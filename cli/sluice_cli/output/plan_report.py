@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
-    from sluice_core.planning.candidates import Candidate
+    from sluice_core.planning.candidates import SliderCandidate
     from sluice_core.planning.planner import Alternative, PlanResult
     from sluice_core.planning.prediction import Interval
 
@@ -31,7 +31,7 @@ RESOURCES = {
 }
 
 
-def format_candidate_engines(candidate: Candidate) -> str:
+def format_candidate_engines(candidate: SliderCandidate) -> str:
     """Writes a candidate's engines as ``--engines`` reads them."""
     is_whole = candidate.strategy == "disaggregated"
     groups = [
@@ -44,12 +44,12 @@ def format_candidate_engines(candidate: Candidate) -> str:
     return format_engines(groups)
 
 
-def name_candidate(candidate: Candidate) -> str:
+def name_candidate(candidate: SliderCandidate) -> str:
     """Names a candidate for people."""
     return f"{candidate.strategy} {format_candidate_engines(candidate)}{_parameters_of(candidate)}"
 
 
-def make_patch(candidate: Candidate, inputs: PlanInputs) -> dict[str, Any]:
+def make_patch(candidate: SliderCandidate, inputs: PlanInputs) -> dict[str, Any]:
     """Makes the merge patch of a ServingCluster that puts a candidate in force.
 
     What a strategy does not use stays as the manifest has it.
@@ -76,7 +76,7 @@ def make_patch(candidate: Candidate, inputs: PlanInputs) -> dict[str, Any]:
     return {"spec": spec}
 
 
-def describe_candidate(candidate: Candidate) -> dict[str, Any]:
+def describe_candidate(candidate: SliderCandidate) -> dict[str, Any]:
     """Describes a candidate in the words of ``sluice simulate``'s flags."""
     return {
         "engines": format_candidate_engines(candidate),
@@ -198,7 +198,7 @@ def _make_alternatives_table(result: PlanResult) -> Table:
     return table
 
 
-def _parameters_of(candidate: Candidate) -> str:
+def _parameters_of(candidate: SliderCandidate) -> str:
     if candidate.strategy != "taichi":
         return ""
     return f", M {candidate.watermark:g}, alpha {candidate.approaching_factor:g}"

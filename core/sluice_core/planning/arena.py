@@ -13,12 +13,12 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.candidates import Candidate
-from sluice_core.planning.curves import Curve
-from sluice_core.planning.trials import Outcome, Trial
+from sluice_core.planning.candidates import SliderCandidate
+from sluice_core.planning.curves import AttainmentCurve
+from sluice_core.planning.trials import SearchTrial, TrialResult
 
-_Key = tuple[Candidate, int, float]  # with seed and length of the run
-RunTrials = Callable[[Sequence[Trial]], Sequence[Outcome]]
+_Key = tuple[SliderCandidate, int, float]  # with seed and length of the run
+RunTrials = Callable[[Sequence[SearchTrial]], Sequence[TrialResult]]
 PRECISION = 0.04  # of a goodput: a straight line between rates so close is good to a percent
 _LEAST_CONTENDERS = 4
 _LEAST_RATE_RPS = 1e-4  # what misses the target even here misses it at any rate
@@ -43,7 +43,7 @@ class Fidelity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RankedCandidate:
     """A candidate and its goodput.
 
     Args:
@@ -51,7 +51,7 @@ class Standing:
         goodputs_rps: Of each seed.
     """
 
-    candidate: Candidate
+    candidate: SliderCandidate
     goodputs_rps: tuple[float, ...]
 
     @property
@@ -73,12 +73,12 @@ class Arena:
         self.num_iterations = 0
         self._run_trials = run_trials
         self._target = target
-        self._curves: dict[_Key, Curve] = {}
+        self._curves: dict[_Key, AttainmentCurve] = {}
         self._ends_s: dict[_Key, dict[float, float]] = {}
 
     def climb(
-        self, candidates: Sequence[Candidate], fidelity: Fidelity, rate_rps: float, factor: float
-    ) -> list[Standing]:
+        self, candidates: Sequence[SliderCandidate], fidelity: Fidelity, rate_rps: float, factor: float
+    ) -> list[RankedCandidate]:
         """Compare candidates, the best first.
 
         Args:
@@ -104,8 +104,8 @@ class Arena:
         return [self._describe(candidate, fidelity) for candidate in self._rank(candidates, fidelity)]
 
     def sharpen(
-        self, candidates: Sequence[Candidate], fidelity: Fidelity, starts_rps: Mapping[Candidate, float]
-    ) -> list[Standing]:
+        self, candidates: Sequence[SliderCandidate], fidelity: Fidelity, starts_rps: Mapping[SliderCandidate, float]
+    ) -> list[RankedCandidate]:
         """Find the goodput of each candidate and seed to ``PRECISION``, the best candidate first.
 
         Seeds are harder or easier for all candidates alike, and shorter runs have flattered them alike, so the first
@@ -123,7 +123,7 @@ class Arena:
         share = 1.0 / flattery if 0.0 < flattery < _MOST_FLATTERY else 1.0
         self._sharpen({(candidate, first): starts_rps[candidate] * share for candidate in candidates[1:]}, fidelity)
 
-        def expect(candidate: Candidate, seed: int) -> float:
+        def expect(candidate: SliderCandidate, seed: int) -> float:
             share = self._estimate(leader, seed, fidelity) / (self._estimate(leader, first, fidelity) or 1.0)
             return self._estimate(candidate, first, fidelity) * share or starts_rps[candidate]
 
@@ -131,7 +131,7 @@ class Arena:
         self._sharpen({pair: expect(*pair) for pair in behind}, fidelity)
         return [self._describe(candidate, fidelity) for candidate in self._rank(candidates, fidelity)]
 
-    def locate(self, candidate: Candidate, fidelity: Fidelity, start_rps: float) -> float:
+    def locate(self, candidate: SliderCandidate, fidelity: Fidelity, start_rps: float) -> float:
         """Find about where a candidate begins to fail, by itself: to get there with all is what costs most.
 
         Args:
@@ -146,7 +146,7 @@ class Arena:
         rate_rps = self.find_passing_rate(candidate, fidelity) or 0.0
         return rate_rps if rate_rps * _MOST_FLATTERY > start_rps else start_rps
 
-    def run(self, trials: Sequence[Trial]) -> Sequence[Outcome]:
+    def run(self, trials: Sequence[SearchTrial]) -> Sequence[TrialResult]:
         """Make runs, and learn from them."""
         outcomes = self._run_trials(trials)
         for outcome in outcomes:
@@ -155,17 +155,17 @@ class Arena:
             self.num_iterations += outcome.num_iterations
         return outcomes
 
-    def are_alike(self, one: Candidate, other: Candidate, fidelity: Fidelity) -> bool:
+    def are_alike(self, one: SliderCandidate, other: SliderCandidate, fidelity: Fidelity) -> bool:
         """Say whether two candidates did the same wherever both ran, as with chunk sizes that prompts never fill."""
         keys = [((one, seed, fidelity.duration_s), (other, seed, fidelity.duration_s)) for seed in fidelity.seeds]
         return all(self._have_done_the_same(*pair) for pair in keys)
 
-    def find_passing_rate(self, candidate: Candidate, fidelity: Fidelity) -> float | None:
+    def find_passing_rate(self, candidate: SliderCandidate, fidelity: Fidelity) -> float | None:
         """Find the highest rate at which a candidate is known to reach the target; None: none is."""
         passing = [rate for rate, attainment in self.list_points(candidate, fidelity) if attainment >= self._target]
         return max(passing, default=None)
 
-    def list_points(self, candidate: Candidate, fidelity: Fidelity) -> list[tuple[float, float]]:
+    def list_points(self, candidate: SliderCandidate, fidelity: Fidelity) -> list[tuple[float, float]]:
         """List what is known of a candidate's attainment by rate, means over the seeds that ran at it."""
         by_rate: dict[float, list[float]] = {}
         for seed in fidelity.seeds:
@@ -173,22 +173,22 @@ class Arena:
                 by_rate.setdefault(rate, []).append(attainment)
         return [(rate, statistics.fmean(attainments)) for rate, attainments in sorted(by_rate.items())]
 
-    def _curve(self, candidate: Candidate, seed: int, fidelity: Fidelity) -> Curve:
-        return self._curves.setdefault((candidate, seed, fidelity.duration_s), Curve())
+    def _curve(self, candidate: SliderCandidate, seed: int, fidelity: Fidelity) -> AttainmentCurve:
+        return self._curves.setdefault((candidate, seed, fidelity.duration_s), AttainmentCurve())
 
     def _have_done_the_same(self, one: _Key, other: _Key) -> bool:
         ours, theirs = self._ends_s.get(one, {}), self._ends_s.get(other, {})
         shared = ours.keys() & theirs.keys()
         return bool(shared) and all(ours[rate] == theirs[rate] for rate in shared)
 
-    def _learn(self, outcome: Outcome) -> None:
+    def _learn(self, outcome: TrialResult) -> None:
         key, rate_rps = _make_key(outcome.trial), outcome.trial.rate_rps
-        self._curves.setdefault(key, Curve()).points[rate_rps] = outcome.attainment
+        self._curves.setdefault(key, AttainmentCurve()).points[rate_rps] = outcome.attainment
         self._ends_s.setdefault(key, {})[rate_rps] = outcome.end_s
 
-    def _rank_at(self, trials: Sequence[Trial]) -> None:
+    def _rank_at(self, trials: Sequence[SearchTrial]) -> None:
         """Make runs that rank, one for all candidates that have done the same so far."""
-        followers: dict[Trial, list[Trial]] = {}
+        followers: dict[SearchTrial, list[SearchTrial]] = {}
         for trial in trials:
             key = _make_key(trial)
             leader = next(
@@ -204,10 +204,10 @@ class Arena:
                 self._learn(replace(outcome, trial=trial))
 
     def _find_passing(
-        self, candidates: Sequence[Candidate], fidelity: Fidelity, rate_rps: float, least: float
-    ) -> list[Candidate]:
+        self, candidates: Sequence[SliderCandidate], fidelity: Fidelity, rate_rps: float, least: float
+    ) -> list[SliderCandidate]:
         trials = [
-            Trial(
+            SearchTrial(
                 candidate=candidate,
                 seed=seed,
                 rate_rps=rate_rps,
@@ -229,7 +229,7 @@ class Arena:
 
     def _sharpen(
         self,
-        starts_rps: Mapping[tuple[Candidate, int], float],
+        starts_rps: Mapping[tuple[SliderCandidate, int], float],
         fidelity: Fidelity,
         misses: float = _SHARPENED_MISSES,
     ) -> None:
@@ -237,7 +237,7 @@ class Arena:
         open_ = list(starts_rps)
         for _ in range(_MOST_STEPS):
             trials = [
-                Trial(
+                SearchTrial(
                     candidate=candidate,
                     seed=seed,
                     rate_rps=rate,
@@ -254,7 +254,7 @@ class Arena:
             self.run(trials)
             open_ = [(trial.candidate, trial.seed) for trial in trials]
 
-    def _choose_rate(self, curve: Curve, start_rps: float) -> float | None:
+    def _choose_rate(self, curve: AttainmentCurve, start_rps: float) -> float | None:
         """Choose the next rate for a goodput between two close rates; None: it is.
 
         Steps grow: a start is good as a rule, and where it is not, two or three steps get there.
@@ -279,11 +279,11 @@ class Arena:
             estimate = max(estimate, math.sqrt(low * high))
         return min(max(estimate, low * (1.0 + PRECISION / 2)), high / (1.0 + PRECISION / 2))
 
-    def _rank(self, candidates: Iterable[Candidate], fidelity: Fidelity) -> list[Candidate]:
+    def _rank(self, candidates: Iterable[SliderCandidate], fidelity: Fidelity) -> list[SliderCandidate]:
         return sorted(candidates, key=lambda candidate: -self._describe(candidate, fidelity).goodput_rps)
 
-    def _describe(self, candidate: Candidate, fidelity: Fidelity) -> Standing:
-        return Standing(
+    def _describe(self, candidate: SliderCandidate, fidelity: Fidelity) -> RankedCandidate:
+        return RankedCandidate(
             candidate=candidate,
             goodputs_rps=tuple(self._estimate(candidate, seed, fidelity) for seed in fidelity.seeds),
         )
@@ -291,9 +291,9 @@ class Arena:
     def _bound(self, misses: float) -> float:
         return max(0.0, 1.0 - misses * (1.0 - self._target))
 
-    def _estimate(self, candidate: Candidate, seed: int, fidelity: Fidelity) -> float:
+    def _estimate(self, candidate: SliderCandidate, seed: int, fidelity: Fidelity) -> float:
         return self._curve(candidate, seed, fidelity).estimate_goodput_rps(self._target)
 
 
-def _make_key(trial: Trial) -> _Key:
+def _make_key(trial: SearchTrial) -> _Key:
     return trial.candidate, trial.seed, trial.duration_s

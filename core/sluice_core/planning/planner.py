@@ -11,11 +11,18 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.arena import Arena, RunTrials, Standing
-from sluice_core.planning.candidates import Candidate, Space, resize
-from sluice_core.planning.prediction import Binding, Interval, Prediction, estimate_interval, find_binding, predict
-from sluice_core.planning.search import Effort, Found, Search
-from sluice_core.planning.trials import Problem
+from sluice_core.planning.arena import Arena, RankedCandidate, RunTrials
+from sluice_core.planning.candidates import SearchSpace, SliderCandidate, resize
+from sluice_core.planning.prediction import (
+    Bottleneck,
+    Interval,
+    Prediction,
+    estimate_interval,
+    find_bottleneck,
+    predict,
+)
+from sluice_core.planning.search import Search, SearchEffort, SearchResult
+from sluice_core.planning.trials import PlanningProblem
 from sluice_core.sim.cell import EngineSetup
 
 _FIRST_ENGINES = 4  # of the small cluster that the number for a rate is guessed from
@@ -56,7 +63,7 @@ class Alternative:
         difference: Its goodput over that of the chosen one, on the same seeds, minus 1.
     """
 
-    standing: Standing
+    standing: RankedCandidate
     difference: Interval
 
 
@@ -77,14 +84,14 @@ class PlanResult:
         num_iterations: Simulated iterations.
     """
 
-    chosen: Candidate
+    chosen: SliderCandidate
     goodput_rps: Interval
     prediction: Prediction
-    binding: Binding
+    binding: Bottleneck
     alternatives: tuple[Alternative, ...]
-    in_force: Standing | None
+    in_force: RankedCandidate | None
     is_met: bool
-    found: Found
+    found: SearchResult
     num_trials: int
     num_iterations: int
 
@@ -102,9 +109,9 @@ class Planner:
 
     def __init__(
         self,
-        problem: Problem,
-        space: Space,
-        effort: Effort,
+        problem: PlanningProblem,
+        space: SearchSpace,
+        effort: SearchEffort,
         run_trials: RunTrials,
         report: Callable[[float, str], None] | None = None,
     ) -> None:
@@ -117,7 +124,7 @@ class Planner:
         self._report = report
         self._span = (0.0, 0.9)
 
-    def plan(self, goal: Goal, in_force: Candidate | None = None) -> PlanResult:
+    def plan(self, goal: Goal, in_force: SliderCandidate | None = None) -> PlanResult:
         """Plan.
 
         Args:
@@ -136,11 +143,11 @@ class Planner:
             raise ValueError(self._explain_unmet(goal, found))
         return self._describe(arena, goal, found, in_force)
 
-    def _find_highest(self, arena: Arena, goal: Goal, in_force: Candidate | None) -> Found:
+    def _find_highest(self, arena: Arena, goal: Goal, in_force: SliderCandidate | None) -> SearchResult:
         """Find the highest goodput of as many GPUs as ``goal.most_replicas`` engines have."""
         num_gpus = goal.most_replicas * goal.tensor_parallels[0]
         sizes = [(num_gpus // parallel, parallel) for parallel in goal.tensor_parallels if num_gpus >= parallel]
-        best: Found | None = None
+        best: SearchResult | None = None
         for position, (replicas, parallel) in enumerate(sizes):
             self._span = (0.9 * position / len(sizes), 0.9 * (position + 1) / len(sizes))
             found = self._search(arena, replicas, parallel, None, in_force)
@@ -149,9 +156,9 @@ class Planner:
         assert best is not None
         return best
 
-    def _find_fewest(self, arena: Arena, goal: Goal, rate_rps: float, in_force: Candidate | None) -> Found:
+    def _find_fewest(self, arena: Arena, goal: Goal, rate_rps: float, in_force: SliderCandidate | None) -> SearchResult:
         """Find the fewest GPUs that serve a rate; if none do, what serves most of it."""
-        best: Found | None = None
+        best: SearchResult | None = None
         for position, parallel in enumerate(goal.tensor_parallels):
             share = 0.9 / len(goal.tensor_parallels)
             self._span = (share * position, share * (position + 1))
@@ -162,8 +169,8 @@ class Planner:
         return best
 
     def _find_fewest_engines(
-        self, arena: Arena, goal: Goal, rate_rps: float, tensor_parallel: int, in_force: Candidate | None
-    ) -> Found:
+        self, arena: Arena, goal: Goal, rate_rps: float, tensor_parallel: int, in_force: SliderCandidate | None
+    ) -> SearchResult:
         low, high = goal.least_replicas, goal.most_replicas
         replicas = min(max(low, _FIRST_ENGINES), high)
         found = self._search(arena, replicas, tensor_parallel, None, in_force)
@@ -193,8 +200,8 @@ class Planner:
         replicas: int,
         tensor_parallel: int,
         start_rps: float | None,
-        in_force: Candidate | None,
-    ) -> Found:
+        in_force: SliderCandidate | None,
+    ) -> SearchResult:
         start, end = self._span
 
         def report(share: float, stage: str) -> None:
@@ -209,7 +216,7 @@ class Planner:
             in_force if is_same else None,
         )
 
-    def _explain_unmet(self, goal: Goal, found: Found) -> str:
+    def _explain_unmet(self, goal: Goal, found: SearchResult) -> str:
         """Say how far the objectives are from what requests need that hardly share an engine."""
         best, duration_s, slo = found.best.candidate, found.fidelity.duration_s, self._problem.slo
         prediction = predict(self._run_trials, best, _FEW_REQUESTS / duration_s, found.fidelity.seeds[:1], duration_s)
@@ -221,7 +228,7 @@ class Planner:
             f"{prediction.attainment.mean:.4g}, with a median TTFT and TPOT of {' and '.join(medians) or 'nothing finished'}"
         )
 
-    def _describe(self, arena: Arena, goal: Goal, found: Found, in_force: Candidate | None) -> PlanResult:
+    def _describe(self, arena: Arena, goal: Goal, found: SearchResult, in_force: SliderCandidate | None) -> PlanResult:
         chosen = found.best
         seeds = [seed + _FRESH for seed in self._effort.seeds]
         is_met = goal.rate_rps is None or chosen.goodput_rps >= goal.rate_rps
@@ -229,7 +236,7 @@ class Planner:
         rate_rps = goal.rate_rps if goal.rate_rps is not None and is_met else chosen.goodput_rps
         duration_s = found.fidelity.duration_s
         prediction = predict(self._run_trials, chosen.candidate, rate_rps, seeds, duration_s)
-        binding = find_binding(
+        binding = find_bottleneck(
             self._run_trials,
             chosen.candidate,
             chosen.goodput_rps,
@@ -253,7 +260,7 @@ class Planner:
         )
 
 
-def estimate_start_rps(problem: Problem, replicas: int, tensor_parallel: int) -> float:
+def estimate_start_rps(problem: PlanningProblem, replicas: int, tensor_parallel: int) -> float:
     """Guess a goodput: what engines could do if nobody waited, times a typical share."""
     profile = problem.engines[tensor_parallel].profile
     prompt = statistics.fmean(row.prompt_tokens for row in problem.rows)
@@ -265,7 +272,7 @@ def estimate_start_rps(problem: Problem, replicas: int, tensor_parallel: int) ->
     return _USED_SHARE * replicas / request_s
 
 
-def estimate_answer_s(problem: Problem) -> float:
+def estimate_answer_s(problem: PlanningProblem) -> float:
     """Estimate how long an answer takes on an engine as full as it gets; no longer than its objective allows.
 
     So long a cluster takes to fill. With as many decodes as there are seats or KV blocks for, each iteration has the prompts
@@ -274,7 +281,7 @@ def estimate_answer_s(problem: Problem) -> float:
     return max(_estimate_answer_s(problem, engine) for engine in problem.engines.values())
 
 
-def _estimate_answer_s(problem: Problem, engine: EngineSetup) -> float:
+def _estimate_answer_s(problem: PlanningProblem, engine: EngineSetup) -> float:
     prompt = statistics.fmean(row.prompt_tokens for row in problem.rows)
     output = statistics.fmean(row.output_tokens for row in problem.rows)
     context = prompt + output / 2
@@ -291,19 +298,19 @@ def _estimate_answer_s(problem: Problem, engine: EngineSetup) -> float:
     return output * min(iteration_s, problem.slo.tpot_s)
 
 
-def _has_goodput(found: Found) -> bool:
+def _has_goodput(found: SearchResult) -> bool:
     """Say whether anything meets the objectives: of less than a request in a whole run nothing is known but that it is little."""
     return found.best.goodput_rps * found.fidelity.duration_s >= 1.0
 
 
-def _rank_for_rate(found: Found, rate_rps: float) -> tuple[bool, float, float]:
+def _rank_for_rate(found: SearchResult, rate_rps: float) -> tuple[bool, float, float]:
     """Order findings: those that serve the rate by GPUs, the others by goodput."""
     goodput_rps = found.best.goodput_rps
     serves = goodput_rps >= rate_rps
     return not serves, found.best.candidate.num_gpus if serves else -goodput_rps, -goodput_rps
 
 
-def _compare(standing: Standing, chosen: Standing) -> Alternative:
+def _compare(standing: RankedCandidate, chosen: RankedCandidate) -> Alternative:
     ratios = [
         ours / theirs - 1.0 if theirs > 0 else 0.0
         for ours, theirs in zip(standing.goodputs_rps, chosen.goodputs_rps, strict=True)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.arena import Arena, Fidelity, Standing
+from sluice_core.planning.arena import Arena, Fidelity, RankedCandidate
 from sluice_core.planning.candidates import (
-    Candidate,
-    Space,
+    SearchSpace,
+    SliderCandidate,
     list_coarse,
     list_neighbours,
     list_parameter_neighbours,
@@ -31,7 +31,7 @@ SCOUTED_ENGINES = 16  # more engines even bursts out a little more: a few percen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class SearchEffort:
     """How much is simulated.
 
     Args:
@@ -79,7 +79,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Args:
@@ -89,12 +89,12 @@ class Found:
             fewer engines makes one expect.
     """
 
-    standings: tuple[Standing, ...]
+    standings: tuple[RankedCandidate, ...]
     fidelity: Fidelity
-    explored: tuple[Standing, ...]
+    explored: tuple[RankedCandidate, ...]
 
     @property
-    def best(self) -> Standing:
+    def best(self) -> RankedCandidate:
         """The best candidate."""
         return self.standings[0]
 
@@ -110,7 +110,7 @@ class Search:
     """
 
     def __init__(
-        self, arena: Arena, space: Space, effort: Effort, report: Callable[[float, str], None] | None = None
+        self, arena: Arena, space: SearchSpace, effort: SearchEffort, report: Callable[[float, str], None] | None = None
     ) -> None:
         self._arena = arena
         self._space = space
@@ -118,8 +118,8 @@ class Search:
         self._report = report
 
     def find_best(
-        self, replicas: int, tensor_parallel: int, start_rps: float, in_force: Candidate | None = None
-    ) -> Found:
+        self, replicas: int, tensor_parallel: int, start_rps: float, in_force: SliderCandidate | None = None
+    ) -> SearchResult:
         """Find the best candidate.
 
         Args:
@@ -147,8 +147,8 @@ class Search:
         return self._compare(self._add_between(refined, replicas), self._enlarge(explored, replicas), warm)
 
     def _scout(
-        self, replicas: int, tensor_parallel: int, start_rps: float, warm: Sequence[Candidate]
-    ) -> tuple[list[Standing], list[Standing]]:
+        self, replicas: int, tensor_parallel: int, start_rps: float, warm: Sequence[SliderCandidate]
+    ) -> tuple[list[RankedCandidate], list[RankedCandidate]]:
         """Run all rounds but the last; returns what was explored, and the best of it refined."""
         coarse = list(dict.fromkeys([*warm, *list_coarse(self._space, replicas, tensor_parallel)]))
         if not coarse:
@@ -163,18 +163,18 @@ class Search:
         )
         return explored, self._leave_out_alike(refined, len(refined), fidelity)
 
-    def _enlarge(self, standings: Sequence[Standing], replicas: int) -> list[Standing]:
+    def _enlarge(self, standings: Sequence[RankedCandidate], replicas: int) -> list[RankedCandidate]:
         """Give candidates more engines at the same share, and as much more goodput; those out of bounds are left out."""
-        enlarged: dict[Candidate, Standing] = {}
+        enlarged: dict[SliderCandidate, RankedCandidate] = {}
         for standing in standings:
             candidate = resize(standing.candidate, replicas, self._space)
             if candidate is not None and candidate not in enlarged:
                 factor = replicas / standing.candidate.replicas
                 goodputs_rps = tuple([factor * goodput_rps for goodput_rps in standing.goodputs_rps])
-                enlarged[candidate] = Standing(candidate=candidate, goodputs_rps=goodputs_rps)
+                enlarged[candidate] = RankedCandidate(candidate=candidate, goodputs_rps=goodputs_rps)
         return list(enlarged.values())
 
-    def _add_between(self, standings: Sequence[Standing], replicas: int) -> list[Standing]:
+    def _add_between(self, standings: Sequence[RankedCandidate], replicas: int) -> list[RankedCandidate]:
         """Put the numbers of P-heavy engines behind the best one that a smaller cluster could not have."""
         best = standings[0]
         step = max(1, replicas // SCOUTED_ENGINES // 2)
@@ -196,14 +196,14 @@ class Search:
         """Make runs of one seed that are a share of a whole one."""
         return Fidelity(seeds=self._effort.seeds[:1], duration_s=self._effort.choose_ranking_s(rate_rps, share))
 
-    def _find_rate(self, coarse: Sequence[Candidate], start_rps: float) -> float:
+    def _find_rate(self, coarse: Sequence[SliderCandidate], start_rps: float) -> float:
         """Find the order of magnitude of the goodput, by a few different candidates."""
         few = list(coarse[:1]) + list(coarse[1 :: max(1, len(coarse) // 3)])
         standings = self._arena.climb(few, self._shorten(start_rps, _SHORT), start_rps, _COARSE_FACTOR)
         self._tell("rate")
         return standings[0].goodput_rps
 
-    def _explore(self, coarse: Sequence[Candidate], rate_rps: float, fidelity: Fidelity) -> list[Standing]:
+    def _explore(self, coarse: Sequence[SliderCandidate], rate_rps: float, fidelity: Fidelity) -> list[RankedCandidate]:
         """Try candidates all over the space; strategies that are far behind at a lower rate, where theirs differ."""
         standings = self._arena.climb(coarse, fidelity, rate_rps, _FACTOR)
         for strategy in self._space.strategies:
@@ -216,11 +216,11 @@ class Search:
         self._tell("explore")
         return standings
 
-    def _refine(self, centres: Sequence[Candidate], rate_rps: float, fidelity: Fidelity) -> list[Standing]:
+    def _refine(self, centres: Sequence[SliderCandidate], rate_rps: float, fidelity: Fidelity) -> list[RankedCandidate]:
         """Go from the best to their neighbours, as long as that gains something, or any of the first few was not asked."""
         rate_rps = self._arena.locate(centres[0], fidelity, rate_rps)
         standings = self._arena.climb(centres, fidelity, rate_rps, _FINE_FACTOR)
-        asked: list[Candidate] = []
+        asked: list[SliderCandidate] = []
         num_idle = 0
         while len(standings) < _MOST_REFINED and num_idle < _MOST_IDLE:
             centre = self._choose_centre(standings, asked, fidelity)
@@ -237,8 +237,8 @@ class Search:
         return standings
 
     def _choose_centre(
-        self, standings: Sequence[Standing], asked: Sequence[Candidate], fidelity: Fidelity
-    ) -> Candidate | None:
+        self, standings: Sequence[RankedCandidate], asked: Sequence[SliderCandidate], fidelity: Fidelity
+    ) -> SliderCandidate | None:
         """Choose whose neighbours to try: of the first few, near the best, the first that was not asked yet."""
         least_rps = standings[0].goodput_rps * _NEAR
         for standing in self._leave_out_alike(standings, _NUM_CENTRES, fidelity):
@@ -249,7 +249,9 @@ class Search:
                 return candidate
         return None
 
-    def _cross_plateaus(self, standings: Sequence[Standing], centre: Candidate, fidelity: Fidelity) -> list[Standing]:
+    def _cross_plateaus(
+        self, standings: Sequence[RankedCandidate], centre: SliderCandidate, fidelity: Fidelity
+    ) -> list[RankedCandidate]:
         """Go on to smaller chunks where the next smaller ones change nothing, as far as the first that do."""
         standings = list(standings)
         for of_prefill_heavy in (True, False):
@@ -261,9 +263,11 @@ class Search:
                     standings = self._challenge(standings, [nearest], fidelity)
         return standings
 
-    def _leave_out_alike(self, standings: Iterable[Standing], number: int, fidelity: Fidelity) -> list[Standing]:
+    def _leave_out_alike(
+        self, standings: Iterable[RankedCandidate], number: int, fidelity: Fidelity
+    ) -> list[RankedCandidate]:
         """List the first few that do not do the same as one before them."""
-        found: list[Standing] = []
+        found: list[RankedCandidate] = []
         for standing in standings:
             if len(found) == number:
                 break
@@ -271,7 +275,9 @@ class Search:
                 found.append(standing)
         return found
 
-    def _challenge(self, standings: Sequence[Standing], new: Sequence[Candidate], fidelity: Fidelity) -> list[Standing]:
+    def _challenge(
+        self, standings: Sequence[RankedCandidate], new: Sequence[SliderCandidate], fidelity: Fidelity
+    ) -> list[RankedCandidate]:
         """Rank new candidates among those that were compared, from the rate on that the best one reached."""
         if not new:
             return list(standings)
@@ -281,7 +287,7 @@ class Search:
         known = {standing.candidate: standing for standing in [*standings, *climbed]}
         return sorted(known.values(), key=_by_goodput)
 
-    def _tune_parameters(self, refined: Sequence[Standing], fidelity: Fidelity) -> list[Standing]:
+    def _tune_parameters(self, refined: Sequence[RankedCandidate], fidelity: Fidelity) -> list[RankedCandidate]:
         """Try other M and alpha for the best; one is taken that gains more than chance would."""
         neighbours = list_parameter_neighbours(self._space, refined[0].candidate)
         tried = self._challenge(refined, neighbours, fidelity)
@@ -292,7 +298,9 @@ class Search:
             return list(refined)
         return [best, *refined]
 
-    def _compare(self, refined: Sequence[Standing], explored: Sequence[Standing], warm: Sequence[Candidate]) -> Found:
+    def _compare(
+        self, refined: Sequence[RankedCandidate], explored: Sequence[RankedCandidate], warm: Sequence[SliderCandidate]
+    ) -> SearchResult:
         """Look closely at the best few, at the best of each strategy, and at the plan in force."""
         best = _pick(refined, self._effort.num_compared, warm)
         for strategy in self._space.strategies:
@@ -305,7 +313,7 @@ class Search:
         standings = self._arena.sharpen(list(dict.fromkeys(best)), fidelity, starts_rps)
         self._tell("compare")
         everything = {standing.candidate: standing for standing in [*standings, *explored, *refined]}
-        return Found(
+        return SearchResult(
             standings=tuple(standings), fidelity=fidelity, explored=tuple(sorted(everything.values(), key=_by_goodput))
         )
 
@@ -321,11 +329,13 @@ _MOST_REFINED = 70
 _MOST_BEHIND = 6  # candidates of a strategy that is far behind
 
 
-def _pick(standings: Iterable[Standing], number: int, always: Iterable[Candidate]) -> list[Candidate]:
+def _pick(
+    standings: Iterable[RankedCandidate], number: int, always: Iterable[SliderCandidate]
+) -> list[SliderCandidate]:
     """Pick the first few, and what is always there."""
     first = [standing.candidate for standing in standings][:number]
     return list(dict.fromkeys([*first, *always]))
 
 
-def _by_goodput(standing: Standing) -> float:
+def _by_goodput(standing: RankedCandidate) -> float:
     return -standing.goodput_rps

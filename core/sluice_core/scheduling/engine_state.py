@@ -9,7 +9,7 @@ from sluice_core.latency import LatencyModel
 from sluice_core.records import EngineId, EngineLoad, RequestId, Role
 
 
-class EngineSpec(NamedTuple):
+class EngineConfig(NamedTuple):
     """What an engine says about itself in its first message.
 
     Args:
@@ -147,7 +147,7 @@ class EngineState:
     """
 
     engine_id: EngineId
-    spec: EngineSpec
+    spec: EngineConfig
     number: int
     latency: LatencyModel
     role: Role

@@ -27,14 +27,14 @@ from sluice_core.latency import (
     OnlineLatencyModel,
 )
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
-from sluice_core.scheduling.engine_state import EngineSpec, EngineState, EngineView, Entry, InFlight
+from sluice_core.scheduling.engine_state import EngineConfig, EngineState, EngineView, Entry, InFlight
 
 __all__ = [
     "PROVEN_OBSERVATIONS",
     "RECOVERY_BURST_S",
     "RECOVERY_SHARE",
     "SHARE_MARGIN_TOKENS",
-    "EngineSpec",
+    "EngineConfig",
     "EngineState",
     "EngineTable",
     "EngineView",
@@ -122,7 +122,7 @@ class EngineTable:
         """True when all engines that do not drain have one chunk size: no transfer, no flow."""
         return self._are_roles_void
 
-    def add(self, engine_id: EngineId, spec: EngineSpec, *, role: Role, chunk_size_tokens: int) -> None:
+    def add(self, engine_id: EngineId, spec: EngineConfig, *, role: Role, chunk_size_tokens: int) -> None:
         """Add an engine; it takes placements from its first report on.
 
         Raises:

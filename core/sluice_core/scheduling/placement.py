@@ -26,13 +26,13 @@ from typing import Final, NamedTuple, Protocol
 
 from sluice_core.latency import compute_attention_work
 from sluice_core.records import (
-    Candidate,
     Decision,
     EarlyRejection,
     EngineId,
     FlowParameters,
     Hold,
     Place,
+    PlacementCandidate,
     PrefillRequest,
     Reject,
     RequestId,
@@ -404,7 +404,7 @@ class _Round:
         )
 
 
-def explain(record: PlacementRecord) -> list[Candidate]:
+def explain(record: PlacementRecord) -> list[PlacementCandidate]:
     """Reconstruct the engines that a decision saw, in the order of the walk, blocked ones last.
 
     Args:
@@ -418,7 +418,7 @@ def explain(record: PlacementRecord) -> list[Candidate]:
     return [_explain_view(record, view, hits) for view, hits in zip(views, cached, strict=True)]
 
 
-def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> Candidate:
+def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> PlacementCandidate:
     """Format one engine of a decision."""
     request = record.request
     queue_s, execute_s, transfer_s = _estimate(record.now, request.prompt_tokens, view, cached)
@@ -429,7 +429,7 @@ def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> Can
     if view.engine_id in request.excluded:
         reason = "excluded"
     reason = view.blocked_reason or reason
-    return Candidate(
+    return PlacementCandidate(
         engine_id=view.engine_id,
         role=view.role,
         queued_prefill_tokens=view.queued_prefill_tokens,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sluice_core.sim.simulation import Simulation
 
 
-class Step(IntEnum):
+class HandOffStep(IntEnum):
     """What an engine is told about a move."""
 
     GRANT = 0
@@ -43,11 +43,18 @@ class Step(IntEnum):
 
 
 # Ends of iterations that each step waits for, on an engine at work.
-ENDS = {Step.GRANT: 1, Step.HAND_OFF: 2, Step.SUBMIT: 1, Step.NOTICE: 1, Step.JOIN: 3, Step.RELEASE: 3}
+ENDS = {
+    HandOffStep.GRANT: 1,
+    HandOffStep.HAND_OFF: 2,
+    HandOffStep.SUBMIT: 1,
+    HandOffStep.NOTICE: 1,
+    HandOffStep.JOIN: 3,
+    HandOffStep.RELEASE: 3,
+}
 
 
-class Move:
-    """A move under way; mutable, changed by ``HandOffs`` only.
+class SimMove:
+    """A move under way; mutable, changed by ``SimHandOffs`` only.
 
     Args:
         number: Counts the moves.
@@ -90,12 +97,12 @@ class Move:
         self.cause = cause
         self.num_blocks = num_blocks
         self.is_granted = False
-        self.step = Step.GRANT  # that an engine is told by what is under way
+        self.step = HandOffStep.GRANT  # that an engine is told by what is under way
         self.num_kv_tokens = 0  # that the source holds, once it was handed off
         self.table: KvTable | None = None  # what the source holds, with prefix reuse
 
 
-class HandOffs:
+class SimHandOffs:
     """All moves under way; mutable.
 
     Args:
@@ -105,7 +112,7 @@ class HandOffs:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._way_s = 2.0 * simulation.cell.options.message_s
-        self._mail: dict[str, list[tuple[int, Step, Move]]] = {}
+        self._mail: dict[str, list[tuple[int, HandOffStep, SimMove]]] = {}
         self._at_boundary: SimEngine | None = None
         self._num_moves = 0
 
@@ -138,12 +145,12 @@ class HandOffs:
         for _, step, move in self._mail.pop(engine.engine_id, []):
             self._lose(step, move)
 
-    def receive(self, move: Move) -> None:
-        """What ``Move.step`` says has arrived: a message, or the KV."""
+    def receive(self, move: SimMove) -> None:
+        """What ``SimMove.step`` says has arrived: a message, or the KV."""
         step = move.step
-        if step is Step.NOTICE and self._has_lost_its_way(move):
+        if step is HandOffStep.NOTICE and self._has_lost_its_way(move):
             return
-        engine = move.source if step is Step.HAND_OFF else move.target
+        engine = move.source if step is HandOffStep.HAND_OFF else move.target
         if engine.is_dead:
             self._lose(step, move)
         else:
@@ -160,7 +167,7 @@ class HandOffs:
             return
         self._num_moves += 1
         request.is_leaving = True
-        move = Move(
+        move = SimMove(
             number=self._num_moves,
             request=request,
             source=source,
@@ -169,9 +176,9 @@ class HandOffs:
             num_blocks=proposal.num_blocks,
         )
         simulation.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
-        self._send(Step.GRANT, move)
+        self._send(HandOffStep.GRANT, move)
 
-    def _send(self, step: Step, move: Move) -> None:
+    def _send(self, step: HandOffStep, move: SimMove) -> None:
         """Tell the other engine of a move what to do, by way of the router."""
         move.step = step
         if self._way_s:
@@ -179,16 +186,16 @@ class HandOffs:
         else:
             self.receive(move)
 
-    def _lose(self, step: Step, move: Move) -> None:
+    def _lose(self, step: HandOffStep, move: SimMove) -> None:
         """Settle what a dead engine was told."""
-        if step is Step.HAND_OFF or step is Step.GRANT:
+        if step is HandOffStep.HAND_OFF or step is HandOffStep.GRANT:
             self._cancel(move)
-        elif step is Step.SUBMIT or step is Step.NOTICE:
+        elif step is HandOffStep.SUBMIT or step is HandOffStep.NOTICE:
             self._has_lost_its_way(move)
-        elif step is Step.JOIN:
+        elif step is HandOffStep.JOIN:
             self._simulation.recover(move.request)
 
-    def _post(self, engine: SimEngine, step: Step, move: Move) -> None:
+    def _post(self, engine: SimEngine, step: HandOffStep, move: SimMove) -> None:
         """Tell an engine what to do; an idle one does it at once."""
         if engine.is_running or engine is self._at_boundary:
             self._mail.setdefault(engine.engine_id, []).append((engine.iteration + ENDS[step], step, move))
@@ -196,31 +203,31 @@ class HandOffs:
             self._carry_out(step, move)
             self._simulation.kick(engine)
 
-    def _carry_out_all(self, engine: SimEngine, due: list[tuple[int, Step, Move]]) -> None:
+    def _carry_out_all(self, engine: SimEngine, due: list[tuple[int, HandOffStep, SimMove]]) -> None:
         outer, self._at_boundary = self._at_boundary, engine
         for _, step, move in due:
             self._carry_out(step, move)
         self._at_boundary = outer
 
-    def _carry_out(self, step: Step, move: Move) -> None:
-        if step is Step.GRANT:
+    def _carry_out(self, step: HandOffStep, move: SimMove) -> None:
+        if step is HandOffStep.GRANT:
             self._grant(move)
-        elif step is Step.HAND_OFF:
+        elif step is HandOffStep.HAND_OFF:
             self._hand_off(move)
-        elif step is Step.SUBMIT:
+        elif step is HandOffStep.SUBMIT:
             if not self._has_lost_its_way(move):
-                move.step = Step.NOTICE
+                move.step = HandOffStep.NOTICE
                 self._simulation.send(move.request, move.source, move.cause, move)
-        elif step is Step.NOTICE:
+        elif step is HandOffStep.NOTICE:
             if not self._has_lost_its_way(move):
-                self._post(move.source, Step.RELEASE, move)
-                self._post(move.target, Step.JOIN, move)
-        elif step is Step.JOIN:
+                self._post(move.source, HandOffStep.RELEASE, move)
+                self._post(move.target, HandOffStep.JOIN, move)
+        elif step is HandOffStep.JOIN:
             move.target.receive(move.request)
         elif not move.source.is_dead:
             move.source.release(move.num_blocks, move.num_kv_tokens, move.table)
 
-    def _grant(self, move: Move) -> None:
+    def _grant(self, move: SimMove) -> None:
         target = move.target
         self._simulation.table.record_grant_answer(target.engine_id, move.number)
         if not self._is_where_it_was(move):
@@ -228,12 +235,12 @@ class HandOffs:
         elif self._may_grant(move):
             target.reserve(move.num_blocks)
             move.is_granted = True
-            self._send(Step.HAND_OFF, move)
+            self._send(HandOffStep.HAND_OFF, move)
         else:
             move.request.is_leaving = False
             self._simulation.num_blocked_moves += 1
 
-    def _may_grant(self, move: Move) -> bool:
+    def _may_grant(self, move: SimMove) -> bool:
         """Say whether the target has the room now that its router believed it to have."""
         target = move.target
         bound = target.total_blocks
@@ -242,7 +249,7 @@ class HandOffs:
         used = target.used_blocks + target.granted_blocks
         return not target.is_draining and used + move.num_blocks <= bound
 
-    def _hand_off(self, move: Move) -> None:
+    def _hand_off(self, move: SimMove) -> None:
         request, target = move.request, move.target
         if target.is_dead or not self._is_where_it_was(move):
             self._cancel(move)
@@ -262,13 +269,13 @@ class HandOffs:
         request.source, request.target = move.source.engine_id, target.engine_id
         if move.cause is MoveCause.BACKFLOW:
             request.reset_tokens = request.generated_tokens
-        self._send(Step.SUBMIT, move)
+        self._send(HandOffStep.SUBMIT, move)
 
-    def _is_where_it_was(self, move: Move) -> bool:
+    def _is_where_it_was(self, move: SimMove) -> bool:
         request = move.request
         return request.state is RequestState.DECODING and request.stay == move.stay and not move.source.is_dead
 
-    def _cancel(self, move: Move) -> None:
+    def _cancel(self, move: SimMove) -> None:
         """The request stays where it is, or has ended there."""
         move.request.is_leaving = False
         target = move.target
@@ -277,7 +284,7 @@ class HandOffs:
             if target is not self._at_boundary:
                 self._simulation.kick(target)  # it may have idled for want of these blocks
 
-    def _has_lost_its_way(self, move: Move) -> bool:
+    def _has_lost_its_way(self, move: SimMove) -> bool:
         """Settle a move after the hand-off one of whose engines has died; say whether that is so."""
         request, source, target = move.request, move.source, move.target
         if target.is_dead:

@@ -21,12 +21,22 @@ from sluice_core.latency import LatencyModel
 from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, RequestId, Role
 from sluice_core.scheduling.batching import BatchPolicy, ChunkedPrefillPolicy, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
-from sluice_core.sim.cell import AddEngine, Arrival, Cell, ClusterEvent, Configure, EngineSetup, Fail, NoGrant, TtftEnd
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
+from sluice_core.sim.cell import (
+    AddEngineEvent,
+    Arrival,
+    Cell,
+    ClusterEvent,
+    ConfigureEvent,
+    EngineSetup,
+    FailEvent,
+    NoGrant,
+    TtftEnd,
+)
 from sluice_core.sim.deadlines import Deadlines
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.gap_histogram import GapHistogram
-from sluice_core.sim.hand_offs import HandOffs, Move
+from sluice_core.sim.hand_offs import SimHandOffs, SimMove
 from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals, find_late
 from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
@@ -86,7 +96,7 @@ class Simulation:
         self._void_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
         self._batching: BatchPolicy = ChunkedPrefillPolicy(counts_decodes=cell.options.counts_decodes)
         self._waits_for_grant = cell.options.no_grant is NoGrant.WAIT
-        self._hand_offs = HandOffs(self) if cell.options.schedules_ahead else None
+        self._hand_offs = SimHandOffs(self) if cell.options.schedules_ahead else None
         self._timeline = timeline
         self._profiles: dict[EngineId, LatencyModel] = {}
         self.table = EngineTable(self._profiles.__getitem__, counts_decodes=cell.options.counts_decodes)
@@ -139,7 +149,7 @@ class Simulation:
                 assert isinstance(what, SimRequest)
                 self._end_transfer(what)
             elif code == _MOVE:
-                assert isinstance(what, Move)
+                assert isinstance(what, SimMove)
                 assert self._hand_offs is not None
                 self._hand_offs.receive(what)
             elif code == _RETRY:
@@ -375,8 +385,8 @@ class Simulation:
         request.target = target.engine_id
         self.send(request, source, cause, None)
 
-    def send(self, request: SimRequest, source: SimEngine, cause: MoveCause, move: Move | None) -> None:
-        """Send the KV over the source's link; with a move, ``HandOffs`` hears of its arrival."""
+    def send(self, request: SimRequest, source: SimEngine, cause: MoveCause, move: SimMove | None) -> None:
+        """Send the KV over the source's link; with a move, ``SimHandOffs`` hears of its arrival."""
         request.num_moves += 1
         self.num_moves[cause] += 1
         link = source.setup.link
@@ -396,8 +406,8 @@ class Simulation:
         if self._timeline is not None:
             self._timeline.note_transfer(request, cause, self.now, arrives_at_s)
 
-    def send_message(self, move: Move, duration_s: float) -> None:
-        """Send what ``Move.step`` says from one engine of a move to the other; ``HandOffs`` hears of its arrival."""
+    def send_message(self, move: SimMove, duration_s: float) -> None:
+        """Send what ``SimMove.step`` says from one engine of a move to the other; ``SimHandOffs`` hears of its arrival."""
         self._push(self.now + duration_s, _MOVE, move)
 
     def _end_transfer(self, request: SimRequest) -> None:
@@ -441,7 +451,7 @@ class Simulation:
         self.engines.append(engine)
         self._by_id[setup.engine_id] = engine
         self._profiles[setup.engine_id] = setup.profile
-        spec = EngineSpec(
+        spec = EngineConfig(
             block_size_tokens=setup.block_size_tokens,
             kv_bytes_per_token=setup.kv_bytes_per_token,
             max_num_seqs=setup.max_num_seqs,
@@ -450,12 +460,12 @@ class Simulation:
         self.table.add(setup.engine_id, spec, role=setup.role, chunk_size_tokens=setup.chunk_size_tokens)
 
     def _change_cluster(self, event: object) -> None:
-        if isinstance(event, AddEngine):
+        if isinstance(event, AddEngineEvent):
             self._add_engine(event.setup)
-        elif isinstance(event, Fail):
+        elif isinstance(event, FailEvent):
             self._fail(event.engine_id)
         else:
-            assert isinstance(event, Configure)
+            assert isinstance(event, ConfigureEvent)
             self._configure(event)
         self._has_targets = self._find_targets()
         if self._parked:
@@ -468,7 +478,7 @@ class Simulation:
         decode_heavy = [engine for engine in self._by_id.values() if engine.role is Role.DECODE_HEAVY]
         return not self.table.are_roles_void and not all(engine.is_draining for engine in decode_heavy)
 
-    def _configure(self, event: Configure) -> None:
+    def _configure(self, event: ConfigureEvent) -> None:
         """Put a plan in force; an iteration under way keeps the batch that it has."""
         engine = self._by_id.get(event.engine_id)
         if engine is None:

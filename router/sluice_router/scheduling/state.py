@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sluice_core.latency import LatencyModel
     from sluice_core.records import EngineId, MoveCause, Plan, Role
     from sluice_core.scheduling.decode_flow import FlowPolicy
-    from sluice_core.scheduling.engine_table import EngineSpec
+    from sluice_core.scheduling.engine_table import EngineConfig
     from sluice_core.scheduling.placement import PlacementPolicy
     from sluice_router.errors import RouterError
     from sluice_router.scheduling.requests import Finish, LiveRequest, ResponseSink
@@ -154,7 +154,7 @@ class Engine:
     address: str
     model: str
     fingerprint: str
-    spec: EngineSpec
+    spec: EngineConfig
     max_model_len_tokens: int
     last_heard_s: float
     progress_s: float
