@@ -35,7 +35,7 @@ def place(name, table, requests):
     return [getattr(decision, "engine_id", None) for decision in policy.assign(0.0, requests, table)]
 
 
-def test_round_robin_takes_turns_whatever_the_queues():
+def test_round_robin_ignores_the_queues():
     assert place("round_robin", make_table(900, 0, 50), make_requests(7)) == ["e0", "e1", "e2", "e0", "e1", "e2", "e0"]
 
 

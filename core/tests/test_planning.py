@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from sluice_core.latency import IterationProfile
-from sluice_core.planning.arena import Arena, Fidelity
 from sluice_core.planning.candidates import (
     PrefillHeavyBounds,
     SearchSpace,
@@ -22,8 +21,9 @@ from sluice_core.planning.candidates import (
     list_smaller,
     resize,
 )
+from sluice_core.planning.comparison import CandidateComparison, Fidelity
 from sluice_core.planning.curves import AttainmentCurve
-from sluice_core.planning.planner import Goal, Planner, estimate_answer_s, estimate_start_rps
+from sluice_core.planning.planner import Goal, Planner, estimate_response_s, estimate_start_rps
 from sluice_core.planning.prediction import estimate_interval, find_bottleneck
 from sluice_core.planning.search import Search, SearchEffort
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult, build_cell
@@ -76,9 +76,9 @@ def make_space(**changes) -> SearchSpace:
     return SearchSpace(**(values | changes))
 
 
-def make_arena(problem: PlanningProblem, target: float = 0.9) -> Arena:
+def make_comparison(problem: PlanningProblem, target: float = 0.9) -> CandidateComparison:
     evaluator = TrialEvaluator(problem)
-    return Arena(lambda trials: [evaluator.evaluate(trial) for trial in trials], target)
+    return CandidateComparison(lambda trials: [evaluator.evaluate(trial) for trial in trials], target)
 
 
 def make_taichi(**changes) -> SliderCandidate:
@@ -224,7 +224,7 @@ def test_intervals_are_students() -> None:
     assert estimate_interval([0.99, 0.9], 0.0, 1.0).high == 1.0
 
 
-# --- the arena -----------------------------------------------------------------------------------------------------
+# --- the comparison -----------------------------------------------------------------------------------------------------
 
 
 class Formula:
@@ -256,15 +256,15 @@ ONE = Fidelity(seeds=(0,), duration_s=10.0)
 def test_climbing_finds_the_order_from_any_start(start_rps) -> None:
     formula = Formula({256: 2.0, 512: 3.0, 1024: 2.8})
     candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
-    standings = Arena(formula.run, 0.9).climb(candidates, ONE, start_rps, 1.1)
-    assert [standing.candidate.prefill_heavy_tokens for standing in standings] == [512, 1024, 256]
-    assert standings[0].goodput_rps == pytest.approx(3.0, rel=0.04)
+    ranking = CandidateComparison(formula.run, 0.9).rank(candidates, ONE, start_rps, 1.1)
+    assert [ranked.candidate.prefill_heavy_tokens for ranked in ranking] == [512, 1024, 256]
+    assert ranking[0].goodput_rps == pytest.approx(3.0, rel=0.04)
 
 
 def test_those_that_fall_behind_cost_one_run_each() -> None:
     formula = Formula({256: 2.0, 512: 3.0, 1024: 2.8})
     candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
-    Arena(formula.run, 0.9).climb(candidates, ONE, 2.9, 1.1)
+    CandidateComparison(formula.run, 0.9).rank(candidates, ONE, 2.9, 1.1)
     assert [trial.candidate.prefill_heavy_tokens for trial in formula.trials] == [256, 512, 1024, 512]
 
 
@@ -281,28 +281,30 @@ class Unfilled(Formula):
 def test_candidates_that_have_done_the_same_share_a_run() -> None:
     formula = Unfilled({256: 3.0, 512: 3.0, 1024: 3.0})
     candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
-    arena = Arena(formula.run, 0.9)
-    standings = arena.climb(candidates, ONE, 2.9, 1.1)
+    comparison = CandidateComparison(formula.run, 0.9)
+    ranking = comparison.rank(candidates, ONE, 2.9, 1.1)
     # At the first rate nothing is known of them yet.
     assert [trial.candidate.prefill_heavy_tokens for trial in formula.trials] == [256, 512, 1024, 256, 512]
-    assert len({standing.goodput_rps for standing in standings}) == 1
-    assert arena.are_alike(candidates[1], candidates[2], ONE)
-    assert not arena.are_alike(candidates[0], candidates[1], ONE)
-    assert not arena.are_alike(candidates[1], make_taichi(prefill_heavy_tokens=64), ONE)
+    assert len({ranked.goodput_rps for ranked in ranking}) == 1
+    assert comparison.behave_alike(candidates[1], candidates[2], ONE)
+    assert not comparison.behave_alike(candidates[0], candidates[1], ONE)
+    assert not comparison.behave_alike(candidates[1], make_taichi(prefill_heavy_tokens=64), ONE)
 
 
 def test_where_to_begin_is_found_by_one_candidate() -> None:
     formula = Formula({512: 3.0})
-    assert 2.8 < Arena(formula.run, 0.9).locate(make_taichi(), ONE, 6.0) <= 3.0
+    assert 2.8 < CandidateComparison(formula.run, 0.9).locate_goodput(make_taichi(), ONE, 6.0) <= 3.0
     assert len(formula.trials) < 10
 
 
 def test_a_leader_that_never_passes_does_not_move_the_others() -> None:
     never = Never({})
-    assert Arena(never.run, 0.9).locate(make_taichi(), ONE, 6.0) == 6.0
+    assert CandidateComparison(never.run, 0.9).locate_goodput(make_taichi(), ONE, 6.0) == 6.0
     formula = Formula({256: 1e-9, 512: 3.0})
     leader, other = (make_taichi(prefill_heavy_tokens=tokens) for tokens in (256, 512))
-    (best, worst) = Arena(formula.run, 0.9).sharpen([leader, other], ONE, {leader: 4.0, other: 3.5})
+    (best, worst) = CandidateComparison(formula.run, 0.9).measure_goodputs(
+        [leader, other], ONE, {leader: 4.0, other: 3.5}
+    )
     assert (best.candidate, worst.candidate) == (other, leader)
     assert best.goodput_rps == pytest.approx(3.0, rel=0.01)
 
@@ -311,8 +313,10 @@ def test_a_leader_that_never_passes_does_not_move_the_others() -> None:
 def test_sharpening_finds_the_goodput_of_each_seed(start_rps) -> None:
     formula = Formula({512: 3.0})
     fidelity = Fidelity(seeds=(1, 2), duration_s=10.0)
-    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, {make_taichi(): start_rps})
-    assert standing.goodputs_rps == pytest.approx((3.03, 3.06), rel=0.01)
+    (ranked,) = CandidateComparison(formula.run, 0.9).measure_goodputs(
+        [make_taichi()], fidelity, {make_taichi(): start_rps}
+    )
+    assert ranked.goodputs_rps == pytest.approx((3.03, 3.06), rel=0.01)
 
 
 class Never(Formula):
@@ -327,8 +331,10 @@ class Never(Formula):
 def test_what_misses_the_target_at_any_rate_has_no_goodput(start_rps) -> None:
     formula = Never({512: 3.0})
     fidelity = Fidelity(seeds=(1, 2), duration_s=10.0)
-    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, {make_taichi(): start_rps})
-    assert standing.goodput_rps < 0.01
+    (ranked,) = CandidateComparison(formula.run, 0.9).measure_goodputs(
+        [make_taichi()], fidelity, {make_taichi(): start_rps}
+    )
+    assert ranked.goodput_rps < 0.01
     assert all(trial.rate_rps > 1e-5 for trial in formula.trials)
 
 
@@ -354,8 +360,8 @@ def test_an_answer_takes_as_long_as_on_a_full_engine_or_as_it_may() -> None:
     chats = make_problem(lengths=((40, 40), (200, 200)), max_num_seqs=100)
     # An iteration of 100 decodes and 20 tokens of prompts.
     full_s = PROFILE.estimate_iteration_s(120, 1, 20, 20 * 20.0, 100, 100 * 140)
-    assert estimate_answer_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.2))) == pytest.approx(200 * full_s)
-    assert estimate_answer_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.01))) == pytest.approx(200 * 0.01)
+    assert estimate_response_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.2))) == pytest.approx(200 * full_s)
+    assert estimate_response_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.01))) == pytest.approx(200 * 0.01)
 
 
 EFFORT = SearchEffort(seeds=(1,), duration_s=20.0)
@@ -395,11 +401,13 @@ def test_the_search_is_as_good_as_trying_everything(
     problem: PlanningProblem, prefill_heavy_tokens: tuple[int, ...], effort: SearchEffort
 ) -> None:
     space, start_rps = make_space(prefill_heavy_tokens=prefill_heavy_tokens), estimate_start_rps(problem, 3, 1)
-    effort = replace(effort, filled_s=3.0 * estimate_answer_s(problem))
-    found = Search(make_arena(problem), space, effort).find_best(3, 1, start_rps)
+    effort = replace(effort, filled_s=3.0 * estimate_response_s(problem))
+    found = Search(make_comparison(problem), space, effort).find_best(3, 1, start_rps)
     everything = list_everything(space)
-    standings = make_arena(problem).sharpen(everything, found.fidelity, dict.fromkeys(everything, start_rps))
-    exhaustive = {standing.candidate: standing.goodput_rps for standing in standings}
+    ranking = make_comparison(problem).measure_goodputs(
+        everything, found.fidelity, dict.fromkeys(everything, start_rps)
+    )
+    exhaustive = {ranked.candidate: ranked.goodput_rps for ranked in ranking}
     assert exhaustive[found.best.candidate] >= 0.98 * max(exhaustive.values())
     assert max(exhaustive.values()) > 1.2 * min(exhaustive.values())
 
@@ -429,10 +437,12 @@ class Shares(Formula):
 @pytest.mark.parametrize("best", [20, 38, 45])
 def test_large_clusters_are_scouted_small_and_compared_whole(bounds, best) -> None:
     formula = Shares(best / 64)
-    found = Search(Arena(formula.run, 0.9), make_space(prefill_heavy=bounds), EFFORT).find_best(64, 1, 30.0)
+    found = Search(CandidateComparison(formula.run, 0.9), make_space(prefill_heavy=bounds), EFFORT).find_best(
+        64, 1, 30.0
+    )
     wanted = min(best, 40) if not bounds.is_percent else best
     assert abs(found.best.candidate.num_prefill_heavy - wanted) <= 2
-    assert {standing.candidate.replicas for standing in [*found.standings, *found.explored]} == {64}
+    assert {ranked.candidate.replicas for ranked in [*found.ranking, *found.explored]} == {64}
     num_whole = sum(trial.candidate.replicas == 64 for trial in formula.trials)
     assert 0 < num_whole < len(formula.trials) / 2
 
@@ -490,10 +500,10 @@ def test_kv_binds_where_there_is_little_and_prefill_where_there_is_much() -> Non
             return [evaluator.evaluate(trial) for trial in trials]
 
         fidelity = Fidelity(seeds=(1,), duration_s=12.0)
-        (standing,) = Arena(run, 0.9).sharpen([candidate], fidelity, {candidate: 4.0})
-        binding = find_bottleneck(run, candidate, standing.goodput_rps, 0.9, replace(fidelity, seeds=(1, 2)))
-        assert sum(binding.missed.values()) > 0.1
-        resources[kv_blocks] = binding.resource
+        (ranked,) = CandidateComparison(run, 0.9).measure_goodputs([candidate], fidelity, {candidate: 4.0})
+        bottleneck = find_bottleneck(run, candidate, ranked.goodput_rps, 0.9, replace(fidelity, seeds=(1, 2)))
+        assert sum(bottleneck.missed.values()) > 0.1
+        resources[kv_blocks] = bottleneck.resource
     assert resources == {160: "kv", 4000: "prefill"}
 
 

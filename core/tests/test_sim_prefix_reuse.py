@@ -186,22 +186,22 @@ def test_the_longest_unused_blocks_are_evicted_first_and_the_end_of_a_prompt_bef
 
 
 def test_of_equal_blocks_the_one_that_was_cached_first_is_found():
-    """Three requests begin one prompt before any has scheduled its end; the twins of it are found in turn."""
+    """Three requests begin one prompt before any has scheduled its end; the duplicates of it are found in turn."""
     cache = PrefixCache(12, 4, 4)
-    tables = [cache.open(index, 8, (1, 2), []) for index in range(3)]
+    tables = [cache.open_table(index, 8, (1, 2), []) for index in range(3)]
     for table in tables:
         cache.extend(table, 8)
     order = [table.entries for table in tables]
-    assert cache.look_up(9, 8, (1, 2), 8) == order[0]
+    assert cache.find_cached_blocks(9, 8, (1, 2), 8) == order[0]
     for table in tables:
         cache.release(table)
     cache.take(6)  # of twelve: six were blank
     cache.take(2)
-    assert cache.look_up(9, 8, (1, 2), 8) == order[1]
+    assert cache.find_cached_blocks(9, 8, (1, 2), 8) == order[1]
     cache.take(2)
-    assert cache.look_up(9, 8, (1, 2), 8) == order[2]
+    assert cache.find_cached_blocks(9, 8, (1, 2), 8) == order[2]
     cache.take(1)
-    assert cache.look_up(9, 8, (1, 2), 8) == order[2][:1]
+    assert cache.find_cached_blocks(9, 8, (1, 2), 8) == order[2][:1]
     cache.check()
 
 
@@ -288,10 +288,10 @@ def test_blocks_add_up_after_every_step(data):
     for index in range(data.draw(st.integers(1, 25))):
         prompt_tokens = data.draw(st.integers(1, 40))
         hashes = tuple(data.draw(st.sampled_from((100, 200))) + n for n in range(-(-prompt_tokens // 8)))
-        found = cache.look_up(index, prompt_tokens, hashes, prompt_tokens - 1)
-        need = -(-prompt_tokens // 4) - len(found) + cache.count_idle(found)
+        found = cache.find_cached_blocks(index, prompt_tokens, hashes, prompt_tokens - 1)
+        need = -(-prompt_tokens // 4) - len(found) + cache.count_free(found)
         if need <= num_blocks - num_used:
-            table = cache.open(index, prompt_tokens, hashes, found)
+            table = cache.open_table(index, prompt_tokens, hashes, found)
             cache.extend(table, prompt_tokens)
             num_used += need
             computed[index] = prompt_tokens
@@ -299,10 +299,10 @@ def test_blocks_add_up_after_every_step(data):
         cache.check()
         while tables and (data.draw(st.booleans()) or num_used == num_blocks):
             table = tables.pop(data.draw(st.integers(0, len(tables) - 1)))
-            cache.settle(table, computed[table.index])
+            cache.cache_filled_blocks(table, computed[table.index])
             num_used -= cache.release(table)
             cache.check()
-        assert num_used == num_blocks - cache.num_blank - cache.num_idle
+        assert num_used == num_blocks - cache.num_empty - cache.num_free_cached
     for table in tables:
         cache.release(table)
     cache.check_idle()

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.arena import Fidelity, RunTrials
 from sluice_core.planning.candidates import SliderCandidate
+from sluice_core.planning.comparison import Fidelity, RunTrials
 from sluice_core.planning.trials import SearchTrial, TrialDetails
 
 # Quantiles of Student's t for two-sided 95 % intervals, by degrees of freedom; beyond, the normal one.
@@ -57,14 +57,14 @@ class Bottleneck:
         resource: ``prefill``, ``decode`` or ``kv``: of what a little more helps most; ``none``: nothing does.
         rate_rps: Rate at which this was tried.
         missed: Share of requests that missed ``ttft``, ``tpot`` or ``both``.
-        relief: Attainment gained by more of each resource.
+        attainment_gains: Attainment gained by more of each resource.
     """
 
     objective: str
     resource: str
     rate_rps: float
     missed: dict[str, float]
-    relief: dict[str, float]
+    attainment_gains: dict[str, float]
 
 
 def estimate_interval(values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> Interval:
@@ -187,20 +187,20 @@ def find_bottleneck(
             break
     missed = _sum_missed(details)
     objective = "ttft" if missed["ttft"] >= missed["tpot"] else "tpot"
-    relief = {
+    attainment_gains = {
         resource: run(variant, rate_rps, kv_scale)[0] - attainment
-        for resource, variant, kv_scale in _list_reliefs(candidate, objective)
+        for resource, variant, kv_scale in _list_relaxations(candidate, objective)
     }
     return Bottleneck(
         objective=objective,
-        resource=_choose_resource(relief),
+        resource=_choose_resource(attainment_gains),
         rate_rps=rate_rps,
         missed=missed,
-        relief=relief,
+        attainment_gains=attainment_gains,
     )
 
 
-def _list_reliefs(candidate: SliderCandidate, objective: str) -> list[tuple[str, SliderCandidate, float]]:
+def _list_relaxations(candidate: SliderCandidate, objective: str) -> list[tuple[str, SliderCandidate, float]]:
     """List a little more of each resource: its name, the candidate with more engines, and the scale of the KV capacity."""
     extra = max(1, candidate.replicas // _EXTRA_SHARE)
     more_prefill = replace(candidate, num_prefill_heavy=candidate.num_prefill_heavy + extra)
@@ -212,12 +212,12 @@ def _list_reliefs(candidate: SliderCandidate, objective: str) -> list[tuple[str,
     return [more_kv, ("prefill" if objective == "ttft" else "decode", more_prefill, 1.0)]
 
 
-def _choose_resource(relief: dict[str, float]) -> str:
+def _choose_resource(attainment_gains: dict[str, float]) -> str:
     """Choose what is short: KV where more of it alone does half of what engines do, which bring KV too."""
-    best = max((name for name in relief if name != "kv"), key=relief.__getitem__)
-    if relief["kv"] > 0 and relief["kv"] >= _KV_SHARE * relief[best]:
+    best = max((name for name in attainment_gains if name != "kv"), key=attainment_gains.__getitem__)
+    if attainment_gains["kv"] > 0 and attainment_gains["kv"] >= _KV_SHARE * attainment_gains[best]:
         return "kv"
-    return best if relief[best] > 0 else "none"
+    return best if attainment_gains[best] > 0 else "none"
 
 
 def _sum_missed(details: Sequence[TrialDetails]) -> dict[str, float]:

@@ -178,10 +178,13 @@ def _describe(simulation: Simulation) -> TrialDetails:
             both += 1
             continue
         tpot_s = request.tpot_s
-        is_late, is_slow = request.ttft_s > request.ttft_slo_s, tpot_s is not None and tpot_s > request.tpot_slo_s
-        late += is_late and not is_slow
-        slow += is_slow and not is_late
-        both += is_late and is_slow
+        schedules_late, is_slow = (
+            request.ttft_s > request.ttft_slo_s,
+            tpot_s is not None and tpot_s > request.tpot_slo_s,
+        )
+        late += schedules_late and not is_slow
+        slow += is_slow and not schedules_late
+        both += schedules_late and is_slow
     return TrialDetails(
         summary=summarize(simulation),
         latencies_s=list_latencies(simulation.requests),

@@ -23,7 +23,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from sluice_core.records import MoveCause, MoveProposal, Role
-from sluice_core.sim.engine.prefix_cache import KvTable
+from sluice_core.sim.engine.prefix_cache import BlockTable
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.requests import RequestState, SimRequest
 
@@ -43,7 +43,7 @@ class HandOffStep(IntEnum):
 
 
 # Ends of iterations that each step waits for, on an engine at work.
-ENDS = {
+ITERATION_ENDS = {
     HandOffStep.GRANT: 1,
     HandOffStep.HAND_OFF: 2,
     HandOffStep.SUBMIT: 1,
@@ -66,6 +66,7 @@ class SimMove:
     """
 
     __slots__ = (
+        "batch_epoch",
         "cause",
         "is_granted",
         "num_blocks",
@@ -73,7 +74,6 @@ class SimMove:
         "number",
         "request",
         "source",
-        "stay",
         "step",
         "table",
         "target",
@@ -91,7 +91,7 @@ class SimMove:
     ) -> None:
         self.number = number
         self.request = request
-        self.stay = request.stay
+        self.batch_epoch = request.batch_epoch
         self.source = source
         self.target = target
         self.cause = cause
@@ -99,7 +99,7 @@ class SimMove:
         self.is_granted = False
         self.step = HandOffStep.GRANT  # that an engine is told by what is under way
         self.num_kv_tokens = 0  # that the source holds, once it was handed off
-        self.table: KvTable | None = None  # what the source holds, with prefix reuse
+        self.table: BlockTable | None = None  # what the source holds, with prefix reuse
 
 
 class SimHandOffs:
@@ -111,8 +111,8 @@ class SimHandOffs:
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
-        self._way_s = 2.0 * simulation.cell.options.message_s
-        self._mail: dict[str, list[tuple[int, HandOffStep, SimMove]]] = {}
+        self._relay_s = 2.0 * simulation.cell.options.message_s
+        self._pending_steps: dict[str, list[tuple[int, HandOffStep, SimMove]]] = {}
         self._at_boundary: SimEngine | None = None
         self._num_moves = 0
 
@@ -120,43 +120,43 @@ class SimHandOffs:
         """Ask targets for grants, between two iterations of the source."""
         outer, self._at_boundary = self._at_boundary, source
         for proposal in proposals:
-            self._ask(source, proposal)
+            self._request_grant(source, proposal)
         self._at_boundary = outer
 
     def end_iteration(self, engine: SimEngine) -> None:
         """Carry out what an engine was told long enough ago."""
-        mail = self._mail.get(engine.engine_id)
-        if mail:
-            due = [entry for entry in mail if entry[0] <= engine.iteration]
+        pending = self._pending_steps.get(engine.engine_id)
+        if pending:
+            due = [entry for entry in pending if entry[0] <= engine.iteration]
             if due:
-                self._mail[engine.engine_id] = [entry for entry in mail if entry[0] > engine.iteration]
-                self._carry_out_all(engine, due)
+                self._pending_steps[engine.engine_id] = [entry for entry in pending if entry[0] > engine.iteration]
+                self._run_steps(engine, due)
 
-    def idle(self, engine: SimEngine) -> bool:
+    def run_pending_steps(self, engine: SimEngine) -> bool:
         """Carry out all that an engine was told, since it has nothing else to do; say whether there was anything."""
-        due = self._mail.pop(engine.engine_id, None)
+        due = self._pending_steps.pop(engine.engine_id, None)
         if not due:
             return False
-        self._carry_out_all(engine, due)
+        self._run_steps(engine, due)
         return True
 
     def fail(self, engine: SimEngine) -> None:
         """Settle what a dead engine was told."""
-        for _, step, move in self._mail.pop(engine.engine_id, []):
-            self._lose(step, move)
+        for _, step, move in self._pending_steps.pop(engine.engine_id, []):
+            self._drop_step(step, move)
 
     def receive(self, move: SimMove) -> None:
         """What ``SimMove.step`` says has arrived: a message, or the KV."""
         step = move.step
-        if step is HandOffStep.NOTICE and self._has_lost_its_way(move):
+        if step is HandOffStep.NOTICE and self._recover_from_dead_engine(move):
             return
         engine = move.source if step is HandOffStep.HAND_OFF else move.target
         if engine.is_dead:
-            self._lose(step, move)
+            self._drop_step(step, move)
         else:
-            self._post(engine, step, move)
+            self._queue_step(engine, step, move)
 
-    def _ask(self, source: SimEngine, proposal: MoveProposal) -> None:
+    def _request_grant(self, source: SimEngine, proposal: MoveProposal) -> None:
         simulation = self._simulation
         request = simulation.requests[int(proposal.request_id)]
         if request.is_leaving:
@@ -181,47 +181,49 @@ class SimHandOffs:
     def _send(self, step: HandOffStep, move: SimMove) -> None:
         """Tell the other engine of a move what to do, by way of the router."""
         move.step = step
-        if self._way_s:
-            self._simulation.send_message(move, self._way_s)
+        if self._relay_s:
+            self._simulation.send_message(move, self._relay_s)
         else:
             self.receive(move)
 
-    def _lose(self, step: HandOffStep, move: SimMove) -> None:
+    def _drop_step(self, step: HandOffStep, move: SimMove) -> None:
         """Settle what a dead engine was told."""
         if step is HandOffStep.HAND_OFF or step is HandOffStep.GRANT:
             self._cancel(move)
         elif step is HandOffStep.SUBMIT or step is HandOffStep.NOTICE:
-            self._has_lost_its_way(move)
+            self._recover_from_dead_engine(move)
         elif step is HandOffStep.JOIN:
             self._simulation.recover(move.request)
 
-    def _post(self, engine: SimEngine, step: HandOffStep, move: SimMove) -> None:
+    def _queue_step(self, engine: SimEngine, step: HandOffStep, move: SimMove) -> None:
         """Tell an engine what to do; an idle one does it at once."""
         if engine.is_running or engine is self._at_boundary:
-            self._mail.setdefault(engine.engine_id, []).append((engine.iteration + ENDS[step], step, move))
+            self._pending_steps.setdefault(engine.engine_id, []).append(
+                (engine.iteration + ITERATION_ENDS[step], step, move)
+            )
         else:
-            self._carry_out(step, move)
-            self._simulation.kick(engine)
+            self._run_step(step, move)
+            self._simulation.start_engine(engine)
 
-    def _carry_out_all(self, engine: SimEngine, due: list[tuple[int, HandOffStep, SimMove]]) -> None:
+    def _run_steps(self, engine: SimEngine, due: list[tuple[int, HandOffStep, SimMove]]) -> None:
         outer, self._at_boundary = self._at_boundary, engine
         for _, step, move in due:
-            self._carry_out(step, move)
+            self._run_step(step, move)
         self._at_boundary = outer
 
-    def _carry_out(self, step: HandOffStep, move: SimMove) -> None:
+    def _run_step(self, step: HandOffStep, move: SimMove) -> None:
         if step is HandOffStep.GRANT:
             self._grant(move)
         elif step is HandOffStep.HAND_OFF:
             self._hand_off(move)
         elif step is HandOffStep.SUBMIT:
-            if not self._has_lost_its_way(move):
+            if not self._recover_from_dead_engine(move):
                 move.step = HandOffStep.NOTICE
                 self._simulation.send(move.request, move.source, move.cause, move)
         elif step is HandOffStep.NOTICE:
-            if not self._has_lost_its_way(move):
-                self._post(move.source, HandOffStep.RELEASE, move)
-                self._post(move.target, HandOffStep.JOIN, move)
+            if not self._recover_from_dead_engine(move):
+                self._queue_step(move.source, HandOffStep.RELEASE, move)
+                self._queue_step(move.target, HandOffStep.JOIN, move)
         elif step is HandOffStep.JOIN:
             move.target.receive(move.request)
         elif not move.source.is_dead:
@@ -230,7 +232,7 @@ class SimHandOffs:
     def _grant(self, move: SimMove) -> None:
         target = move.target
         self._simulation.table.record_grant_answer(target.engine_id, move.number)
-        if not self._is_where_it_was(move):
+        if not self._still_decodes_at_source(move):
             move.request.is_leaving = False
         elif self._may_grant(move):
             target.reserve(move.num_blocks)
@@ -251,7 +253,7 @@ class SimHandOffs:
 
     def _hand_off(self, move: SimMove) -> None:
         request, target = move.request, move.target
-        if target.is_dead or not self._is_where_it_was(move):
+        if target.is_dead or not self._still_decodes_at_source(move):
             self._cancel(move)
             return
         more = move.source.count_blocks(request) - move.num_blocks
@@ -271,9 +273,13 @@ class SimHandOffs:
             request.reset_tokens = request.generated_tokens
         self._send(HandOffStep.SUBMIT, move)
 
-    def _is_where_it_was(self, move: SimMove) -> bool:
+    def _still_decodes_at_source(self, move: SimMove) -> bool:
         request = move.request
-        return request.state is RequestState.DECODING and request.stay == move.stay and not move.source.is_dead
+        return (
+            request.state is RequestState.DECODING
+            and request.batch_epoch == move.batch_epoch
+            and not move.source.is_dead
+        )
 
     def _cancel(self, move: SimMove) -> None:
         """The request stays where it is, or has ended there."""
@@ -282,19 +288,19 @@ class SimHandOffs:
         if move.is_granted and not target.is_dead:
             target.cancel_grant(move.num_blocks)
             if target is not self._at_boundary:
-                self._simulation.kick(target)  # it may have idled for want of these blocks
+                self._simulation.start_engine(target)  # it may have idled for want of these blocks
 
-    def _has_lost_its_way(self, move: SimMove) -> bool:
+    def _recover_from_dead_engine(self, move: SimMove) -> bool:
         """Settle a move after the hand-off one of whose engines has died; say whether that is so."""
         request, source, target = move.request, move.source, move.target
         if target.is_dead:
             if not source.is_dead:
                 source.release(move.num_blocks, move.num_kv_tokens, move.table)
-                self._simulation.kick(source)
+                self._simulation.start_engine(source)
             self._simulation.recover(request)
             return True
         if source.is_dead:
             target.recompute_arrival(request)
-            self._simulation.kick(target)
+            self._simulation.start_engine(target)
             return True
         return False

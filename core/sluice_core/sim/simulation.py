@@ -33,11 +33,11 @@ from sluice_core.sim.cell import (
     NoGrant,
     TtftEnd,
 )
-from sluice_core.sim.deadlines import Deadlines
+from sluice_core.sim.deadlines import TtftDeadlines
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.hand_offs import SimHandOffs, SimMove
-from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals, find_late
+from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals, find_expired
 from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
 
@@ -93,7 +93,7 @@ class Simulation:
         self._rng = rng
         self._placement = cell.strategy.make_placement(cell.parameters, rng, num_records=0)
         self._flow = cell.strategy.make_flow(cell.parameters, rng)
-        self._void_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
+        self._no_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
         self._batching: BatchPolicy = ChunkedPrefillPolicy(counts_decodes=cell.options.counts_decodes)
         self._waits_for_grant = cell.options.no_grant is NoGrant.WAIT
         self._hand_offs = SimHandOffs(self) if cell.options.schedules_ahead else None
@@ -127,7 +127,7 @@ class Simulation:
         heap, requests = self._heap, self.requests
         num_requests = len(requests)
         limit = num_requests if most_missed is None else most_missed
-        deadlines = Deadlines([] if most_missed is None else requests)
+        deadlines = TtftDeadlines([] if most_missed is None else requests)
         while self.num_missed <= limit:
             if self.num_arrived < num_requests and (not heap or requests[self.num_arrived].arrival_s <= heap[0][0]):
                 request = requests[self.num_arrived]
@@ -219,7 +219,7 @@ class Simulation:
 
     def _assign_held(self) -> None:
         """Ask the placement policy about what waits at the router."""
-        for request in find_late(self._held, self.requests, self.now, self.cell.options.wait_limit_s):
+        for request in find_expired(self._held, self.requests, self.now, self.cell.options.wait_limit_s):
             del self._held[request.request_id]
             self._reject(request)
         if not self._held:
@@ -249,7 +249,7 @@ class Simulation:
         is_recovery = request.first_token_s >= 0.0
         number = engine.submit(request, RequestKind.RECOVERY if is_recovery else RequestKind.NEW_PROMPT)
         self.table.mark_submitted(engine.engine_id, request.request_id, number)
-        self.kick(engine)
+        self.start_engine(engine)
 
     def _report_loads(self) -> None:
         """Bring the engine table up to date."""
@@ -264,22 +264,22 @@ class Simulation:
         self._num_events += 1
         heappush(self._heap, (at_s, self._num_events, code, what))
 
-    def kick(self, engine: SimEngine) -> None:
+    def start_engine(self, engine: SimEngine) -> None:
         """Start an iteration if the engine idles and has work."""
         if engine.is_running or engine.is_dead:
             return
         duration_s = engine.start(self.now)
-        while duration_s < 0.0 and self._hand_offs is not None and self._hand_offs.idle(engine):
+        while duration_s < 0.0 and self._hand_offs is not None and self._hand_offs.run_pending_steps(engine):
             duration_s = engine.start(self.now)
         if engine.prefills.returned:
-            self._take_back(engine)
+            self._hold_returned(engine)
         if duration_s >= 0.0:
             self._num_events += 1
             heappush(self._heap, (engine.ends_at_s, self._num_events, _ITERATION, engine))
             if self._timeline is not None:
                 self._timeline.note_iteration(engine, self.now)
 
-    def _take_back(self, engine: SimEngine) -> None:
+    def _hold_returned(self, engine: SimEngine) -> None:
         """Hold prompts that an engine gave back; a new report tells the table that they are gone."""
         returned, engine.prefills.returned = engine.prefills.returned, []
         for request in returned:
@@ -301,7 +301,7 @@ class Simulation:
             engine.has_freed_blocks = False
             if self._parked:
                 self._place_parked()
-        self.kick(engine)
+        self.start_engine(engine)
         if self._held:
             self._retry_held()
 
@@ -315,17 +315,17 @@ class Simulation:
 
     def _propose(self, engine: SimEngine) -> None:
         """Ask which decodes should leave, and let them."""
-        flow = self._void_flow if self.table.are_roles_void else self._flow
+        flow = self._no_flow if self.table.has_uniform_chunk_size else self._flow
         proposals = flow.propose(self.now, engine.batch.decodes)
         if self._hand_offs is not None:
             self._hand_offs.propose(engine, proposals)
             return
         while proposals:
-            num_gone = 0
+            num_left = 0
             for proposal in proposals:
-                num_gone += self._move(engine, proposal)
+                num_left += self._move(engine, proposal)
             # Without a grant a request waits off the batch here, so that more may be proposed at once.
-            proposals = flow.propose(self.now, engine.batch.decodes) if self._waits_for_grant and num_gone else []
+            proposals = flow.propose(self.now, engine.batch.decodes) if self._waits_for_grant and num_left else []
 
     def _move(self, engine: SimEngine, proposal: MoveProposal) -> bool:
         """Move a request if there is a target; returns whether it left the decode batch."""
@@ -342,7 +342,7 @@ class Simulation:
             request.reset_tokens = request.generated_tokens
         if target is None:
             request.state = RequestState.PARKED
-            self._parked.append((request, request.stay))
+            self._parked.append((request, request.batch_epoch))
         else:
             self._begin_transfer(request, engine, target, proposal.cause)
         return True
@@ -359,8 +359,8 @@ class Simulation:
     def _place_parked(self) -> None:
         """Let finished prefills go whose turn has come; first come, first served."""
         while self._parked:
-            request, stay = self._parked[0]
-            if request.state is not RequestState.PARKED or request.stay != stay:
+            request, batch_epoch = self._parked[0]
+            if request.state is not RequestState.PARKED or request.batch_epoch != batch_epoch:
                 self._parked.popleft()
                 continue
             assert request.source is not None
@@ -370,7 +370,7 @@ class Simulation:
                 self._parked.popleft()
                 request.state = RequestState.MOVING
                 source.resume(request)
-                self.kick(source)
+                self.start_engine(source)
                 continue
             target = self.find_target(request.request_id, MoveCause.PREFILL_DONE, source, request.num_blocks)
             if target is None:
@@ -421,12 +421,12 @@ class Simulation:
             self.recover(request)
         elif source is None:
             target.recompute_arrival(request)
-            self.kick(target)
+            self.start_engine(target)
         else:
             target.receive(request)
-            self.kick(target)
+            self.start_engine(target)
         if source is not None:
-            self.kick(source)
+            self.start_engine(source)
             if source.has_freed_blocks and self._parked:
                 source.has_freed_blocks = False
                 self._place_parked()
@@ -476,7 +476,7 @@ class Simulation:
     def _find_targets(self) -> bool:
         """Say whether first decodes have anywhere to go at all."""
         decode_heavy = [engine for engine in self._by_id.values() if engine.role is Role.DECODE_HEAVY]
-        return not self.table.are_roles_void and not all(engine.is_draining for engine in decode_heavy)
+        return not self.table.has_uniform_chunk_size and not all(engine.is_draining for engine in decode_heavy)
 
     def _configure(self, event: ConfigureEvent) -> None:
         """Put a plan in force; an iteration under way keeps the batch that it has."""
@@ -490,7 +490,7 @@ class Simulation:
             chunk_size_tokens=event.chunk_size_tokens,
             is_draining=event.is_draining,
         )
-        self.kick(engine)
+        self.start_engine(engine)
 
     def _fail(self, engine_id: EngineId) -> None:
         """Take an engine away; what it held is placed again, what was on its way there or from there is recomputed."""
@@ -503,8 +503,12 @@ class Simulation:
             self.hold(request)
         if self._hand_offs is not None:
             self._hand_offs.fail(engine)
-        for request, stay in self._parked:
-            if request.source == engine_id and request.stay == stay and request.state is RequestState.PARKED:
+        for request, batch_epoch in self._parked:
+            if (
+                request.source == engine_id
+                and request.batch_epoch == batch_epoch
+                and request.state is RequestState.PARKED
+            ):
                 self.hold(request)
         if self._held:
             self._schedule_retry()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
 from sluice_core.latency.transfer import find_link
-from sluice_core.planning.arena import Arena, RankedCandidate
 from sluice_core.planning.candidates import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
-from sluice_core.planning.planner import estimate_answer_s, estimate_start_rps
+from sluice_core.planning.comparison import CandidateComparison, RankedCandidate
+from sluice_core.planning.planner import estimate_response_s, estimate_start_rps
 from sluice_core.planning.search import Search, SearchEffort
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
@@ -71,21 +71,21 @@ def search(question: Question, effort: SearchEffort | None = None) -> Answer:
     def run_trials(trials: Sequence[SearchTrial]) -> list[TrialResult]:
         return [evaluator.evaluate(trial) for trial in trials]
 
-    arena = Arena(run_trials, terms.target)
+    comparison = CandidateComparison(run_trials, terms.target)
     start_rps = estimate_start_rps(problem, terms.replicas, 1)
-    found = Search(arena, make_space(question), effort).find_best(terms.replicas, 1, start_rps, in_force)
-    present = next(standing for standing in found.standings if standing.candidate == in_force)
+    found = Search(comparison, make_space(question), effort).find_best(terms.replicas, 1, start_rps, in_force)
+    present = next(ranked for ranked in found.ranking if ranked.candidate == in_force)
     best = found.best
     # The attainment is what users read: a few percent of overload must show in it.
     patient = replace(effort, most_requests=MOST_PREDICTED)
 
-    def predict(standing: RankedCandidate) -> float:
-        most_rps = MOST_OVERLOAD * max(standing.goodput_rps, best.goodput_rps / 2)
+    def predict(ranked: RankedCandidate) -> float:
+        most_rps = MOST_OVERLOAD * max(ranked.goodput_rps, best.goodput_rps / 2)
         # Objectives that nothing meets have no goodput, and yet an attainment.
         rate_rps = min(question.workload.rate_rps, max(most_rps, LEAST_PREDICTED / effort.most_duration_s))
         trials = [
             SearchTrial(
-                candidate=standing.candidate,
+                candidate=ranked.candidate,
                 seed=seed,
                 rate_rps=rate_rps,
                 duration_s=patient.choose_duration_s(rate_rps),
@@ -112,7 +112,7 @@ def search(question: Question, effort: SearchEffort | None = None) -> Answer:
 def make_effort(problem: PlanningProblem) -> SearchEffort:
     """Makes how much is simulated."""
     least_s = min(max(OBJECTIVES_PER_RUN * problem.slo.ttft_s, LEAST_DURATION_S), ENOUGH_DURATION_S)
-    filled_s = min(ANSWERS_PER_RUN * estimate_answer_s(problem), FILLED_DURATION_S)
+    filled_s = min(ANSWERS_PER_RUN * estimate_response_s(problem), FILLED_DURATION_S)
     return replace(EFFORT, least_duration_s=least_s, filled_s=filled_s)
 
 

@@ -60,7 +60,7 @@ def propose_first_decode(state: RouterState, stay: Stay, now: float) -> None:
     flow = state.flow
     if flow is None or not flow.moves_first_decodes or stay.engine.role is not Role.PREFILL_HEAVY:
         return
-    if not state.table.are_roles_void:
+    if not state.table.has_uniform_chunk_size:
         propose(state, stay, MoveCause.PREFILL_DONE, now)
 
 

@@ -15,7 +15,7 @@ from sluice_core.sim.engine.decode_batch import DecodeBatch
 from sluice_core.sim.engine.engine_counters import EngineCounters
 from sluice_core.sim.engine.preemption import make_room_for_chunks, make_room_for_decodes, make_room_in_step
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
-from sluice_core.sim.engine.prefix_cache import KvTable, PrefixCache
+from sluice_core.sim.engine.prefix_cache import BlockTable, PrefixCache
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
 
@@ -42,7 +42,7 @@ class SimEngine:
         prefills: Its prefills.
         batch: Its decodes.
         num_incoming: Requests whose KV is on its way here, or waits to join.
-        is_late: Nothing could be scheduled ahead.
+        schedules_late: Nothing could be scheduled ahead.
         is_running: Between ``start`` and ``end``.
         ending: Requests that ended while the next iteration was scheduled already, until it starts.
         finished: Requests that ended in the last iteration.
@@ -73,7 +73,6 @@ class SimEngine:
         "has_freed_blocks",
         "is_dead",
         "is_draining",
-        "is_late",
         "is_running",
         "joined",
         "num_incoming",
@@ -81,6 +80,7 @@ class SimEngine:
         "prefills",
         "role",
         "schedules_ahead",
+        "schedules_late",
         "setup",
         "total_blocks",
         "used_blocks",
@@ -123,7 +123,7 @@ class SimEngine:
         self._profile = setup.profile
         self.batching = batching
         self._gaps = gaps
-        self.is_late = False
+        self.schedules_late = False
         self._joins_end_ttft = joins_end_ttft
         self._changed = changed
         self._arrived: list[SimRequest] = []
@@ -167,8 +167,8 @@ class SimEngine:
         """Grant more blocks to a transfer that has some."""
         assert num_blocks <= self.free_blocks
         self.granted_blocks += num_blocks
-        if self.prefills.left is not None:
-            self.prefills.left.take(num_blocks)
+        if self.prefills.freed is not None:
+            self.prefills.freed.take(num_blocks)
 
     def cancel_grant(self, num_blocks: int) -> None:
         """Take the blocks and the seat of a transfer back."""
@@ -186,10 +186,10 @@ class SimEngine:
         if cache is None:
             return 0
         index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
-        found = cache.look_up(index, prompt_tokens, hashes, request.num_kv_tokens)
+        found = cache.find_cached_blocks(index, prompt_tokens, hashes, request.num_kv_tokens)
         self.granted_blocks -= len(found)
-        self.used_blocks += cache.count_idle(found)
-        request.table = cache.open(index, prompt_tokens, hashes, found)
+        self.used_blocks += cache.count_free(found)
+        request.table = cache.open_table(index, prompt_tokens, hashes, found)
         cache.reserve(request.table, request.num_blocks)
         self.note_change()
         return len(found) * self.setup.block_size_tokens
@@ -199,7 +199,7 @@ class SimEngine:
         num_moved = self._count_moved(request)
         self.granted_blocks -= num_moved
         self.used_blocks += num_moved
-        self._settle(request)
+        self._cache_filled_blocks(request)
         self._arrived.append(request)
         self.note_change()
 
@@ -221,14 +221,14 @@ class SimEngine:
         request = self.batch[request_id]
         self.batch.leave(request, now)
         self.pinned_blocks += request.num_blocks
-        self._settle(request)
+        self._cache_filled_blocks(request)
         request.source_table, request.table = request.table, None
         self.note_change()
         return request
 
     def count_blocks(self, request: SimRequest) -> int:
         """Count the blocks that a decode holds."""
-        num_tokens = request.prompt_tokens + self.batch.iteration - request.born_at
+        num_tokens = request.prompt_tokens + self.batch.iteration - request.start_iteration
         return -(-(num_tokens - 1) // self.setup.block_size_tokens)
 
     def resume(self, request: SimRequest) -> None:
@@ -239,7 +239,7 @@ class SimEngine:
         self._arrived.append(request)
         self.note_change()
 
-    def release(self, num_blocks: int, num_kv_tokens: int, table: KvTable | None) -> None:
+    def release(self, num_blocks: int, num_kv_tokens: int, table: BlockTable | None) -> None:
         """Free the KV of a request that was handed off.
 
         Args:
@@ -296,17 +296,17 @@ class SimEngine:
         num_decodes = batch.num_decodes
         if num_decodes:
             need = batch.count_growth_blocks()
-            if need > self.count_seen_free_blocks():
+            if need > self.count_schedulable_blocks():
                 need = make_room_for_decodes(self, now) if self.schedules_ahead else make_room_in_step(self, now)
             self.used_blocks += need
             if self.cache is not None:
                 self.cache.take(need)
-            elif prefills.left is not None:
-                prefills.left.take(need)
+            elif prefills.freed is not None:
+                prefills.freed.take(need)
         work2 = self._schedule_prefills(now, num_decodes)
         num_tokens = batch.num_decodes + prefills.num_tokens
         if num_tokens == 0:
-            return self._start_late(now) if batch.paused else -1.0
+            return self._start_without_lookahead(now) if batch.paused else -1.0
         self.duration_s = self._profile.estimate_iteration_s(
             num_tokens,
             prefills.num_chunks,
@@ -321,12 +321,12 @@ class SimEngine:
         self.counters.peak_blocks = max(self.counters.peak_blocks, self.used_blocks)
         return self.duration_s
 
-    def _start_late(self, now: float) -> float:
+    def _start_without_lookahead(self, now: float) -> float:
         """Schedule an iteration of which nothing could be scheduled ahead, for want of blocks."""
         self.batch.resume()
-        self.is_late = True
+        self.schedules_late = True
         duration_s = self.start(now)
-        self.is_late = False
+        self.schedules_late = False
         return duration_s
 
     def end(self, now: float) -> None:
@@ -349,8 +349,8 @@ class SimEngine:
         self.finished = []
         ending = self.batch.advance()
         if ending is not None:
-            for stay, request in ending:
-                if request.stay == stay:
+            for batch_epoch, request in ending:
+                if request.batch_epoch == batch_epoch:
                     self.batch.leave(request, now)
                     self._finish(request, now)
         if self.prefills.completing:
@@ -394,15 +394,15 @@ class SimEngine:
         if self.cache is not None:
             self.cache.check_idle()
 
-    def count_seen_free_blocks(self) -> int:
+    def count_schedulable_blocks(self) -> int:
         """Count the blocks that the next iteration may take."""
-        return self.free_blocks - self.prefills.unseen_blocks
+        return self.free_blocks - self.prefills.deferred_blocks
 
     # --- what an iteration does to requests --------------------------------------------------------------------
 
     def enqueue(self, request: SimRequest, kind: RequestKind) -> None:
         """Queue a prefill."""
-        self.prefills.add(request, kind, is_unseen=self.schedules_ahead and self.is_running)
+        self.prefills.add(request, kind, is_deferred=self.schedules_ahead and self.is_running)
         self.note_change()
 
     def _schedule_prefills(self, now: float, num_decodes: int) -> int:
@@ -413,7 +413,7 @@ class SimEngine:
             work2 = self._fill_room(now, self.batch.num_decodes) if prefills.num_queued else 0
         else:
             work2 = self._fill_room_ahead(now, num_decodes) if prefills.num_queued else 0
-            prefills.see()
+            prefills.release_deferred()
             self.ending = []
             if not self.batch.num_decodes and not prefills.num_tokens and prefills.num_queued:
                 work2 = self._fill_room_ahead(now, 0)  # nothing could be scheduled ahead
@@ -422,10 +422,10 @@ class SimEngine:
         return work2
 
     def _fill_room_ahead(self, now: float, num_decodes: int) -> int:
-        if self.prefills.may_run_short(self.count_seen_free_blocks()):
+        if self.prefills.may_run_short(self.count_schedulable_blocks()):
             make_room_for_chunks(self, now, num_decodes)
         work2 = self._fill_room(now, num_decodes)
-        self.prefills.allow_all()
+        self.prefills.lift_preemption_limits()
         return work2
 
     def _fill_room(self, now: float, num_decodes: int) -> int:
@@ -469,13 +469,13 @@ class SimEngine:
         """Free what a request held that has its last token."""
         request.state = RequestState.FINISHED
         request.last_token_s = now
-        self._settle(request)
+        self._cache_filled_blocks(request)
         self._free(request.num_blocks, request.num_kv_tokens, request.table)
         self.finished.append(request)
 
-    def _settle(self, request: SimRequest) -> None:
+    def _cache_filled_blocks(self, request: SimRequest) -> None:
         if self.cache is not None and request.table is not None:
-            self.cache.settle(request.table, request.num_kv_tokens)
+            self.cache.cache_filled_blocks(request.table, request.num_kv_tokens)
 
     def _count_moved(self, request: SimRequest) -> int:
         """Count the blocks of a request on its way here that were not here already."""
@@ -483,17 +483,17 @@ class SimEngine:
 
     def _ungrant(self, num_blocks: int) -> None:
         self.granted_blocks -= num_blocks
-        if self.prefills.left is not None:
-            self.prefills.left.give_back(num_blocks, 0)
+        if self.prefills.freed is not None:
+            self.prefills.freed.free(num_blocks, 0)
 
-    def _free(self, num_blocks: int, num_kv_tokens: int, table: KvTable | None) -> None:
+    def _free(self, num_blocks: int, num_kv_tokens: int, table: BlockTable | None) -> None:
         prefills, num_cached = self.prefills, num_kv_tokens // self.setup.block_size_tokens
         if self.cache is not None and table is not None:
             num_blocks = self.cache.release(table)
         self.used_blocks -= num_blocks
         self.has_freed_blocks = True
         if self.schedules_ahead:
-            prefills.unseen_blocks += num_blocks
-            prefills.unseen_cached_blocks += num_cached
-        elif prefills.left is not None:
-            prefills.left.give_back(num_blocks, num_cached)
+            prefills.deferred_blocks += num_blocks
+            prefills.deferred_cached_blocks += num_cached
+        elif prefills.freed is not None:
+            prefills.freed.free(num_blocks, num_cached)

@@ -1,9 +1,9 @@
 """Compares candidates on common random numbers: the same rates, the same requests.
 
-``climb`` ranks many: whoever passes at a rate goes on to the next higher one, until nobody passes. So those that fall
+``rank`` ranks many: whoever passes at a rate goes on to the next higher one, until nobody passes. So those that fall
 behind cost one run each, which gives up early, and the goodput of those in front is known from both sides. Candidates
 whose runs have ended at the very same moment so far, such as those whose chunk sizes no prompt fills, share the next run.
-``locate`` finds where to begin, ``sharpen`` the goodput of a few, of each seed by itself.
+``locate_goodput`` finds where to begin, ``measure_goodputs`` the goodput of a few, of each seed by itself.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PRECISION = 0.04  # of a goodput: a straight line between rates so close is good
 _LEAST_CONTENDERS = 4
 _LEAST_RATE_RPS = 1e-4  # what misses the target even here misses it at any rate
 _MOST_STEPS = 60
-_MOST_FLATTERY = 3.0  # of a goodput by shorter runs
+_MOST_OPTIMISM = 3.0  # of a goodput by shorter runs
 # Runs give up once so many times the misses that the target allows are certain: soon where candidates are only ranked,
 # later where a goodput is interpolated.
-_RANKED_MISSES, _SHARPENED_MISSES = 2.0, 2.5
+_RANKING_MISSES, _MEASURING_MISSES = 2.0, 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class RankedCandidate:
         return statistics.fmean(self.goodputs_rps)
 
 
-class Arena:
+class CandidateComparison:
     """Compares candidates; mutable: it keeps what it has learned.
 
     Args:
@@ -76,7 +76,7 @@ class Arena:
         self._curves: dict[_Key, AttainmentCurve] = {}
         self._ends_s: dict[_Key, dict[float, float]] = {}
 
-    def climb(
+    def rank(
         self, candidates: Sequence[SliderCandidate], fidelity: Fidelity, rate_rps: float, factor: float
     ) -> list[RankedCandidate]:
         """Compare candidates, the best first.
@@ -87,12 +87,12 @@ class Arena:
             rate_rps: Where to begin; best where some pass and most do not.
             factor: From a rate to the next.
         """
-        least = self._bound(_RANKED_MISSES)
+        least = self._compute_least_attainment(_RANKING_MISSES)
         passing = self._find_passing(candidates, fidelity, rate_rps, least)
         rate_down = rate_rps
         contenders = candidates
         while not passing:
-            contenders = self._rank(contenders, fidelity)[: max(_LEAST_CONTENDERS, len(contenders) // 2)]
+            contenders = self._sort_by_goodput(contenders, fidelity)[: max(_LEAST_CONTENDERS, len(contenders) // 2)]
             rate_down /= factor
             if rate_down < _LEAST_RATE_RPS:
                 break
@@ -101,9 +101,9 @@ class Arena:
             while passing:
                 rate_rps *= factor
                 passing = self._find_passing(passing, fidelity, rate_rps, least)
-        return [self._describe(candidate, fidelity) for candidate in self._rank(candidates, fidelity)]
+        return [self._describe(candidate, fidelity) for candidate in self._sort_by_goodput(candidates, fidelity)]
 
-    def sharpen(
+    def measure_goodputs(
         self, candidates: Sequence[SliderCandidate], fidelity: Fidelity, starts_rps: Mapping[SliderCandidate, float]
     ) -> list[RankedCandidate]:
         """Find the goodput of each candidate and seed to ``PRECISION``, the best candidate first.
@@ -117,21 +117,23 @@ class Arena:
             starts_rps: Where to begin, by candidate.
         """
         leader, first = candidates[0], fidelity.seeds[0]
-        self._sharpen({(leader, seed): starts_rps[leader] for seed in fidelity.seeds}, fidelity)
+        self._measure_goodputs({(leader, seed): starts_rps[leader] for seed in fidelity.seeds}, fidelity)
         # A leader that whole runs refute says nothing about the others.
-        flattery = starts_rps[leader] / (self._estimate(leader, first, fidelity) or 1.0)
-        share = 1.0 / flattery if 0.0 < flattery < _MOST_FLATTERY else 1.0
-        self._sharpen({(candidate, first): starts_rps[candidate] * share for candidate in candidates[1:]}, fidelity)
+        optimism = starts_rps[leader] / (self._estimate(leader, first, fidelity) or 1.0)
+        share = 1.0 / optimism if 0.0 < optimism < _MOST_OPTIMISM else 1.0
+        self._measure_goodputs(
+            {(candidate, first): starts_rps[candidate] * share for candidate in candidates[1:]}, fidelity
+        )
 
         def expect(candidate: SliderCandidate, seed: int) -> float:
             share = self._estimate(leader, seed, fidelity) / (self._estimate(leader, first, fidelity) or 1.0)
             return self._estimate(candidate, first, fidelity) * share or starts_rps[candidate]
 
         behind = [(candidate, seed) for candidate in candidates[1:] for seed in fidelity.seeds[1:]]
-        self._sharpen({pair: expect(*pair) for pair in behind}, fidelity)
-        return [self._describe(candidate, fidelity) for candidate in self._rank(candidates, fidelity)]
+        self._measure_goodputs({pair: expect(*pair) for pair in behind}, fidelity)
+        return [self._describe(candidate, fidelity) for candidate in self._sort_by_goodput(candidates, fidelity)]
 
-    def locate(self, candidate: SliderCandidate, fidelity: Fidelity, start_rps: float) -> float:
+    def locate_goodput(self, candidate: SliderCandidate, fidelity: Fidelity, start_rps: float) -> float:
         """Find about where a candidate begins to fail, by itself: to get there with all is what costs most.
 
         Args:
@@ -142,23 +144,23 @@ class Arena:
         Returns:
             The highest rate that it is known to pass; ``start_rps`` if that is far below, so that others may pass there.
         """
-        self._sharpen({(candidate, fidelity.seeds[0]): start_rps}, fidelity, _RANKED_MISSES)
+        self._measure_goodputs({(candidate, fidelity.seeds[0]): start_rps}, fidelity, _RANKING_MISSES)
         rate_rps = self.find_passing_rate(candidate, fidelity) or 0.0
-        return rate_rps if rate_rps * _MOST_FLATTERY > start_rps else start_rps
+        return rate_rps if rate_rps * _MOST_OPTIMISM > start_rps else start_rps
 
     def run(self, trials: Sequence[SearchTrial]) -> Sequence[TrialResult]:
         """Make runs, and learn from them."""
         outcomes = self._run_trials(trials)
         for outcome in outcomes:
-            self._learn(outcome)
+            self._record_result(outcome)
             self.num_trials += 1
             self.num_iterations += outcome.num_iterations
         return outcomes
 
-    def are_alike(self, one: SliderCandidate, other: SliderCandidate, fidelity: Fidelity) -> bool:
+    def behave_alike(self, one: SliderCandidate, other: SliderCandidate, fidelity: Fidelity) -> bool:
         """Say whether two candidates did the same wherever both ran, as with chunk sizes that prompts never fill."""
         keys = [((one, seed, fidelity.duration_s), (other, seed, fidelity.duration_s)) for seed in fidelity.seeds]
-        return all(self._have_done_the_same(*pair) for pair in keys)
+        return all(self._behaved_alike(*pair) for pair in keys)
 
     def find_passing_rate(self, candidate: SliderCandidate, fidelity: Fidelity) -> float | None:
         """Find the highest rate at which a candidate is known to reach the target; None: none is."""
@@ -176,23 +178,23 @@ class Arena:
     def _curve(self, candidate: SliderCandidate, seed: int, fidelity: Fidelity) -> AttainmentCurve:
         return self._curves.setdefault((candidate, seed, fidelity.duration_s), AttainmentCurve())
 
-    def _have_done_the_same(self, one: _Key, other: _Key) -> bool:
+    def _behaved_alike(self, one: _Key, other: _Key) -> bool:
         ours, theirs = self._ends_s.get(one, {}), self._ends_s.get(other, {})
         shared = ours.keys() & theirs.keys()
         return bool(shared) and all(ours[rate] == theirs[rate] for rate in shared)
 
-    def _learn(self, outcome: TrialResult) -> None:
+    def _record_result(self, outcome: TrialResult) -> None:
         key, rate_rps = _make_key(outcome.trial), outcome.trial.rate_rps
         self._curves.setdefault(key, AttainmentCurve()).points[rate_rps] = outcome.attainment
         self._ends_s.setdefault(key, {})[rate_rps] = outcome.end_s
 
-    def _rank_at(self, trials: Sequence[SearchTrial]) -> None:
+    def _run_ranking_trials(self, trials: Sequence[SearchTrial]) -> None:
         """Make runs that rank, one for all candidates that have done the same so far."""
         followers: dict[SearchTrial, list[SearchTrial]] = {}
         for trial in trials:
             key = _make_key(trial)
             leader = next(
-                (one for one in followers if one.seed == trial.seed and self._have_done_the_same(key, _make_key(one))),
+                (one for one in followers if one.seed == trial.seed and self._behaved_alike(key, _make_key(one))),
                 None,
             )
             if leader is None:
@@ -201,7 +203,7 @@ class Arena:
                 followers[leader].append(trial)
         for outcome in self.run(list(followers)):
             for trial in followers[outcome.trial]:
-                self._learn(replace(outcome, trial=trial))
+                self._record_result(replace(outcome, trial=trial))
 
     def _find_passing(
         self, candidates: Sequence[SliderCandidate], fidelity: Fidelity, rate_rps: float, least: float
@@ -219,7 +221,7 @@ class Arena:
             if rate_rps not in self._curve(candidate, seed, fidelity).points
         ]
         if trials:
-            self._rank_at(trials)
+            self._run_ranking_trials(trials)
         return [
             candidate
             for candidate in candidates
@@ -227,11 +229,11 @@ class Arena:
             >= self._target
         ]
 
-    def _sharpen(
+    def _measure_goodputs(
         self,
         starts_rps: Mapping[tuple[SliderCandidate, int], float],
         fidelity: Fidelity,
-        misses: float = _SHARPENED_MISSES,
+        misses: float = _MEASURING_MISSES,
     ) -> None:
         """Find the goodput of pairs of candidate and seed; runs give up after so many times the misses that are allowed."""
         open_ = list(starts_rps)
@@ -242,7 +244,7 @@ class Arena:
                     seed=seed,
                     rate_rps=rate,
                     duration_s=fidelity.duration_s,
-                    least_attainment=self._bound(misses),
+                    least_attainment=self._compute_least_attainment(misses),
                 )
                 for candidate, seed in open_
                 if (rate := self._choose_rate(self._curve(candidate, seed, fidelity), starts_rps[candidate, seed]))
@@ -279,7 +281,7 @@ class Arena:
             estimate = max(estimate, math.sqrt(low * high))
         return min(max(estimate, low * (1.0 + PRECISION / 2)), high / (1.0 + PRECISION / 2))
 
-    def _rank(self, candidates: Iterable[SliderCandidate], fidelity: Fidelity) -> list[SliderCandidate]:
+    def _sort_by_goodput(self, candidates: Iterable[SliderCandidate], fidelity: Fidelity) -> list[SliderCandidate]:
         return sorted(candidates, key=lambda candidate: -self._describe(candidate, fidelity).goodput_rps)
 
     def _describe(self, candidate: SliderCandidate, fidelity: Fidelity) -> RankedCandidate:
@@ -288,7 +290,7 @@ class Arena:
             goodputs_rps=tuple(self._estimate(candidate, seed, fidelity) for seed in fidelity.seeds),
         )
 
-    def _bound(self, misses: float) -> float:
+    def _compute_least_attainment(self, misses: float) -> float:
         return max(0.0, 1.0 - misses * (1.0 - self._target))
 
     def _estimate(self, candidate: SliderCandidate, seed: int, fidelity: Fidelity) -> float:
