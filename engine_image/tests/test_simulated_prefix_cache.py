@@ -16,7 +16,7 @@ import pytest
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
-    from sluice_core.sim.engine.prefix_cache import BlockTable
+    from sluice_core.sim.block_table import BlockTable
 
 pytestmark = pytest.mark.engine
 

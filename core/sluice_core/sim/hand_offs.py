@@ -20,15 +20,12 @@ Source: vLLM 0.32, ``EngineCore.step_with_batch_queue`` with a queue of 2; ``ben
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from sluice_core.records import MoveCause, MoveProposal, Role
-from sluice_core.sim.engine.prefix_cache import BlockTable
+from sluice_core.sim.block_table import BlockTable
+from sluice_core.sim.cluster import SimCluster
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.requests import RequestState, SimRequest
-
-if TYPE_CHECKING:
-    from sluice_core.sim.simulation import Simulation
 
 
 class HandOffStep(IntEnum):
@@ -106,12 +103,12 @@ class SimHandOffs:
     """All moves under way; mutable.
 
     Args:
-        simulation: Whose engines they are between.
+        cluster: Whose engines they are between.
     """
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-        self._relay_s = 2.0 * simulation.cell.options.message_s
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+        self._relay_s = 2.0 * cluster.cell.options.message_s
         self._pending_steps: dict[str, list[tuple[int, HandOffStep, SimMove]]] = {}
         self._at_boundary: SimEngine | None = None
         self._num_moves = 0
@@ -157,13 +154,13 @@ class SimHandOffs:
             self._queue_step(engine, step, move)
 
     def _request_grant(self, source: SimEngine, proposal: MoveProposal) -> None:
-        simulation = self._simulation
-        request = simulation.requests[int(proposal.request_id)]
+        cluster = self._cluster
+        request = cluster.requests[int(proposal.request_id)]
         if request.is_leaving:
             return
-        target = simulation.find_target(proposal.request_id, proposal.cause, source, proposal.num_blocks)
+        target = cluster.find_target(proposal.request_id, proposal.cause, source, proposal.num_blocks)
         if target is None:
-            simulation.num_blocked_moves += 1
+            cluster.num_blocked_moves += 1
             return
         self._num_moves += 1
         request.is_leaving = True
@@ -175,14 +172,14 @@ class SimHandOffs:
             cause=proposal.cause,
             num_blocks=proposal.num_blocks,
         )
-        simulation.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
+        cluster.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
         self._send(HandOffStep.GRANT, move)
 
     def _send(self, step: HandOffStep, move: SimMove) -> None:
         """Tell the other engine of a move what to do, by way of the router."""
         move.step = step
         if self._relay_s:
-            self._simulation.send_message(move, self._relay_s)
+            self._cluster.send_message(move, self._relay_s)
         else:
             self.receive(move)
 
@@ -193,7 +190,7 @@ class SimHandOffs:
         elif step is HandOffStep.SUBMIT or step is HandOffStep.NOTICE:
             self._recover_from_dead_engine(move)
         elif step is HandOffStep.JOIN:
-            self._simulation.recover(move.request)
+            self._cluster.recover(move.request)
 
     def _queue_step(self, engine: SimEngine, step: HandOffStep, move: SimMove) -> None:
         """Tell an engine what to do; an idle one does it at once."""
@@ -203,7 +200,7 @@ class SimHandOffs:
             )
         else:
             self._run_step(step, move)
-            self._simulation.start_engine(engine)
+            self._cluster.start_engine(engine)
 
     def _run_steps(self, engine: SimEngine, due: list[tuple[int, HandOffStep, SimMove]]) -> None:
         outer, self._at_boundary = self._at_boundary, engine
@@ -219,7 +216,7 @@ class SimHandOffs:
         elif step is HandOffStep.SUBMIT:
             if not self._recover_from_dead_engine(move):
                 move.step = HandOffStep.NOTICE
-                self._simulation.send(move.request, move.source, move.cause, move)
+                self._cluster.send(move.request, move.source, move.cause, move)
         elif step is HandOffStep.NOTICE:
             if not self._recover_from_dead_engine(move):
                 self._queue_step(move.source, HandOffStep.RELEASE, move)
@@ -231,7 +228,7 @@ class SimHandOffs:
 
     def _grant(self, move: SimMove) -> None:
         target = move.target
-        self._simulation.table.record_grant_answer(target.engine_id, move.number)
+        self._cluster.table.record_grant_answer(target.engine_id, move.number)
         if not self._still_decodes_at_source(move):
             move.request.is_leaving = False
         elif self._may_grant(move):
@@ -240,14 +237,14 @@ class SimHandOffs:
             self._send(HandOffStep.HAND_OFF, move)
         else:
             move.request.is_leaving = False
-            self._simulation.num_blocked_moves += 1
+            self._cluster.num_blocked_moves += 1
 
     def _may_grant(self, move: SimMove) -> bool:
         """Say whether the target has the room now that its router believed it to have."""
         target = move.target
         bound = target.total_blocks
         if target.role is Role.PREFILL_HEAVY and move.cause is MoveCause.DEGRADE:
-            bound = int(self._simulation.cell.parameters.watermark * target.total_blocks)
+            bound = int(self._cluster.cell.parameters.watermark * target.total_blocks)
         used = target.used_blocks + target.granted_blocks
         return not target.is_draining and used + move.num_blocks <= bound
 
@@ -260,7 +257,7 @@ class SimHandOffs:
         if more > target.free_blocks:
             self._cancel(move)
             return
-        move.source.hand_off(request.request_id, self._simulation.now)
+        move.source.hand_off(request.request_id, self._cluster.now)
         move.table = request.source_table
         move.num_kv_tokens = request.num_kv_tokens
         target.reserve_more(more)
@@ -288,7 +285,7 @@ class SimHandOffs:
         if move.is_granted and not target.is_dead:
             target.cancel_grant(move.num_blocks)
             if target is not self._at_boundary:
-                self._simulation.start_engine(target)  # it may have idled for want of these blocks
+                self._cluster.start_engine(target)  # it may have idled for want of these blocks
 
     def _recover_from_dead_engine(self, move: SimMove) -> bool:
         """Settle a move after the hand-off one of whose engines has died; say whether that is so."""
@@ -296,11 +293,11 @@ class SimHandOffs:
         if target.is_dead:
             if not source.is_dead:
                 source.release(move.num_blocks, move.num_kv_tokens, move.table)
-                self._simulation.start_engine(source)
-            self._simulation.recover(request)
+                self._cluster.start_engine(source)
+            self._cluster.recover(request)
             return True
         if source.is_dead:
             target.recompute_arrival(request)
-            self._simulation.start_engine(target)
+            self._cluster.start_engine(target)
             return True
         return False

@@ -7,8 +7,8 @@ from enum import IntEnum
 
 from sluice_core.records import EngineId, PrefillRequest, RequestId
 from sluice_core.scheduling.batching import RequestKind
+from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cell import Arrival
-from sluice_core.sim.engine.prefix_cache import BlockTable
 
 
 class RequestState(IntEnum):

@@ -19,19 +19,15 @@ Source: vLLM 0.32, ``v1/core/sched/scheduler.py``, with a connector for KV (``de
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
+from sluice_core.sim.engine.scheduler_state import SchedulerState
 from sluice_core.sim.requests import RequestState, SimRequest
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from sluice_core.sim.engine.sim_engine import SimEngine
-
-
-def make_room_in_step(engine: SimEngine, now: float) -> int:
+def make_room_in_step(engine: SchedulerState, now: float) -> int:
     """Preempt decodes until the others have blocks for their next tokens.
 
     Returns:
@@ -45,7 +41,7 @@ def make_room_in_step(engine: SimEngine, now: float) -> int:
     return need
 
 
-def make_room_for_decodes(engine: SimEngine, now: float) -> int:
+def make_room_for_decodes(engine: SchedulerState, now: float) -> int:
     """Let decodes find blocks for their next tokens, or preempt, where an iteration is scheduled ahead.
 
     Returns:
@@ -71,7 +67,7 @@ def make_room_for_decodes(engine: SimEngine, now: float) -> int:
     return num_found
 
 
-def make_room_for_chunks(engine: SimEngine, now: float, num_decodes: int) -> None:
+def make_room_for_chunks(engine: SchedulerState, now: float, num_decodes: int) -> None:
     """Let the prefills that have started find blocks for their next chunks, or preempt.
 
     Args:
@@ -105,19 +101,19 @@ def make_room_for_chunks(engine: SimEngine, now: float, num_decodes: int) -> Non
             room -= tokens
 
 
-def _find_victim(engine: SimEngine) -> SimRequest:
+def _find_victim(engine: SchedulerState) -> SimRequest:
     """Find the last of all that runs."""
     running = [*engine.batch.list_requests(), *engine.prefills.list_started(), *engine.ending]
     return max(running, key=_make_key(engine))
 
 
-def _make_key(engine: SimEngine) -> Callable[[SimRequest], tuple[float, int]]:
+def _make_key(engine: SchedulerState) -> Callable[[SimRequest], tuple[float, int]]:
     """Order requests for preemption: the last one goes first, and of equals the one that arrived last."""
     victim_key = engine.batching.victim_key
     return lambda request: (victim_key(request.arrival_s, request.priority), request.index)
 
 
-def _is_in_running_iteration(engine: SimEngine, request: SimRequest) -> bool:
+def _is_in_running_iteration(engine: SchedulerState, request: SimRequest) -> bool:
     """Say whether the iteration that ran when this one was scheduled holds a request that runs."""
     if engine.schedules_late:
         return False
@@ -126,14 +122,14 @@ def _is_in_running_iteration(engine: SimEngine, request: SimRequest) -> bool:
     return request.state is RequestState.FINISHED or engine.prefills.was_in_last_batch(request)
 
 
-def _leave_decodes(engine: SimEngine, victim: SimRequest, now: float) -> None:
+def _leave_decodes(engine: SchedulerState, victim: SimRequest, now: float) -> None:
     is_new_here = victim in engine.joined
     engine.batch.leave(victim, victim.last_token_s if is_new_here else now)
     if is_new_here:
         engine.joined.remove(victim)
 
 
-def _preempt(engine: SimEngine, victim: SimRequest, now: float, *, has_grown: bool) -> None:
+def _preempt(engine: SchedulerState, victim: SimRequest, now: float, *, has_grown: bool) -> None:
     """Preempt a decode, or a prefill that has started.
 
     Args:
@@ -164,7 +160,7 @@ def _preempt(engine: SimEngine, victim: SimRequest, now: float, *, has_grown: bo
 
 
 def _free_victim_blocks(
-    engine: SimEngine, victim: SimRequest, num_grown: int, num_tokens: int, num_cached_tokens: int
+    engine: SchedulerState, victim: SimRequest, num_grown: int, num_tokens: int, num_cached_tokens: int
 ) -> int:
     """Free the blocks of a preempted request; returns how many are free now, those for its next token left out."""
     cache, prefills = engine.cache, engine.prefills
