@@ -52,7 +52,11 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("docs/crd.md is what the CRD says", ".", ("python", "crds/reference.py", "check")),
     ("style", ".", ("ruff", "check", ".")),
     ("format", ".", ("ruff", "format", "--check", ".")),
-    ("types", ".", ("mypy", *PACKAGES, "benchmarks/papers", "e2e/kube/testbed", "requirements", "crds", ".ci/checks.py")),
+    (
+        "types",
+        ".",
+        ("mypy", *PACKAGES, "benchmarks/papers", "e2e/kube/testbed", "requirements", "crds", ".ci/checks.py"),
+    ),
     ("import directions", ".", ("lint-imports",)),
     ("protos", "protos", ("buf", "lint")),
     ("Dockerfiles", ".", ("hadolint", *DOCKERFILES)),

@@ -13,7 +13,7 @@ from fake_kubernetes import READS
 from test_operator_faults import Crash, CrashOnce
 
 from sluice.v1 import control_pb2
-from sluice_core.planning.search import Effort
+from sluice_core.planning.search import SearchEffort
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.names import TUNED_ANNOTATION
 from sluice_operator.api.sliders import Sliders, resolve_sliders
@@ -436,7 +436,7 @@ def test_runs_of_a_search_hold_hundreds_of_requests(rate_rps: float) -> None:
 )
 def test_a_search_stays_within_bounds_and_is_no_worse_than_what_is_in_force(strategy: str, kept: str | None) -> None:
     request = make_question(strategy=strategy)
-    answer = search(request, Effort(seeds=(1,), duration_s=12.0, num_compared=1))
+    answer = search(request, SearchEffort(seeds=(1,), duration_s=12.0, num_compared=1))
     assert 1 <= answer.sliders.num_prefill_heavy <= 3
     if strategy != "Disaggregated":
         assert 256 <= answer.sliders.prefill_heavy_tokens <= 2048 or answer.sliders == request.in_force
@@ -448,7 +448,7 @@ def test_a_search_stays_within_bounds_and_is_no_worse_than_what_is_in_force(stra
 
 def test_objectives_that_nothing_meets_are_answered_with_an_attainment_to_expect() -> None:
     request = make_question(slo={"ttftMilliseconds": 4000, "tpotMilliseconds": 1})
-    answer = search(request, Effort(seeds=(1,), duration_s=12.0, num_compared=1))
+    answer = search(request, SearchEffort(seeds=(1,), duration_s=12.0, num_compared=1))
     assert (answer.goodput_rps, answer.gain, answer.least_gain) == (0.0, 0.0, 0.0)
     assert answer.attainment < 0.5
 

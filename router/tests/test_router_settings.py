@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EngineId, IterationShape, Role
-from sluice_core.scheduling.engine_table import EngineSpec
+from sluice_core.scheduling.engine_table import EngineConfig
 from sluice_router import errors
 from sluice_router.server import make_router
 from sluice_router.settings import parse_settings
@@ -43,7 +43,7 @@ def test_value_out_of_bounds_is_refused_by_name(arguments):
 def test_a_latency_profile_is_what_engines_start_with():
     settings = parse_settings([*NEEDED, "--latency-profile", "qwen2.5-32b@a100-80gx2"], {})
     table = make_router(settings).state.engines.table
-    spec = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
+    spec = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
     table.add(EngineId("a"), spec, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048)
     shape = IterationShape(prefill_tokens=2048, num_chunks=1)
     expected_s = load_model_on_gpu("qwen2.5-32b", "a100-80g", 2).profile.estimate_shape_s(shape)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
 from sluice_core.latency.transfer import find_link
-from sluice_core.planning.arena import Arena, Standing
-from sluice_core.planning.candidates import Candidate, PrefillHeavyBounds, Space, list_chunk_sizes
-from sluice_core.planning.planner import estimate_answer_s, estimate_start_rps
-from sluice_core.planning.search import Effort, Search
-from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial
+from sluice_core.planning.candidates import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
+from sluice_core.planning.comparison import CandidateComparison, RankedCandidate
+from sluice_core.planning.planner import estimate_response_s, estimate_start_rps
+from sluice_core.planning.search import Search, SearchEffort
+from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
-from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, Link, SimOptions
+from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies import STRATEGIES
 from sluice_operator.api.sliders import Sliders
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Less than `sluice plan` does, so that an edit is answered in seconds: the sliders are measured afterwards anyway.
 # Where prompts are so long that few come in a minute, runs last longer: in a few dozen requests those that no sliders serve in
 # time hide what the sliders do for the others.
-EFFORT = Effort(seeds=(1, 2), num_requests=700, most_duration_s=1200.0, most_requests=3000, num_compared=2)
+EFFORT = SearchEffort(seeds=(1, 2), num_requests=700, most_duration_s=1200.0, most_requests=3000, num_compared=2)
 # Whole runs last so many times the TTFT objective at least, so that a few percent of overload show as late requests.
 OBJECTIVES_PER_RUN = 15.0
 MIN_DURATION_S, ENOUGH_DURATION_S = 20.0, 60.0
@@ -53,7 +53,7 @@ NICENESS = 10
 MAX_CPU_S = 600
 
 
-def search(request: SearchRequest, effort: Effort | None = None) -> SearchResult:
+def search(request: SearchRequest, effort: SearchEffort | None = None) -> SearchResult:
     """Searches.
 
     Args:
@@ -66,26 +66,26 @@ def search(request: SearchRequest, effort: Effort | None = None) -> SearchResult
     problem = make_problem(request)
     effort = effort or make_effort(problem)
     in_force = make_candidate(request)
-    constraints, evaluator = request.constraints, Evaluator(problem)
+    constraints, evaluator = request.constraints, TrialEvaluator(problem)
 
-    def run_trials(trials: Sequence[Trial]) -> list[Outcome]:
+    def run_trials(trials: Sequence[SearchTrial]) -> list[TrialResult]:
         return [evaluator.evaluate(trial) for trial in trials]
 
-    arena = Arena(run_trials, constraints.target)
+    comparison = CandidateComparison(run_trials, constraints.target)
     start_rps = estimate_start_rps(problem, constraints.replicas, 1)
-    found = Search(arena, make_space(request), effort).find_best(constraints.replicas, 1, start_rps, in_force)
-    present = next(standing for standing in found.standings if standing.candidate == in_force)
+    found = Search(comparison, make_space(request), effort).find_best(constraints.replicas, 1, start_rps, in_force)
+    present = next(ranked for ranked in found.ranking if ranked.candidate == in_force)
     best = found.best
     # The attainment is what users read: a few percent of overload must show in it.
     patient = replace(effort, most_requests=MAX_PREDICTED_REQUESTS)
 
-    def predict(standing: Standing) -> float:
-        most_rps = MAX_OVERLOAD * max(standing.goodput_rps, best.goodput_rps / 2)
+    def predict(ranked: RankedCandidate) -> float:
+        most_rps = MAX_OVERLOAD * max(ranked.goodput_rps, best.goodput_rps / 2)
         # Objectives that nothing meets have no goodput, and yet an attainment.
         rate_rps = min(request.workload.rate_rps, max(most_rps, MIN_PREDICTED_REQUESTS / effort.most_duration_s))
         trials = [
-            Trial(
-                candidate=standing.candidate,
+            SearchTrial(
+                candidate=ranked.candidate,
                 seed=seed,
                 rate_rps=rate_rps,
                 duration_s=patient.choose_duration_s(rate_rps),
@@ -109,14 +109,14 @@ def search(request: SearchRequest, effort: Effort | None = None) -> SearchResult
     )
 
 
-def make_effort(problem: Problem) -> Effort:
+def make_effort(problem: PlanningProblem) -> SearchEffort:
     """Makes how much is simulated."""
     least_s = min(max(OBJECTIVES_PER_RUN * problem.slo.ttft_s, MIN_DURATION_S), ENOUGH_DURATION_S)
-    filled_s = min(ANSWERS_PER_RUN * estimate_answer_s(problem), FILLED_DURATION_S)
+    filled_s = min(ANSWERS_PER_RUN * estimate_response_s(problem), FILLED_DURATION_S)
     return replace(EFFORT, least_duration_s=least_s, filled_s=filled_s)
 
 
-def make_problem(request: SearchRequest) -> Problem:
+def make_problem(request: SearchRequest) -> PlanningProblem:
     """Makes what is planned for.
 
     Raises:
@@ -131,7 +131,7 @@ def make_problem(request: SearchRequest) -> Problem:
         )
         for item in constraints.classes
     )
-    return Problem(
+    return PlanningProblem(
         rows=[
             TraceRow(prompt_tokens=prompt, output_tokens=output, slo_class=name)
             for prompt, output, name in request.workload.rows
@@ -151,7 +151,7 @@ def make_problem(request: SearchRequest) -> Problem:
 def make_engine(request: SearchRequest) -> EngineSetup:
     """Makes the engine of a question; its role and chunk size do not count."""
     facts, constraints = request.engine, request.constraints
-    link = Link(speed=find_link(constraints.link))
+    link = TransferLink(speed=find_link(constraints.link))
     if isinstance(facts, EmulatedEngineFacts):
         target = load_model_on_gpu(facts.model, *parse_gpus(facts.gpu))
         profile, kv_bytes_per_token = target.profile, target.kv_bytes_per_token
@@ -175,11 +175,11 @@ def make_engine(request: SearchRequest) -> EngineSetup:
     )
 
 
-def make_space(request: SearchRequest) -> Space:
+def make_space(request: SearchRequest) -> SearchSpace:
     """Makes what may be chosen."""
     constraints, in_force = request.constraints, request.in_force
     low, high = constraints.prefill_heavy
-    return Space(
+    return SearchSpace(
         strategies=(constraints.strategy,),
         prefill_heavy_tokens=list_chunk_sizes(*constraints.prefill_tokens, [in_force.prefill_heavy_tokens]),
         decode_heavy_tokens=list_chunk_sizes(*constraints.decode_tokens, [in_force.decode_heavy_tokens]),
@@ -192,12 +192,12 @@ def make_space(request: SearchRequest) -> Space:
     )
 
 
-def make_candidate(request: SearchRequest) -> Candidate:
+def make_candidate(request: SearchRequest) -> SliderCandidate:
     """Makes the candidate in force; equal chunk sizes are aggregation, whatever the strategy says."""
     constraints, sliders = request.constraints, request.in_force
     is_aggregated = sliders.prefill_heavy_tokens == sliders.decode_heavy_tokens
     count = constraints.replicas if is_aggregated else sliders.num_prefill_heavy
-    return Candidate(
+    return SliderCandidate(
         strategy="aggregated" if is_aggregated else constraints.strategy,
         num_prefill_heavy=count,
         num_decode_heavy=constraints.replicas - count,
@@ -208,7 +208,7 @@ def make_candidate(request: SearchRequest) -> Candidate:
     )
 
 
-def make_sliders(request: SearchRequest, candidate: Candidate) -> Sliders:
+def make_sliders(request: SearchRequest, candidate: SliderCandidate) -> Sliders:
     """Makes the sliders of a candidate; aggregation leaves roles as they are."""
     if candidate.strategy == "aggregated":
         return Sliders(

@@ -16,7 +16,7 @@ from sluice_router.observability.metrics import EngineTraffic
 
 if TYPE_CHECKING:
     from sluice_core.records import EngineId, MoveCause, RequestId, Role, Slo
-    from sluice_core.scheduling.engine_table import EngineSpec
+    from sluice_core.scheduling.engine_table import EngineConfig
     from sluice_router.observability.metrics import Histogram
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
 
@@ -208,7 +208,7 @@ class ConnectedEngine:
     address: str
     model: str
     fingerprint: str
-    spec: EngineSpec
+    spec: EngineConfig
     max_model_len_tokens: int
     last_heard_s: float
     progress_s: float

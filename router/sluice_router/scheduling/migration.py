@@ -65,7 +65,7 @@ def propose_first_decode(state: RouterState, submission: Submission, now: float)
     flow = state.active.flow
     if flow is None or not flow.moves_first_decodes or submission.engine.role is not Role.PREFILL_HEAVY:
         return
-    if not state.engines.table.are_roles_void:
+    if not state.engines.table.has_uniform_chunk_size:
         propose(state, submission, MoveCause.PREFILL_DONE, now)
 
 

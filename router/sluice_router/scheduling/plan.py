@@ -62,7 +62,7 @@ def configure(state: RouterState, engine: ConnectedEngine) -> None:
         return
     part = engine_plan_for(plan, engine)
     # Where roles are void nothing shall be proposed.
-    strategy = "aggregated" if _are_roles_void(plan) else plan.strategy
+    strategy = "aggregated" if _has_uniform_chunk_size(plan) else plan.strategy
     state.outbox.message_to(engine).configure.CopyFrom(wire_conversion.configure_message(plan, part, strategy=strategy))
     if part.is_draining and not engine.is_draining:
         begin_drain(state, engine)
@@ -186,7 +186,7 @@ def _set_policies(state: RouterState, plan: Plan) -> None:
     state.active.flow = strategy.make_flow(plan.parameters, state.rng)
 
 
-def _are_roles_void(plan: Plan) -> bool:
+def _has_uniform_chunk_size(plan: Plan) -> bool:
     """Whether all engines that do not drain have one chunk size."""
     return len({part.chunk_size_tokens for part in plan.engines.values() if not part.is_draining}) == 1
 
