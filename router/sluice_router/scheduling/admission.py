@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from sluice_core.records import EngineId, Plan, SloClass
+    from sluice_core.scheduling.engine_table import EngineTable
     from sluice_core.scheduling.placement import PlacementPolicy, PlacementRecord
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
-    from sluice_router.scheduling.state import RouterState
+    from sluice_router.scheduling.state import RequestQueues, RouterState
 
 # Shortest time between two looks at the whole queue, and most requests of one look: bounds the loop's pauses.
 ASSIGN_INTERVAL_S = 0.005
@@ -59,7 +60,7 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
     """
     plan = _check_capacity(state, now)
     slo_class = _find_class(plan, new.slo_class)
-    _check_length(state, new)
+    _check_length(new, state.active.max_model_len_tokens)
     request = LiveRequest(
         request_id=RequestId(f"req-{state.rng.getrandbits(96):024x}"),
         new=new,
@@ -89,8 +90,8 @@ def assign(state: RouterState, now: float) -> None:
     if placement is None or not state.requests.waiting:
         return
     state.requests.last_assign_s = now
-    free = _find_free(state)
-    prefills = [_describe(state, request) for request in _pick(free)]
+    free = _find_placeable(state.requests)
+    prefills = [_describe(state.engines.table, request) for request in _pick(free)]
     decisions = placement.assign(now, prefills, state.engines.table)
     for decision, record in zip(decisions, _take_records(placement, len(decisions)), strict=True):
         request = state.requests.waiting[decision.request_id]
@@ -155,12 +156,9 @@ def _find_class(plan: Plan, name: str) -> SloClass:
     raise InvalidRequestError(f"slo_class {name!r} is unknown; known are {known}", param="slo_class")
 
 
-def _check_length(state: RouterState, new: NewRequest) -> None:
-    prompt_tokens, max_tokens, limit = (
-        len(new.prompt_token_ids),
-        new.sampling.max_tokens,
-        state.active.max_model_len_tokens,
-    )
+def _check_length(new: NewRequest, limit: int) -> None:
+    """Refuses what is longer than the model; a limit of 0 is not known yet."""
+    prompt_tokens, max_tokens = len(new.prompt_token_ids), new.sampling.max_tokens
     if prompt_tokens < 1:
         raise InvalidRequestError("the prompt has no tokens", param="prompt")
     if max_tokens < 1:
@@ -202,15 +200,11 @@ def _take_records(placement: PlacementPolicy, number: int) -> list[PlacementReco
     return [*[None] * (number - len(newest)), *reversed(newest)]
 
 
-def _find_free(state: RouterState) -> Collection[LiveRequest]:
+def _find_placeable(queues: RequestQueues) -> Collection[LiveRequest]:
     """What any engine may take: all that waits, but for those that wait for the engine whose stream they lost."""
-    if not state.requests.awaiting_resume:
-        return state.requests.waiting.values()
-    return [
-        request
-        for request_id, request in state.requests.waiting.items()
-        if request_id not in state.requests.awaiting_resume
-    ]
+    if not queues.awaiting_resume:
+        return queues.waiting.values()
+    return [request for request_id, request in queues.waiting.items() if request_id not in queues.awaiting_resume]
 
 
 def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
@@ -229,7 +223,7 @@ def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
     return urgent
 
 
-def _describe(state: RouterState, request: LiveRequest) -> PrefillRequest:
+def _describe(table: EngineTable, request: LiveRequest) -> PrefillRequest:
     return PrefillRequest(
         request_id=request.request_id,
         arrival_s=request.new.arrival_s,
@@ -238,15 +232,15 @@ def _describe(state: RouterState, request: LiveRequest) -> PrefillRequest:
         priority=request.priority,
         is_recovery=request.first_token_s is not None,
         # Most have nothing to avoid, and then the engines need not be looked at.
-        excluded=_find_avoided(state, request) if request.excluded or request.died_on else frozenset(),
+        excluded=_find_avoided(table, request) if request.excluded or request.died_on else frozenset(),
         next_token_due_s=request.next_token_due_s,
     )
 
 
-def _find_avoided(state: RouterState, request: LiveRequest) -> frozenset[EngineId]:
+def _find_avoided(table: EngineTable, request: LiveRequest) -> frozenset[EngineId]:
     """Engines that a request is better not given to; none while there are no others."""
     avoided = request.excluded | request.died_on
-    has_others = any(engine.engine_id not in avoided for engine in state.engines.table if not engine.is_draining)
+    has_others = any(engine.engine_id not in avoided for engine in table if not engine.is_draining)
     return frozenset(avoided) if has_others else frozenset()
 
 

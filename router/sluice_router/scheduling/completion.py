@@ -13,8 +13,9 @@ from sluice_router.scheduling.requests import Finish, Usage
 if TYPE_CHECKING:
     from sluice_core.slo import SloOutcome
     from sluice_router.errors import RouterError
+    from sluice_router.observability.metrics import RouterMetrics
     from sluice_router.scheduling.entities import LiveRequest
-    from sluice_router.scheduling.state import RouterState
+    from sluice_router.scheduling.state import RequestStatistics, RouterState
 
 _RESULTS = {sampling_pb2.FINISH_REASON_STOP: "stop", sampling_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -49,7 +50,7 @@ def finish(
     )
     slo_class, metrics = request.new.slo_class, state.metrics
     state.statistics.attainment.record(now, slo_class, RequestEnd.FINISHED, outcome)
-    _count(state, request, _RESULTS[reason])
+    _count(state.metrics, request, _RESULTS[reason])
     if request.new.owner:
         metrics.count("key_tokens", request.new.owner, "prompt", by=usage.prompt_tokens)
         metrics.count("key_tokens", request.new.owner, "output", by=num_output)
@@ -57,7 +58,7 @@ def finish(
     metrics.duration_s[slo_class].observe(now - request.new.arrival_s)
     if usage.tpot_s is not None:
         metrics.tpot_s[slo_class].observe(usage.tpot_s)
-    _sample(state, request, num_output)
+    _sample(state.statistics, request, num_output)
 
 
 def fail(state: RouterState, request: LiveRequest, error: RouterError, now: float) -> None:
@@ -67,7 +68,7 @@ def fail(state: RouterState, request: LiveRequest, error: RouterError, now: floa
     state.decision_log.record(now, request.request_id, "failed", error.code, error.message)
     end = RequestEnd.REJECTED if isinstance(error, OverloadError) else RequestEnd.FAILED
     state.statistics.attainment.record(now, request.new.slo_class, end)
-    _count(state, request, end.value)
+    _count(state.metrics, request, end.value)
     state.metrics.count("rejected", error.code)
 
 
@@ -76,14 +77,14 @@ def cancel(state: RouterState, request: LiveRequest, reason: str, now: float) ->
     _leave(state, request, now)
     state.decision_log.record(now, request.request_id, "cancelled", reason)
     state.statistics.attainment.record(now, request.new.slo_class, RequestEnd.CANCELLED)
-    _count(state, request, RequestEnd.CANCELLED.value)
+    _count(state.metrics, request, RequestEnd.CANCELLED.value)
     state.metrics.count("rejected", reason)
 
 
-def _count(state: RouterState, request: LiveRequest, result: str) -> None:
-    state.metrics.count("requests", request.new.slo_class, result)
+def _count(metrics: RouterMetrics, request: LiveRequest, result: str) -> None:
+    metrics.count("requests", request.new.slo_class, result)
     if request.new.owner:
-        state.metrics.count("key_requests", request.new.owner, result)
+        metrics.count("key_requests", request.new.owner, result)
 
 
 def _leave(state: RouterState, request: LiveRequest, now: float) -> None:
@@ -98,7 +99,7 @@ def _leave(state: RouterState, request: LiveRequest, now: float) -> None:
     submission, request.submission = request.submission, None
     if submission is not None:
         state.engines.table.cancel_placement(submission.engine.engine_id, request.request_id, now)
-        dispatch.abort(state, submission)
+        dispatch.abort(state.outbox, submission)
 
 
 def _measure(request: LiveRequest, num_output: int, now: float) -> tuple[Usage, SloOutcome]:
@@ -121,14 +122,14 @@ def _measure(request: LiveRequest, num_output: int, now: float) -> tuple[Usage, 
     return usage, outcome
 
 
-def _sample(state: RouterState, request: LiveRequest, num_output: int) -> None:
+def _sample(statistics: RequestStatistics, request: LiveRequest, num_output: int) -> None:
     """Keeps a request for the planner. Requests end in another order than they arrive; the gaps still add up to the time."""
     arrival_s = request.new.arrival_s
-    last_s = arrival_s if state.statistics.last_arrival_s is None else state.statistics.last_arrival_s
-    state.statistics.last_arrival_s = max(last_s, arrival_s)
-    state.statistics.samples.append(
+    last_s = arrival_s if statistics.last_arrival_s is None else statistics.last_arrival_s
+    statistics.last_arrival_s = max(last_s, arrival_s)
+    statistics.samples.append(
         control_pb2.RequestSample(
-            gap_s=state.statistics.last_arrival_s - last_s,
+            gap_s=statistics.last_arrival_s - last_s,
             prompt_tokens=len(request.new.prompt_token_ids),
             output_tokens=num_output,
             slo_class=request.new.slo_class,

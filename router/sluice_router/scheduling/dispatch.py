@@ -13,8 +13,9 @@ from sluice_router.scheduling.entities import Submission
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
+    from sluice_router.observability.decision_log import DecisionLog
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, PendingResume
-    from sluice_router.scheduling.state import RouterState
+    from sluice_router.scheduling.state import Outbox, RequestQueues, RouterState
 
 
 def submit(
@@ -96,40 +97,42 @@ def resume(
     state.decision_log.record(now, request.request_id, "resumed", engine.engine_id, num_output, stall_s)
 
 
-def enqueue(state: RouterState, request: LiveRequest, now: float) -> None:
+def enqueue(queues: RequestQueues, request: LiveRequest, now: float) -> None:
     """Lets a request without an owner wait for an engine."""
     assert request.submission is None
     request.waiting_since_s = now
     request.wait_reason = ""
     request.predicted_ttft_s = None
-    state.requests.waiting[request.request_id] = request
+    queues.waiting[request.request_id] = request
 
 
-def abort(state: RouterState, submission: Submission) -> None:
+def abort(outbox: Outbox, submission: Submission) -> None:
     """Tells an engine to end what it runs in a slot; the slot is free once the engine has answered."""
     submission.request = None
     if not submission.is_aborted and not submission.engine.is_lost:
         submission.is_aborted = True
-        state.outbox.message_to(submission.engine).aborts.add(slot=submission.slot)
+        outbox.message_to(submission.engine).aborts.add(slot=submission.slot)
 
 
 def withdraw(state: RouterState, submission: Submission, request: LiveRequest, reason: str, now: float) -> None:
     """Takes a request off an engine that lives on; whoever calls says what becomes of it."""
-    abort(state, submission)
+    abort(state.outbox, submission)
     request.submission = None
-    record_loss(state, submission.engine, request, reason, now)
+    record_loss(state.decision_log, submission.engine, request, reason, now)
 
 
-def record_loss(state: RouterState, engine: ConnectedEngine, request: LiveRequest, reason: str, now: float) -> None:
+def record_loss(
+    decision_log: DecisionLog, engine: ConnectedEngine, request: LiveRequest, reason: str, now: float
+) -> None:
     """Records that an engine no longer owns a request, and since when its client waits for tokens."""
-    state.decision_log.record(now, request.request_id, "lost", engine.engine_id, reason, len(request.output_token_ids))
+    decision_log.record(now, request.request_id, "lost", engine.engine_id, reason, len(request.output_token_ids))
     if request.first_token_s is not None and request.lost_since_s is None:
         request.lost_since_s = now
 
 
-def release(state: RouterState, submission: Submission) -> None:
+def release(outbox: Outbox, submission: Submission) -> None:
     """Lets the source of a hand-off free the KV; the slot is free with it."""
     if submission.is_pinned and not submission.engine.is_lost:
         submission.is_pinned = False
-        state.outbox.message_to(submission.engine).released_slots.append(submission.slot)
-        state.outbox.free_slot(submission)
+        outbox.message_to(submission.engine).released_slots.append(submission.slot)
+        outbox.free_slot(submission)

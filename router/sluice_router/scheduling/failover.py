@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
     from sluice.v1 import engine_pb2
     from sluice_core.records import EngineId
+    from sluice_core.scheduling.engine_table import EngineTable
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Migration, Submission
     from sluice_router.scheduling.state import RouterState
+    from sluice_router.settings import Limits
 
 
 def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: float, *, fault: str = "") -> None:
@@ -148,23 +150,22 @@ def requeue(state: RouterState, request: LiveRequest, reason: str, now: float) -
         return
     request.num_recoveries += 1
     state.metrics.count("recoveries", reason)
-    dispatch.enqueue(state, request, now)
+    dispatch.enqueue(state.requests, request, now)
 
 
-def find_failure(state: RouterState, engine: ConnectedEngine, now: float) -> tuple[str, str] | None:
+def find_failure(limits: Limits, table: EngineTable, engine: ConnectedEngine, now: float) -> tuple[str, str] | None:
     """Judges an engine by what has not come.
 
     Returns:
         Reason and text of its failure; None while it is well.
     """
-    limits = state.limits
     silence_s = now - engine.last_heard_s
     if silence_s > limits.silence_limit_s:
         return "silence", f"silent for {silence_s:.1f} s, the limit is {limits.silence_limit_s:g} s"
     if not _has_work(engine):
         engine.progress_s = now
         return None
-    age_s, limit_s = now - engine.progress_s, _age_limit_s(state, engine)
+    age_s, limit_s = now - engine.progress_s, _age_limit_s(limits, table, engine)
     if age_s > limit_s:
         return "hang", f"no iteration for {age_s:.1f} s with work to do, the limit is {limit_s:.1f} s"
     return None
@@ -179,7 +180,7 @@ def _recover(state: RouterState, submission: Submission, request: LiveRequest, r
     if request.migration is not None:
         in_time = request.migration.phase is MigrationPhase.SUBMITTED
         migration.abandon(state, request.migration, "target_lost" if in_time else "source_lost", now)
-    dispatch.record_loss(state, engine, request, reason, now)
+    dispatch.record_loss(state.decision_log, engine, request, reason, now)
     if not is_whole or reason not in RESUMABLE:
         _recover_elsewhere(state, submission, request, reason, now)
         return
@@ -187,7 +188,7 @@ def _recover(state: RouterState, submission: Submission, request: LiveRequest, r
     grace_s = state.limits.resume_grace_s if reason == "stream" else 0.0
     request.pending_resume = PendingResume(submission=submission, reason=reason, until_s=now + grace_s)
     state.requests.awaiting_resume[request.request_id] = request
-    dispatch.enqueue(state, request, now)
+    dispatch.enqueue(state.requests, request, now)
     if not grace_s:
         _give_up_resume(state, request, request.pending_resume, now)
 
@@ -222,10 +223,10 @@ def _has_work(engine: ConnectedEngine) -> bool:
     )
 
 
-def _age_limit_s(state: RouterState, engine: ConnectedEngine) -> float:
+def _age_limit_s(limits: Limits, table: EngineTable, engine: ConnectedEngine) -> float:
     """The longest time that an iteration may take (router.md, section 5)."""
-    if engine.engine_id not in state.engines.table:
-        return state.limits.iteration_age_floor_s
+    if engine.engine_id not in table:
+        return limits.iteration_age_floor_s
     tokens = engine.chunk_size_tokens or engine.spec.max_batch_tokens
     prefill_tokens = max(0, tokens - engine.load.running_decodes)
     shape = IterationShape(
@@ -235,5 +236,5 @@ def _age_limit_s(state: RouterState, engine: ConnectedEngine) -> float:
         num_decodes=engine.load.running_decodes,
         decode_context_tokens=engine.load.decode_context_tokens,
     )
-    longest_s = state.engines.table[engine.engine_id].latency.estimate_shape_s(shape)
-    return max(state.limits.iteration_age_floor_s, state.limits.iteration_age_factor * longest_s)
+    longest_s = table[engine.engine_id].latency.estimate_shape_s(shape)
+    return max(limits.iteration_age_floor_s, limits.iteration_age_factor * longest_s)

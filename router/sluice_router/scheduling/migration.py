@@ -26,8 +26,9 @@ from sluice_router.scheduling.entities import Migration, MigrationPhase
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
+    from sluice_core.records import FlowParameters
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
-    from sluice_router.scheduling.state import RouterState
+    from sluice_router.scheduling.state import EnginePool, Outbox, RouterState
 
 
 def propose(
@@ -54,7 +55,7 @@ def propose(
     )
     target, reason = _pick_target(state, submission, cause, now, target_id)
     if target is None:
-        block(state, submission, cause, reason, now)
+        record_blocked(state, submission, cause, reason, now)
         return reason
     _ask_for_grant(state, submission, target, cause, now)
     return ""
@@ -71,7 +72,7 @@ def propose_first_decode(state: RouterState, submission: Submission, now: float)
 
 def drain(state: RouterState, engine: ConnectedEngine, now: float) -> None:
     """Proposes again the decodes of a draining engine that found no target yet; or has them recomputed elsewhere."""
-    is_last = _is_last_of_its_fingerprint(state, engine)
+    is_last = _is_last_of_its_fingerprint(state.engines, engine)
     for submission in list(engine.slots):
         if (
             submission is None
@@ -88,7 +89,7 @@ def drain(state: RouterState, engine: ConnectedEngine, now: float) -> None:
                 propose(state, submission, MoveCause.DRAIN, now)
 
 
-def block(state: RouterState, submission: Submission, cause: MoveCause, reason: str, now: float) -> None:
+def record_blocked(state: RouterState, submission: Submission, cause: MoveCause, reason: str, now: float) -> None:
     """Counts a move that did not begin."""
     state.metrics.count("flow_blocked", cause.value, reason)
     state.decision_log.record(now, submission.request_id, "blocked", submission.engine.engine_id, cause.value, reason)
@@ -127,7 +128,7 @@ def handle_handed_off(state: RouterState, submission: Submission, finished: engi
     submission.is_pinned = True
     if request is None:
         # It was aborted meanwhile: nobody will read that KV.
-        dispatch.release(state, submission)
+        dispatch.release(state.outbox, submission)
         return
     if move is None or move.phase is not MigrationPhase.HANDING_OFF:
         raise EngineProtocolError(f"slot {submission.slot} was handed off, and nobody had asked for it")
@@ -138,7 +139,7 @@ def handle_handed_off(state: RouterState, submission: Submission, finished: engi
         abandon(state, move, "target_lost", now)
         state.metrics.count("recoveries", "target_lost")
         request.num_recoveries += 1
-        dispatch.enqueue(state, request, now)
+        dispatch.enqueue(state.requests, request, now)
         return
     move.phase, move.submitted_s = MigrationPhase.SUBMITTED, now
     target.grants.pop(move.grant_id, None)
@@ -180,7 +181,7 @@ def complete(state: RouterState, move: Migration, now: float) -> None:
         now, request.request_id, "moved", source_id, target.engine_id, move.cause.value, round(duration_s, 6)
     )
     request.num_hand_offs += 1
-    _close(state, move)
+    _close(state.outbox, move)
 
 
 def abandon(state: RouterState, move: Migration, reason: str, now: float) -> None:
@@ -197,9 +198,9 @@ def abandon(state: RouterState, move: Migration, reason: str, now: float) -> Non
         state.outbox.message_to(target).released_grant_ids.append(move.grant_id)
         state.engines.table.record_grant_answer(target.engine_id, move.grant_id)
     if move.phase is MigrationPhase.GRANT_ASKED:
-        block(state, move.source, move.cause, reason, now)
+        record_blocked(state, move.source, move.cause, reason, now)
     state.metrics.count("moves", move.cause.value, reason)
-    _close(state, move)
+    _close(state.outbox, move)
 
 
 def drop_target(state: RouterState, move: Migration, now: float) -> None:
@@ -258,7 +259,7 @@ def _pick_target(
     cap = max(1, state.limits.max_moves_per_engine // state.active.plan.num_routers)
     if source.migrations_out >= cap:
         return None, "source_busy"
-    if _is_too_soon(state, request, cause):
+    if _is_too_soon(request, cause, state.active.plan.parameters):
         return None, "too_soon"
     if target_id is None:
         unfit = {
@@ -282,9 +283,9 @@ def _pick_target(
     return (target, "") if target.migrations_in < cap else (None, "target_busy")
 
 
-def _is_last_of_its_fingerprint(state: RouterState, engine: ConnectedEngine) -> bool:
+def _is_last_of_its_fingerprint(engines: EnginePool, engine: ConnectedEngine) -> bool:
     """Whether engines take requests over, and none of them can read this one's KV."""
-    usable = [state.engines.connected[item.engine_id] for item in state.engines.table if not item.is_draining]
+    usable = [engines.connected[item.engine_id] for item in engines.table if not item.is_draining]
     others = [other for other in usable if other is not engine]
     return bool(others) and all(other.fingerprint != engine.fingerprint for other in others)
 
@@ -293,15 +294,15 @@ def _recompute_elsewhere(state: RouterState, submission: Submission, request: Li
     """Takes a request off a draining engine; no engine has failed, so that this does not count against the request."""
     dispatch.withdraw(state, submission, request, "fingerprint", now)
     state.metrics.count("recoveries", "fingerprint")
-    dispatch.enqueue(state, request, now)
+    dispatch.enqueue(state.requests, request, now)
 
 
-def _is_too_soon(state: RouterState, request: LiveRequest, cause: MoveCause) -> bool:
+def _is_too_soon(request: LiveRequest, cause: MoveCause, parameters: FlowParameters) -> bool:
     """Whether a degradation follows the last move too closely (router.md 3, against ping-pong)."""
-    if cause is not MoveCause.DEGRADE or request.num_hand_offs == 0 or state.active.plan is None:
+    if cause is not MoveCause.DEGRADE or request.num_hand_offs == 0:
         return False
     since_move = len(request.output_token_ids) - request.moved_at_tokens
-    return since_move < state.active.plan.parameters.min_tokens_between_moves
+    return since_move < parameters.min_tokens_between_moves
 
 
 def _ask_for_grant(
@@ -338,10 +339,10 @@ def _note_move(request: LiveRequest, cause: MoveCause) -> None:
         request.reset_at_tokens = request.moved_at_tokens
 
 
-def _close(state: RouterState, move: Migration) -> None:
+def _close(outbox: Outbox, move: Migration) -> None:
     """Takes a move out of the counts, and releases the KV if the source has handed off."""
     move.request.migration = None
     move.source.engine.migrations_out -= 1
     if move.target is not None:
         move.target.migrations_in -= 1
-    dispatch.release(state, move.source)
+    dispatch.release(outbox, move.source)

@@ -20,9 +20,12 @@ from sluice_router.errors import PlanRefusedError
 from sluice_router.scheduling import wire_conversion
 
 if TYPE_CHECKING:
+    import random
+
     from sluice.v1 import engine_pb2
+    from sluice_core.scheduling.engine_table import EngineTable
     from sluice_router.scheduling.entities import ConnectedEngine
-    from sluice_router.scheduling.state import RouterState
+    from sluice_router.scheduling.state import ActivePlan, EnginePool, RouterState
 
 _UNLIMITED = 2**31 - 1
 
@@ -38,8 +41,8 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
         PlanRefusedError: The plan in force submissions; names the field, the value and the limit.
     """
     try:
-        _check_newer(state, message)
-        _check_plan(state, message)
+        _check_newer(state.active.plan, message)
+        _check_plan(state.active.plan, message)
     except PlanRefusedError:
         state.metrics.count("plans", "refused")
         raise
@@ -47,7 +50,7 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
     if plan == state.active.plan:
         return
     state.metrics.count("plans", "applied")
-    _set_policies(state, plan)
+    _set_policies(state.active, plan, state.rng)
     state.active.plan = plan
     for engine in state.engines.connected.values():
         check_model(state, engine)
@@ -109,7 +112,7 @@ def handle_configured(state: RouterState, engine: ConnectedEngine, configured: e
     engine.is_draining = engine_plan_for(plan, engine).is_draining or engine.load.is_draining
     if engine.status != control_pb2.ENGINE_STATE_REFUSED:
         if engine.engine_id not in state.engines.table:
-            _add_to_table(state, engine, role)
+            _add_to_table(state.engines.table, engine, role)
         state.engines.table.configure(
             engine.engine_id,
             role=role,
@@ -119,11 +122,11 @@ def handle_configured(state: RouterState, engine: ConnectedEngine, configured: e
     state.status.mark_changed()
 
 
-def _add_to_table(state: RouterState, engine: ConnectedEngine, role: Role) -> None:
+def _add_to_table(table: EngineTable, engine: ConnectedEngine, role: Role) -> None:
     """Lets placements and moves see an engine, with the load that it has reported already: an idle one is in no hurry."""
-    state.engines.table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
+    table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
     if engine.load.kv_blocks_total:
-        state.engines.table.report(engine.engine_id, wire_conversion.load_from(engine.load, 0.0), engine.last_heard_s)
+        table.report(engine.engine_id, wire_conversion.load_from(engine.load, 0.0), engine.last_heard_s)
 
 
 def check_model(state: RouterState, engine: ConnectedEngine) -> None:
@@ -146,7 +149,7 @@ def check_model(state: RouterState, engine: ConnectedEngine) -> None:
     elif is_refused:
         engine.status = control_pb2.ENGINE_STATE_READY
         engine.last_fault = ""
-    _note_model_length(state)
+    _note_model_length(state.active, state.engines)
 
 
 def recheck_refused(state: RouterState) -> None:
@@ -170,20 +173,20 @@ def _is_model_needed(state: RouterState, engine: ConnectedEngine) -> bool:
     return others or any(request.first_token_s is not None for request in state.requests.live.values())
 
 
-def _note_model_length(state: RouterState) -> None:
+def _note_model_length(active: ActivePlan, engines: EnginePool) -> None:
     lengths = [
         engine.max_model_len_tokens
-        for engine in state.engines.connected.values()
+        for engine in engines.connected.values()
         if engine.status != control_pb2.ENGINE_STATE_REFUSED
     ]
     if lengths:
-        state.active.max_model_len_tokens = min(lengths)
+        active.max_model_len_tokens = min(lengths)
 
 
-def _set_policies(state: RouterState, plan: Plan) -> None:
+def _set_policies(active: ActivePlan, plan: Plan, rng: random.Random) -> None:
     strategy = get_strategy(plan.strategy)
-    state.active.placement = strategy.make_placement(plan.parameters, state.rng)
-    state.active.flow = strategy.make_flow(plan.parameters, state.rng)
+    active.placement = strategy.make_placement(plan.parameters, rng)
+    active.flow = strategy.make_flow(plan.parameters, rng)
 
 
 def _has_uniform_chunk_size(plan: Plan) -> bool:
@@ -191,17 +194,16 @@ def _has_uniform_chunk_size(plan: Plan) -> bool:
     return len({part.chunk_size_tokens for part in plan.engines.values() if not part.is_draining}) == 1
 
 
-def _check_newer(state: RouterState, message: plan_pb2.Plan) -> None:
-    plan = state.active.plan
-    if plan is None:
+def _check_newer(in_force: Plan | None, message: plan_pb2.Plan) -> None:
+    if in_force is None:
         return
-    if message.cluster_uid != plan.cluster_uid:
-        raise PlanRefusedError(f"cluster_uid is {message.cluster_uid!r}, this router serves {plan.cluster_uid!r}")
-    if message.generation < plan.generation:
-        raise PlanRefusedError(f"generation is {message.generation}, {plan.generation} is in force")
+    if message.cluster_uid != in_force.cluster_uid:
+        raise PlanRefusedError(f"cluster_uid is {message.cluster_uid!r}, this router serves {in_force.cluster_uid!r}")
+    if message.generation < in_force.generation:
+        raise PlanRefusedError(f"generation is {message.generation}, {in_force.generation} is in force")
 
 
-def _check_plan(state: RouterState, message: plan_pb2.Plan) -> None:
+def _check_plan(in_force: Plan | None, message: plan_pb2.Plan) -> None:
     """Checks every field.
 
     Raises:
@@ -216,7 +218,6 @@ def _check_plan(state: RouterState, message: plan_pb2.Plan) -> None:
     _check_classes(message)
     _check_range("attainment_percent", message.attainment_percent, 1, 100)
     _check_engines(message)
-    in_force = state.active.plan
     if (
         in_force is not None
         and message.generation == in_force.generation

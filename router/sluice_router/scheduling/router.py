@@ -214,7 +214,7 @@ class Router:
         now, state = self.now(), self.state
         self._forgive_lag(now)
         for engine in list(state.engines.connected.values()):
-            failure = failover.find_failure(state, engine, now)
+            failure = failover.find_failure(state.limits, state.engines.table, engine, now)
             if failure is not None:
                 reason, fault = failure
                 logger.warning("engine %s: %s", engine.engine_id, fault)
@@ -228,7 +228,7 @@ class Router:
         plan.recheck_refused(state)
         admission.expire(state, now)
         admission.assign_if_due(state, now)
-        status.note_progress(state, now)
+        status.note_progress(state.status, state.statistics, now)
         self._act()
 
     # --- control plane -------------------------------------------------------------------------------------------

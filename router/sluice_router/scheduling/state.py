@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from sluice_router.scheduling.requests import Finish, ResponseStream
     from sluice_router.settings import Limits
 
-# The modules that may change each field, and why there is more than one. ``router/tests/test_state_owners.py`` reads the
-# code of the package and fails when another module changes a field, or when one that is named here does not.
-OWNERS: dict[str, tuple[str, str]] = {}
-
 
 @dataclass(slots=True, kw_only=True)
 class RequestQueues:
@@ -236,3 +232,117 @@ class RouterState:
         self.statistics = RequestStatistics(samples=deque(maxlen=limits.num_samples))
         self.metrics = RouterMetrics()
         self.decision_log = DecisionLog(limits.ring_size)
+
+
+# Which modules may change a field, and why there is more than one. A field that is not listed keeps its first value, or
+# is counted by everybody (``RouterState.metrics``, ``decision_log``). ``router/tests/test_state_owners.py`` reads the
+# code and fails when another module changes a field, or when a module listed here does not.
+OWNERS: dict[str, tuple[str, str]] = {
+    # RequestQueues: a request enters at admission, waits while no engine owns it, and leaves once.
+    "live": ("admission completion", "a request enters with its admission and leaves with its end"),
+    "waiting": ("admission completion dispatch failover", "who gives a request an owner takes it out of the queue"),
+    "awaiting_resume": ("completion dispatch failover", "resumed, recovered elsewhere, or ended meanwhile"),
+    "deadlines": ("admission", ""),
+    "last_assign_s": ("admission", ""),
+    # EnginePool
+    "connected": ("engine_registry failover", "a stream begins in the registry and is lost in failover"),
+    "endpoints": ("engine_registry", ""),
+    "table": (
+        "admission completion failover migration plan token_delivery",
+        "the view of the policies: whoever submits, cancels, grants or hears a report says so there",
+    ),
+    # EngineEndpoint
+    "engine": ("engine_registry", ""),
+    # ActivePlan, and fields of the same name that hellos fix
+    "plan": ("plan", ""),
+    "placement": ("plan", ""),
+    "flow": ("plan", ""),
+    "model": ("plan", ""),
+    "max_model_len_tokens": ("plan", ""),
+    # RouterStatus
+    "is_accepting": ("router", ""),
+    "edge_fault": ("router", ""),
+    "version": ("state", ""),
+    "num_reported": ("status", ""),
+    "reported_s": ("status", ""),
+    # RequestStatistics
+    "samples": ("completion", ""),
+    "attainment": ("completion", ""),
+    "last_arrival_s": ("completion", ""),
+    # Outbox and Actions
+    "actions": ("state", ""),
+    "pending": ("state", ""),
+    "flushes": ("completion token_delivery", "tokens ask for a flush; an end carries what is left itself"),
+    "finishes": ("completion", ""),
+    "failures": ("completion", ""),
+    "messages": ("state", ""),
+    "closes": ("failover", ""),
+    # LiveRequest: who owns it
+    "submission": (
+        "completion dispatch failover migration token_delivery",
+        "dispatch sets it; the others clear it when a request ends, its engine fails, hands off or finishes",
+    ),
+    "fence": ("dispatch", ""),
+    "pending_resume": ("dispatch failover", "failover waits for the engine; the next owner ends the wait"),
+    "waiting_since_s": ("dispatch", ""),
+    "wait_reason": ("admission dispatch", "the policy's reason; none yet when a request is queued again"),
+    "predicted_ttft_s": ("admission dispatch", "the policy's estimate; none when a request is queued again"),
+    "excluded": ("admission token_delivery", "an engine that returns a request is avoided until it is placed"),
+    # LiveRequest: its tokens
+    "output_token_ids": ("token_delivery", ""),
+    "first_token_s": ("token_delivery", ""),
+    "last_token_s": ("token_delivery", ""),
+    "cached_tokens": ("token_delivery", ""),
+    "lost_since_s": (
+        "dispatch token_delivery",
+        "a stall begins when the owner is lost and ends with a token or resume",
+    ),
+    # LiveRequest: what happened to it
+    "migration": ("migration", ""),
+    "num_hand_offs": ("migration", ""),
+    "reset_at_tokens": ("migration", ""),
+    "moved_at_tokens": ("migration", ""),
+    "num_recoveries": ("failover migration", "a hand-off whose target is lost is a recovery too"),
+    "num_deaths": ("failover", ""),
+    "died_on": ("failover", ""),
+    # Submission and Migration
+    "request": (
+        "dispatch failover migration token_delivery",
+        "cleared when the engine stops to own the request: aborted, lost, handed off, finished",
+    ),
+    "has_token": ("token_delivery", ""),
+    "is_aborted": ("dispatch", ""),
+    "is_pinned": ("dispatch migration", "a hand-off pins the KV; its release frees it"),
+    "not_before_s": ("migration", ""),
+    "phase": ("migration", ""),
+    "submitted_s": ("migration", ""),
+    "target": ("migration", ""),
+    # ConnectedEngine: what it says
+    "last_heard_s": ("router token_delivery", "each message; the router adds its own pauses"),
+    "progress_s": ("failover router token_delivery", "each report; an idle engine makes progress by being idle"),
+    "load": ("token_delivery", ""),
+    "num_iterations": ("token_delivery", ""),
+    "last_fault": (
+        "engine_registry failover plan token_delivery",
+        "for people: whoever finds a fault of an engine or its address says so",
+    ),
+    # ConnectedEngine: what it shall do
+    "status": (
+        "failover plan token_delivery",
+        "lost in failover, refused in plan, draining and drained by its reports",
+    ),
+    "role": ("plan", ""),
+    "chunk_size_tokens": ("plan", ""),
+    "acknowledged_generation": ("plan", ""),
+    "is_draining": ("plan", ""),
+    # ConnectedEngine: its stream
+    "slots": ("dispatch entities state", "dispatch fills a slot, the outbox frees it"),
+    "free_slots": ("entities", ""),
+    "cooling_slots": ("entities state", "a freed slot cools until the message under way is sent"),
+    "num_submits": ("dispatch", ""),
+    "outgoing": ("state", ""),
+    "num_grants": ("migration", ""),
+    "grants": ("migration", ""),
+    "migrations_out": ("migration", ""),
+    "migrations_in": ("migration", ""),
+}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from sluice_router.scheduling.entities import EngineEndpoint
-    from sluice_router.scheduling.state import RouterState
+    from sluice_router.scheduling.state import EnginePool, RequestStatistics, RouterState, RouterStatus
 
 # A finished request is news, but not each of them at once.
 PROGRESS_INTERVAL_S = 1.0
@@ -37,12 +37,12 @@ def why_not_ready(state: RouterState) -> str:
     return ""
 
 
-def note_progress(state: RouterState, now: float) -> None:
+def note_progress(status: RouterStatus, statistics: RequestStatistics, now: float) -> None:
     """Makes finished requests news for those who poll, once a second."""
-    num_ended = sum(counters.num_finished for counters in state.statistics.attainment.totals.values())
-    if num_ended != state.status.num_reported and now - state.status.reported_s >= PROGRESS_INTERVAL_S:
-        state.status.num_reported, state.status.reported_s = num_ended, now
-        state.status.mark_changed()
+    num_ended = sum(counters.num_finished for counters in statistics.attainment.totals.values())
+    if num_ended != status.num_reported and now - status.reported_s >= PROGRESS_INTERVAL_S:
+        status.num_reported, status.reported_s = num_ended, now
+        status.mark_changed()
 
 
 def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
@@ -59,7 +59,7 @@ def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
         generation=plan.generation if plan is not None else 0,
         acknowledged_generation=min(acknowledged, default=0),
         engines=[
-            _describe_endpoint(state, address, endpoint)
+            _describe_endpoint(state.engines, address, endpoint)
             for address, endpoint in sorted(state.engines.endpoints.items())
         ],
         classes=[
@@ -79,7 +79,7 @@ def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
     )
 
 
-def _describe_endpoint(state: RouterState, address: str, endpoint: EngineEndpoint) -> control_pb2.EngineStatus:
+def _describe_endpoint(engines: EnginePool, address: str, endpoint: EngineEndpoint) -> control_pb2.EngineStatus:
     engine = endpoint.engine
     if engine is None:
         return control_pb2.EngineStatus(
@@ -112,8 +112,8 @@ def _describe_endpoint(state: RouterState, address: str, endpoint: EngineEndpoin
         fingerprint=engine.fingerprint,
         last_fault=engine.last_fault or endpoint.last_fault,
     )
-    if state.engines.connected.get(engine.engine_id) is engine and engine.engine_id in state.engines.table:
-        latency = state.engines.table[engine.engine_id].latency
+    if engines.connected.get(engine.engine_id) is engine and engine.engine_id in engines.table:
+        latency = engines.table[engine.engine_id].latency
         message.num_fitted_iterations = latency.num_observations
         message.latency_error_ratio = latency.relative_error
         if isinstance(latency, OnlineLatencyModel) and latency.num_observations:

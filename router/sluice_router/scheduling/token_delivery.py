@@ -18,8 +18,9 @@ from sluice_router.scheduling.entities import MigrationPhase
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
+    from sluice_core.scheduling.engine_table import EngineTable
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
-    from sluice_router.scheduling.state import RouterState
+    from sluice_router.scheduling.state import RouterState, RouterStatus
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +195,7 @@ def _handle_finished(state: RouterState, engine: ConnectedEngine, finished: engi
     elif finished.reason == sampling_pb2.FINISH_REASON_RETURNED:
         state.decision_log.record(now, request.request_id, "returned", engine.engine_id)
         request.excluded |= {engine.engine_id}
-        dispatch.enqueue(state, request, now)
+        dispatch.enqueue(state.requests, request, now)
     else:
         failover.requeue(state, request, "aborted", now)
 
@@ -226,21 +227,21 @@ def _handle_load(state: RouterState, engine: ConnectedEngine, load: engine_pb2.L
     if load.is_draining and not engine.is_draining:
         plan.begin_drain(state, engine)
     if known:
-        state.engines.table.report(engine_id, wire_conversion.load_from(load, _remaining_s(state, engine, load)), now)
-    _note_drained(state, engine)
+        state.engines.table.report(
+            engine_id, wire_conversion.load_from(load, _remaining_s(state.engines.table, engine, load)), now
+        )
+    _note_drained(state.status, engine)
 
 
-def _remaining_s(state: RouterState, engine: ConnectedEngine, load: engine_pb2.LoadReport) -> float:
+def _remaining_s(table: EngineTable, engine: ConnectedEngine, load: engine_pb2.LoadReport) -> float:
     """Expected rest of the iteration under way: as long as the last one, less its age."""
     if not (load.running_decodes or load.queued_prefill_tokens) or not load.HasField("iteration"):
         return 0.0
-    estimate_s = state.engines.table[engine.engine_id].latency.estimate_shape_s(
-        wire_conversion.shape_from(load.iteration)
-    )
+    estimate_s = table[engine.engine_id].latency.estimate_shape_s(wire_conversion.shape_from(load.iteration))
     return max(0.0, estimate_s - load.iteration_age_s)
 
 
-def _note_drained(state: RouterState, engine: ConnectedEngine) -> None:
+def _note_drained(router_status: RouterStatus, engine: ConnectedEngine) -> None:
     load = engine.load
     is_busy = bool(load.queued_requests or load.running_decodes or load.pulling_requests or load.kv_blocks_pinned)
     if not engine.is_draining:
@@ -251,4 +252,4 @@ def _note_drained(state: RouterState, engine: ConnectedEngine) -> None:
         status = control_pb2.ENGINE_STATE_DRAINED
     if engine.status not in {status, control_pb2.ENGINE_STATE_REFUSED, control_pb2.ENGINE_STATE_LOST}:
         engine.status = status
-        state.status.mark_changed()
+        router_status.mark_changed()
