@@ -62,7 +62,7 @@ class ConfigureCommand(msgspec.Struct, frozen=True, kw_only=True, tag="configure
         role: ``"P-heavy"``, ``"D-heavy"`` (``sluice_core.records.Role``).
         chunk_size_tokens: Tokens per iteration, decodes included; 0: no new prompts.
         is_draining: True: no new prompts, no grants, every decode is proposed with the cause ``drain``.
-        strategy: ``"TaiChi"``, ``"Aggregated"`` or ``"Disaggregated"``.
+        strategy: ``"taichi"``, ``"aggregated"`` or ``"disaggregated"``.
         parameters: Its parameters.
     """
 
@@ -70,7 +70,7 @@ class ConfigureCommand(msgspec.Struct, frozen=True, kw_only=True, tag="configure
     role: str
     chunk_size_tokens: int
     is_draining: bool = False
-    strategy: str = "TaiChi"
+    strategy: str = "taichi"
     parameters: StrategyParameters = StrategyParameters()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -10,7 +11,9 @@ import pytest
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2, sampling_pb2
+from sluice.wire_fields import constraint_names
 from sluice_core.records import MoveCause, Role
+from sluice_core.strategies import STRATEGIES
 from sluice_engine import core_messages
 from sluice_engine.errors import SubmitRefusedError
 from sluice_engine.server import wire_conversion
@@ -33,6 +36,10 @@ def test_every_enum_value_but_the_unspecified_has_a_name():
     assert len(wire_conversion.CAUSES) == len(wire.MoveCause.keys()) - 1
     assert len(wire_conversion.STRATEGIES) == len(plan_pb2.Strategy.keys()) - 1
     assert set(wire_conversion.ROLES) == set(plan_pb2.Role.values())
+
+
+def test_strategies_are_the_cores():
+    assert set(wire_conversion.STRATEGIES.values()) == set(STRATEGIES)
 
 
 def test_every_number_of_a_load_is_reported():
@@ -166,6 +173,18 @@ def test_a_plain_request_has_vllms_defaults(builder):
 )
 def test_a_parameter_arrives_as_it_was_sent(builder, name, value):
     assert getattr(build(builder, **{name: value}).sampling_params, name) == value
+
+
+def test_every_sampling_field_has_a_name_in_vllm(vllm_side):
+    """A field that is new in the proto reaches vLLM without another line, if vLLM knows its name."""
+    ours = {"num_logprobs": "logprobs", "structured_output": "structured_outputs"}
+    names = {ours.get(field.name, field.name) for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
+    assert names <= set(vllm_side.request_builder.SamplingParams.__struct_fields__)
+
+
+def test_every_constraint_has_a_name_in_vllm(vllm_side):
+    fields = dataclasses.fields(vllm_side.request_builder.StructuredOutputsParams)
+    assert constraint_names().keys() <= {field.name for field in fields}
 
 
 def test_zero_is_a_value_where_absence_is_not(builder):

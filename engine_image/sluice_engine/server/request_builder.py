@@ -14,6 +14,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
+from sluice.wire_fields import read_constraint, read_sampling
 from sluice_engine.errors import SubmitRefusedError
 
 if TYPE_CHECKING:
@@ -111,61 +112,33 @@ class VllmRequestBuilder:
         return parameters
 
 
-# Optional fields whose absence means vLLM's own default.
-OPTIONAL_FIELDS = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "seed",
-    }
-)
-
-
 def make_sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams:
     """Makes vLLM's sampling parameters, not yet checked against a model.
+
+    Fields go to vLLM under their own names; an optional one that is absent means vLLM's default.
 
     Raises:
         ValueError: A value is out of its range.
         VLLMClientError: The same, found by vLLM.
     """
-    if message.HasField("seed") and message.seed < 0:
+    values = read_sampling(message)
+    if values.get("seed", 0) < 0:
         raise ValueError(f"seed: {message.seed} is negative")
-    given = {field.name: value for field, value in message.ListFields() if field.name in OPTIONAL_FIELDS}
     return SamplingParams(
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        stop_token_ids=list(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        logit_bias=dict(message.logit_bias) or None,
-        logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        # vLLM calls this field otherwise, and takes an empty bias for one.
+        logprobs=values.pop("num_logprobs", None),
+        logit_bias=values.pop("logit_bias") or None,
         structured_outputs=make_structured_outputs(message.structured_output),
-        bad_words=list(message.bad_words),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        **given,
+        **values,
     )
 
 
 def make_structured_outputs(message: sampling_pb2.StructuredOutput) -> StructuredOutputsParams | None:
     """The constraint on the output's text, if there is one."""
-    match message.WhichOneof("constraint"):
-        case "json_schema":
-            return StructuredOutputsParams(json=message.json_schema)
-        case "regex":
-            return StructuredOutputsParams(regex=message.regex)
-        case "grammar":
-            return StructuredOutputsParams(grammar=message.grammar)
-        case "choices":
-            return StructuredOutputsParams(choice=list(message.choices.values))
-        case "json_object":
-            return StructuredOutputsParams(json_object=message.json_object)
-        case _:
-            return None
+    constraint = read_constraint(message)
+    return None if constraint is None else StructuredOutputsParams(**dict([constraint]))
 
 
 def find_eos_token_id(vllm_config: VllmConfig, tokenizer: Any) -> int | None:

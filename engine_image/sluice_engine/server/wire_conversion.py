@@ -10,30 +10,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2, sampling_pb2
+from sluice.wire_fields import names_by_value
+from sluice_core.records import MoveCause, Role
 from sluice_engine import core_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Strings of sluice_core.records.
+# Strings of the core's enums by the wire's values: members of one name.
+WIRE_ROLES = {Role[name].value: value for value, name in names_by_value(plan_pb2.Role).items()}
 ROLES = {
-    plan_pb2.ROLE_UNSPECIFIED: "D-heavy",  # the plan does not name this engine: it serves with the D-heavy setting
-    plan_pb2.ROLE_PREFILL_HEAVY: "P-heavy",
-    plan_pb2.ROLE_DECODE_HEAVY: "D-heavy",
+    # The plan does not name this engine: it serves with the D-heavy setting.
+    plan_pb2.ROLE_UNSPECIFIED: Role.DECODE_HEAVY.value,
+    **{value: role for role, value in WIRE_ROLES.items()},
 }
-WIRE_ROLES = {"P-heavy": plan_pb2.ROLE_PREFILL_HEAVY, "D-heavy": plan_pb2.ROLE_DECODE_HEAVY}
-STRATEGIES = {
-    plan_pb2.STRATEGY_TAICHI: "TaiChi",
-    plan_pb2.STRATEGY_AGGREGATED: "Aggregated",
-    plan_pb2.STRATEGY_DISAGGREGATED: "Disaggregated",
-}
-CAUSES = {
-    wire.MOVE_CAUSE_PREFILL_DONE: "prefill_done",
-    wire.MOVE_CAUSE_DEGRADE: "degrade",
-    wire.MOVE_CAUSE_BACKFLOW: "backflow",
-    wire.MOVE_CAUSE_DRAIN: "drain",
-    wire.MOVE_CAUSE_MANUAL: "manual",
-}
+STRATEGIES = {value: name.lower() for value, name in names_by_value(plan_pb2.Strategy).items()}
+CAUSES = {value: MoveCause[name].value for value, name in names_by_value(wire.MoveCause).items()}
 WIRE_CAUSES = {name: cause for cause, name in CAUSES.items()}
 # vllm.v1.engine.FinishReason: STOP, LENGTH, ABORT, ERROR, REPETITION.
 FINISH_REASONS = (

@@ -7,7 +7,7 @@ coroutine writes, so a slow client gets fewer and larger deltas, within the same
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from sluice.credentials import make_server_credentials
 from sluice.v1 import router_pb2, router_pb2_grpc
+from sluice.wire_fields import read_constraint, read_sampling
 from sluice_router.api.objectives import read_objectives
 from sluice_router.api.openai_schema import ChatBody, CompletionBody, FieldError, SluiceOptions, check
 from sluice_router.api.request_preparation import (
@@ -32,7 +33,6 @@ from sluice_router.text.output import Output
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sluice.v1 import sampling_pb2
     from sluice_core.records import RequestId
     from sluice_router.api.edge_metrics import EdgeMetrics
     from sluice_router.api.slow_readers import SlowReaders
@@ -53,18 +53,6 @@ FIELD_NAMES = {
     "slo_ttft_ms": "ttft_slo_milliseconds",
     "slo_tpot_ms": "tpot_slo_milliseconds",
 }
-SamplingField = Literal[
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-]
-OPTIONAL_FIELDS: tuple[SamplingField, ...] = get_args(SamplingField)
-CONSTRAINTS = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "json_object": "json_object"}
 
 
 class GrpcResponseStream:
@@ -362,37 +350,23 @@ def _read_message(message: router_pb2.ChatMessage) -> dict[str, Any]:
 
 def _read_fields(request: router_pb2.GenerateRequest) -> dict[str, Any]:
     """Reads a request into the fields of the HTTP bodies."""
-    sampling = request.sampling
+    sampling = read_sampling(request.sampling)
+    constraint = read_constraint(request.sampling.structured_output)
+    num_logprobs = sampling.pop("num_logprobs", None)
     fields: dict[str, Any] = {
+        **sampling,
         "model": request.model or None,
-        "max_tokens": sampling.max_tokens or None,
-        "min_tokens": sampling.min_tokens,
+        # 0 asks for the default; JSON, which HTTP bodies are, has texts for keys.
+        "max_tokens": sampling["max_tokens"] or None,
+        "logit_bias": {str(token_id): bias for token_id, bias in sampling["logit_bias"].items()},
         "stop": list(request.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias.items()},
-        "bad_words": list(sampling.bad_words),
-        "structured_outputs": _read_constraint(sampling.structured_output),
+        "structured_outputs": None if constraint is None else dict([constraint]),
         "return_token_ids": True,
     }
-    fields |= {name: getattr(sampling, name) for name in OPTIONAL_FIELDS if sampling.HasField(name)}
-    if sampling.HasField("num_logprobs"):
+    if num_logprobs is not None:
         is_chat = request.WhichOneof("prompt") == "messages"
-        fields |= (
-            {"logprobs": True, "top_logprobs": sampling.num_logprobs}
-            if is_chat
-            else {"logprobs": sampling.num_logprobs}
-        )
+        fields |= {"logprobs": True, "top_logprobs": num_logprobs} if is_chat else {"logprobs": num_logprobs}
     return fields
-
-
-def _read_constraint(constraint: sampling_pb2.StructuredOutput) -> dict[str, Any] | None:
-    kind = constraint.WhichOneof("constraint")
-    if kind is None:
-        return None
-    if kind == "choices":
-        return {"choice": list(constraint.choices.values)}
-    return {CONSTRAINTS[kind]: getattr(constraint, kind)}
 
 
 def _format(request_id: str, delta: Delta, end: Finish | None) -> router_pb2.GenerateResponse:

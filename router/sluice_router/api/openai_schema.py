@@ -11,6 +11,7 @@ Names and defaults are OpenAI's and, beyond them, vLLM's.
 from __future__ import annotations
 
 import reprlib
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic_core
@@ -137,21 +138,31 @@ class StructuredOutputs(_Body):
     json_object: bool | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class VllmDefault:
+    """Value of a sampling field when neither client nor model says one."""
+
+    value: float
+
+
 class SamplingFields(_Body):
-    """What both endpoints share."""
+    """What both endpoints share.
+
+    A field of the proto's ``SamplingParams`` is taken from the field of its name here.
+    """
 
     model: str | None = Field(default=None, max_length=MAX_NAME_CHARACTERS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     min_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    temperature: Annotated[float | None, VllmDefault(1.0)] = Field(default=None, ge=0, le=2)
+    top_p: Annotated[float | None, VllmDefault(1.0)] = Field(default=None, gt=0, le=1)
+    top_k: Annotated[int | None, VllmDefault(0)] = Field(default=None, ge=-1, le=2**31 - 1)
+    min_p: Annotated[float | None, VllmDefault(0.0)] = Field(default=None, ge=0, le=1)
+    presence_penalty: Annotated[Penalty | None, VllmDefault(0.0)] = None
+    frequency_penalty: Annotated[Penalty | None, VllmDefault(0.0)] = None
+    repetition_penalty: Annotated[float | None, VllmDefault(1.0)] = Field(default=None, gt=0, le=100)
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: list[StopString] | None = Field(default=None, max_length=MAX_STOPS)
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKEN_IDS)
@@ -200,6 +211,14 @@ class SamplingFields(_Body):
     def includes_usage(self) -> bool:
         """Whether a stream ends with usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+VLLM_DEFAULTS = {
+    name: mark.value
+    for name, field in SamplingFields.model_fields.items()
+    for mark in field.metadata
+    if isinstance(mark, VllmDefault)
+}
 
 
 class CompletionBody(SamplingFields):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import sampling_pb2
-from sluice_router.api.openai_schema import CompletionBody, FieldError, quote
+from sluice_router.api.openai_schema import VLLM_DEFAULTS, CompletionBody, FieldError, quote
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.errors import InvalidRequestError, ModelNotFoundError
 from sluice_router.fair_loop import FairQueue
@@ -36,16 +36,8 @@ if TYPE_CHECKING:
 # When not even the model's length is known.
 LAST_RESORT_OUTPUT_TOKENS = 16
 MAX_REQUEST_ID_CHARACTERS = 128
-# vLLM's own defaults, below the model's and the client's.
-NEUTRAL_SAMPLING: Mapping[str, float] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
+# Sampling fields that need more than the value of the body, the model or vLLM.
+_RESOLVED_FIELDS = frozenset({"max_tokens", "stop_token_ids", "logit_bias", "num_logprobs", "structured_output"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,22 +236,29 @@ class RequestPreparer:
         if not body.ignore_eos:
             # Models may have several ends; engines know one of them as EOS.
             stop_token_ids |= self._text.defaults.eos_token_ids
-        values: dict[str, Any] = {
-            name: _choose(getattr(body, name), self._text.defaults.sampling.get(name), neutral)
-            for name, neutral in NEUTRAL_SAMPLING.items()
-        }
+        values = self._choose_values(body)
         values["top_k"] = max(0, int(values["top_k"]))
         return sampling_pb2.SamplingParams(
             **values,
             max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            seed=body.seed,
             stop_token_ids=sorted(stop_token_ids),
-            ignore_eos=bool(body.ignore_eos),
             logit_bias=self._read_logit_bias(body.logit_bias or {}),
             num_logprobs=body.num_logprobs,
-            bad_words=body.bad_words or (),
         )
+
+    def _choose_values(self, body: SamplingFields) -> dict[str, Any]:
+        """Chooses for each sampling field what the client says, else the model, else vLLM; fields of the proto are copied."""
+        values = {}
+        for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields:
+            name = field.name
+            if name in _RESOLVED_FIELDS:
+                continue
+            value = getattr(body, name)
+            if value is None:
+                value = self._text.defaults.sampling.get(name, VLLM_DEFAULTS.get(name))
+            if value is not None:
+                values[name] = value
+        return values
 
     def _read_logit_bias(self, given: Mapping[str, float]) -> dict[int, float]:
         limit = self._text.defaults.vocabulary_tokens
@@ -287,10 +286,6 @@ class RequestPreparer:
 async def _read_structure(body: SamplingFields) -> sampling_pb2.StructuredOutput | None:
     constraint = find_constraint(body)
     return None if constraint is None else await asyncio.to_thread(check_constraint, constraint)
-
-
-def _choose(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
 
 
 def _open_tool_calls(message: dict[str, Any]) -> dict[str, Any]:

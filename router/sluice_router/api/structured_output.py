@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 
 from sluice.v1 import sampling_pb2
+from sluice.wire_fields import constraint_names
 from sluice_router.api.openai_schema import MAX_STRUCTURE_CHARACTERS, FieldError, quote
 
 if TYPE_CHECKING:
     from sluice_router.api.openai_schema import SamplingFields
 
-
 Constraint = tuple[str, str, Any]
+_WIRE_NAMES = constraint_names()
 
 
 def find_constraint(body: SamplingFields) -> Constraint | None:
@@ -42,16 +43,14 @@ def check_constraint(constraint: Constraint) -> sampling_pb2.StructuredOutput:
     """
     field, kind, value = constraint
     if kind == "json":
-        return sampling_pb2.StructuredOutput(json_schema=_check_schema(field, value))
-    if kind == "regex":
-        return sampling_pb2.StructuredOutput(regex=_check_regex(field, value))
-    if kind == "choice":
+        value = _check_schema(field, value)
+    elif kind == "regex":
+        value = _check_regex(field, value)
+    elif kind == "choice":
         if not all(value):
             raise FieldError(field, f"{field}: a choice is empty")
-        return sampling_pb2.StructuredOutput(choices=sampling_pb2.StructuredOutput.Choices(values=value))
-    if kind == "grammar":
-        return sampling_pb2.StructuredOutput(grammar=value)
-    return sampling_pb2.StructuredOutput(json_object=True)
+        value = sampling_pb2.StructuredOutput.Choices(values=value)
+    return sampling_pb2.StructuredOutput(**{_WIRE_NAMES[kind]: value})
 
 
 def _from_response_format(body: SamplingFields) -> list[Constraint]:
@@ -78,14 +77,11 @@ def _from_structured_outputs(body: SamplingFields) -> list[Constraint]:
     wanted = body.structured_outputs
     if wanted is None:
         return []
-    given = {
-        "json": wanted.json_,
-        "regex": wanted.regex,
-        "choice": wanted.choice,
-        "grammar": wanted.grammar,
-        "json_object": wanted.json_object or None,
-    }
-    return [(f"structured_outputs.{kind}", kind, value) for kind, value in given.items() if value is not None]
+    names = {name: field.alias or name for name, field in type(wanted).model_fields.items()}
+    given = {kind: getattr(wanted, name) for name, kind in names.items()}
+    # ``json_object: false`` constrains nothing; an empty schema does, it allows any JSON.
+    constraints = {kind: value for kind, value in given.items() if value is not None and value is not False}
+    return [(f"structured_outputs.{kind}", kind, value) for kind, value in constraints.items()]
 
 
 def _check_schema(field: str, value: str | dict[str, Any]) -> str:

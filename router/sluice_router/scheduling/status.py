@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
+from sluice.wire_fields import names_by_value
 from sluice_core.latency import OnlineLatencyModel
 from sluice_router.scheduling import wire_conversion
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # A finished request is news, but not each of them at once.
 PROGRESS_INTERVAL_S = 1.0
+_STATE_NAMES = {value: name.lower() for value, name in names_by_value(control_pb2.EngineState).items()}
 _SERVING = (control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING)
 
 
@@ -195,6 +197,6 @@ class RouterCollector(Collector):
             engine = endpoint.engine
             value = control_pb2.ENGINE_STATE_CONNECTING if engine is None else engine.status
             role = engine.role.value if engine is not None and engine.role is not None else ""
-            name = control_pb2.EngineState.Name(value).removeprefix("ENGINE_STATE_").lower()
+            name = _STATE_NAMES[value]
             numbers[role, name] = numbers.get((role, name), 0) + 1
         return numbers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2, plan_pb2
+from sluice.wire_fields import names_by_value
 from sluice_core.records import (
     EarlyRejection,
     EngineId,
@@ -24,27 +25,14 @@ if TYPE_CHECKING:
     from sluice.v1 import sampling_pb2
     from sluice_router.scheduling.entities import LiveRequest
 
-ROLES = {plan_pb2.ROLE_PREFILL_HEAVY: Role.PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY: Role.DECODE_HEAVY}
+# The core's enums by the wire's: members of one name.
+ROLES = {value: Role[name] for value, name in names_by_value(plan_pb2.Role).items()}
+STRATEGY_NAMES = {value: name.lower() for value, name in names_by_value(plan_pb2.Strategy).items()}
+EARLY_REJECTIONS = {value: EarlyRejection[name] for value, name in names_by_value(plan_pb2.EarlyRejection).items()}
+CAUSES = {value: MoveCause[name] for value, name in names_by_value(engine_pb2.MoveCause).items()}
 ROLE_VALUES = {role: value for value, role in ROLES.items()}
-STRATEGY_NAMES = {
-    plan_pb2.STRATEGY_TAICHI: "taichi",
-    plan_pb2.STRATEGY_AGGREGATED: "aggregated",
-    plan_pb2.STRATEGY_DISAGGREGATED: "disaggregated",
-}
 STRATEGY_VALUES = {name: value for value, name in STRATEGY_NAMES.items()}
-EARLY_REJECTIONS = {
-    plan_pb2.EARLY_REJECTION_OFF: EarlyRejection.OFF,
-    plan_pb2.EARLY_REJECTION_RANDOM: EarlyRejection.RANDOM,
-    plan_pb2.EARLY_REJECTION_REJECT: EarlyRejection.REJECT,
-}
 EARLY_REJECTION_VALUES = {policy: value for value, policy in EARLY_REJECTIONS.items()}
-CAUSES = {
-    engine_pb2.MOVE_CAUSE_PREFILL_DONE: MoveCause.PREFILL_DONE,
-    engine_pb2.MOVE_CAUSE_DEGRADE: MoveCause.DEGRADE,
-    engine_pb2.MOVE_CAUSE_BACKFLOW: MoveCause.BACKFLOW,
-    engine_pb2.MOVE_CAUSE_DRAIN: MoveCause.DRAIN,
-    engine_pb2.MOVE_CAUSE_MANUAL: MoveCause.MANUAL,
-}
 CAUSE_VALUES = {cause: value for value, cause in CAUSES.items()}
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from sluice.wire_fields import optional_numbers
 from sluice_router.text.chat_template import ChatTemplate
 from sluice_router.text.detokenizer import Detokenizer, DetokenizerFactory
 
@@ -23,16 +24,8 @@ if TYPE_CHECKING:
 
 # About 256 tokens of text; below it the thread costs more than it saves.
 MAX_INLINE_CHARACTERS = 1024
-# Sampling defaults that a model may set, as vLLM takes them from generation_config.json.
-SAMPLING_DEFAULTS = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-)
+# Sampling defaults that a model may set in generation_config.json, as vLLM takes them.
+SAMPLING_DEFAULTS = optional_numbers() - {"seed", "num_logprobs"}
 
 
 class ModelFilesError(Exception):
@@ -176,7 +169,7 @@ def _read_defaults(directory: Path, tokenizer: Tokenizer, tokenizer_config: Mapp
     config = _read_json(directory / "config.json")
     config = {**config, **config.get("text_config", {})}
     generation = _read_json(directory / "generation_config.json")
-    sampling = {name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None}
+    sampling = {name: generation[name] for name in sorted(SAMPLING_DEFAULTS) if generation.get(name) is not None}
     return GenerationDefaults(
         sampling=sampling,
         max_tokens=generation.get("max_new_tokens"),
