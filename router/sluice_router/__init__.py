@@ -1,4 +1,4 @@
-"""The data plane: OpenAI-compatible HTTP and gRPC in front, engine streams behind, placement and moves between.
+"""The data plane: HTTP and gRPC for clients, streams to engines, placement and migration between them.
 
-``router`` holds the entry points, ``state`` the one class that owns mutable state, ``requests`` the seam to the client edge.
+``server`` composes it. ``api`` takes requests, ``scheduling`` decides where they run, ``engines`` carries messages.
 """

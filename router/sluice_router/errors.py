@@ -18,8 +18,8 @@
     └── EngineFaultError        engines failed under the request
     PlanRefusedError (ValueError) and EngineProtocolError never reach a client
 
-HTTP status, OpenAI ``type`` and ``code``, and gRPC status come from ``ERROR_STATUSES`` alone; the ``code`` is also the metric label
-and the header ``x-sluice-reason``.
+HTTP status, OpenAI ``type`` and ``code``, and gRPC status come from ``ERROR_STATUSES`` alone. The ``code`` is also the
+metric label and the header ``x-sluice-reason``.
 """
 
 from __future__ import annotations

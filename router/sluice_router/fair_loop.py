@@ -1,8 +1,4 @@
-"""Turns of the event loop: what comes in bursts has one each, so that the loop looks at its sockets in between.
-
-Tokens of dozens of engines and dozens of new requests may be readable at once, and each costs about a millisecond.
-Handled where they are read they would hold up everything else until the last of them is done.
-"""
+"""Spreads work that comes in bursts over iterations of the event loop, one piece each."""
 
 from __future__ import annotations
 
@@ -16,14 +12,18 @@ if TYPE_CHECKING:
 
 
 class FairQueue:
-    """One kind of work, of which a turn has room for one piece; first come, first served."""
+    """One kind of work, of which an iteration of the event loop does one piece; first come, first served.
+
+    Tokens of dozens of engines and dozens of new requests may be readable at once, and each costs about a millisecond.
+    Done where they are read, they would delay everything else until the last of them is done.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_taken = False
 
     def run(self, work: Callable[[], None]) -> None:
-        """Runs a piece of work: now if this turn is free, else in its own."""
+        """Runs a piece of work: now if this iteration has done none yet, else in an iteration of its own."""
         if self._is_taken:
             self._waiting.append(work)
             return
@@ -32,13 +32,13 @@ class FairQueue:
         work()
 
     async def wait(self) -> None:
-        """Waits for a turn; without giving up control if this one is free."""
+        """Waits for an iteration that has room; without giving up control if this one has."""
         if not self._is_taken:
             self.run(_do_nothing)
             return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(partial(_grant, turn))
-        await turn
+        admitted = asyncio.get_running_loop().create_future()
+        self._waiting.append(partial(_admit, admitted))
+        await admitted
 
     def _begin(self) -> None:
         self._is_taken = False
@@ -46,10 +46,11 @@ class FairQueue:
             self.run(self._waiting.popleft())
 
 
-def _grant(turn: asyncio.Future[None]) -> None:
-    if not turn.done():  # who waits may be cancelled meanwhile
-        turn.set_result(None)
+def _admit(admitted: asyncio.Future[None]) -> None:
+    # Who waits may be cancelled meanwhile.
+    if not admitted.done():
+        admitted.set_result(None)
 
 
 def _do_nothing() -> None:
-    """Takes a turn for work that its caller does."""
+    """Stands for work that the caller of ``wait`` does."""

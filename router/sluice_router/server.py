@@ -1,7 +1,6 @@
-"""Start and end of a router: what listens, what runs, and in which order it stops.
+"""Composition of a router: what listens, what runs, and in which order it stops.
 
-Start: tokenizer, listeners, discovery; ready once a plan is in force and an engine has acknowledged it. Shutdown: not
-ready, nothing new, let answers under way end within the grace time, fail the rest, close.
+Shutdown: not ready, nothing new, let answers under way end within the grace time, fail the rest, close.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
-# Everything waits while a collection walks the containers made since the last one, at 0.5 to 1.5 us each: a thousand are
-# a pause of a millisecond, 50 000 were one of 25 to 75. The older generations hold all that is under way and all that is
-# kept for explanations; requests leave no cycles behind, so that these are walked after a million containers only.
+# Everything waits while a collection walks the containers made since the last one, at 0.5 to 1.5 us each: a thousand
+# cost a pause of a millisecond, 50 000 cost 25 to 75 ms. The older generations hold what is under way and the decision
+# log. Requests leave no cycles behind, so that the older generations are walked after a million containers only.
 GC_THRESHOLDS = (1_000, 1_000, 10)
 CLOSE_GRACE_S = 1.0
 
@@ -96,7 +95,7 @@ class RouterServer:
         # Whoever may scrape may not therefore use what clients need a key for.
         open_paths = PROBE_PATHS | {METRICS_PATH} if security.client_access.keys else None
         self._info_endpoints = InfoEndpoints(self.router, self._text, paths=open_paths)
-        self._pages_runner: web.ServerRunner | None = None
+        self._info_runner: web.ServerRunner | None = None
         self._stop = asyncio.Event()
         self.ports: dict[str, int] = {}
 
@@ -129,7 +128,7 @@ class RouterServer:
         settings = self._settings
         self._load_plan()
         self.ports["control"] = await self._start_control()
-        self.ports["metrics"] = await self._start_pages()
+        self.ports["metrics"] = await self._start_info()
         self.ports["grpc"] = await self._grpc.start(settings.host, settings.grpc_port)
         self.ports["http"] = await self._http.start(settings.host, settings.http_port)
         gc.collect()
@@ -162,19 +161,19 @@ class RouterServer:
         await self._control.start()
         return port
 
-    async def _start_pages(self) -> int:
+    async def _start_info(self) -> int:
         """Serves probes and metrics on a port of their own, out of the clients' reach."""
-        runner = web.ServerRunner(web.Server(self._show_page, access_log=None), handle_signals=False)
+        runner = web.ServerRunner(web.Server(self._show_info, access_log=None), handle_signals=False)
         await runner.setup()
         await web.TCPSite(runner, self._settings.host, self._settings.metrics_port).start()
-        self._pages_runner = runner
+        self._info_runner = runner
         return int(runner.addresses[0][1])
 
-    async def _show_page(self, request: web.BaseRequest) -> web.StreamResponse:
-        page = self._info_endpoints.find(request.path)
-        if page is None or request.method not in {"GET", "HEAD"}:
+    async def _show_info(self, request: web.BaseRequest) -> web.StreamResponse:
+        handler = self._info_endpoints.find(request.path)
+        if handler is None or request.method not in {"GET", "HEAD"}:
             return web.Response(status=404)
-        return page()
+        return handler()
 
     # --- running -------------------------------------------------------------------------------------------------
 
@@ -226,8 +225,8 @@ class RouterServer:
     async def _close(self) -> None:
         await self._http.close(CLOSE_GRACE_S)
         await self._grpc.close(CLOSE_GRACE_S)
-        if self._pages_runner is not None:
-            await self._pages_runner.cleanup()
+        if self._info_runner is not None:
+            await self._info_runner.cleanup()
         await self._control.stop(CLOSE_GRACE_S)
         self._text.close()
 

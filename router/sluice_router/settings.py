@@ -75,7 +75,8 @@ class RouterSettings(BaseModel):
     )
     peer_tls: str = Field(
         default="",
-        description="folder with tls.crt, tls.key and ca.crt for engines and the control port; not encrypted when empty",
+        description="folder with tls.crt, tls.key and ca.crt for engines and the control port; "
+        "not encrypted when empty",
     )
     engine_name: str = Field(default="", description="DNS name that engines' certificates must be for, with --peer-tls")
     control_name: str = Field(

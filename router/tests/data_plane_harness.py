@@ -1,4 +1,4 @@
-"""A router's data plane without I/O: a clock in hand, fake cores for engines, response streams that check what they get."""
+"""A router's data plane without I/O: a clock in hand, fake engine cores, response streams that check what they get."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ from server_harness import PD, get, make_settings, running, until_ready, write_e
 
 from sluice.certificates import CertificateFolder
 from sluice.v1 import router_pb2, router_pb2_grpc
-from sluice_router.api.http_api import HttpApi, HttpSettings
+from sluice_router.api.http_api import HttpApi
+from sluice_router.api.http_settings import HttpSettings
 from sluice_router.security.access_control import ClientAccess
 
 if TYPE_CHECKING:

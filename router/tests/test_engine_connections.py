@@ -1,4 +1,4 @@
-"""The engine stream over real gRPC: faults of the link, recovery, fencing, moves and plans as they happen."""
+"""The engine stream over real gRPC: faults of the connection, recovery, fencing, moves and plans as they happen."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ PATIENT = LIMITS.model_copy(update={"resume_grace_s": 10.0})
 
 
 class Wired:
-    """A data plane with real links."""
+    """A data plane with real connections."""
 
-    def __init__(self, router: Router, links: EngineConnections, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, router: Router, connections: EngineConnections, tasks: asyncio.TaskGroup) -> None:
         self.router = router
-        self.links = links
+        self.connections = connections
         self._tasks = tasks
         self.response_streams: list[CheckingResponseStream] = []
 
     def use(self, *addresses: str) -> None:
-        self.links.set_addresses(
-            frozenset(addresses), lambda address: self._tasks.create_task(self.links.keep(address))
+        self.connections.set_addresses(
+            frozenset(addresses), lambda address: self._tasks.create_task(self.connections.keep(address))
         )
 
     def admit(self, max_tokens: int = 40, *, first: int = 1) -> CheckingResponseStream:
@@ -60,8 +60,8 @@ async def wiring(*engines: FakeEngine, router_id: str = "router-1", limits: Limi
     """Connects a data plane to engines, and takes it down with the block."""
     state = RouterState(router_id=router_id, limits=limits, rng=make_rng())
     router = Router(state, time.monotonic)
-    links = EngineConnections(router, hello_timeout_s=limits.hello_timeout_s, rng=make_rng())
-    router.connect(links)
+    connections = EngineConnections(router, hello_timeout_s=limits.hello_timeout_s, rng=make_rng())
+    router.connect(connections)
 
     async def tick() -> None:
         while True:
@@ -70,12 +70,12 @@ async def wiring(*engines: FakeEngine, router_id: str = "router-1", limits: Limi
 
     async with asyncio.TaskGroup() as tasks:
         ticking = tasks.create_task(tick())
-        wired = Wired(router, links, tasks)
+        wired = Wired(router, connections, tasks)
         try:
             wired.use(*(engine.address for engine in engines))
             yield wired
         finally:
-            links.stop()
+            connections.stop()
             ticking.cancel()
 
 
@@ -302,5 +302,5 @@ async def test_message_out_of_order_costs_the_stream_and_no_token(is_ready):
         victim.say(engine_pb2.AttachResponse(slots=[0], token_ids=[1], output_indexes=[1000]))
         await finish_all(wired)
         assert wired.router.state.metrics.counters["engine_losses"][("protocol",)] == 1
-        # Its link comes back by itself.
+        # Its connection comes back by itself.
         await until(lambda: is_ready(wired, 2))

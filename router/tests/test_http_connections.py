@@ -12,7 +12,8 @@ import zlib
 import pytest
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 
-from sluice_router.api.http_api import HttpApi, HttpSettings
+from sluice_router.api.http_api import HttpApi
+from sluice_router.api.http_settings import HttpSettings
 
 BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 100}
 STREAM = {**BODY, "stream": True}

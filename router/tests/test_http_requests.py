@@ -8,7 +8,8 @@ import httpx
 import pytest
 from edge_fakes import FakePlane, say
 
-from sluice_router.api.http_api import HttpApi, HttpSettings
+from sluice_router.api.http_api import HttpApi
+from sluice_router.api.http_settings import HttpSettings
 from sluice_router.errors import NoEngineError, ShuttingDownError
 from sluice_router.scheduling.requests import ServedModel
 

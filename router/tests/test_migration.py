@@ -1,4 +1,4 @@
-"""Moves: grant, hand-off, release, whoever fails in between (architecture.md 4.3)."""
+"""Moves: grant, hand-off, release, whoever fails in between."""
 
 from __future__ import annotations
 

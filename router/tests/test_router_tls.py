@@ -71,7 +71,7 @@ def make_engines(folder: Path, step_s: float = 0.005) -> tuple[CertificateFolder
 
 
 def faults(server: RouterServer) -> list[str]:
-    return [link.last_fault for link in server.router.state.engines.endpoints.values()]
+    return [endpoint.last_fault for endpoint in server.router.state.engines.endpoints.values()]
 
 
 def client(server: RouterServer) -> httpx.AsyncClient:

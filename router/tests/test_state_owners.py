@@ -49,8 +49,8 @@ MESSAGES = frozenset({"submit", "message", "report"})
 class Changes(ast.NodeVisitor):
     """Collects the fields that a module changes: assigned, deleted, or called to change.
 
-    Fields are told apart by name. A local name that stands for a field (``output = request.output_token_ids``) counts as
-    the field. An attribute of ``self`` counts in the records' own methods only.
+    Fields are told apart by name. A local name of a field (``output = request.output_token_ids``) counts as the field.
+    An attribute of ``self`` counts in the records' own methods only.
     """
 
     def __init__(self) -> None:

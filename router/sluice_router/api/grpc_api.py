@@ -1,8 +1,4 @@
-"""The client API over gRPC: ``sluice.v1.Router``, with health and reflection.
-
-A call goes through the same models, checks and errors as HTTP. Tokens gather in the request's output while the call's
-coroutine writes, so a slow client gets fewer and larger deltas, within the same limits as over HTTP.
-"""
+"""The client API over gRPC: ``sluice.v1.Router``, with health and reflection; checks and errors are HTTP's."""
 
 from __future__ import annotations
 
@@ -25,17 +21,15 @@ from sluice_router.api.request_preparation import (
     check_request_id,
     to_router_error,
 )
+from sluice_router.api.response_streams import GrpcResponseStream
 from sluice_router.errors import RouterError, error_status_of
 from sluice_router.scheduling.requests import Finish
 from sluice_router.security.access_control import OPEN_ACCESS
 from sluice_router.text.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sluice_core.records import RequestId
     from sluice_router.api.edge_metrics import EdgeMetrics
-    from sluice_router.api.slow_readers import SlowReaders
     from sluice_router.scheduling.requests import DataPlane, Usage
     from sluice_router.security.access_control import ClientAccess
     from sluice_router.security.api_keys import ApiKeys
@@ -53,72 +47,6 @@ FIELD_NAMES = {
     "slo_ttft_ms": "ttft_slo_milliseconds",
     "slo_tpot_ms": "tpot_slo_milliseconds",
 }
-
-
-class GrpcResponseStream:
-    """Gathers deltas for the coroutine that writes them.
-
-    Args:
-        output: The request's output.
-        slow_readers: Where it registers while its client does not keep up.
-        cancel: Cancels the request because its client reads too slowly.
-    """
-
-    def __init__(self, output: Output, *, slow_readers: SlowReaders, cancel: Callable[[], None]) -> None:
-        self._output = output
-        self._slow_readers = slow_readers
-        self._cancel = cancel
-        self.on_token = output.push
-        self._ready = asyncio.Event()
-        self._is_writing = False
-        self.end: Finish | RouterError | None = None
-        self.paused_since_s = 0.0
-
-    @property
-    def num_buffered_bytes(self) -> int:
-        """Bytes held for the client; see ``SlowReader``."""
-        return self._output.num_bytes
-
-    async def next(self) -> tuple[Delta, Finish | RouterError | None]:
-        """Waits for something to write.
-
-        Returns:
-            What has come, and the end if it has come too.
-        """
-        self._is_writing = False
-        self._slow_readers.discard(self)
-        await self._ready.wait()
-        self._ready.clear()
-        self._is_writing = True
-        return self._output.take(), self.end
-
-    def flush(self, now: float) -> None:
-        """Wakes the writer, or notes that it is still busy with an earlier delta."""
-        if self._is_writing:
-            if not self._ready.is_set():
-                self.paused_since_s = now
-                self._slow_readers.add(self)
-            self._slow_readers.check(self)
-        self._ready.set()
-
-    def on_finished(self, finish: Finish) -> None:
-        """Has the end written."""
-        self._output.finish()
-        self.end = finish
-        self._ready.set()
-
-    def on_error(self, error: RouterError) -> None:
-        """Has the call fail."""
-        self.end = error
-        self._ready.set()
-
-    def close(self) -> None:
-        """Forgets the client."""
-        self._slow_readers.discard(self)
-
-    def shed(self) -> None:
-        """Gives the client up, who reads too slowly."""
-        self._cancel()
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -297,7 +225,7 @@ class GrpcApi:
     def announce_close(self, grace_s: float) -> None:
         """Tells clients to connect elsewhere (GOAWAY), and takes no more calls; those under way go on.
 
-        A connection lives as long as its client likes: without being told, it would ask here again and again.
+        A connection lives as long as its client likes: without GOAWAY the client would send further calls on it.
 
         Args:
             grace_s: How long calls under way may go on at most.

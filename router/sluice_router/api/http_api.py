@@ -1,7 +1,6 @@
 """The OpenAI-compatible HTTP API.
 
-A request is read, checked and prepared with awaits; once admitted, its handler only sleeps: tokens go from the data plane
-through the response stream to the transport without it. Every error is answered in OpenAI's form from the one table.
+A handler reads, checks and prepares a request. Once it is admitted, tokens reach the transport without the handler.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
-from pydantic import BaseModel, ConfigDict, Field
 
 from sluice.certificates import load_chain, make_server_context
 from sluice_router.api import sse
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, EdgeSite, HttpStream
+from sluice_router.api.http_settings import HttpSettings
 from sluice_router.api.info_endpoints import (
     METRICS_PATH,
     PROBE_PATHS,
@@ -65,36 +64,11 @@ SERVER = "sluice"
 DEFAULT_COMPLETION_TOKENS = 16
 SWEEP_INTERVAL_S = 0.5
 ACCEPT_BACKLOG = 4096
-# uvloop takes one connection per listener and turn, and a turn under load takes milliseconds: with one listener a
-# thousand new clients would wait for seconds.
+# uvloop accepts one connection per listener and loop iteration, which takes milliseconds under load: with one listener
+# a thousand new clients would wait for seconds.
 NUM_ACCEPTORS = 16
 # How long handlers have to notice that they are cut.
 CUT_S = 0.5
-
-
-class HttpSettings(BaseModel):
-    """Settings of the HTTP edge. Source of the defaults: router.md, section 2."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest request body, unpacked.")
-    max_header_bytes: int = Field(default=16 * 1024, ge=1024, description="Request line and headers together.")
-    header_timeout_s: float = Field(
-        default=10.0, gt=0, description="First byte of a request to the end of its headers."
-    )
-    body_timeout_s: float = Field(default=60.0, gt=0, description="End of the headers to the end of the body.")
-    idle_timeout_s: float = Field(default=75.0, gt=0, description="Between two requests of a connection.")
-    stream_interval_tokens: int = Field(default=1, ge=1, description="Tokens per event after the first.")
-    write_buffer_bytes: int = Field(
-        default=64 * 1024, ge=1024, description="Unsent bytes at which a client counts as paused."
-    )
-    max_stream_buffered_bytes: int = Field(
-        default=256 * 1024, ge=1024, description="Most bytes held for a paused client."
-    )
-    max_paused_s: float = Field(default=30.0, gt=0, description="Longest pause of a client.")
-    max_total_buffered_bytes: int = Field(
-        default=64 * 1024 * 1024, ge=1024, description="Most bytes held for all paused clients."
-    )
 
 
 class HttpApi:
@@ -267,16 +241,16 @@ class HttpApi:
         if self._access.keys is not None and request.path not in PROBE_PATHS:
             request[OWNER] = self._access.keys.find_owner(request.headers.get("Authorization"))
         handler = self._handlers.get(request.path)
-        page = None if handler is not None else self._info_endpoints.find(request.path)
-        if handler is None and page is None:
+        info = None if handler is not None else self._info_endpoints.find(request.path)
+        if handler is None and info is None:
             raise UnsupportedEndpointError(f"{request.method} {request.path[:200]} is not served by this router")
         allowed = ("GET", "HEAD") if handler is None else ("POST",)
         if request.method not in allowed:
             return _refuse_method(request.method, ", ".join(allowed))
         if handler is not None:
             return await handler(request, arrival_s)
-        assert page is not None, "one of the two was found"
-        return page()
+        assert info is not None, "one of the two was found"
+        return info()
 
     def _check_headers(self, request: web.BaseRequest) -> None:
         # Colon, space and line end; the parser has bounded each line and their number.

@@ -1,8 +1,4 @@
-"""One HTTP/1.1 connection: aiohttp's parsing and keep-alive, with what the token path and hostile clients need.
-
-A stream writes straight to the transport and hears synchronously that the client has drained or gone. A request's
-headers must arrive in time; what cannot be parsed is answered in OpenAI's form.
-"""
+"""One HTTP/1.1 connection: aiohttp's parsing and keep-alive, with synchronous writes and time limits."""
 
 from __future__ import annotations
 
@@ -98,11 +94,11 @@ class EdgeConnection(web.RequestHandler):
             on_lost()
 
     def attach(self, response_stream: SseResponseStream) -> None:
-        """Has ``response_stream`` told when the client does not keep up, and when it has drained."""
+        """Calls ``response_stream`` when the client does not keep up, and when it has drained."""
         self._response_stream = response_stream
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sets the limit at which a client counts as paused, and how long the kernel waits for one that reads nothing."""
+        """Sets when a client counts as paused, and how long the kernel waits for one that reads nothing."""
         cast("asyncio.Transport", transport).set_write_buffer_limits(high=self._settings.write_buffer_bytes)
         raw = transport.get_extra_info("socket")
         if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):

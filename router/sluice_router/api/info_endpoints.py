@@ -1,4 +1,4 @@
-"""The pages of the HTTP API that ask no engine: models, health, metrics, version, explanations; and refusals."""
+"""Endpoints of the HTTP API that ask no engine: models, health, metrics, version, explanations; and errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class InfoEndpoints:
         self._plane = plane
         self._text = text
         self.is_closing = False
-        self._pages: dict[str, Callable[[], web.Response]] = {
+        self._handlers: dict[str, Callable[[], web.Response]] = {
             "/v1/models": self._list_models,
             "/version": self._show_version,
             "/health": self._show_readiness,
@@ -72,14 +72,14 @@ class InfoEndpoints:
         self._hidden = hidden
 
     def find(self, path: str) -> Callable[[], web.Response] | None:
-        """Finds the page at ``path``, or None."""
+        """Finds what answers ``path``, or None."""
         if path in self._hidden or (self._paths is not None and path not in self._paths):
             return None
         if path.startswith(MODELS_PREFIX):
             return partial(self._show_model, urllib.parse.unquote(path.removeprefix(MODELS_PREFIX)))
         if path.startswith(DEBUG_PREFIX):
             return partial(self._explain, urllib.parse.unquote(path.removeprefix(DEBUG_PREFIX)))
-        return self._pages.get(path)
+        return self._handlers.get(path)
 
     def _list_models(self) -> web.Response:
         return web.json_response({"object": "list", "data": [self._describe_model()] if self._plane.model.name else []})

@@ -1,7 +1,6 @@
 """What a request asks of its latency, from headers and body.
 
-Precedence: the plan's default, then the class's, then the headers, then the body; the last given wins, each on its own.
-The class is resolved by the data plane, at admission.
+Precedence: the plan's default, the class, the headers, the body; the last one given wins, each field on its own.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PRIORITY_HEADER = "x-sluice-priority"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestObjectives:
-    """A request's wishes; None: as its class says.
+    """Objectives that a request states itself; None: its class's.
 
     Args:
         ttft_slo_s: Objective for the time to first token, in seconds.

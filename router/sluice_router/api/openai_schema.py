@@ -1,11 +1,6 @@
-"""What clients may ask for: the bodies of ``/v1/completions`` and ``/v1/chat/completions``.
+"""Bodies of ``/v1/completions`` and ``/v1/chat/completions``: types, and limits that do not depend on the model.
 
-The models hold types and limits that need no knowledge of the model served; ``preparing`` checks the rest. Every
-violation becomes one ``FieldError`` that names the field, the value and the limit. Fields that OpenAI or vLLM know and
-this router does not serve are refused unless they hold the value that asks for nothing; fields that nobody here knows
-are ignored, and named to the client in ``x-sluice-ignored``.
-
-Names and defaults are OpenAI's and, beyond them, vLLM's.
+Names and defaults are OpenAI's and, beyond them, vLLM's. Every violation becomes one ``FieldError``.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ MAX_BAD_WORDS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_STRUCTURE_CHARACTERS = 64 * 1024
 MAX_CHOICES = 1024
-# Bounds of an objective, as the ServingCluster's (operator.md, CRD).
+# Bounds of an objective, as in the ServingCluster's CRD.
 MAX_TTFT_MS = 600_000
 MAX_TPOT_MS = 60_000
 MAX_PRIORITY = 1000
@@ -44,7 +39,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_STRUCTURE_CHARACTERS)]
 
-# Fields that are known and not served, with the values that ask for nothing.
+# Fields of OpenAI or vLLM that are not served: refused unless they hold one of these values, which ask for nothing.
+# Fields that nobody knows are ignored, and named to the client in ``x-sluice-ignored``.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -383,7 +379,7 @@ def check(schema: type[Schema], fields: dict[str, Any]) -> Schema:
 
 
 def explain(error: ValidationError) -> FieldError:
-    """Turns a violation into the client's terms: the first field's, and of a union's members the one that came furthest."""
+    """Turns a violation into the client's terms: of the first field, and of the union member that matched furthest."""
     errors = error.errors(include_url=False)
     first = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     reason = first["msg"].removeprefix("Value error, ")
@@ -396,7 +392,7 @@ def explain(error: ValidationError) -> FieldError:
 
 
 def _format_path(location: tuple[int | str, ...]) -> str:
-    """Writes a path as ``messages[0].content``; the names of a union's members are not the client's and are left out."""
+    """Writes a path as ``messages[0].content``, without pydantic's names of a union's members."""
     path = ""
     for part in location:
         if isinstance(part, int):

@@ -1,10 +1,4 @@
-"""From a checked body to a request for the data plane: the one path of HTTP and gRPC.
-
-Of requests that come at once each is prepared in a turn of the loop of its own, so that tokens go out in between.
-
-Here is what needs to know the model: its name, its template and tokenizer, its vocabulary and length, and the defaults
-that its files give for sampling fields that the client leaves out.
-"""
+"""From a checked body to a request for the data plane, for HTTP and gRPC: all that needs to know the model."""
 
 from __future__ import annotations
 
@@ -67,7 +61,7 @@ class PreparedRequest:
 
     Args:
         request: For the data plane.
-        output: For the response stream.
+        output: How the response stream shall write it.
     """
 
     request: NewRequest
@@ -119,6 +113,7 @@ class RequestPreparer:
             ModelNotFoundError: Another model is asked for.
         """
         self.check_model(body.model)
+        # One per iteration of the loop: tokens of other requests go out between two of a burst.
         await self._fair_queue.wait()
         if isinstance(body.prompt, str):
             started_s = time.perf_counter()
@@ -141,7 +136,7 @@ class RequestPreparer:
         return self._finish(body, ids, caller, await _read_structure(body))
 
     def check_model(self, name: str | None) -> None:
-        """Checks that a model is the one served; no name is. Without a plan no name is known yet, and any may come true.
+        """Checks that a model is the one served. Without a plan no name is known yet, and any passes.
 
         Raises:
             ModelNotFoundError: It is not.
@@ -247,7 +242,7 @@ class RequestPreparer:
         )
 
     def _choose_values(self, body: SamplingFields) -> dict[str, Any]:
-        """Chooses for each sampling field what the client says, else the model, else vLLM; fields of the proto are copied."""
+        """Chooses what the client says, else the model, else vLLM, for each field of the proto that needs no more."""
         values = {}
         for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields:
             name = field.name
@@ -289,7 +284,7 @@ async def _read_structure(body: SamplingFields) -> sampling_pb2.StructuredOutput
 
 
 def _open_tool_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """Opens the arguments of an assistant's tool calls, which clients send as JSON text and templates expect as objects."""
+    """Parses the arguments of an assistant's tool calls: clients send JSON text, templates expect objects."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

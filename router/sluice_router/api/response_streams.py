@@ -1,10 +1,4 @@
-"""The HTTP edge's ends of the seam: what turns the data plane's calls into bytes for one client.
-
-On the token path nothing awaits and nothing queues: ``flush`` writes one event synchronously to the transport. While the
-client's transport is full the text is kept instead of events, and goes out as one event when it drains.
-
-The status line is sent with the first token, so that what fails before it has a status of its own.
-"""
+"""Response streams of the HTTP and gRPC APIs: they turn tokens into what one client gets, synchronously."""
 
 from __future__ import annotations
 
@@ -18,13 +12,13 @@ if TYPE_CHECKING:
     from sluice_router.api.sse import AnswerFormat
     from sluice_router.errors import RouterError
     from sluice_router.scheduling.requests import Finish
-    from sluice_router.text.output import Output
+    from sluice_router.text.output import Delta, Output
 
 from sluice_router.api.sse import format_error_event
 
 
 class ClientStream(Protocol):
-    """Where a stream's bytes go."""
+    """Where the bytes of a streamed answer go."""
 
     @property
     def is_writable(self) -> bool:
@@ -145,7 +139,7 @@ class SseResponseStream:
         return self._output.num_bytes + (0 if self._stream is None else self._stream.num_buffered_bytes)
 
     async def wait_first(self) -> None:
-        """Waits until there is something to send.
+        """Waits until there is something to send: what fails before that gets an HTTP status of its own.
 
         Raises:
             RouterError: The request failed before that.
@@ -171,7 +165,7 @@ class SseResponseStream:
         if not stream.is_writable:
             self.on_paused(now)
 
-    def flush(self, now: float) -> None:  # noqa: ARG002 - the gRPC edge's response stream needs it
+    def flush(self, now: float) -> None:  # noqa: ARG002 - gRPC's response stream needs it
         """Writes one event with what has come."""
         if self._stream is None:
             self._announce()
@@ -225,7 +219,7 @@ class SseResponseStream:
             self._first.set_result(None)
 
     def _advance(self) -> None:
-        """Writes all there is, or keeps it while the client is paused."""
+        """Writes all there is; while the client is paused keeps the text, which goes out as one event later."""
         assert self._stream is not None
         if self._is_paused:
             self._slow_readers.check(self)
@@ -252,3 +246,69 @@ class SseResponseStream:
             stream.write(self._answer.end(delta, end, self._output.matched_stop))
         if not self._sent.done():
             self._sent.set_result(None)
+
+
+class GrpcResponseStream:
+    """Gathers deltas for the coroutine that writes them.
+
+    Args:
+        output: The request's output.
+        slow_readers: Where it registers while its client does not keep up.
+        cancel: Cancels the request because its client reads too slowly.
+    """
+
+    def __init__(self, output: Output, *, slow_readers: SlowReaders, cancel: Callable[[], None]) -> None:
+        self._output = output
+        self._slow_readers = slow_readers
+        self._cancel = cancel
+        self.on_token = output.push
+        self._ready = asyncio.Event()
+        self._is_writing = False
+        self.end: Finish | RouterError | None = None
+        self.paused_since_s = 0.0
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes held for the client; see ``SlowReader``."""
+        return self._output.num_bytes
+
+    async def next(self) -> tuple[Delta, Finish | RouterError | None]:
+        """Waits for something to write.
+
+        Returns:
+            What has come, and the end if it has come too.
+        """
+        self._is_writing = False
+        self._slow_readers.discard(self)
+        await self._ready.wait()
+        self._ready.clear()
+        self._is_writing = True
+        return self._output.take(), self.end
+
+    def flush(self, now: float) -> None:
+        """Wakes the writer, or notes that it is still busy with an earlier delta."""
+        if self._is_writing:
+            if not self._ready.is_set():
+                self.paused_since_s = now
+                self._slow_readers.add(self)
+            self._slow_readers.check(self)
+        self._ready.set()
+
+    def on_finished(self, finish: Finish) -> None:
+        """Has the end written."""
+        self._output.finish()
+        self.end = finish
+        self._ready.set()
+
+    def on_error(self, error: RouterError) -> None:
+        """Has the call fail."""
+        self.end = error
+        self._ready.set()
+
+    def close(self) -> None:
+        """Forgets the client."""
+        self._slow_readers.discard(self)
+
+    def shed(self) -> None:
+        """Gives the client up, who reads too slowly."""
+        self._cancel()

@@ -1,9 +1,4 @@
-"""Clients that read slower than their engine generates.
-
-Nothing ever waits for them: not the engine link, not another stream. While a client is paused its text is kept, within
-three limits (bytes and time of one stream, bytes of all). Who exceeds one is shed: cancelled, closed, counted; for the
-limit on all of them, who holds most goes first.
-"""
+"""Clients that read slower than their engine generates: their text is kept within limits, then they are cut."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ class SlowReader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowReaderLimits:
-    """What slow clients may cost. Source: router.md, section 2.
+    """What slow clients may cost.
 
     Args:
         max_stream_bytes: Held for one stream.
@@ -46,7 +41,9 @@ class SlowReaderLimits:
 
 
 class SlowReaders:
-    """The paused streams of this process. Changed by the streams themselves and by ``sweep``.
+    """The paused streams of this process. Nothing waits for them: no engine's stream, no other client.
+
+    A client that exceeds a limit is shed: cancelled, closed, counted. For the limit on all, the largest goes first.
 
     Args:
         limits: What they may cost.

@@ -1,8 +1,4 @@
-"""Answers in OpenAI's JSON, and the server-sent events of a stream.
-
-An event of a stream is a fixed beginning, the escaped text, and a fixed end: the parts that do not change are made once
-per request, which is most of the cost of a chunk saved (``router.md`` 1.4).
-"""
+"""Answers in OpenAI's JSON, and the server-sent events of a stream."""
 
 from __future__ import annotations
 
@@ -90,7 +86,7 @@ class _Format:
         self._prompt_token_ids = prompt_token_ids
         self._event_start = "data: " + _dump(self._head)[:-1]
         self._event_end = ',"usage":null}\n\n' if includes_usage else "}\n\n"
-        # What an event of text alone has before and behind its text; each endpoint says it.
+        # What an event of text alone has before and behind its text; made once, which saves most of an event's cost.
         self._prefix = self._suffix = ""
 
     def plain_chunk(self, text: str) -> bytes:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A file costs one stat to look at, a name one query.
+# Checking a file costs one stat, a name one query.
 FILE_INTERVAL_S = 0.2
 DNS_INTERVAL_S = 1.0
 MIN_PORT, MAX_PORT = 1, 65535
@@ -28,11 +28,11 @@ class Discovery(Protocol):
 
     @property
     def interval_s(self) -> float:
-        """Pause between two looks."""
+        """Pause between two calls of ``find``."""
         ...
 
     async def find(self) -> frozenset[str] | None:
-        """Looks once.
+        """Finds the addresses now.
 
         Returns:
             Addresses as host:port; None when they cannot be known now, so that the last ones submission.

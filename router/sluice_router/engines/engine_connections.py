@@ -1,4 +1,4 @@
-"""One task per engine address: connect, exchange hellos, hand every message over, and connect again when the stream ends."""
+"""One task per engine address: connect, exchange hellos, hand messages over, connect again at the end."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class EngineConnections(Generic[EngineT]):
     async def _serve(self, address: str, stream: EngineStream, first: engine_pb2.AttachResponse) -> None:
         """Hands over what comes until the stream ends."""
         engine = self._handler.attach(address, first.hello, lambda engine: self._streams.setdefault(engine, stream))
-        # What is told if this task is cancelled.
+        # The fault if this task is cancelled.
         fault = "this router is about to leave"
         try:
             self._handler.handle_message(engine, first)

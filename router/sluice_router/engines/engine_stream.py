@@ -1,15 +1,6 @@
-"""One call of ``sluice.v1.Engine/Attach``: gRPC over HTTP/2 on the event loop itself.
+"""One call of ``sluice.v1.Engine/Attach``: gRPC over HTTP/2 on the event loop itself, with ``h2``.
 
-grpc.aio hands every message through two threads before the loop sees it, which costs ten times what the message itself
-does; here ``data_received`` parses it and calls the handler. ``h2`` keeps the HTTP/2 state. Nothing awaits per message:
-``send`` writes at once, and what the engine's flow-control window does not take yet waits, in order.
-
-Messages of all engines are handled one per turn of the loop, the engines in turn, so that a burst holds up neither other
-engines nor new requests.
-
-What frames with message bytes say is read here, past h2, which spends as much on such a frame as the router spends on ten
-of its tokens: a frame of this one stream, without padding or an end, changes nothing that h2 would have to know but the
-windows. Their bytes are acknowledged here; for bytes that h2 has seen, h2 keeps the account.
+grpc.aio hands every message through two threads before the loop sees it, which costs ten times what the message does.
 """
 
 from __future__ import annotations
@@ -135,7 +126,7 @@ class EngineStream(asyncio.Protocol):
         self._closed: asyncio.Future[str] = loop.create_future()
         self._is_disconnected = loop.create_future()
 
-    # --- for the link --------------------------------------------------------------------------------------------
+    # --- for the connection --------------------------------------------------------------------------------------
 
     def send(self, message: engine_pb2.AttachRequest) -> None:
         """Writes a message, or queues it behind those that wait for the engine's window; after the end, drops it."""
@@ -226,7 +217,7 @@ class EngineStream(asyncio.Protocol):
         """Ends the call."""
         fault = str(exc or "the connection was closed")
         if self._is_encrypted and not self._has_first.done():
-            # In TLS 1.3 a server looks at the client's certificate after the client has begun to speak.
+            # In TLS 1.3 a server checks the client's certificate after the client has begun to speak.
             fault += "; the engine may have refused this router's certificate"
         self._end(f"unavailable: {fault}")
         self._is_disconnected.set_result(None)
@@ -241,6 +232,8 @@ class EngineStream(asyncio.Protocol):
             end = payload + int.from_bytes(frames[start : start + LENGTH_BYTES], "big")
             if len(frames) < end:
                 break
+            # h2 spends as much on a frame of message bytes as the router on ten of its tokens. A frame of this stream,
+            # without padding or an end, changes nothing that h2 would have to know but the windows: it goes past h2.
             if frames[start + LENGTH_BYTES : payload] == self._plain_data:
                 self._take_data(frames[payload:end])
                 self._num_unacknowledged += end - payload
@@ -300,7 +293,7 @@ class EngineStream(asyncio.Protocol):
         self._write_bytes(_format_window_update(0, number) + _format_window_update(self._stream_id, number))
 
     def _advance(self) -> None:
-        """Handles what has come, as soon as it is this stream's turn."""
+        """Handles what has come, one message per iteration of the loop, engines in turn: a burst delays nobody else."""
         if not self._has_first.done() and (self._messages or self._fault):
             self._has_first.set_result(None)
         if self._handler is not None and not self._is_queued and (self._messages or self._fault):
@@ -308,13 +301,13 @@ class EngineStream(asyncio.Protocol):
             self._fair_queue.run(self._handle_next)
 
     def _handle_next(self) -> None:
-        """Handles one message; the end is told after the last."""
+        """Handles one message; the end is reported after the last."""
         if self._messages and self._handler is not None:
             message = self._messages.popleft()
             try:
                 self._handler(message)
-            except Exception:
-                # The data plane deals with an engine's faults itself; what comes here is our own, and costs this stream.
+            except Exception:  # the outermost frame of a loop callback
+                # The data plane handles faults of engines itself; what comes here is our own, and costs this stream.
                 logger.exception("stream to %s: a message could not be handled", self._authority)
                 self.cancel("a message could not be handled")
         self._is_queued = False

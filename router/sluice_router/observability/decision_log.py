@@ -1,8 +1,4 @@
-"""Why a request went where it went: a bounded ring of tuples, formatted on demand.
-
-Recording costs one tuple. Events are ``(now, request_id, kind, *values)``; ``FIELDS`` names the values. A placement is kept
-as the policy's own record, which holds the inputs, the candidates, their estimates and the choice.
-"""
+"""Why a request went where it went: a bounded log of tuples, formatted on demand."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 class DecisionLog:
-    """The last events about requests.
+    """The last events about requests, as tuples ``(now, request_id, kind, *values)``; ``FIELDS`` names the values.
 
     Args:
         size: Events kept.
@@ -63,7 +59,7 @@ class DecisionLog:
         self._events.append((now, request_id, kind, *values))
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Tell a request's story.
+        """Lists every decision about a request.
 
         Args:
             request_id: The router's id or the client's; of several with the client's id, the last.
@@ -76,8 +72,8 @@ class DecisionLog:
         if not events:
             return None
         start = events[0][0]
-        told = [{"at_s": round(event[0] - start, 6), "event": event[2], **_format_values(event)} for event in events]
-        return {"request_id": router_id, "events": told}
+        entries = [{"at_s": round(event[0] - start, 6), "event": event[2], **_format_values(event)} for event in events]
+        return {"request_id": router_id, "events": entries}
 
     def _resolve(self, request_id: str) -> RequestId:
         for event in reversed(self._events):

@@ -1,8 +1,6 @@
 """What the router counts, and how Prometheus sees it.
 
-The data plane changes plain numbers (a histogram costs one bisection), and ``RouterMetrics.collect`` turns them into families
-when a scrape asks. Labels are bounded: engines, roles, causes, reasons, SLO classes of the plan, owners of API keys;
-never a request.
+Labels are bounded: engines, roles, causes, reasons, SLO classes of the plan, owners of API keys; never a request.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class EngineTraffic:
-    """Bytes that went over one engine's link, all of its streams together; mutable, changed by the stream.
+    """Bytes that went over all streams to one address; mutable, changed by the stream.
 
     Args:
         num_bytes_up: From the engine.
@@ -95,7 +93,7 @@ def _histograms(bounds: Sequence[float]) -> defaultdict[str, Histogram]:
 
 
 class RouterMetrics:
-    """Everything that is counted; changed by the data plane, read by ``collect``.
+    """Everything that is counted: plain numbers, which ``collect`` turns into families when a scrape asks.
 
     Counters are keyed by their label values, in the order that ``_COUNTERS`` names.
     """

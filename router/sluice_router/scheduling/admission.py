@@ -1,8 +1,4 @@
-"""Admission and placement of requests.
-
-``assign`` asks the core's placement policy and carries out what it decides; it runs whenever something could have changed
-for a waiting request, at most every few milliseconds for the whole queue, and for a new request at once when nobody waits.
-"""
+"""Admission of requests, and their placement on engines by the core's policy."""
 
 from __future__ import annotations
 
@@ -33,10 +29,10 @@ if TYPE_CHECKING:
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
     from sluice_router.scheduling.state import RequestQueues, RouterState
 
-# Shortest time between two looks at the whole queue, and most requests of one look: bounds the loop's pauses.
+# Shortest time between two placements of the whole queue, and most requests placed at once: bounds the loop's pauses.
 ASSIGN_INTERVAL_S = 0.005
 MAX_ASSIGNED_AT_ONCE = 256
-# Least time after which a client is told to come back.
+# Least Retry-After.
 MIN_RETRY_S = 1.0
 
 
@@ -46,7 +42,7 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
     Args:
         state: The router's state.
         new: The request.
-        response_stream: Its answer.
+        response_stream: Where its tokens go.
         now: The router's clock, in seconds.
 
     Returns:
@@ -74,9 +70,10 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
         waiting_since_s=now,
     )
     if wire_conversion.is_random(new.sampling) and not new.sampling.HasField("seed"):
-        # So that a recovered request goes on with the draws it would have had.
+        # With a seed a recovered request goes on with the draws it would have had.
         new.sampling.seed = state.rng.getrandbits(63)
-    _enter(state, request, now)
+    _register(state, request, now)
+    # Behind others the policy decides at the next pass over the queue; alone, a request need not wait for it.
     was_empty = not state.requests.waiting
     state.requests.waiting[request.request_id] = request
     if was_empty:
@@ -91,7 +88,7 @@ def assign(state: RouterState, now: float) -> None:
         return
     state.requests.last_assign_s = now
     free = _find_placeable(state.requests)
-    prefills = [_describe(state.engines.table, request) for request in _pick(free)]
+    prefills = [_describe(state.engines.table, request) for request in _select_urgent(free)]
     decisions = placement.assign(now, prefills, state.engines.table)
     for decision, record in zip(decisions, _take_records(placement, len(decisions)), strict=True):
         request = state.requests.waiting[decision.request_id]
@@ -112,7 +109,7 @@ def assign(state: RouterState, now: float) -> None:
 
 
 def assign_if_due(state: RouterState, now: float) -> None:
-    """Looks at the whole queue again unless that was just done."""
+    """Places the whole queue again unless that was just done."""
     if state.requests.waiting and now - state.requests.last_assign_s >= ASSIGN_INTERVAL_S:
         assign(state, now)
 
@@ -171,7 +168,7 @@ def _check_length(new: NewRequest, limit: int) -> None:
         raise InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
 
 
-def _enter(state: RouterState, request: LiveRequest, now: float) -> None:
+def _register(state: RouterState, request: LiveRequest, now: float) -> None:
     """Puts an admitted request into the tables."""
     new = request.new
     state.requests.live[request.request_id] = request
@@ -207,8 +204,8 @@ def _find_placeable(queues: RequestQueues) -> Collection[LiveRequest]:
     return [request for request_id, request in queues.waiting.items() if request_id not in queues.awaiting_resume]
 
 
-def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
-    """Picks what one look may cover: all, or the most urgent recoveries and new prefills; the policy orders them."""
+def _select_urgent(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
+    """Selects what is placed at once: all, or the most urgent recoveries and new prefills; the policy orders them."""
     if len(waiting) <= MAX_ASSIGNED_AT_ONCE:
         return waiting
     share = MAX_ASSIGNED_AT_ONCE // 2
@@ -231,7 +228,7 @@ def _describe(table: EngineTable, request: LiveRequest) -> PrefillRequest:
         slo=request.slo,
         priority=request.priority,
         is_recovery=request.first_token_s is not None,
-        # Most have nothing to avoid, and then the engines need not be looked at.
+        # Most requests have no engine to avoid; then there is no need to go through the engines.
         excluded=_find_avoided(table, request) if request.excluded or request.died_on else frozenset(),
         next_token_due_s=request.next_token_due_s,
     )

@@ -1,4 +1,4 @@
-"""How requests end: finished, failed, cancelled. Each request ends once, leaves every table, and is counted once."""
+"""How requests end: finished, failed, cancelled. Each ends once, leaves every table, and is counted once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def finish(
     """
     num_output = len(request.output_token_ids) if output_tokens is None else output_tokens
     usage, outcome = _measure(request, num_output, now)
-    _leave(state, request, now)
+    _remove(state, request, now)
     state.outbox.actions.finishes.append(
         (request.response_stream, Finish(reason=reason, stop_token_id=stop_token_id, usage=usage))
     )
@@ -63,7 +63,7 @@ def finish(
 
 def fail(state: RouterState, request: LiveRequest, error: RouterError, now: float) -> None:
     """Ends a request with an error that its client sees."""
-    _leave(state, request, now)
+    _remove(state, request, now)
     state.outbox.actions.failures.append((request.response_stream, error))
     state.decision_log.record(now, request.request_id, "failed", error.code, error.message)
     end = RequestEnd.REJECTED if isinstance(error, OverloadError) else RequestEnd.FAILED
@@ -74,7 +74,7 @@ def fail(state: RouterState, request: LiveRequest, error: RouterError, now: floa
 
 def cancel(state: RouterState, request: LiveRequest, reason: str, now: float) -> None:
     """Ends a request that nobody reads any more; its response stream is not called again."""
-    _leave(state, request, now)
+    _remove(state, request, now)
     state.decision_log.record(now, request.request_id, "cancelled", reason)
     state.statistics.attainment.record(now, request.new.slo_class, RequestEnd.CANCELLED)
     _count(state.metrics, request, RequestEnd.CANCELLED.value)
@@ -87,7 +87,7 @@ def _count(metrics: RouterMetrics, request: LiveRequest, result: str) -> None:
         metrics.count("key_requests", request.new.owner, result)
 
 
-def _leave(state: RouterState, request: LiveRequest, now: float) -> None:
+def _remove(state: RouterState, request: LiveRequest, now: float) -> None:
     """Takes a request out of every table, and off its engine."""
     del state.requests.live[request.request_id]
     state.requests.waiting.pop(request.request_id, None)
@@ -123,7 +123,10 @@ def _measure(request: LiveRequest, num_output: int, now: float) -> tuple[Usage, 
 
 
 def _sample(statistics: RequestStatistics, request: LiveRequest, num_output: int) -> None:
-    """Keeps a request for the planner. Requests end in another order than they arrive; the gaps still add up to the time."""
+    """Keeps a request for the planner.
+
+    Requests end in another order than they arrive; the gaps still add up to the time.
+    """
     arrival_s = request.new.arrival_s
     last_s = arrival_s if statistics.last_arrival_s is None else statistics.last_arrival_s
     statistics.last_arrival_s = max(last_s, arrival_s)

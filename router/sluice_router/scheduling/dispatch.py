@@ -1,7 +1,7 @@
 """Who owns a request: slots, fencing numbers, the queue.
 
-A request has one owner at a time. It gets one in ``submit``, with a new fencing number, or its last one back in
-``resume``, and is without one in ``RouterState.requests.waiting`` (``enqueue``). What a former owner still sends is dropped, because its submission has no request.
+A request has at most one owner. ``submit`` gives it one with a new fencing number, ``resume`` gives it its last one
+back, ``enqueue`` lets it wait. Tokens of a former owner are dropped, because its submission has no request any more.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def note_fault(state: RouterState, address: str, fault: str, now: float) -> bool
 def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now: float) -> ConnectedEngine:
     """Takes a new stream into service.
 
-    Requests that the engine kept from an earlier stream of this router go on on this one, unless they went on elsewhere.
+    Requests that the engine kept from an earlier stream of this router resume, unless they went on elsewhere.
 
     Args:
         state: The router's state.

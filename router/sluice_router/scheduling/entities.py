@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class LiveRequest:
     """A request from admission to its end; mutable, changed only by the functions of the data plane.
 
-    Exactly one of these holds: it is in ``RouterState.waiting``; ``submission`` is set (its owner is that engine); ``migration`` has
-    been handed off and waits for its submit, which never outlives the function that sees it.
+    It is either in ``RequestQueues.waiting``, or ``submission`` is set: its owner is that engine. In between it is only
+    inside of one function, when its source has handed off and the target gets its submit.
 
     Args:
         request_id: The router's id.
-        new: What the edge handed over, with the seed filled in.
+        new: What the client API handed over, with the seed filled in.
         slo: Objectives, fixed at admission.
         priority: Higher goes first.
         response_stream: The client's answer.
@@ -147,7 +147,7 @@ class MigrationPhase(IntEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Migration:
-    """A move in progress (architecture.md 4.3).
+    """A migration in progress; ``migration`` has a picture of its phases.
 
     Args:
         request: What moves.
@@ -157,7 +157,7 @@ class Migration:
         grant_id: Id of the grant on the target's stream.
         started_s: When the grant was asked for.
         phase: Where it stands.
-        submitted_s: When the target was told to pull.
+        submitted_s: When the request was submitted to the target.
     """
 
     request: LiveRequest

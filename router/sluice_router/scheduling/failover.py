@@ -1,10 +1,4 @@
-"""What happens to requests when an engine fails: they go on elsewhere, from prompt and emitted tokens.
-
-An engine is lost when its stream ends, when it says hello with another epoch, when it is silent, when it stands still, or
-when it breaks the protocol. What it owned returns to the queue; the next owner gets a higher fencing number, so tokens of
-the old one can never count. Where only the stream broke, the engine goes on meanwhile and keeps the results: requests
-wait a moment for it (``PendingResume``), and resume there token by token if it says that it has them. A request that was running on two engines when they failed is given up instead of risking a third.
-"""
+"""What happens to requests when an engine fails: they resume there, or are recomputed elsewhere."""
 
 from __future__ import annotations
 
@@ -63,9 +57,10 @@ def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: f
 def resume_kept_requests(
     state: RouterState, engine: ConnectedEngine, held: Iterable[engine_pb2.HeldRequest], now: float
 ) -> None:
-    """A new stream's hello names what the engine kept of the last one's requests.
+    """Resumes what an engine kept of the last stream's requests, as its new stream's hello names them.
 
-    Those that still wait here go on there; the rest are aborted there. What waits for that engine in vain goes elsewhere.
+    Those that still wait here resume there; the rest are aborted there. What waits for that engine in vain is recovered
+    elsewhere.
     """
     for item in held:
         request = state.requests.waiting.get(RequestId(item.request_id))
@@ -175,7 +170,7 @@ def _recover(state: RouterState, submission: Submission, request: LiveRequest, r
     """Takes a request off a lost engine."""
     engine = submission.engine
     submission.request, request.submission = None, None
-    # Once it was told to hand off, or while it pulls KV that the source frees now, an engine's copy is not to be trusted.
+    # An engine that was asked to hand off, or that pulls KV which the source frees now, has no copy to be trusted.
     is_whole = request.migration is None or request.migration.phase is MigrationPhase.GRANT_ASKED
     if request.migration is not None:
         in_time = request.migration.phase is MigrationPhase.SUBMITTED
@@ -203,6 +198,7 @@ def _recover_elsewhere(
         request.num_deaths += 1
     request.died_on.add(engine.engine_id)
     limits = state.limits
+    # A request that ran on several engines when they failed may be the cause: no further engine is risked.
     if request.num_deaths >= limits.max_deaths:
         message = f"{request.num_deaths} engines failed while they ran the request; the limit is {limits.max_deaths}"
         completion.fail(state, request, EngineFaultError(message), now)
@@ -224,7 +220,7 @@ def _has_work(engine: ConnectedEngine) -> bool:
 
 
 def _age_limit_s(limits: Limits, table: EngineTable, engine: ConnectedEngine) -> float:
-    """The longest time that an iteration may take (router.md, section 5)."""
+    """The longest time that an iteration may take: a multiple of what the latency model predicts for a full one."""
     if engine.engine_id not in table:
         return limits.iteration_age_floor_s
     tokens = engine.chunk_size_tokens or engine.spec.max_batch_tokens

@@ -1,16 +1,11 @@
-"""Moves of running requests between engines (architecture.md 4.3): one mechanism for every cause.
+"""Migration of running requests between engines: one mechanism for every cause.
 
     proposal ──► target ──► grant asked ──► granted ──► handing off ──► submitted ──► first token: source released
                    │            │              │              │             │
                    └── none     └── refused    └── source     └── refused   └── target lost, or no KV in time:
                        blocked      blocked        ended                        recompute elsewhere
 
-The request runs on its source until the hand-off; without a grant it goes on there and is proposed again. Its owner changes
-in one place, ``handle_handed_off``, with a new fencing number. The source keeps the KV until the target has the first token
-or the request has ended. A move never outlives its request.
-
-KV moves between equal fingerprints only. Where a draining engine is the last of its fingerprint (in the midst of a roll
-that changes dtype or block size), nobody can read its KV: its requests are recomputed elsewhere.
+The request runs on its source until the hand-off. The source keeps the KV until the target has the first token.
 """
 
 from __future__ import annotations
@@ -72,6 +67,7 @@ def propose_first_decode(state: RouterState, submission: Submission, now: float)
 
 def drain(state: RouterState, engine: ConnectedEngine, now: float) -> None:
     """Proposes again the decodes of a draining engine that found no target yet; or has them recomputed elsewhere."""
+    # Nobody can read the KV of the last engine of its fingerprint, as in a roll that changes dtype or block size.
     is_last = _is_last_of_its_fingerprint(state.engines, engine)
     for submission in list(engine.slots):
         if (
@@ -134,6 +130,7 @@ def handle_handed_off(state: RouterState, submission: Submission, finished: engi
         raise EngineProtocolError(f"slot {submission.slot} was handed off, and nobody had asked for it")
     _check_complete(submission, request, finished)
     submission.request, request.submission = None, None
+    # The one place where the owner changes without a pause of the tokens: source out, target in.
     target = move.target
     if target is None:
         abandon(state, move, "target_lost", now)
@@ -210,7 +207,7 @@ def drop_target(state: RouterState, move: Migration, now: float) -> None:
     if move.phase is MigrationPhase.GRANT_ASKED:
         abandon(state, move, "target_lost", now)
         return
-    # The source was told to hand off: what becomes of the request shows when it has.
+    # The source is handing off and answers for the request; it is recomputed elsewhere once the hand-off is complete.
     target.migrations_in -= 1
     target.grants.pop(move.grant_id, None)
     move.target = None
@@ -298,7 +295,7 @@ def _recompute_elsewhere(state: RouterState, submission: Submission, request: Li
 
 
 def _is_too_soon(request: LiveRequest, cause: MoveCause, parameters: FlowParameters) -> bool:
-    """Whether a degradation follows the last move too closely (router.md 3, against ping-pong)."""
+    """Whether a degradation follows the last migration too closely: requests must not go back and forth."""
     if cause is not MoveCause.DEGRADE or request.num_hand_offs == 0:
         return False
     since_move = len(request.output_token_ids) - request.moved_at_tokens
@@ -333,7 +330,10 @@ def _ask_for_grant(
 
 
 def _note_move(request: LiveRequest, cause: MoveCause) -> None:
-    """Backflow resets the length that Algorithm 1 sorts by (taichi.txt, 3.3)."""
+    """Backflow resets the length by which the longest decodes are chosen.
+
+    Source: TaiChi, section 3.3, Algorithm 1.
+    """
     request.moved_at_tokens = len(request.output_token_ids)
     if cause is MoveCause.BACKFLOW:
         request.reset_at_tokens = request.moved_at_tokens

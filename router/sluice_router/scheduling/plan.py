@@ -1,11 +1,6 @@
-"""Plans: checked whole, applied between two messages, pushed to the engines as ``Configure``.
+"""Plans: checked whole, applied between two messages, and sent to the engines as ``Configure``.
 
-The highest (cluster uid, generation) wins, so that two routers on different generations for a second are harmless. A role
-counts from the engine's acknowledgement: only then is the engine in ``RouterState.engines.table``, and only with what it
-acknowledged. A drain counts at once.
-
-A chunk size above the most that an engine said it can run is cut to that, for this engine alone: in the midst of a roll
-that raises ``maxBatchTokens`` the plan is in force on old and new engines alike. What each runs with is in the status.
+The highest (cluster uid, generation) wins. A role counts from the engine's acknowledgement on, a drain at once.
 """
 
 from __future__ import annotations
@@ -73,6 +68,7 @@ def configure(state: RouterState, engine: ConnectedEngine) -> None:
 
 def engine_plan_for(plan: Plan, engine: ConnectedEngine) -> EnginePlan:
     """Returns an engine's part of a plan, as far as it can run it; one that is not named serves with the D setting."""
+    # In a roll that raises maxBatchTokens one plan is in force on old and new engines: each runs as much as it can.
     unnamed = EnginePlan(role=Role.DECODE_HEAVY, chunk_size_tokens=plan.unnamed_chunk_size_tokens)
     part = plan.engines.get(engine.engine_id, unnamed)
     if part.chunk_size_tokens <= engine.spec.max_batch_tokens:
@@ -123,7 +119,7 @@ def handle_configured(state: RouterState, engine: ConnectedEngine, configured: e
 
 
 def _add_to_table(table: EngineTable, engine: ConnectedEngine, role: Role) -> None:
-    """Lets placements and moves see an engine, with the load that it has reported already: an idle one is in no hurry."""
+    """Lets policies see an engine, with the load that it has reported already: an idle one reports seldom."""
     table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
     if engine.load.kv_blocks_total:
         table.report(engine.engine_id, wire_conversion.load_from(engine.load, 0.0), engine.last_heard_s)
@@ -132,9 +128,8 @@ def _add_to_table(table: EngineTable, engine: ConnectedEngine, role: Role) -> No
 def check_model(state: RouterState, engine: ConnectedEngine) -> None:
     """Accepts an engine, or refuses it because its model is not the cluster's.
 
-    Without one in the plan the engines must agree among themselves: the first one says it, for as long as an engine or a
-    stream that has begun is left that counts on it. A fingerprint may differ beyond the model (dtype, block size, vLLM's
-    version): in the midst of a roll both kinds serve, and exchange no KV.
+    If the plan names no model, the first engine's counts, while another engine or a request under way relies on it.
+    Fingerprints of one model may differ (dtype, block size, vLLM's version): in a roll both serve and exchange no KV.
     """
     plan = state.active.plan
     if plan is not None and plan.model_fingerprint:

@@ -1,16 +1,9 @@
-"""A request's life, and the seam between the client edge and the data plane.
+"""What the client APIs and the data plane know of each other; synchronous, on the event loop's thread.
 
-The edge (HTTP, gRPC) prepares a ``NewRequest`` and a ``ResponseStream``, calls ``DataPlane.admit`` and from then on is only
-called back. All of it happens on the event loop's thread; nothing here awaits, and no method of the seam blocks.
-
-    admitted ── waiting ── running ──► finished | failed | cancelled
-                   ▲ │        │ ▲
-              lost └─│────────┘ ├── moved (the response stream never notices)
-                     └──────────┴── resumed, when only the stream had broken
-
-Order of calls on a response stream: ``on_token`` any number of times, ``flush`` at most once per engine message that brought
-tokens, then exactly one of ``on_finished`` and ``on_error``, which carries all that is still held back. After that, and after
-``DataPlane.cancel``, the response stream is never called again.
+admitted ── waiting ── running ──► finished | failed | cancelled
+               ▲ │        │ ▲
+          lost └─│────────┘ ├── moved to another engine (the response stream never notices)
+                 └──────────┴── resumed, when only the engine's stream had broken
 """
 
 from __future__ import annotations
@@ -30,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
-    """What the edge hands over.
+    """What a client API hands over.
 
     Args:
         prompt_token_ids: The prompt, ``array("I")``, not empty; recovery needs it, so it is kept compact.
         sampling: Sampling with generation defaults resolved and ``max_tokens`` > 0. The data plane assigns a seed when
-            it samples without one; the edge need not.
+            it samples without one; the API need not.
         slo_class: Name of the class; empty for the default one.
         ttft_slo_s: Objective of this request, in seconds; None: the class's.
         tpot_slo_s: Objective of this request, in seconds; None: the class's.
@@ -101,8 +94,10 @@ class Finish:
 class ResponseStream(Protocol):
     """One client's answer in the making: detokenizing, stop strings, and the bytes.
 
-    ``on_token`` only accumulates; the bytes go out in ``flush``. An exception out of any method ends this request
-    alone: it is aborted at its engine and the response stream is not called again.
+    Order of calls: ``on_token`` any number of times, ``flush`` at most once per engine message that brought tokens,
+    then exactly one of ``on_finished`` and ``on_error``. After that, and after ``DataPlane.cancel``, nothing is called.
+    ``on_token`` only accumulates; the bytes go out in ``flush``, and the end carries what is left. An exception out of
+    any method ends this request alone.
     """
 
     def on_token(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> int | None:
@@ -148,20 +143,20 @@ class ServedModel:
 
 
 class DataPlane(Protocol):
-    """What the client edge sees of the rest of the router. Synchronous throughout; call on the event loop's thread.
+    """What the client APIs see of the rest of the router. Synchronous throughout; call on the event loop's thread.
 
     ``admit`` and ``cancel`` may be called from within a response stream's methods.
     """
 
     def now(self) -> float:
-        """Reads the clock that all times of the seam are on, in seconds."""
+        """Reads the clock that all times here are on, in seconds."""
         ...
 
     def admit(self, request: NewRequest, response_stream: ResponseStream) -> RequestId:
         """Takes a request over; from here on the response stream gets its end, whatever happens.
 
         Returns:
-            The router's id of it: sent as ``x-request-id`` unless the client brought one; key for ``cancel`` and ``explain``.
+            The router's id of it, for ``cancel`` and ``explain``; sent as ``x-request-id`` unless the client has one.
 
         Raises:
             InvalidRequestError: Unknown class, prompt + max_tokens over the model's length, ...
@@ -195,7 +190,7 @@ class DataPlane(Protocol):
 
     @property
     def registry(self) -> CollectorRegistry:
-        """Where the edge registers metrics of its own."""
+        """Where the client APIs register metrics of their own."""
         ...
 
     def format_metrics(self) -> bytes:

@@ -1,9 +1,4 @@
-"""The data plane's entry points: observe, decide, act.
-
-Every event (a new request, an engine's message, a lost stream, a tick) is one synchronous method: it changes the state,
-and then carries out what the state asks for (``RouterState.outbox.take``): messages to links, calls of response streams. A response_stream that
-calls back into the router while an event is under way is served after it.
-"""
+"""The data plane's entry points: each takes one event, changes the state, and does the I/O that the state asks for."""
 
 from __future__ import annotations
 
@@ -59,7 +54,7 @@ class EngineWriter(Protocol):
 
 
 class Router:
-    """Implements ``requests.DataPlane``, and takes what links and control plane bring.
+    """Implements ``requests.DataPlane`` for clients and ``EngineEventHandler`` for engines; serves the control plane.
 
     Args:
         state: The state; nobody else changes it.
@@ -100,6 +95,7 @@ class Router:
 
     def cancel(self, request_id: RequestId, reason: str = "client_gone") -> None:
         """See ``DataPlane.cancel``."""
+        # A response stream may cancel from within a call of ours: the state is consistent again only after the event.
         if self._is_busy:
             self._late_cancels.append((request_id, reason))
             return
@@ -312,14 +308,14 @@ class Router:
                 self._engine_writer.close(engine, reason)
 
     def _flush(self, requests: list[LiveRequest]) -> None:
-        """Flushes response streams, beginning with another one each time, so that the same stream is not always last."""
+        """Flushes response streams, each time beginning with another, so that no stream is always last."""
         now, state = self.now(), self.state
         self._rotation += 1
         start = self._rotation % len(requests)
         for request in requests[start:] + requests[:start]:
             try:
                 request.response_stream.flush(now)
-            except Exception:  # an edge's fault must not reach the link or the other response_streams
+            except Exception:  # the outermost frame of a client's code: its fault must not reach other clients
                 logger.exception("request %s: its answer cannot be written", request.request_id)
                 state.metrics.count("sink_faults")
                 self._late_cancels.append((request.request_id, "sink_fault"))
@@ -328,6 +324,6 @@ class Router:
         """Tells a response stream how its request ended."""
         try:
             method(end)
-        except Exception:  # as in _flush; the request has ended anyway
+        except Exception:  # the outermost frame of a client's code; the request has ended anyway
             logger.exception("the end of an answer cannot be written")
             self.state.metrics.count("sink_faults")

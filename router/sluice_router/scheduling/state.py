@@ -93,7 +93,7 @@ class ActivePlan:
 
 @dataclass(slots=True, kw_only=True)
 class RouterStatus:
-    """What the router tells about itself.
+    """What the router reports about itself.
 
     Args:
         is_accepting: False once the router shuts down.

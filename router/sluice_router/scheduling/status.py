@@ -1,4 +1,4 @@
-"""What the router tells about itself: readiness, ``Control.GetStatus``, gauges."""
+"""What the router reports about itself: readiness, ``Control.GetStatus``, gauges."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _describe_endpoint(engines: EnginePool, address: str, endpoint: EngineEndpoi
         return control_pb2.EngineStatus(
             address=address, state=control_pb2.ENGINE_STATE_CONNECTING, last_fault=endpoint.last_fault
         )
-    # What a lost engine reported last says nothing about now.
+    # The last report of a lost engine says nothing about now.
     load = engine_pb2.LoadReport() if engine.is_lost else engine.load
     message = control_pb2.EngineStatus(
         engine_id=engine.engine_id,
@@ -181,7 +181,7 @@ class RouterCollector(Collector):
         return family
 
     def _collect_traffic(self) -> Metric:
-        """An address of the discovery has one endpoint, so that series are as many as engines, whatever their ids were."""
+        """Counts bytes per address: there are as many series as addresses, whatever ids engines there have had."""
         family = CounterMetricFamily(
             "sluice_engine_link_bytes", "Bytes on engine streams.", labels=("engine", "address", "direction")
         )

@@ -1,8 +1,6 @@
-"""What one message of an engine brings: tokens to their response streams, ends, moves, load.
+"""What one message of an engine brings: tokens to their response streams, ends, answers about migrations, load.
 
-``handle_message`` is the token path: one synchronous call per engine message, no await, no queue, one flush per answer that
-got tokens. A token is (request, output index): below what was delivered it is dropped, a gap breaks the stream. A failing
-response_stream costs its own request alone.
+``handle_message`` is the hot path: no await, no queue, and one flush per response stream that got tokens.
 """
 
 from __future__ import annotations
@@ -97,14 +95,14 @@ def _handle_tokens(state: RouterState, engine: ConnectedEngine, message: engine_
             raise EngineProtocolError(f"slot {slot} is unknown")
         request = submission.request
         if request is None:
-            # Of a former owner.
+            # From a former owner: aborted or handed off here, owned elsewhere.
             num_stale += 1
             continue
         output = request.output_token_ids
         if index != len(output):
             if index > len(output):
                 raise EngineProtocolError(f"slot {slot}: token {index} came where {len(output)} was due")
-            # Delivered already.
+            # Delivered already: an engine that resumes may repeat tokens.
             num_stale += 1
             continue
         output.append(token_id)
@@ -122,10 +120,10 @@ def _handle_tokens(state: RouterState, engine: ConnectedEngine, message: engine_
 def _deliver(
     state: RouterState, request: LiveRequest, token_id: int, logprobs: engine_pb2.TokenLogprobs | None, now: float
 ) -> None:
-    """Hands a token to the request's response_stream."""
+    """Hands a token to the request's response stream."""
     try:
         stop_at = request.response_stream.on_token(token_id, logprobs)
-    except Exception:  # whatever an edge does wrong must not cost the other streams of the link
+    except Exception:  # the outermost frame of a client's code: its fault must not cost the engine's other requests
         logger.exception("request %s: its answer cannot be written", request.request_id)
         state.metrics.count("sink_faults")
         completion.cancel(state, request, "sink_fault", now)

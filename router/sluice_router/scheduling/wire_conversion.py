@@ -1,4 +1,4 @@
-"""Protobuf to core records and back; the one module that knows both. Durations cross the wire, timestamps never."""
+"""Protobuf to core records and back. Durations cross the wire, timestamps never."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
-"""The keys that clients send as bearer tokens: read from a folder, kept as digests, in force as soon as it changes.
+"""API keys that clients send as bearer tokens: read from a mounted Secret, kept as digests.
 
-A folder is a mounted Secret: each file is named after a key's owner and holds one key per line, as it is or as
-``sha256:`` and 64 hex digits. Two lines let an owner change from one key to the next; several owners are told apart in
-metrics. Keys themselves are forgotten once read: what is kept is an HMAC of each key's SHA-256 under a secret of this
-process. A look-up costs the same for a thousand keys, and how long it takes says nothing: nobody outside can tell where
-a digest lies.
-
-No key is no way in: while the folder cannot be read or holds none, every request is refused, and the router is not ready.
+Each file is named after an owner and holds a key per line, as it is or as ``sha256:`` and 64 hex digits. While the
+folder cannot be read or holds no key, every request is refused, and the router is not ready.
 """
 
 from __future__ import annotations
@@ -49,6 +44,7 @@ class ApiKeys:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        # Keys are kept as an HMAC of their SHA-256 under this secret: look-up times reveal nothing about a digest.
         self._secret = secrets.token_bytes(32)
         self._stamp: tuple[object, ...] | None = None
         self._owners: dict[bytes, str] = {}

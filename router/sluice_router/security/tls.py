@@ -1,8 +1,4 @@
-"""What of a router is secured: made from the settings at the start, kept up to date while it runs.
-
-Keys and certificates lie in folders that change under it (``api_keys``, ``sluice.certificates``). One task looks at them
-once a second; whatever is made from them is renewed here, and streams under way notice nothing.
-"""
+"""Keys and certificates of a router: made from the settings at the start, renewed when their folders change."""
 
 from __future__ import annotations
 
@@ -66,7 +62,7 @@ class PeerSecurity:
 
 
 class RouterSecurity:
-    """All that is secured.
+    """Everything that guards a router's ports and its streams to engines.
 
     Args:
         settings: The router's.

@@ -1,8 +1,4 @@
-"""Renders a conversation into a prompt with the model's own chat template.
-
-The template is the model's, not the caller's, but callers choose what goes through it: it runs in jinja2's sandbox, with
-the helpers that templates written for Hugging Face expect, and what it raises is an error of the request.
-"""
+"""Renders a conversation into a prompt with the model's own chat template, in jinja2's sandbox."""
 
 from __future__ import annotations
 

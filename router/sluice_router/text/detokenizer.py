@@ -1,12 +1,7 @@
 """Turns output tokens into text, one token at a time.
 
-A detokenizer belongs to one request and never sees its prompt: it knows only what was generated, so a hand-off or a
-recovery does not touch it. Its parts, put together, are the decoding of the whole output; text that may still change
-(the bytes of an incomplete character) is held back until it cannot, or until ``flush``.
-
-Two kinds. ``StreamDetokenizer`` wraps the tokenizer's own ``DecodeStream`` and is right for every tokenizer.
-``TableDetokenizer`` looks tokens up in a table and is several times cheaper; it is right for plain byte-level ones, and
-``DetokenizerFactory`` takes it only where it agrees with the tokenizer on samples.
+``TableDetokenizer`` looks tokens up and is several times cheaper; it is right for plain byte-level tokenizers.
+``StreamDetokenizer`` is right for all. ``DetokenizerFactory`` takes the table only where both agree on samples.
 """
 
 from __future__ import annotations
@@ -38,7 +33,11 @@ RANDOM_SAMPLE_TOKENS = 24
 
 
 class Detokenizer(Protocol):
-    """Text of one request's output."""
+    """Text of one request's output.
+
+    It never sees the prompt, so that a hand-off or a recovery does not touch it. Text that may still change, such as
+    the bytes of an incomplete character, is held back until it cannot, or until ``flush``.
+    """
 
     def step(self, token_id: int) -> str:
         """Takes the next output token.
@@ -102,7 +101,7 @@ class StreamDetokenizer:
             return self._stream.step(self._tokenizer, token_id) or ""
         except OverflowError:
             return ""
-        except Exception as error:  # the library raises plain exceptions; all but one are passed on
+        except Exception as error:  # tokenizers raises plain Exception; all but one are passed on
             if not str(error).startswith(INVALID_PREFIX):
                 raise
             return self._restart()

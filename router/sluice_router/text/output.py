@@ -1,8 +1,4 @@
-"""One request's output on its way from token ids to what a client reads.
-
-``Output`` is synchronous and knows nothing of protocols: it detokenizes, finds the stop string, counts tokens up to it,
-and gathers what has not gone out yet into a ``Delta``. A response_stream decides when the delta goes, and in which form.
-"""
+"""One request's output: detokenizes, finds the stop string, and gathers what has not gone out yet."""
 
 from __future__ import annotations
 
@@ -124,10 +120,10 @@ class Output:
 
     @property
     def push(self) -> Callable[[int, engine_pb2.TokenLogprobs | None], int | None]:
-        """What takes the next token and, when the request asked for them, its logprobs.
+        """The function that takes the next token and, when the request asked for them, its logprobs.
 
-        It returns None, or the number of output tokens when a stop string ended the output. Ask for it once: most outputs
-        are text alone and have no stop strings, and are not asked about them for each token.
+        It returns None, or the number of output tokens when a stop string ended the output. Ask for it once per
+        request: most outputs are text alone without stop strings, and need no check per token.
         """
         return self._push_plain if self._stops is None and not self._keeps_tokens else self._push_any
 
@@ -174,7 +170,7 @@ class Output:
         return Delta(self.take_text(), token_ids, logprobs, first_index, text_offset)
 
     def take_text(self) -> str:
-        """Hands out the text that has come since the last call; for outputs that are text alone, which need no delta."""
+        """Hands out the text that has come since the last call; outputs that are text alone need no delta."""
         parts = self._parts
         text = parts[0] if len(parts) == 1 else "".join(parts)
         parts.clear()

@@ -1,8 +1,4 @@
-"""The model's tokenizer and what its files say about prompts, ends and default sampling.
-
-Short texts are tokenized where they arrive; long ones in one thread with ``encode_batch_fast``, which lets go of the
-interpreter lock while it works (``encode`` does not: 18k tokens stall an event loop for 26 ms, ``router.md`` 1.4).
-"""
+"""The model's tokenizer, and what its files say about prompts, ends and default sampling."""
 
 from __future__ import annotations
 
@@ -96,7 +92,7 @@ class ModelText:
 
         Args:
             text: The prompt.
-            add_special_tokens: Whether the tokenizer adds what it adds to texts (BOS); chat templates write it themselves.
+            add_special_tokens: Whether the tokenizer adds BOS and the like; chat templates write them themselves.
         """
         if len(text) <= MAX_INLINE_CHARACTERS:
             return self.encode_now(text, add_special_tokens=add_special_tokens)
@@ -119,8 +115,9 @@ class ModelText:
         """Ends the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _encode_fast(self, text: str, add_special_tokens: bool) -> list[int]:  # noqa: FBT001 - run_in_executor passes no keywords
-        # Without the offsets, which nobody asks for; and in a thread it lets go of the interpreter.
+    # run_in_executor passes no keywords.
+    def _encode_fast(self, text: str, add_special_tokens: bool) -> list[int]:  # noqa: FBT001
+        # ``encode`` also makes offsets, and keeps the GIL: 18k tokens stall the event loop for 26 ms.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -143,7 +140,7 @@ def _read_tokenizer(directory: Path, tokenizer_config: Mapping[str, Any]) -> Tok
         raise ModelFilesError(f"{path} is missing: the router tokenizes with the model's own fast tokenizer")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain exceptions
+    except Exception as error:  # tokenizers raises plain Exception for every fault
         raise ModelFilesError(f"{path} is not a tokenizer: {error}") from error
     # As Hugging Face: BOS comes from the file's own post-processor; tokens known to the configuration alone are added.
     declared = sorted(tokenizer_config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
