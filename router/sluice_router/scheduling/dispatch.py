@@ -63,12 +63,12 @@ def submit(
 def resume(
     state: RouterState, request: LiveRequest, pending: PendingResume, engine: ConnectedEngine, now: float
 ) -> None:
-    """Lets an engine go on with a request whose stream broke: it is the owner as before, with the same fencing number.
+    """Gives a request back to the engine whose stream broke, with the same fencing number.
 
     Args:
         state: The router's state.
         request: Waits.
-        pending: Its pending, on this engine.
+        pending: What the engine still has of it.
         engine: The engine's new stream; its hello named the request.
         now: The router's clock, in seconds.
     """
@@ -82,6 +82,7 @@ def resume(
         slot=slot,
         request=request,
         request_id=request.request_id,
+        # Submits count per stream; this one belongs to the last stream.
         submit_number=0,
         has_token=pending.submission.has_token,
     )
@@ -115,7 +116,7 @@ def abort(outbox: Outbox, submission: Submission) -> None:
 
 
 def withdraw(state: RouterState, submission: Submission, request: LiveRequest, reason: str, now: float) -> None:
-    """Takes a request off an engine that lives on; whoever calls says what becomes of it."""
+    """Takes a request off an engine that lives on; the caller decides what becomes of it."""
     abort(state.outbox, submission)
     request.submission = None
     record_loss(state.decision_log, submission.engine, request, reason, now)

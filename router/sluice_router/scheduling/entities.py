@@ -129,7 +129,7 @@ class PendingResume:
     Args:
         submission: The submission that the stream's end cut off.
         reason: Why the stream was lost.
-        until_s: Until when the request waits for that engine alone; later any may take it, and this one while none has.
+        until_s: Until when the request waits for that engine alone; later any may take it.
     """
 
     submission: Submission
@@ -138,7 +138,7 @@ class PendingResume:
 
 
 class MigrationPhase(IntEnum):
-    """Steps of a move."""
+    """Phases of a migration."""
 
     GRANT_ASKED = 1
     HANDING_OFF = 2
@@ -180,11 +180,11 @@ class ConnectedEngine:
         address: host:port.
         model: Model and revision, which a stream never changes.
         fingerprint: Of its KV; KV moves between equal ones only.
-        spec: What it is.
+        spec: Its sizes.
         max_model_len_tokens: Longest prompt + output.
         last_heard_s: When the last message came.
         progress_s: When it last made progress, or had nothing to do.
-        status: How the link stands.
+        status: How the stream stands.
         role: Role in force; None before the first acknowledgement.
         chunk_size_tokens: Chunk size in force.
         acknowledged_generation: Plan generation in force.
@@ -196,9 +196,9 @@ class ConnectedEngine:
         cooling_slots: Slots that became free since the last message was taken.
         num_submits: Submits so far.
         num_grants: Grant requests so far.
-        grants: Moves to this engine whose grant is asked for or not used yet, by grant id.
-        migrations_out: Moves in flight from here.
-        migrations_in: Moves in flight to here.
+        grants: Migrations to this engine whose grant is asked for or not used yet, by grant id.
+        migrations_out: Migrations in flight from here.
+        migrations_in: Migrations in flight to here.
         outgoing: Message under way.
         last_fault: For people.
     """

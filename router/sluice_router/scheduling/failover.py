@@ -10,9 +10,6 @@ from sluice_router.errors import EngineFaultError
 from sluice_router.scheduling import completion, dispatch, migration
 from sluice_router.scheduling.entities import MigrationPhase, PendingResume
 
-# A stream that broke or went silent says nothing about the engine behind it.
-RESUMABLE = frozenset({"stream", "silence"})
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -23,9 +20,12 @@ if TYPE_CHECKING:
     from sluice_router.scheduling.state import RouterState
     from sluice_router.settings import Limits
 
+# A stream that broke or went silent says nothing about the engine behind it, which may go on with its requests.
+RESUMABLE = frozenset({"stream", "silence"})
+
 
 def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: float, *, fault: str = "") -> None:
-    """Takes an engine's stream out of service and saves what ran there.
+    """Takes an engine's stream out of service, and recovers the requests that ran there.
 
     Args:
         state: The router's state.
@@ -50,7 +50,7 @@ def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: f
         if submission is not None and submission.request is not None:
             _recover(state, submission, submission.request, reason, now)
     if reason in {"silence", "hang"}:
-        # A process that stands still keeps its connections: whoever reads from it would wait for ever.
+        # A hung process keeps its connections open: engines that pull KV from it would wait for ever.
         _give_up_pulls_from(state, engine, now)
 
 
@@ -70,7 +70,9 @@ def resume_kept_requests(
             and pending is not None
             and (pending.submission.engine.engine_id, pending.submission.engine.epoch)
             == (engine.engine_id, engine.epoch)
+            # A higher fence here means that another engine has owned the request since.
             and item.fence == request.fence
+            # An engine that has fewer tokens than the client got cannot go on with the next one.
             and item.num_output_tokens >= len(request.output_token_ids)
         )
         if is_ours:
@@ -83,14 +85,14 @@ def resume_kept_requests(
 
 
 def give_up_resumes(state: RouterState, engine_id: EngineId, now: float) -> None:
-    """The engine does not have them, or cannot be reached: what waits for it goes elsewhere."""
+    """Recovers elsewhere what waits for an engine that does not have it, or cannot be reached."""
     for request in list(state.requests.awaiting_resume.values()):
         if request.pending_resume is not None and request.pending_resume.submission.engine.engine_id == engine_id:
             _give_up_resume(state, request, request.pending_resume, now)
 
 
 def expire_resumes(state: RouterState, now: float) -> None:
-    """Lets requests go elsewhere whose engine has not come back in time."""
+    """Recovers requests elsewhere whose engine has not come back in time."""
     for request in list(state.requests.awaiting_resume.values()):
         if request.pending_resume is not None and now >= request.pending_resume.until_s:
             _give_up_resume(state, request, request.pending_resume, now)
@@ -122,7 +124,7 @@ def _give_up_pulls_from(state: RouterState, source: ConnectedEngine, now: float)
 
 
 def _give_up_pull(state: RouterState, request: LiveRequest, move: Migration, reason: str, now: float) -> None:
-    """Takes a request off the target of its move, which waits for KV; it is recomputed from its tokens."""
+    """Takes a request off the target of its migration, which waits for KV; it is recomputed from its tokens."""
     submission = request.submission
     assert submission is not None
     migration.abandon(state, move, reason, now)
@@ -140,7 +142,7 @@ def requeue(state: RouterState, request: LiveRequest, reason: str, now: float) -
         now: The router's clock, in seconds.
     """
     if len(request.output_token_ids) >= request.new.sampling.max_tokens:
-        # Its last token came, the word that it was the last one did not.
+        # Its last token came; the message that it was the last one did not.
         completion.finish(state, request, sampling_pb2.FINISH_REASON_LENGTH, now)
         return
     request.num_recoveries += 1
@@ -149,7 +151,7 @@ def requeue(state: RouterState, request: LiveRequest, reason: str, now: float) -
 
 
 def find_failure(limits: Limits, table: EngineTable, engine: ConnectedEngine, now: float) -> tuple[str, str] | None:
-    """Judges an engine by what has not come.
+    """Checks whether an engine is silent or hangs.
 
     Returns:
         Reason and text of its failure; None while it is well.
@@ -167,7 +169,7 @@ def find_failure(limits: Limits, table: EngineTable, engine: ConnectedEngine, no
 
 
 def _recover(state: RouterState, submission: Submission, request: LiveRequest, reason: str, now: float) -> None:
-    """Takes a request off a lost engine."""
+    """Takes a request off a lost engine: it waits for a resume if the engine may go on, else it goes elsewhere."""
     engine = submission.engine
     submission.request, request.submission = None, None
     # An engine that was asked to hand off, or that pulls KV which the source frees now, has no copy to be trusted.
@@ -179,7 +181,7 @@ def _recover(state: RouterState, submission: Submission, request: LiveRequest, r
     if not is_whole or reason not in RESUMABLE:
         _recover_elsewhere(state, submission, request, reason, now)
         return
-    # A silent engine has had its time already.
+    # A silent engine has used up its time already.
     grace_s = state.limits.resume_grace_s if reason == "stream" else 0.0
     request.pending_resume = PendingResume(submission=submission, reason=reason, until_s=now + grace_s)
     state.requests.awaiting_resume[request.request_id] = request
@@ -191,7 +193,7 @@ def _recover(state: RouterState, submission: Submission, request: LiveRequest, r
 def _recover_elsewhere(
     state: RouterState, submission: Submission, request: LiveRequest, reason: str, now: float
 ) -> None:
-    """Sends a request without an owner on its way to another engine, unless that makes no sense any more."""
+    """Queues a request for another engine, or fails it when it was recovered too often."""
     engine = submission.engine
     if submission.submit_number <= engine.load.last_submit_number or submission.has_token:
         # It had reached the scheduler: it may be what killed the engine.

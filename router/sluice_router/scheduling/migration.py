@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 def propose(
     state: RouterState, submission: Submission, cause: MoveCause, now: float, *, target_id: EngineId | None = None
 ) -> str:
-    """Begins a move if there is where to and room to ask for it; else the request goes on where it is.
+    """Asks a target for a grant, if there is a target; else the request goes on where it is.
 
     Args:
         state: The router's state.
         submission: Where the request runs.
         cause: Why it should leave.
         now: The router's clock, in seconds.
-        target_id: The target, for a move that somebody asked for; None: the flow policy picks it.
+        target_id: The target of a manual migration; None: the flow policy picks one.
 
     Returns:
-        Why nothing was begun; empty when the target was asked for a grant.
+        Why no grant was asked for; empty when one was.
     """
     request, source = submission.request, submission.engine
     assert request is not None
@@ -57,7 +57,7 @@ def propose(
 
 
 def propose_first_decode(state: RouterState, submission: Submission, now: float) -> None:
-    """Proposes the move of a prefill that has just completed on a P-heavy engine."""
+    """Proposes the migration of a request whose prefill has just completed on a P-heavy engine."""
     flow = state.active.flow
     if flow is None or not flow.moves_first_decodes or submission.engine.role is not Role.PREFILL_HEAVY:
         return
@@ -66,7 +66,7 @@ def propose_first_decode(state: RouterState, submission: Submission, now: float)
 
 
 def drain(state: RouterState, engine: ConnectedEngine, now: float) -> None:
-    """Proposes again the decodes of a draining engine that found no target yet; or has them recomputed elsewhere."""
+    """Moves decodes off a draining engine: proposes them again until they find a target, or recomputes them."""
     # Nobody can read the KV of the last engine of its fingerprint, as in a roll that changes dtype or block size.
     is_last = _is_last_of_its_fingerprint(state.engines, engine)
     for submission in list(engine.slots):
@@ -86,21 +86,22 @@ def drain(state: RouterState, engine: ConnectedEngine, now: float) -> None:
 
 
 def record_blocked(state: RouterState, submission: Submission, cause: MoveCause, reason: str, now: float) -> None:
-    """Counts a move that did not begin."""
+    """Counts a migration that did not begin."""
     state.metrics.count("flow_blocked", cause.value, reason)
     state.decision_log.record(now, submission.request_id, "blocked", submission.engine.engine_id, cause.value, reason)
 
 
 def handle_grant(state: RouterState, engine: ConnectedEngine, grant: engine_pb2.Grant, now: float) -> None:
-    """An engine answered a grant request: hand off, or let the request go on."""
+    """Takes an engine's answer to a grant request: the source hands off, or the request goes on there."""
     state.engines.table.record_grant_answer(engine.engine_id, grant.grant_id)
     move = engine.grants.get(grant.grant_id)
     if move is None or move.phase is not MigrationPhase.GRANT_ASKED:
+        # The migration was abandoned meanwhile: the target gets its room back.
         if grant.is_granted and move is None:
             state.outbox.message_to(engine).released_grant_ids.append(grant.grant_id)
         return
     if not grant.is_granted:
-        # There is nothing to give back.
+        # Out of the table first: ``abandon`` would give back a room that was never granted.
         del engine.grants[grant.grant_id]
         abandon(state, move, grant.reason or "refused", now)
         return
@@ -130,7 +131,7 @@ def handle_handed_off(state: RouterState, submission: Submission, finished: engi
         raise EngineProtocolError(f"slot {submission.slot} was handed off, and nobody had asked for it")
     _check_complete(submission, request, finished)
     submission.request, request.submission = None, None
-    # The one place where the owner changes without a pause of the tokens: source out, target in.
+    # From here on the source does not own the request: the target does, or nobody until it is placed again.
     target = move.target
     if target is None:
         abandon(state, move, "target_lost", now)
@@ -182,11 +183,11 @@ def complete(state: RouterState, move: Migration, now: float) -> None:
 
 
 def abandon(state: RouterState, move: Migration, reason: str, now: float) -> None:
-    """Ends a move that does not come to its end; whoever owns the request goes on or ends by itself.
+    """Ends a migration that does not complete; the request goes on with its owner, or has ended.
 
     Args:
         state: The router's state.
-        move: The move.
+        move: The migration.
         reason: Why, for metrics and explanations.
         now: The router's clock, in seconds.
     """
@@ -201,7 +202,7 @@ def abandon(state: RouterState, move: Migration, reason: str, now: float) -> Non
 
 
 def drop_target(state: RouterState, move: Migration, now: float) -> None:
-    """The target of a move is lost before it owned the request."""
+    """Handles the loss of a target that did not own the request yet."""
     target = move.target
     assert target is not None
     if move.phase is MigrationPhase.GRANT_ASKED:
@@ -221,7 +222,7 @@ def expire_grants(state: RouterState, engine: ConnectedEngine, now: float) -> No
 
 
 def start_manual(state: RouterState, request_id: str, engine_id: EngineId, now: float) -> str:
-    """Begins a move that somebody asked for.
+    """Begins a manual migration.
 
     Args:
         state: The router's state.
@@ -340,7 +341,7 @@ def _note_move(request: LiveRequest, cause: MoveCause) -> None:
 
 
 def _close(outbox: Outbox, move: Migration) -> None:
-    """Takes a move out of the counts, and releases the KV if the source has handed off."""
+    """Takes a migration out of the counts, and releases the KV if the source has handed off."""
     move.request.migration = None
     move.source.engine.migrations_out -= 1
     if move.target is not None:

@@ -238,7 +238,7 @@ class Router:
             self._act()
 
     def move(self, request_id: str, engine_id: EngineId) -> str:
-        """Begins a move that somebody asked for; returns why not, or an empty string."""
+        """Begins a manual migration; returns why not, or an empty string."""
         reason = migration.start_manual(self.state, request_id, engine_id, self.now())
         self._act()
         return reason
