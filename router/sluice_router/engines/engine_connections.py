@@ -27,7 +27,7 @@ RESUME_PAUSE_S = 0.02
 MAX_BACKOFF_S = 2.0
 
 
-class Engine(Protocol):
+class EngineIdentity(Protocol):
     """What connections read of the handler's record of an engine."""
 
     @property
@@ -46,7 +46,7 @@ class Engine(Protocol):
         ...
 
 
-EngineT = TypeVar("EngineT", bound=Engine)
+EngineT = TypeVar("EngineT", bound=EngineIdentity)
 
 
 class EngineEventHandler(Protocol[EngineT]):
