@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(sluice_router.__file__).parent
 PARTS = (state.RequestQueues, state.EnginePool, state.ActivePlan, state.RouterStatus, state.RequestStatistics)
-IO = (state.Outbox, state.Actions)
+IO = (state.RouterOutbox, state.Actions)
 ENTITIES = (
     entities.LiveRequest,
     entities.Submission,
@@ -166,7 +166,7 @@ def test_many_owners_have_a_reason():
         ("state.engines.table.remove(engine_id)", {"table"}),
         ("def f(request):\n    output = request.output_token_ids\n    output.append(1)", {"output_token_ids"}),
         ("def f(table):\n    table.report(engine_id, load, now)", {"table"}),
-        ("class Outbox:\n    def take(self):\n        self.actions = Actions()", {"actions"}),
+        ("class RouterOutbox:\n    def take(self):\n        self.actions = Actions()", {"actions"}),
         ("class Page:\n    def __init__(self, status):\n        self.status = status", set()),
         ("fence = request.fence\nslots = list(engine.slots)\nload = engine.load.queued_requests", set()),
         ("submit.output_token_ids.extend(request.output_token_ids)", set()),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
     from sluice_router.observability.decision_log import DecisionLog
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, PendingResume
-    from sluice_router.scheduling.state import Outbox, RequestQueues, RouterState
+    from sluice_router.scheduling.state import RequestQueues, RouterOutbox, RouterState
 
 
 def submit(
@@ -107,7 +107,7 @@ def enqueue(queues: RequestQueues, request: LiveRequest, now: float) -> None:
     queues.waiting[request.request_id] = request
 
 
-def abort(outbox: Outbox, submission: Submission) -> None:
+def abort(outbox: RouterOutbox, submission: Submission) -> None:
     """Tells an engine to end what it runs in a slot; the slot is free once the engine has answered."""
     submission.request = None
     if not submission.is_aborted and not submission.engine.is_lost:
@@ -131,7 +131,7 @@ def record_loss(
         request.lost_since_s = now
 
 
-def release(outbox: Outbox, submission: Submission) -> None:
+def release(outbox: RouterOutbox, submission: Submission) -> None:
     """Lets the source of a hand-off free the KV; the slot is free with it."""
     if submission.is_pinned and not submission.engine.is_lost:
         submission.is_pinned = False

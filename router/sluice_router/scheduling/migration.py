@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
     from sluice_core.records import FlowParameters
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
-    from sluice_router.scheduling.state import EnginePool, Outbox, RouterState
+    from sluice_router.scheduling.state import EnginePool, RouterOutbox, RouterState
 
 
 def propose(
@@ -340,7 +340,7 @@ def _note_move(request: LiveRequest, cause: MoveCause) -> None:
         request.reset_at_tokens = request.moved_at_tokens
 
 
-def _close(outbox: Outbox, move: Migration) -> None:
+def _close(outbox: RouterOutbox, move: Migration) -> None:
     """Takes a migration out of the counts, and releases the KV if the source has handed off."""
     move.request.migration = None
     move.source.engine.migrations_out -= 1

@@ -1,7 +1,7 @@
 """``RouterState``: all mutable state of a router, in parts by concern, and ``OWNERS``: which module may change what.
 
 State changes only in synchronous functions of this package. They do no I/O: messages to engines and calls of response
-streams gather in the ``Outbox``, and ``router.Router`` carries them out once the state is consistent again.
+streams gather in the ``RouterOutbox``, and ``router.Router`` carries them out once the state is consistent again.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Actions:
 
 
 @dataclass(slots=True, kw_only=True)
-class Outbox:
+class RouterOutbox:
     """I/O that the state asks for.
 
     Args:
@@ -227,7 +227,7 @@ class RouterState:
         self.requests = RequestQueues()
         self.engines = EnginePool(table=EngineTable(make_latency_model))
         self.active = ActivePlan()
-        self.outbox = Outbox()
+        self.outbox = RouterOutbox()
         self.status = RouterStatus()
         self.statistics = RequestStatistics(samples=deque(maxlen=limits.num_samples))
         self.metrics = RouterMetrics()
@@ -269,7 +269,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "samples": ("completion", ""),
     "attainment": ("completion", ""),
     "last_arrival_s": ("completion", ""),
-    # Outbox and Actions
+    # RouterOutbox and Actions
     "actions": ("state", ""),
     "pending": ("state", ""),
     "flushes": ("completion token_delivery", "tokens ask for a flush; an end carries what is left itself"),
