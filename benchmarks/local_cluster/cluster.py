@@ -22,9 +22,9 @@ import grpc
 import psutil
 import yaml
 from benchmarks.local_cluster.client import Client
+from examples import tiny_model
 
 from sluice.v1 import control_pb2
-from sluice_cli import tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator

@@ -7,7 +7,7 @@ UTF-8 text goes through it and back unchanged.
 
 The directory is a function of ``RECIPE`` and of the Python that runs it: the same command makes the same bytes.
 
-    python -m sluice_cli.tiny_model [DIR]
+    python examples/tiny_model.py [DIR]
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _write_configuration(directory: Path, recipe: Recipe) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(prog="python -m sluice_cli.tiny_model", description="Makes the tiny model.")
+    parser = argparse.ArgumentParser(description="Makes the tiny model.")
     parser.add_argument("directory", type=Path, nargs="?", default=DEFAULT_DIRECTORY)
     directory = parser.parse_args(arguments).directory
     try:
