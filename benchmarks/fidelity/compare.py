@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.emulated.phases import Phase
-    from benchmarks.fidelity.records import Batch, Record
+    from benchmarks.fidelity.records import Record, RecordedBatch
     from benchmarks.fidelity.simulated import Simulated
 
 MS = 1e3
@@ -135,7 +135,7 @@ def compare_runs(phase: Phase, simulated: Simulated, records: Sequence[Record]) 
     )
 
 
-def compare_batches(record: Record, replayed: Sequence[Batch]) -> BatchComparison:
+def compare_batches(record: Record, replayed: Sequence[RecordedBatch]) -> BatchComparison:
     """Compares an engine's batches with those of its replay, up to the first difference."""
     emulated = [iteration.batch for iteration in record.iterations]
     num_equal = 0

@@ -35,7 +35,7 @@ HEADER = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Cell:
+class HopGroup:
     """Hops that are alike; mutable, filled while the benchmark runs.
 
     Args:
@@ -135,6 +135,6 @@ class Cell:
         }
 
 
-def format_cells(cells: Sequence[Cell]) -> str:
+def format_cells(cells: Sequence[HopGroup]) -> str:
     """Formats the table."""
     return format_table(HEADER, [cell.format_row() for cell in cells], num_left=2)

@@ -48,7 +48,7 @@ MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class OperatorTrial:
     """One run.
 
     Args:
@@ -203,7 +203,7 @@ def main() -> None:
         run_routers(),
         run_operator(testbed, arguments.resync_s, arguments.profile) as operator,
     ):
-        trial = Trial(
+        trial = OperatorTrial(
             testbed=testbed, operator=operator, plans=PlanWatch(testbed), names=names, num_engines=num_engines
         )
         phases = {"create": trial.create()}

@@ -28,7 +28,7 @@ from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
 
 if TYPE_CHECKING:
-    from run import Case
+    from run import SimulatorCase
 
     from sluice_core.sim.cell import Arrival
 
@@ -55,7 +55,7 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-def describe(case: Case, arrivals: list[Arrival]) -> dict[str, Any]:
+def describe(case: SimulatorCase, arrivals: list[Arrival]) -> dict[str, Any]:
     """Describe the work as plain numbers."""
     engine = make_cell(case).engines[0]
     return {
@@ -68,7 +68,7 @@ def describe(case: Case, arrivals: list[Arrival]) -> dict[str, Any]:
     }
 
 
-def run_sluice(case: Case, arrivals: list[Arrival]) -> dict[str, float]:
+def run_sluice(case: SimulatorCase, arrivals: list[Arrival]) -> dict[str, float]:
     """Simulate once in this process."""
     gc.collect()
     began = time.process_time()
