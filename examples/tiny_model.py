@@ -51,7 +51,8 @@ class Recipe:
         kv_heads: Key and value heads (grouped-query attention).
         max_tokens: Longest prompt + output, in tokens.
         training_files: Files of the standard library that the tokenizer learns from.
-        attention_gain: Standard deviation of query and key weights, times sqrt(fan-in): attention neither flat nor one-hot.
+        attention_gain: Standard deviation of query and key weights, times sqrt(fan-in); attention is neither flat nor
+            one-hot.
         layer_gain: The same for all other layers.
         logit_gain: The same for the output layer: logits wide enough that greedy choices are clear.
         seed: Seed of the weights.

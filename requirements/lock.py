@@ -1,7 +1,7 @@
 """Writes and checks the lock files of this folder: one per extra of pyproject.toml, and one of the development tools.
 
     python requirements/lock.py check     # do the locks belong to pyproject.toml? needs no network
-    python requirements/lock.py write     # resolves anew with uv, keeping versions that still fit; then checks the lock for GPUs
+    python requirements/lock.py write     # resolves with uv, keeps versions that still fit, checks the lock for GPUs
 
 A lock names every package with version and hashes, and no registry, so that any mirror will do.
 """
@@ -23,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).parent
 PROJECT = HERE.parent / "pyproject.toml"
 # `make up` installs several locks together, so a package that they share has the same version in all.
-# `uv export` cannot write them: uv.lock names registries, and its overrides hold for every extra, engines on GPUs included.
+# `uv export` cannot write them: uv.lock names registries, and its overrides hold for every extra, GPUs included.
 EXTRAS = ("router", "operator", "cli", "engine-cpu", "engine")
 TOOLS = "dev"
 # The lock of engines on GPUs, and what a Python that it is for looks like: Debian bookworm's C library or a newer one.

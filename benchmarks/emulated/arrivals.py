@@ -1,7 +1,7 @@
 """The offered load: lengths from a trace, Poisson arrivals, the same for every strategy.
 
-One seed fixes the lengths and the gaps of a rate of one request per second; a rate divides the gaps. So a higher rate offers
-the same requests in the same order, only faster, and strategies are compared on the same requests.
+One seed fixes the lengths and the gaps of a rate of one request per second; a rate divides the gaps. So a higher rate
+offers the same requests in the same order, only faster, and strategies are compared on the same requests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Open-loop load over the OpenAI API: a request is sent when it is due, whatever became of the others.
 
-The client shares two cores with everything that it measures, so a token costs it one callback that counts bytes: the times
-of a request are the router's (TTFT and TPOT by definition, in the answer's usage), and the client's own stamps of the first and
-the last byte stand beside them as a check. A connection serves one request.
+The client shares two cores with everything that it measures, so a token costs it one callback that counts bytes: the
+times of a request are the router's (TTFT and TPOT by definition, in the answer's usage), and the client's own stamps
+of the first and the last byte stand beside them as a check. A connection serves one request.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks.emulated.run [--json OUT] [--quick] [--trace NAME] [--rates 8,12] [--seeds 1,2]
 
-The engines are real (vLLM's scheduler and KV manager, our plug-in and server); only the forward pass is replaced by the
-clock of a latency model, in real time. Strategies follow each other on one cluster, by edits of its manifest; arrivals and
-lengths are the same for each, prompts are not. See docs/benchmarks.md for how to read it.
+The engines are real (vLLM's scheduler and KV manager, our plug-in and server); only the forward pass is replaced by
+the clock of a latency model, in real time. Strategies follow each other on one cluster, by edits of its manifest;
+arrivals and lengths are the same for each, prompts are not. See docs/benchmarks.md for how to read it.
 """
 
 from __future__ import annotations
@@ -182,11 +182,12 @@ def format_model(options: argparse.Namespace) -> str:
     profile = gpu.profile
     linear = ", ".join(f"{tokens}: {profile.estimate_linear_s(tokens) * 1e3:.3g}" for tokens in SHOWN_TOKENS)
     return (
-        f"latency model: {options.model} on {options.gpu}, time scale {TIME_SCALE:g} (real time). Iteration of n tokens ="
-        f" linear(n) [ms at n: {linear}] + per prefill chunk {profile.prefill_base_s * 1e6:.3g} us"
-        f" + {profile.prefill_token_s * 1e6:.3g} us/token + {profile.prefill_work_s * 1e9:.3g} ns * c * (context + c/2);"
-        f" with decodes {profile.decode_base_s * 1e6:.3g} us + {profile.decode_request_s * 1e6:.3g} us each"
-        f" + {profile.decode_context_s * 1e9:.3g} ns/context token; {profile.host_sequence_s * 1e6:.3g} us per chunk and"
+        f"latency model: {options.model} on {options.gpu}, time scale {TIME_SCALE:g} (real time). "
+        f"Iteration of n tokens = linear(n) [ms at n: {linear}] + per prefill chunk {profile.prefill_base_s * 1e6:.3g} us"
+        f" + {profile.prefill_token_s * 1e6:.3g} us/token + {profile.prefill_work_s * 1e9:.3g} ns * c * (context + c/2)"
+        f"; with decodes {profile.decode_base_s * 1e6:.3g} us + {profile.decode_request_s * 1e6:.3g} us each"
+        f" + {profile.decode_context_s * 1e9:.3g} ns/context token; "
+        f"{profile.host_sequence_s * 1e6:.3g} us per chunk and"
         f" decode. KV: {gpu.kv_tokens} tokens, {gpu.kv_bytes_per_token} bytes each on the link."
     )
 

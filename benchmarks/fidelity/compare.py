@@ -179,8 +179,9 @@ def format_comparisons(comparisons: Sequence[Comparison]) -> str:
         points = f"{100 * (theirs.attainment - ours.attainment):+.1f}"
         rows.append(["", "", "", "difference", points, *changes, ""])
         notes.append(
-            f"{comparison.strategy} at {comparison.rate:.2f}/s: iterations took {100 * comparison.clock_error:+.2f} % of "
-            f"the modelled time more (median), {comparison.busy_cores:.2f} cores busy, {sum(comparison.errors.values())} failed "
+            f"{comparison.strategy} at {comparison.rate:.2f}/s: iterations took {100 * comparison.clock_error:+.2f} % "
+            f"of the modelled time more (median), {comparison.busy_cores:.2f} cores busy, "
+            f"{sum(comparison.errors.values())} failed "
             f"({comparison.num_refused} simulated)"
         )
         notes += [f"failed: {count} with {error}" for error, count in comparison.errors.items()]

@@ -1,4 +1,4 @@
-"""What engines recorded (``sluice_engine.scheduling.iteration_recorder``), and the load of one of them on the clock that it emulated.
+"""Reads what ``sluice_engine.scheduling.iteration_recorder`` wrote: iterations and load of each engine.
 
 The modelled clock has none of the host's delays: an iteration that was scheduled while another ran begins when that one
 ends, and an idle engine idles as long as it did. On it a request comes exactly when the scheduler saw it, between two

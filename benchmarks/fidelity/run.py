@@ -3,10 +3,10 @@
     .venv/bin/python -m benchmarks.fidelity.run [--json OUT] [--engines 4] [--shares 0.5,0.85] [--strategies TaiChi,...]
     .venv/bin/python -m benchmarks.fidelity.run --batches [--rate 1.0]
 
-The first runs ``sluice up`` with emulated engines (vLLM's own scheduler, our router, in real time) at shares of the goodput
-that the simulator finds on these arrivals, then simulates the arrivals that the router saw. Where nothing moves
-(Aggregated), each engine's load is replayed, and iterations are compared one by one. ``--batches`` does that with one
-engine alone. See docs/simulator.md, section Fidelity.
+The first runs ``sluice up`` with emulated engines (vLLM's own scheduler, our router, in real time) at shares of the
+goodput that the simulator finds on these arrivals, then simulates the arrivals that the router saw. Where nothing
+moves (Aggregated), each engine's load is replayed, and iterations are compared one by one. ``--batches`` does that
+with one engine alone. See docs/simulator.md, section Fidelity.
 """
 
 from __future__ import annotations

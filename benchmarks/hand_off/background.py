@@ -100,7 +100,8 @@ class Background:
             except TimeoutError as error:
                 present = {engine_id: len(streams) for engine_id, streams in self._decodes.items()}
                 raise BackgroundError(
-                    f"{condition.decodes} decodes are wanted on each engine; after {START_TIMEOUT_S:g} s there are {present}"
+                    f"{condition.decodes} decodes are wanted on each engine; "
+                    f"after {START_TIMEOUT_S:g} s there are {present}"
                 ) from error
             yield
             for task in tasks:

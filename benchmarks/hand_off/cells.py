@@ -79,7 +79,7 @@ class HopGroup:
             figures[f"plain_gap_p{percent}_ms"] = compute_percentile(gaps, percent)
             figures[f"iterations_p{percent}"] = compute_percentile(self.iterations, percent)
             figures[f"router_move_p{percent}_ms"] = compute_percentile([hop.move_s * MS for hop in self.hops], percent)
-        # The mean, because a client that was not scheduled reads several tokens at once: that moves the median to nothing
+        # The mean: a client that was not scheduled reads several tokens at once, which moves the median to nothing
         # and leaves the mean as it is.
         mean = figures["plain_gap_mean_ms"] = sum(gaps) / len(gaps) if gaps else math.nan
         for percent in (50, 99):

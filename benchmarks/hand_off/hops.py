@@ -1,7 +1,7 @@
 """One request that is moved from engine to engine, and what each hop cost it.
 
-Where a hop lies in the stream is not guessed from the gaps: the router's record of the request says after how many output
-tokens the source handed it off, so the pause is the gap before the token of that index.
+Where a hop lies in the stream is not guessed from the gaps: the router's record of the request says after how many
+output tokens the source handed it off, so the pause is the gap before the token of that index.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HOLD_TOKENS = 12
 # Tokens until it is asked whether a move has come to its end; the request runs on meanwhile.
 ASKING_TOKENS = 4
-# Prompt and output of a request; it is cut off after its last hop. Room, because on a busy machine a grant takes many of
+# Prompt and output of a request; it is cut off after its last hop. Long: on a busy machine a grant takes many of
 # the source's iterations, and the request runs on meanwhile.
 LONGEST_TOKENS = 4096
 # Gaps from a hop on that are not plain: the hop itself, and a first step that the target may have shared with it.

@@ -238,9 +238,11 @@ def print_result(run: HandOffRun, machine: dict[str, str]) -> None:
     """Prints the table and what is needed to read it."""
     print(f"\n{format_cells(run.cells)}\n")
     print(
-        "pause: last token from the source to first from the target, at the client. ratio: pause over the mean plain gap\n"
-        "of the same requests. iterations: tokens that a decode on the target had during the pause. router: grant asked to\n"
-        "first token, while the request still runs on the source for part of it. KV moved 'all': the target has none of it;\n"
+        "pause: last token from the source to first from the target, at the client.\n"
+        "ratio: pause over the mean plain gap of the same requests.\n"
+        "iterations: tokens that a decode on the target had during the pause.\n"
+        "router: grant asked to first token, while the request still runs on the source for part of it.\n"
+        "KV moved 'all': the target has none of it;\n"
         "'new': back to an engine whose prefix cache still holds the older blocks."
     )
     print("machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()))

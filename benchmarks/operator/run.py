@@ -1,10 +1,10 @@
-"""The operator at scale: many ServingClusters and pods on a real control plane, kwok's nodes, and routers that are played.
+"""The operator at scale: many ServingClusters and pods on a real control plane with kwok's nodes and emulated routers.
 
     .venv/bin/python benchmarks/operator/run.py [--clusters 500] [--pods 10000] [--json OUT]
 
-Needs root (for the pods' addresses) and the binaries of ``make e2e-k8s``. Phases: ``create`` (all clusters at once, until
-the operator says of each that it has settled), ``idle`` (nothing happens but resyncs), ``edits`` (a slider of one cluster
-after the other), ``burst`` (a slider of all clusters at once).
+Needs root (for the pods' addresses) and the binaries of ``make e2e-k8s``. Phases: ``create`` (all clusters at once,
+until the operator says of each that it has settled), ``idle`` (nothing happens but resyncs), ``edits`` (a slider of
+one cluster after the other), ``burst`` (a slider of all clusters at once).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Scrape:
         return sum(count for (verb, _, _), count in self.calls.items() if verb not in READS)
 
     def look_quantile_s(self, share: float) -> float | None:
-        """Duration that so many looks do not exceed, in seconds; interpolated as Prometheus does; None without looks."""
+        """Quantile of the duration of reconciles, in seconds, interpolated as Prometheus does; None without any."""
         rank, low_s, below = share * self.num_looks, 0.0, 0.0
         if not rank:
             return None

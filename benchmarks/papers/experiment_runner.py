@@ -65,8 +65,8 @@ class ExperimentRunner:
         path = self.traces / f"{name}.csv.gz"
         if not path.is_file():
             raise MissingTraceError(
-                f"trace {path.name} is not in {self.traces}: give the folder that has it with --traces, or leave out the "
-                f"experiments that need it with --only"
+                f"trace {path.name} is not in {self.traces}: give the folder that has it with --traces, or leave "
+                f"out the experiments that need it with --only"
             )
         return path
 

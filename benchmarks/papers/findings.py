@@ -1,6 +1,7 @@
 """What came out, beside what the paper states and the band of a reproduction.
 
-The document is made from these records, kept in ``docs/measurements/papers/*.json``, so that an experiment can be repeated alone.
+The document is made from these records, kept in ``docs/measurements/papers/*.json``, so that an experiment can be
+repeated alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class PaperModel(BaseModel):
 
 
 class Band(PaperModel):
-    """From ``low`` to ``high``; without one of them open on that side. In TOML a number, or two of which one may be ``inf``."""
+    """From ``low`` to ``high``; None is open. In TOML a number, or two of which one may be ``inf``."""
 
     low: float | None = None
     high: float | None = None

@@ -126,7 +126,8 @@ def observe_interference(trial: PaperTrial) -> Observation:
 def observe_capacity(trial: PaperTrial) -> Observation:
     """Prefill tokens per second of all engines that prefill, with full queues.
 
-    One engine is simulated: ``num_decodes`` requests that decode throughout, and prompts that end with their first token.
+    One engine is simulated: ``num_decodes`` requests that decode throughout, and prompts that end with their first
+    token.
     """
     slo = Slo(ttft_s=1e9, tpot_s=1e9)
     requests = [(_DECODE_TOKENS, trial.num_decodes), (1, _NUM_CAPACITY_PROMPTS)]

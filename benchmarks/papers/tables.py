@@ -72,8 +72,8 @@ class PaperTestbed(PaperModel):
     start_rps: float
     settings: SettingValues = Field(default_factory=dict)
     description: str = (
-        "{model} TP{tensor_parallel} on {gpu}, trace {trace}, TTFT {ttft_s:g} s, TPOT {tpot_ms:g} ms; {duration_s:g} s, "
-        "seeds {seeds}"
+        "{model} TP{tensor_parallel} on {gpu}, trace {trace}, TTFT {ttft_s:g} s, TPOT {tpot_ms:g} ms; "
+        "{duration_s:g} s, seeds {seeds}"
     )
 
     def make_spec(self, system: System) -> CellSpec:
@@ -266,7 +266,8 @@ class Paper(PaperModel):
         grids: By strategy.
         cells: Compared by goodput.
         experiments: The others.
-        order: Names of experiments as the document has them; ``CELL`` runs the paper's sliders, ``CELL-tuned`` tuned ones.
+        order: Names of experiments as the document has them: ``CELL`` has the paper's sliders,
+            ``CELL-tuned`` tuned ones.
     """
 
     introduction: str

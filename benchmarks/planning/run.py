@@ -1,11 +1,12 @@
 """What a recommendation costs: CPU time of the operator's search and of ``sluice plan``, four engines, one core.
 
     make build/compiled/stamp
-    PYTHONPATH=build/compiled .venv/bin/python benchmarks/planning/run.py [--only search|plan] [--repeats N] [--json OUT]
+    PYTHONPATH=build/compiled .venv/bin/python benchmarks/planning/run.py [--only search|plan] [--repeats N]
 
-Each is a process of its own, as in production, and its CPU time is all that it takes, its start included; how much of it
-the start is stands in the first line. Short chats have prompts of 40 tokens and answers of 200, of which four engines serve
-about 100 in a second; the other workloads are traces. The operator may choose every slider. Its sample is of 2000 requests at most, as the routers'.
+Each is a process of its own, as in production, and its CPU time is all that it takes, its start included; how much of
+it the start is stands in the first line. Short chats have prompts of 40 tokens and answers of 200, of which four
+engines serve about 100 in a second; the other workloads are traces. The operator may choose every slider. Its sample
+is of 2000 requests at most, as the routers'.
 """
 
 from __future__ import annotations

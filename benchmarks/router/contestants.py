@@ -258,8 +258,8 @@ def make_plan(site: Site, strategy: str) -> plan_pb2.Plan:
 
     Args:
         site: Where they are.
-        strategy: ``aggregated``: all alike, decode in place. ``taichi``: a quarter is P-heavy, the others have a quarter
-            of its chunk size, and every answer whose prefill ran on a P-heavy engine moves once.
+        strategy: ``aggregated``: all alike, decode in place. ``taichi``: a quarter is P-heavy, the others have a
+            quarter of its chunk size, and every answer whose prefill ran on a P-heavy engine moves once.
     """
     num_prefill_heavy = site.num_engines // 4 if strategy == "taichi" else 0
     # Equal chunk sizes would make roles void.

@@ -224,7 +224,8 @@ def main() -> int:
     per_token, per_request = costs.split()
     version = contestants.Sluice().version()
     print(
-        f"\nsluice {version}, {options.strategy}; {next(iter(cases.streams.values())).describe()}; {options.repeats} repeats\n"
+        f"\nsluice {version}, {options.strategy}; {next(iter(cases.streams.values())).describe()}; "
+        f"{options.repeats} repeats\n"
     )
     print(format_costs(costs, list(cases.all())))
     print(f"\nCPU above idle: {per_token.format(1)} us per token + {per_request.format(0)} us per request")

@@ -1,8 +1,8 @@
 """What the kernel says about processes and cores: CPU time, memory, foreign load, and how fast the machine is now.
 
-CPU time of a process is the scheduler's run time of its threads (nanoseconds, ``/proc/PID/task/*/schedstat``), not ticks:
-a router that wakes up thousands of times a second for microseconds is invisible to ticks. Network work of loopback that
-runs within a system call counts for its caller.
+CPU time of a process is the scheduler's run time of its threads (nanoseconds, ``/proc/PID/task/*/schedstat``), not
+ticks: a router that wakes up thousands of times a second for microseconds is invisible to ticks. Network work of
+loopback that runs within a system call counts for its caller.
 """
 
 from __future__ import annotations

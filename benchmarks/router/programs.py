@@ -1,4 +1,4 @@
-"""Programs that the benchmark starts: pinned to a core, logged to a file, waited for, and stopped by their process id."""
+"""Starts a program pinned to a core with a log file, waits for it, and stops it by its process id."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ from programs import ProgramStartError
 from traffic import TrafficWorkload
 
 NOTE = """\
-Read it so: sluice tokenizes each prompt, detokenizes each token and places each request by its SLO, over one gRPC stream
-per engine; the proxies pass bytes. Text work off: {text_off}
-"tokens/core" is the inverse of CPU per token, by repeat: median [range]. "added" is from the stub's stamp of a token to the
-client's read, "TTFT+" the way of a request to the stub plus that of its first token back: transport and client included, as
-in the rows without a router."""
+How to read it: sluice tokenizes each prompt, detokenizes each token and places each request by its SLO, over one
+gRPC stream per engine; the proxies pass bytes. Text work off: {text_off}
+"tokens/core" is the inverse of CPU per token, by repeat: median [range]. "added" is from the stub's stamp of a token to
+the client's read. "TTFT+" is the way of a request to the stub plus that of its first token back. Both include transport
+and client, as do the rows without a router."""
 TEXT_OFF_MISSING = "not measured, because the router offers no raw pieces yet (contestants.RAW_PIECES_ARGUMENTS)."
 TEXT_OFF_MEASURED = "the row 'sluice, text off'."
 
