@@ -67,8 +67,8 @@ dev: $(STAMPS)/dev
 
 model: $(MODEL)
 
-$(MODEL): cli/sluice_cli/tiny_model.py | $(STAMPS)/$(ENGINE)
-	@$(BIN)/python -m sluice_cli.tiny_model $(@D)
+$(MODEL): examples/tiny_model.py | $(STAMPS)/$(ENGINE)
+	@$(BIN)/python examples/tiny_model.py $(@D)
 	@touch $@
 
 $(BIN)/python:

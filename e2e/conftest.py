@@ -9,8 +9,7 @@ import pytest
 import workload
 import yaml
 from cluster import Cluster, run_cluster
-
-from sluice_cli import tiny_model
+from examples import tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

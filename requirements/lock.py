@@ -1,12 +1,9 @@
-"""Writes and checks the lock files of this folder: one per image extra, and one of the development tools.
+"""Writes and checks the lock files of this folder: one per extra of pyproject.toml, and one of the development tools.
 
     python requirements/lock.py check     # do the locks belong to pyproject.toml? needs no network
-    python requirements/lock.py write     # resolve anew with uv, keeping versions that still fit; then prove
-    python requirements/lock.py prove     # asks a registry: does the lock for GPUs hold all that its packages need?
+    python requirements/lock.py write     # resolves with uv, keeps versions that still fit, checks the lock for GPUs
 
-A lock names every package with its version and hashes, and no registry: any mirror will do. Its header holds a hash
-of the tables of pyproject.toml that it was made from. The locks for machines without a GPU leave packages out
-(``tool.sluice.locks-without-gpu``), so only the one for GPUs can be proved.
+A lock names every package with version and hashes, and no registry, so that any mirror will do.
 """
 
 from __future__ import annotations
@@ -19,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parent / "pyproject.toml"
-# One lock per extra of pyproject.toml and one for its group of development tools. `make up` installs several of them
-# together, so what they share has the same version in all.
+# `make up` installs several locks together, so a package that they share has the same version in all.
+# `uv export` cannot write them: uv.lock names registries, and its overrides hold for every extra, GPUs included.
 EXTRAS = ("router", "operator", "cli", "engine-cpu", "engine")
 TOOLS = "dev"
 # The lock of engines on GPUs, and what a Python that it is for looks like: Debian bookworm's C library or a newer one.
@@ -52,66 +50,50 @@ def hash_inputs(project: dict[str, Any]) -> str:
 
 
 def check(project: dict[str, Any]) -> list[str]:
-    """Finds locks that do not belong to pyproject.toml.
-
-    Returns:
-        A line for each problem; empty when there is none.
-    """
+    """Finds locks that do not belong to pyproject.toml; returns a line for each problem."""
     problems = []
     for name in (*EXTRAS, TOOLS):
-        path = HERE / f"{name}.txt"
-        if not path.is_file():
-            problems.append(f"{path.name} is missing")
-            continue
-        text = path.read_text()
+        text = (HERE / f"{name}.txt").read_text()
         if f"{HASH_LINE}{hash_inputs(project)}\n" not in text:
-            problems.append(f"{path.name} was made from another pyproject.toml")
+            problems.append(f"{name}.txt was made from another pyproject.toml")
         if "://" in text:
-            problems.append(f"{path.name} names a registry")
+            problems.append(f"{name}.txt names a registry")
         locked = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", text, re.MULTILINE))
-        for dependency in _direct_dependencies(project, name):
-            package, version = dependency.split("==")
+        for package, version in (dependency.split("==") for dependency in _direct_dependencies(project, name)):
             found = locked.get(package.lower(), "nothing")
             if found != version:
-                problems.append(f"{path.name} holds {found} of {package}, pyproject.toml asks for {version}")
-        problems += _check_excluded(project, name, locked)
+                problems.append(f"{name}.txt holds {found} of {package}, pyproject.toml asks for {version}")
+        # What is left out without a GPU stands in the lock for GPUs, and in no other.
+        excludes = project["tool"]["sluice"]["locks-without-gpu"]["excludes"]
+        wrong = [package for package in excludes if (package in locked) != (name == GPU)]
+        verdict = "lacks {}, which only locks without GPUs do" if name == GPU else "holds {}, which is for GPUs"
+        problems += [f"{name}.txt {verdict.format(package)}" for package in wrong]
     return problems
-
-
-def _check_excluded(project: dict[str, Any], name: str, locked: dict[str, str]) -> list[str]:
-    """What is left out without a GPU stands in the lock for GPUs, and in no other."""
-    excluded: list[str] = project["tool"]["sluice"]["locks-without-gpu"]["excludes"]
-    if name == GPU:
-        return [
-            f"{name}.txt lacks {package}, which only locks without GPUs do"
-            for package in excluded
-            if package not in locked
-        ]
-    return [f"{name}.txt holds {package}, which is for GPUs" for package in excluded if package in locked]
 
 
 def _direct_dependencies(project: dict[str, Any], name: str) -> list[str]:
     if name == TOOLS:
-        tools: list[str] = project["dependency-groups"][TOOLS]
-        return tools
+        return [*project["dependency-groups"][TOOLS]]
     return [*project["project"]["dependencies"], *project["project"]["optional-dependencies"][name]]
 
 
 def write(project: dict[str, Any]) -> None:
     """Resolves every lock."""
+    without_gpu = [name for name in EXTRAS if name != GPU]
     with tempfile.TemporaryDirectory() as temporary:
         together = Path(temporary) / "together.txt"
-        everything_on_cpu = [name for name in EXTRAS if name != GPU]
-        options = _write_without_gpu_options(project, Path(temporary))
-        _compile(together, [*_extra_options(everything_on_cpu), *_tool_options(), *options])
-        options += ["--constraint", str(together)]
-        for name in everything_on_cpu:
-            _compile(HERE / f"{name}.txt", [*_extra_options([name]), *options])
-        _compile(HERE / f"{TOOLS}.txt", [*_tool_options(), *options])
-    shared = [
+        options = []
+        for name, lines in project["tool"]["sluice"]["locks-without-gpu"].items():  # uv takes them from files only
+            path = Path(temporary) / f"{name}.txt"
+            path.write_text("\n".join(lines))
+            options += [f"--{name}", str(path)]
+        _compile(together, [*_select(*without_gpu, TOOLS), *options])
+        for name in (*without_gpu, TOOLS):
+            _compile(HERE / f"{name}.txt", [*_select(name), *options, "--constraint", str(together)])
+    shared = (
         part for name in ("router", "operator", "cli", TOOLS) for part in ("--constraint", str(HERE / f"{name}.txt"))
-    ]
-    _compile(HERE / f"{GPU}.txt", [*_extra_options([GPU]), *shared])
+    )
+    _compile(HERE / f"{GPU}.txt", [*_select(GPU), *shared])
     _compile(HERE / "uv.txt", ["-"], UV)
     for name in (*EXTRAS, TOOLS):
         path = HERE / f"{name}.txt"
@@ -119,65 +101,54 @@ def write(project: dict[str, Any]) -> None:
         print(f"wrote requirements/{path.name}")
 
 
-def prove() -> list[str]:
-    """Asks a registry whether the lock for GPUs is complete: an installer that insists on hashes must miss none.
+def _select(*names: str) -> list[str]:
+    """Options that name what is resolved: extras, and the group of the development tools."""
+    extras = [part for name in names if name != TOOLS for part in ("--extra", name)]
+    project = [str(PROJECT)] if extras else []
+    return [*project, *extras, *(["--group", f"{PROJECT}:{TOOLS}"] if TOOLS in names else [])]
+
+
+def _compile(path: Path, options: list[str], text: str = "") -> None:
+    quiet = ["--quiet", "--no-annotate", "--no-header"]
+    command = ["uv", "pip", "compile", "--universal", "--generate-hashes", *quiet, "-o", str(path), *options]
+    subprocess.run(command, check=True, cwd=PROJECT.parent, input=text, text=True)
+
+
+def check_gpu_lock() -> list[str]:
+    """Asks a registry whether the lock for GPUs, which no test installs, holds all that its packages need.
 
     Nothing is installed, and no wheel is fetched where the registry tells their metadata.
 
     Returns:
-        A line for each Python and platform for which it is not; empty when all is well.
+        A line for each Python and platform for which something is missing.
     """
     problems = []
     with tempfile.TemporaryDirectory() as target:
-        # Run outside the project, whose settings for uv are not those of who installs an image.
-        options = ["--dry-run", "--quiet", "--only-binary", ":all:", "--require-hashes"]
-        command = ["uv", "pip", "install", *options, "--target", target, "-r", str(HERE / f"{GPU}.txt")]
-        for platform in PLATFORMS:
-            for python in PYTHONS:
-                aim = ["--python-platform", platform, "--python-version", python]
-                done = subprocess.run([*command, *aim], check=False, cwd=target, capture_output=True, text=True)
-                if done.returncode != 0:
-                    problems.append(f"{GPU}.txt, Python {python}, {platform}: {done.stderr.strip()}")
+        options = ["--dry-run", "--quiet", "--only-binary", ":all:", "--require-hashes", "--target", target]
+        command = ["uv", "pip", "install", *options, "-r", str(HERE / f"{GPU}.txt")]
+        for platform, python in product(PLATFORMS, PYTHONS):
+            aim = ["--python-platform", platform, "--python-version", python]
+            # Outside the project, whose settings for uv are not those of who installs an image.
+            done = subprocess.run([*command, *aim], check=False, cwd=target, capture_output=True, text=True)
+            if done.returncode != 0:
+                problems.append(f"{GPU}.txt, Python {python}, {platform}: {done.stderr.strip()}")
     return problems
-
-
-def _write_without_gpu_options(project: dict[str, Any], folder: Path) -> list[str]:
-    """Options that resolve for machines without a GPU; uv takes them from files only."""
-    options = []
-    for name, lines in project["tool"]["sluice"]["locks-without-gpu"].items():
-        path = folder / f"{name}.txt"
-        path.write_text("".join(f"{line}\n" for line in lines))
-        options += [f"--{name}", str(path)]
-    return options
-
-
-def _extra_options(extras: list[str]) -> list[str]:
-    return [str(PROJECT), *(part for extra in extras for part in ("--extra", extra))]
-
-
-def _tool_options() -> list[str]:
-    return ["--group", f"{PROJECT}:{TOOLS}"]
-
-
-def _compile(path: Path, options: list[str], text: str = "") -> None:
-    command = ["uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes", "-o", str(path), *options]
-    quiet = ["--no-emit-index-url", "--no-emit-find-links", "--no-annotate", "--no-header"]
-    subprocess.run([*command, *quiet], check=True, cwd=PROJECT.parent, input=text, text=True)
 
 
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description="Writes or checks the lock files.")
-    parser.add_argument("what", choices=["check", "write", "prove"])
-    what = parser.parse_args().what
+    parser.add_argument("what", choices=["check", "write"])
     project = tomllib.loads(PROJECT.read_text())
-    if what == "write":
+    if parser.parse_args().what == "check":
+        problems, verdict = check(project), "run `make lock`"
+    else:
         write(project)
-    problems = check(project) if what == "check" else prove()
+        problems, verdict = check_gpu_lock(), f"{GPU}.txt cannot be installed as it is"
     if problems:
         print("\n".join(problems))
-        sys.exit("run `make lock`" if what == "check" else f"{GPU}.txt cannot be installed as it is")
-    print("the locks belong to pyproject.toml" if what == "check" else f"{GPU}.txt holds all that its packages need")
+        sys.exit(verdict)
+    print("the locks belong to pyproject.toml")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The offered load: lengths from a trace, Poisson arrivals, the same for every strategy.
 
-One seed fixes the lengths and the gaps of a rate of one request per second; a rate divides the gaps. So a higher rate offers
-the same requests in the same order, only faster, and strategies are compared on the same requests.
+One seed fixes the lengths and the gaps of a rate of one request per second; a rate divides the gaps. So a higher rate
+offers the same requests in the same order, only faster, and strategies are compared on the same requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class LoadArrival:
     """One request.
 
     Args:
@@ -72,7 +72,7 @@ def load_lengths(trace: str, *, limit_tokens: int, limit_output_tokens: int, fol
     return Lengths(source=f"trace {trace}", rows=fitting, num_left_out=len(rows) - len(fitting))
 
 
-def make_arrivals(lengths: Lengths, *, rate: float, seconds: float, seed: int) -> list[Arrival]:
+def make_arrivals(lengths: Lengths, *, rate: float, seconds: float, seed: int) -> list[LoadArrival]:
     """Makes a Poisson load; lengths are drawn without replacement until the trace is used up.
 
     Args:
@@ -83,14 +83,14 @@ def make_arrivals(lengths: Lengths, *, rate: float, seconds: float, seed: int) -
     """
     gaps, order = random.Random(seed), random.Random(seed + 1)
     rows: list[tuple[int, int]] = []
-    arrivals: list[Arrival] = []
+    arrivals: list[LoadArrival] = []
     at_s = gaps.expovariate(1.0) / rate
     while at_s < seconds:
         if not rows:
             rows = order.sample(lengths.rows, len(lengths.rows))
         prompt_tokens, output_tokens = rows.pop()
         arrivals.append(
-            Arrival(number=len(arrivals), at_s=at_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+            LoadArrival(number=len(arrivals), at_s=at_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         )
         at_s += gaps.expovariate(1.0) / rate
     return arrivals

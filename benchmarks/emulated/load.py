@@ -1,8 +1,8 @@
 """Open-loop load over the OpenAI API: a request is sent when it is due, whatever became of the others.
 
-The client shares two cores with everything that it measures, so a token costs it one callback that counts bytes: the times
-of a request are the router's (TTFT and TPOT by definition, in the answer's usage), and the client's own stamps of the first and
-the last byte stand beside them as a check. A connection serves one request.
+The client shares two cores with everything that it measures, so a token costs it one callback that counts bytes: the
+times of a request are the router's (TTFT and TPOT by definition, in the answer's usage), and the client's own stamps
+of the first and the last byte stand beside them as a check. A connection serves one request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.emulated.arrivals import Arrival
+    from benchmarks.emulated.arrivals import LoadArrival
 
 HOST = "127.0.0.1"
 # Within the tiny model's vocabulary, above its special tokens.
@@ -28,7 +28,7 @@ SEPARATOR = b"\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class LoadAnswer:
     """What came of one request.
 
     Args:
@@ -43,7 +43,7 @@ class Answer:
         client_duration_s: Sending to last byte.
     """
 
-    arrival: Arrival
+    arrival: LoadArrival
     lag_s: float
     error: str = ""
     ttft_s: float = 0.0
@@ -90,7 +90,7 @@ class AnswerReader(asyncio.Protocol):
             self.done.set_result(None)
 
 
-def make_request(arrival: Arrival, model: str, rng: random.Random) -> bytes:
+def make_request(arrival: LoadArrival, model: str, rng: random.Random) -> bytes:
     """Makes a request of exact lengths, with a prompt that no prefix cache holds.
 
     Args:
@@ -116,8 +116,8 @@ def make_request(arrival: Arrival, model: str, rng: random.Random) -> bytes:
 
 
 async def run_load(
-    port: int, arrivals: Sequence[Arrival], *, model: str, prompt_seed: int, timeout_s: float
-) -> list[Answer]:
+    port: int, arrivals: Sequence[LoadArrival], *, model: str, prompt_seed: int, timeout_s: float
+) -> list[LoadAnswer]:
     """Sends every request when it is due, and waits for all answers.
 
     Args:
@@ -140,7 +140,7 @@ async def run_load(
     return [task.result() for task in tasks]
 
 
-async def _send(port: int, arrival: Arrival, request: bytes, lag_s: float, timeout_s: float) -> Answer:
+async def _send(port: int, arrival: LoadArrival, request: bytes, lag_s: float, timeout_s: float) -> LoadAnswer:
     try:
         async with asyncio.timeout(timeout_s):
             loop = asyncio.get_running_loop()
@@ -152,22 +152,22 @@ async def _send(port: int, arrival: Arrival, request: bytes, lag_s: float, timeo
             finally:
                 transport.abort()
     except TimeoutError:
-        return Answer(arrival=arrival, lag_s=lag_s, error=f"no end within {timeout_s:g} s")
+        return LoadAnswer(arrival=arrival, lag_s=lag_s, error=f"no end within {timeout_s:g} s")
     except OSError as error:
-        return Answer(arrival=arrival, lag_s=lag_s, error=f"connection: {error.strerror or error}")
+        return LoadAnswer(arrival=arrival, lag_s=lag_s, error=f"connection: {error.strerror or error}")
     return read_answer(arrival, lag_s, sent_s, reader)
 
 
-def read_answer(arrival: Arrival, lag_s: float, sent_s: float, reader: AnswerReader) -> Answer:
+def read_answer(arrival: LoadArrival, lag_s: float, sent_s: float, reader: AnswerReader) -> LoadAnswer:
     """Reads the usage at the end of a stream; an answer without one, or of the wrong length, has failed."""
     usage = find_usage(reader.tail)
     if reader.status != 200 or usage is None:
         end = reader.tail[-200:].decode(errors="replace").strip()
-        return Answer(arrival=arrival, lag_s=lag_s, error=f"HTTP {reader.status}, no usage at the end: {end}")
+        return LoadAnswer(arrival=arrival, lag_s=lag_s, error=f"HTTP {reader.status}, no usage at the end: {end}")
     if usage["completion_tokens"] != arrival.output_tokens:
         error = f"{usage['completion_tokens']} tokens instead of {arrival.output_tokens}"
-        return Answer(arrival=arrival, lag_s=lag_s, error=error)
-    return Answer(
+        return LoadAnswer(arrival=arrival, lag_s=lag_s, error=error)
+    return LoadAnswer(
         arrival=arrival,
         lag_s=lag_s,
         ttft_s=usage["ttft_ms"] / 1e3,

@@ -16,10 +16,10 @@ from benchmarks.local_cluster.figures import compute_percentile, to_json_number
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.emulated.arrivals import Arrival
-    from benchmarks.emulated.load import Answer
-    from benchmarks.local_cluster.client import Client
-    from benchmarks.local_cluster.cluster import Cluster
+    from benchmarks.emulated.arrivals import LoadArrival
+    from benchmarks.emulated.load import LoadAnswer
+    from benchmarks.local_cluster.client import BenchmarkClient
+    from benchmarks.local_cluster.cluster import BenchmarkCluster
 
 MS = 1e3
 PERCENTS = (50, 90, 99)
@@ -61,7 +61,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cores:
+class CoreUsage:
     """Mean use of the machine while requests arrived, in cores.
 
     Args:
@@ -95,14 +95,14 @@ class Phase:
     strategy: str
     rate: float
     seed: int
-    answers: list[Answer]
+    answers: list[LoadAnswer]
     counters: dict[str, dict[tuple[str, ...], float]]
-    cores: Cores
+    cores: CoreUsage
     duration_s: float
     latency_error: float
 
     @property
-    def good(self) -> list[Answer]:
+    def good(self) -> list[LoadAnswer]:
         """Answers that did not fail."""
         return [answer for answer in self.answers if not answer.error]
 
@@ -171,7 +171,7 @@ class Phase:
 class Meter:
     """Reads CPU time of everything; the processes are looked up once, at its making."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: BenchmarkCluster) -> None:
         self._kinds = {
             "engines": cluster.find_processes("engine"),
             "router": cluster.find_processes("router"),
@@ -185,19 +185,19 @@ class Meter:
         busy_s = times.user + times.nice + times.system + times.irq + times.softirq
         return {**values, "busy": busy_s, "at": time.monotonic()}
 
-    def measure(self) -> Cores:
+    def measure(self) -> CoreUsage:
         """Use of the machine since the meter was made."""
         after = self._read()
         elapsed_s = after["at"] - self._before["at"]
         cores = {name: (after[name] - self._before[name]) / elapsed_s for name in ("engines", "router", "load", "busy")}
-        return Cores(**cores)
+        return CoreUsage(**cores)
 
 
 async def run_phase(
-    cluster: Cluster,
-    client: Client,
+    cluster: BenchmarkCluster,
+    client: BenchmarkClient,
     setting: Setting,
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[LoadArrival],
     *,
     rate: float,
     seed: int,
@@ -243,7 +243,7 @@ async def run_phase(
     )
 
 
-async def _measure_at(meter: Meter, after_s: float) -> Cores:
+async def _measure_at(meter: Meter, after_s: float) -> CoreUsage:
     """Measures while requests still arrive: the emptying afterwards would flatter everybody."""
     await asyncio.sleep(after_s)
     return meter.measure()

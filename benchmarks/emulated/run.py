@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks.emulated.run [--json OUT] [--quick] [--trace NAME] [--rates 8,12] [--seeds 1,2]
 
-The engines are real (vLLM's scheduler and KV manager, our plug-in and server); only the forward pass is replaced by the
-clock of a latency model, in real time. Strategies follow each other on one cluster, by edits of its manifest; arrivals and
-lengths are the same for each, prompts are not. See docs/benchmarks.md for how to read it.
+The engines are real (vLLM's scheduler and KV manager, our plug-in and server); only the forward pass is replaced by
+the clock of a latency model, in real time. Strategies follow each other on one cluster, by edits of its manifest;
+arrivals and lengths are the same for each, prompts are not. See docs/benchmarks.md for how to read it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
-from benchmarks.emulated.arrivals import Arrival, Lengths, load_lengths, make_arrivals
-from benchmarks.emulated.load import Answer, run_load
+from benchmarks.emulated.arrivals import Lengths, LoadArrival, load_lengths, make_arrivals
+from benchmarks.emulated.load import LoadAnswer, run_load
 from benchmarks.emulated.manifests import ANSWER_TIMEOUT_S, MODEL_LIMIT_TOKENS, make_cluster_manifest, read_share
 from benchmarks.emulated.phases import Phase, Setting, run_phase
 from benchmarks.emulated.report import compute_ratios, find_warnings, format_moves, format_phases, format_ratios
 from benchmarks.local_cluster.client import StreamFailedError, list_errors
-from benchmarks.local_cluster.cluster import Cluster, ClusterError, run_cluster
+from benchmarks.local_cluster.cluster import BenchmarkCluster, ClusterError, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.records import IterationShape
@@ -35,7 +35,7 @@ from sluice_engine.emulation.emulated_gpu import EmulatedGpu, load_gpu
 from sluice_engine.errors import SettingsError
 
 if TYPE_CHECKING:
-    from benchmarks.local_cluster.client import Client
+    from benchmarks.local_cluster.client import BenchmarkClient
 
 LONE_PROMPT_TOKENS, LONE_OUTPUT_TOKENS = 512, 64
 # Enough iterations for the router's latency model before anything counts.
@@ -76,7 +76,7 @@ def make_settings(options: argparse.Namespace) -> list[Setting]:
     return [known[name] for name in options.strategies.split(",")]
 
 
-class Run:
+class EmulatedRun:
     """One run of the benchmark. Mutable: collects the phases.
 
     Args:
@@ -88,7 +88,12 @@ class Run:
     """
 
     def __init__(
-        self, cluster: Cluster, client: Client, options: argparse.Namespace, lengths: Lengths, settings: list[Setting]
+        self,
+        cluster: BenchmarkCluster,
+        client: BenchmarkClient,
+        options: argparse.Namespace,
+        lengths: Lengths,
+        settings: list[Setting],
     ) -> None:
         self._cluster = cluster
         self._client = client
@@ -116,7 +121,7 @@ class Run:
                     await self._measure(setting, arrivals, rate, seed)
                 turn = (turn + 1) % len(self._settings)
 
-    async def _measure(self, setting: Setting, arrivals: list[Arrival], rate: float, seed: int) -> None:
+    async def _measure(self, setting: Setting, arrivals: list[LoadArrival], rate: float, seed: int) -> None:
         phase = await run_phase(
             self._cluster,
             self._client,
@@ -138,7 +143,7 @@ class Run:
 
     async def _measure_lone(self) -> float:
         """Time per output token of a lone request, over the modelled one: is the clock right at all?"""
-        arrival = Arrival(number=0, at_s=0.0, prompt_tokens=LONE_PROMPT_TOKENS, output_tokens=LONE_OUTPUT_TOKENS)
+        arrival = LoadArrival(number=0, at_s=0.0, prompt_tokens=LONE_PROMPT_TOKENS, output_tokens=LONE_OUTPUT_TOKENS)
         profile = find_gpu(self._options).profile
         shape = IterationShape(num_decodes=1, decode_context_tokens=LONE_PROMPT_TOKENS + LONE_OUTPUT_TOKENS // 2)
         answers = await self._load([arrival])
@@ -152,7 +157,7 @@ class Run:
         arrivals = make_arrivals(self._lengths, rate=max(self._options.rates) / 2, seconds=seconds, seed=0)
         await self._load(arrivals)
 
-    async def _load(self, arrivals: list[Arrival]) -> list[Answer]:
+    async def _load(self, arrivals: list[LoadArrival]) -> list[LoadAnswer]:
         return await run_load(
             self._options.port_base,
             arrivals,
@@ -177,11 +182,12 @@ def format_model(options: argparse.Namespace) -> str:
     profile = gpu.profile
     linear = ", ".join(f"{tokens}: {profile.estimate_linear_s(tokens) * 1e3:.3g}" for tokens in SHOWN_TOKENS)
     return (
-        f"latency model: {options.model} on {options.gpu}, time scale {TIME_SCALE:g} (real time). Iteration of n tokens ="
-        f" linear(n) [ms at n: {linear}] + per prefill chunk {profile.prefill_base_s * 1e6:.3g} us"
-        f" + {profile.prefill_token_s * 1e6:.3g} us/token + {profile.prefill_work_s * 1e9:.3g} ns * c * (context + c/2);"
-        f" with decodes {profile.decode_base_s * 1e6:.3g} us + {profile.decode_request_s * 1e6:.3g} us each"
-        f" + {profile.decode_context_s * 1e9:.3g} ns/context token; {profile.host_sequence_s * 1e6:.3g} us per chunk and"
+        f"latency model: {options.model} on {options.gpu}, time scale {TIME_SCALE:g} (real time). "
+        f"Iteration of n tokens = linear(n) [ms at n: {linear}] + per prefill chunk {profile.prefill_base_s * 1e6:.3g} us"
+        f" + {profile.prefill_token_s * 1e6:.3g} us/token + {profile.prefill_work_s * 1e9:.3g} ns * c * (context + c/2)"
+        f"; with decodes {profile.decode_base_s * 1e6:.3g} us + {profile.decode_request_s * 1e6:.3g} us each"
+        f" + {profile.decode_context_s * 1e9:.3g} ns/context token; "
+        f"{profile.host_sequence_s * 1e6:.3g} us per chunk and"
         f" decode. KV: {gpu.kv_tokens} tokens, {gpu.kv_bytes_per_token} bytes each on the link."
     )
 
@@ -199,13 +205,13 @@ def describe_model(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def measure(
-    cluster: Cluster, options: argparse.Namespace, lengths: Lengths, settings: list[Setting]
+    cluster: BenchmarkCluster, options: argparse.Namespace, lengths: Lengths, settings: list[Setting]
 ) -> tuple[list[Phase], float]:
     """Runs everything on a cluster that is starting; returns the phases and the lone request's ratio."""
     started_s = time.monotonic()
     async with cluster.connect(options.start_timeout) as client:
         print(f"{options.engines} engines serve after {time.monotonic() - started_s:.0f} s", flush=True)
-        run = Run(cluster, client, options, lengths, settings)
+        run = EmulatedRun(cluster, client, options, lengths, settings)
         await run.measure_all()
     return run.phases, run.lone_ratio
 

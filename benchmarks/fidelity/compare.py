@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.emulated.phases import Phase
-    from benchmarks.fidelity.records import Batch, Record
+    from benchmarks.fidelity.records import Record, RecordedBatch
     from benchmarks.fidelity.simulated import Simulated
 
 MS = 1e3
@@ -135,7 +135,7 @@ def compare_runs(phase: Phase, simulated: Simulated, records: Sequence[Record]) 
     )
 
 
-def compare_batches(record: Record, replayed: Sequence[Batch]) -> BatchComparison:
+def compare_batches(record: Record, replayed: Sequence[RecordedBatch]) -> BatchComparison:
     """Compares an engine's batches with those of its replay, up to the first difference."""
     emulated = [iteration.batch for iteration in record.iterations]
     num_equal = 0
@@ -179,8 +179,9 @@ def format_comparisons(comparisons: Sequence[Comparison]) -> str:
         points = f"{100 * (theirs.attainment - ours.attainment):+.1f}"
         rows.append(["", "", "", "difference", points, *changes, ""])
         notes.append(
-            f"{comparison.strategy} at {comparison.rate:.2f}/s: iterations took {100 * comparison.clock_error:+.2f} % of "
-            f"the modelled time more (median), {comparison.busy_cores:.2f} cores busy, {sum(comparison.errors.values())} failed "
+            f"{comparison.strategy} at {comparison.rate:.2f}/s: iterations took {100 * comparison.clock_error:+.2f} % "
+            f"of the modelled time more (median), {comparison.busy_cores:.2f} cores busy, "
+            f"{sum(comparison.errors.values())} failed "
             f"({comparison.num_refused} simulated)"
         )
         notes += [f"failed: {count} with {error}" for error, count in comparison.errors.items()]

@@ -1,4 +1,4 @@
-"""What engines recorded (``sluice_engine.scheduling.iteration_recorder``), and the load of one of them on the clock that it emulated.
+"""Reads what ``sluice_engine.scheduling.iteration_recorder`` wrote: iterations and load of each engine.
 
 The modelled clock has none of the host's delays: an iteration that was scheduled while another ran begins when that one
 ends, and an idle engine idles as long as it did. On it a request comes exactly when the scheduler saw it, between two
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BEFORE_S = 1e-7
 
 
-class Batch(NamedTuple):
+class RecordedBatch(NamedTuple):
     """What an iteration held.
 
     Args:
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(slots=True)
-class Request:
+class RecordedRequest:
     """A request as an engine saw it; mutable while the record is read.
 
     Args:
@@ -69,7 +69,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Iteration:
+class RecordedIteration:
     """One iteration of a record; mutable while the record is read.
 
     Args:
@@ -84,7 +84,7 @@ class Iteration:
     scheduled_s: float
     start_s: float
     duration_s: float
-    batch: Batch
+    batch: RecordedBatch
     ended_s: float = 0.0
     measured_s: float = 0.0
 
@@ -107,8 +107,8 @@ class Record:
     """
 
     name: str
-    iterations: list[Iteration] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
+    iterations: list[RecordedIteration] = field(default_factory=list)
+    requests: list[RecordedRequest] = field(default_factory=list)
     handed_off_s: dict[str, float] = field(default_factory=dict)
     joined_s: dict[str, float] = field(default_factory=dict)
 
@@ -120,15 +120,15 @@ class _Reader:
         self.record = Record(name)
         self._profile = profile
         self._begin_s = begin_s
-        self._running: list[Iteration] = []
+        self._running: list[RecordedIteration] = []
         self._end_s = self._ended_s = 0.0
-        self._new: list[Request] = []
+        self._new: list[RecordedRequest] = []
 
     def take(self, line: list) -> None:  # type: ignore[type-arg]
         """Takes a line of the record."""
         what, at_s, *values = line
         if what == "request":
-            self._new.append(Request(values[0], values[1], at_s, 0.0, *values[2:5]))
+            self._new.append(RecordedRequest(values[0], values[1], at_s, 0.0, *values[2:5]))
         elif what == "batch":
             self._schedule(at_s, *values[:3])
             self.record.joined_s |= dict.fromkeys(values[3], at_s)
@@ -140,7 +140,7 @@ class _Reader:
             self._end_s, self._ended_s = ended.end_s, at_s
 
     def _schedule(self, at_s: float, num_decodes: int, context_tokens: int, chunks: list[list]) -> None:  # type: ignore[type-arg]
-        batch = Batch(num_decodes, context_tokens, sum(chunk[2] for chunk in chunks), len(chunks))
+        batch = RecordedBatch(num_decodes, context_tokens, sum(chunk[2] for chunk in chunks), len(chunks))
         work = sum(compute_attention_work(tokens, before) for _, before, tokens in chunks)
         duration_s = self._profile.estimate_iteration_s(
             num_decodes + batch.prefill_tokens,
@@ -166,7 +166,7 @@ class _Reader:
             request.modelled_at_s = seen_s
             self.record.requests.append(request)
         self._new = []
-        iteration = Iteration(at_s, start_s, duration_s, batch)
+        iteration = RecordedIteration(at_s, start_s, duration_s, batch)
         self._running.append(iteration)
         self.record.iterations.append(iteration)
 

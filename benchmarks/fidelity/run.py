@@ -3,10 +3,10 @@
     .venv/bin/python -m benchmarks.fidelity.run [--json OUT] [--engines 4] [--shares 0.5,0.85] [--strategies TaiChi,...]
     .venv/bin/python -m benchmarks.fidelity.run --batches [--rate 1.0]
 
-The first runs ``sluice up`` with emulated engines (vLLM's own scheduler, our router, in real time) at shares of the goodput
-that the simulator finds on these arrivals, then simulates the arrivals that the router saw. Where nothing moves
-(Aggregated), each engine's load is replayed, and iterations are compared one by one. ``--batches`` does that with one
-engine alone. See docs/simulator.md, section Fidelity.
+The first runs ``sluice up`` with emulated engines (vLLM's own scheduler, our router, in real time) at shares of the
+goodput that the simulator finds on these arrivals, then simulates the arrivals that the router saw. Where nothing
+moves (Aggregated), each engine's load is replayed, and iterations are compared one by one. ``--batches`` does that
+with one engine alone. See docs/simulator.md, section Fidelity.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from benchmarks.fidelity.compare import Comparison, compare_batches, compare_run
 from benchmarks.fidelity.records import read_records
 from benchmarks.fidelity.simulated import find_goodput_rps, make_cell, replay, simulate
 from benchmarks.local_cluster.client import StreamFailedError, list_errors
-from benchmarks.local_cluster.cluster import POLL_S, Cluster, ClusterError, run_cluster
+from benchmarks.local_cluster.cluster import POLL_S, BenchmarkCluster, ClusterError, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.sim.cell import Arrival as SimulatedArrival
 from sluice_engine.scheduling.iteration_recorder import VARIABLE
 
 if TYPE_CHECKING:
-    from benchmarks.emulated.arrivals import Arrival, Lengths
+    from benchmarks.emulated.arrivals import Lengths, LoadArrival
     from benchmarks.emulated.phases import Phase
-    from benchmarks.local_cluster.client import Client
+    from benchmarks.local_cluster.client import BenchmarkClient
 
     from sluice_core.records import Slo
 
@@ -64,7 +64,7 @@ def make_settings(options: argparse.Namespace) -> list[Setting]:
     return [make_setting(name) for name in options.strategies]
 
 
-class Run:
+class FidelityRun:
     """One run of the benchmark. Mutable: collects what it finds.
 
     Args:
@@ -78,8 +78,8 @@ class Run:
 
     def __init__(
         self,
-        cluster: Cluster,
-        client: Client,
+        cluster: BenchmarkCluster,
+        client: BenchmarkClient,
         options: argparse.Namespace,
         lengths: Lengths,
         *,
@@ -121,10 +121,10 @@ class Run:
             self.comparisons.append(comparison)
             print(format_comparisons([comparison]), flush=True)
 
-    def _make_arrivals(self, rate: float) -> list[Arrival]:
+    def _make_arrivals(self, rate: float) -> list[LoadArrival]:
         return make_arrivals(self._lengths, rate=rate, seconds=self._options.seconds, seed=self._options.seed)
 
-    async def _load(self, setting: Setting, arrivals: list[Arrival], rate: float) -> Phase:
+    async def _load(self, setting: Setting, arrivals: list[LoadArrival], rate: float) -> Phase:
         self._num_loads += 1
         return await run_phase(
             self._cluster,
@@ -139,14 +139,14 @@ class Run:
         )
 
 
-def to_simulated(arrival: Arrival, at_s: float, slo: Slo) -> SimulatedArrival:
+def to_simulated(arrival: LoadArrival, at_s: float, slo: Slo) -> SimulatedArrival:
     """The same request for the simulator."""
     return SimulatedArrival(
         at_s=at_s, prompt_tokens=arrival.prompt_tokens, output_tokens=arrival.output_tokens, slo=slo
     )
 
 
-async def count_blocks(client: Client) -> int:
+async def count_blocks(client: BenchmarkClient) -> int:
     """Waits until all engines have reported how many KV blocks they have; they have equally many."""
     while True:
         blocks = {engine.kv_blocks_total for engine in (await client.read_status()).engines}
@@ -156,13 +156,13 @@ async def count_blocks(client: Client) -> int:
 
 
 async def measure(
-    cluster: Cluster, options: argparse.Namespace, lengths: Lengths, settings: list[Setting], records: Path
+    cluster: BenchmarkCluster, options: argparse.Namespace, lengths: Lengths, settings: list[Setting], records: Path
 ) -> list[Comparison]:
     """Runs everything on a cluster that is starting."""
     async with cluster.connect(options.start_timeout) as client:
         blocks = await count_blocks(client)
         print(f"{options.engines} engines serve, of {blocks} KV blocks", flush=True)
-        run = Run(cluster, client, options, lengths, records=records, kv_blocks=blocks)
+        run = FidelityRun(cluster, client, options, lengths, records=records, kv_blocks=blocks)
         for setting in settings:
             await run.measure(setting)
     return run.comparisons

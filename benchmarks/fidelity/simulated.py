@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.fidelity.records import Batch
+from benchmarks.fidelity.records import RecordedBatch
 
 from sluice_cli.simulation.cell_settings import build_cell, describe_manifest
 from sluice_core.records import Role, Slo
@@ -26,7 +26,7 @@ from sluice_operator.api.serving_cluster import ServingCluster
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from benchmarks.fidelity.records import Request
+    from benchmarks.fidelity.records import RecordedRequest
 
     from sluice_core.sim.cell import Cell
     from sluice_core.sim.metrics import RunSummary
@@ -81,7 +81,7 @@ def simulate(cell: Cell, arrivals: Sequence[Arrival]) -> Simulated:
     )
 
 
-def replay(cell: Cell, requests: Sequence[Request]) -> list[Batch]:
+def replay(cell: Cell, requests: Sequence[RecordedRequest]) -> list[RecordedBatch]:
     """Runs what came to one engine on an engine like it, without a router; returns its batches.
 
     Args:
@@ -118,11 +118,13 @@ def replay(cell: Cell, requests: Sequence[Request]) -> list[Batch]:
     return [_describe(iteration) for iteration in timeline.iterations]
 
 
-def _describe(iteration: IterationSpan) -> Batch:
-    return Batch(iteration.num_decodes, iteration.decode_context_tokens, iteration.prefill_tokens, iteration.num_chunks)
+def _describe(iteration: IterationSpan) -> RecordedBatch:
+    return RecordedBatch(
+        iteration.num_decodes, iteration.decode_context_tokens, iteration.prefill_tokens, iteration.num_chunks
+    )
 
 
-def _to_simulated(number: int, request: Request) -> SimRequest:
+def _to_simulated(number: int, request: RecordedRequest) -> SimRequest:
     arrival = Arrival(
         at_s=request.arrival_s, prompt_tokens=request.num_tokens, output_tokens=request.max_tokens, slo=NO_OBJECTIVE
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from benchmarks.hand_off.hops import Hop
-    from benchmarks.local_cluster.client import Client
+    from benchmarks.local_cluster.client import BenchmarkClient
 
 DECODE_PROMPT_TOKENS = 64
 DECODE_OUTPUT_TOKENS = 1500
@@ -29,7 +29,7 @@ START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
+class BackgroundLoad:
     """A background.
 
     Args:
@@ -44,10 +44,10 @@ class Condition:
 
 
 CONDITIONS = (
-    Condition(name="idle"),
-    Condition(name="decodes", decodes=4),
+    BackgroundLoad(name="idle"),
+    BackgroundLoad(name="decodes", decodes=4),
     # One decode counts the iterations; of two prompts per engine one at least waits.
-    Condition(name="prefill queue", decodes=1, prefills=3),
+    BackgroundLoad(name="prefill queue", decodes=1, prefills=3),
 )
 
 
@@ -65,7 +65,9 @@ class Background:
         rng: Draws prompts.
     """
 
-    def __init__(self, client: Client, condition: Condition, engine_ids: list[str], rng: random.Random) -> None:
+    def __init__(
+        self, client: BenchmarkClient, condition: BackgroundLoad, engine_ids: list[str], rng: random.Random
+    ) -> None:
         self._client = client
         self._condition = condition
         self._engine_ids = engine_ids
@@ -98,7 +100,8 @@ class Background:
             except TimeoutError as error:
                 present = {engine_id: len(streams) for engine_id, streams in self._decodes.items()}
                 raise BackgroundError(
-                    f"{condition.decodes} decodes are wanted on each engine; after {START_TIMEOUT_S:g} s there are {present}"
+                    f"{condition.decodes} decodes are wanted on each engine; "
+                    f"after {START_TIMEOUT_S:g} s there are {present}"
                 ) from error
             yield
             for task in tasks:

@@ -35,7 +35,7 @@ HEADER = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Cell:
+class HopGroup:
     """Hops that are alike; mutable, filled while the benchmark runs.
 
     Args:
@@ -79,7 +79,7 @@ class Cell:
             figures[f"plain_gap_p{percent}_ms"] = compute_percentile(gaps, percent)
             figures[f"iterations_p{percent}"] = compute_percentile(self.iterations, percent)
             figures[f"router_move_p{percent}_ms"] = compute_percentile([hop.move_s * MS for hop in self.hops], percent)
-        # The mean, because a client that was not scheduled reads several tokens at once: that moves the median to nothing
+        # The mean: a client that was not scheduled reads several tokens at once, which moves the median to nothing
         # and leaves the mean as it is.
         mean = figures["plain_gap_mean_ms"] = sum(gaps) / len(gaps) if gaps else math.nan
         for percent in (50, 99):
@@ -135,6 +135,6 @@ class Cell:
         }
 
 
-def format_cells(cells: Sequence[Cell]) -> str:
+def format_cells(cells: Sequence[HopGroup]) -> str:
     """Formats the table."""
     return format_table(HEADER, [cell.format_row() for cell in cells], num_left=2)

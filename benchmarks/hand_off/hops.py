@@ -1,7 +1,7 @@
 """One request that is moved from engine to engine, and what each hop cost it.
 
-Where a hop lies in the stream is not guessed from the gaps: the router's record of the request says after how many output
-tokens the source handed it off, so the pause is the gap before the token of that index.
+Where a hop lies in the stream is not guessed from the gaps: the router's record of the request says after how many
+output tokens the source handed it off, so the pause is the gap before the token of that index.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-    from benchmarks.local_cluster.client import Client
+    from benchmarks.local_cluster.client import BenchmarkClient
 
 # Tokens before the first hop and after each one; the plain gaps of a request lie among them.
 HOLD_TOKENS = 12
 # Tokens until it is asked whether a move has come to its end; the request runs on meanwhile.
 ASKING_TOKENS = 4
-# Prompt and output of a request; it is cut off after its last hop. Room, because on a busy machine a grant takes many of
+# Prompt and output of a request; it is cut off after its last hop. Long: on a busy machine a grant takes many of
 # the source's iterations, and the request runs on meanwhile.
 LONGEST_TOKENS = 4096
 # Gaps from a hop on that are not plain: the hop itself, and a first step that the target may have shared with it.
@@ -90,7 +90,7 @@ def draw_prompt(rng: random.Random, num_tokens: int) -> list[int]:
     return rng.choices(TOKEN_IDS, k=num_tokens)
 
 
-async def walk(client: Client, prompt: Sequence[int], choose_route: Callable[[str], list[str]]) -> Walk:
+async def walk(client: BenchmarkClient, prompt: Sequence[int], choose_route: Callable[[str], list[str]]) -> Walk:
     """Runs a request and moves it along a route.
 
     Args:
@@ -110,7 +110,9 @@ async def walk(client: Client, prompt: Sequence[int], choose_route: Callable[[st
     return read_walk(stream.token_times_s, len(prompt), asked, await client.explain(stream.request_id))
 
 
-async def _ask_for_moves(client: Client, stream: TokenStream, choose_route: Callable[[str], list[str]]) -> list[Asked]:
+async def _ask_for_moves(
+    client: BenchmarkClient, stream: TokenStream, choose_route: Callable[[str], list[str]]
+) -> list[Asked]:
     """Asks for one move after the other; the stream is read meanwhile, so that no stamp waits for an answer."""
     asked: list[Asked] = []
     if not await stream.wait_tokens(1):
@@ -126,7 +128,7 @@ async def _ask_for_moves(client: Client, stream: TokenStream, choose_route: Call
     return asked
 
 
-async def move_for_sure(client: Client, stream: TokenStream, target: str) -> bool:
+async def move_for_sure(client: BenchmarkClient, stream: TokenStream, target: str) -> bool:
     """Asks for a move until the request runs on the target; False when it ended before.
 
     Asking again is also the way to see how the move stands: it is refused while one is under way, and with
@@ -138,7 +140,7 @@ async def move_for_sure(client: Client, stream: TokenStream, target: str) -> boo
     return True
 
 
-async def find_engine(client: Client, request_id: str) -> str:
+async def find_engine(client: BenchmarkClient, request_id: str) -> str:
     """Finds the engine that a request had its first token from."""
     events = await client.explain(request_id)
     return next(str(event["engine"]) for event in events if event["event"] == "first_token")

@@ -21,17 +21,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.hand_off.background import CONDITIONS, Background, BackgroundError, Condition
-from benchmarks.hand_off.cells import Cell, format_cells
+from benchmarks.hand_off.background import CONDITIONS, Background, BackgroundError, BackgroundLoad
+from benchmarks.hand_off.cells import HopGroup, format_cells
 from benchmarks.hand_off.hops import draw_prompt, walk
 from benchmarks.local_cluster.client import StreamFailedError, list_errors, sum_growth
-from benchmarks.local_cluster.cluster import Cluster, ClusterError, make_manifest, run_cluster
+from benchmarks.local_cluster.cluster import BenchmarkCluster, ClusterError, make_manifest, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.local_cluster.client import Client
+    from benchmarks.local_cluster.client import BenchmarkClient
 
 CONTEXTS_TOKENS = (64, 256, 1024, 2048, 3500)
 LONGEST_CONTEXT_TOKENS = 4000
@@ -60,7 +60,7 @@ def make_circuit(engine_ids: Sequence[str], start: str, *, is_reversed: bool) ->
     return route
 
 
-class Run:
+class HandOffRun:
     """One run of the benchmark. Mutable: collects the cells.
 
     Args:
@@ -69,19 +69,21 @@ class Run:
         options: The command line.
     """
 
-    def __init__(self, cluster: Cluster, client: Client, options: argparse.Namespace) -> None:
+    def __init__(self, cluster: BenchmarkCluster, client: BenchmarkClient, options: argparse.Namespace) -> None:
         self._cluster = cluster
         self._client = client
         self._options = options
         self._rng = random.Random(options.seed)
-        self.cells: list[Cell] = []
+        self.cells: list[HopGroup] = []
         self.affinity = cluster.find_affinity()
 
     async def measure_first_contact(self) -> None:
         """Moves requests over every pair of engines that have never met, then again."""
         engine_ids = await self._list_engines()
         for name, is_reversed in (("first contact", False), ("other direction", True), ("known pair", False)):
-            cell = Cell(condition=name, kv_moved="mixed", context_tokens=FIRST_CONTACT_PROMPT_TOKENS, num_recomputed=0)
+            cell = HopGroup(
+                condition=name, kv_moved="mixed", context_tokens=FIRST_CONTACT_PROMPT_TOKENS, num_recomputed=0
+            )
             self.cells.append(cell)
             recomputed = await self._count_recomputed()
             prompt = draw_prompt(self._rng, FIRST_CONTACT_PROMPT_TOKENS)
@@ -100,15 +102,15 @@ class Run:
         """Leaves two engines, by an edit of the manifest."""
         await self._cluster.edit(self._client, lambda spec: spec.update(replicas=2))
 
-    async def measure_pair(self, condition: Condition) -> None:
+    async def measure_pair(self, condition: BackgroundLoad) -> None:
         """Measures trips there and back between the two engines, for each context length."""
         engine_ids = await self._list_engines()
         background = Background(self._client, condition, engine_ids, self._rng)
         async with background.run():
             await self._warm_up(engine_ids)
             for context_tokens in self._options.contexts:
-                there = Cell(condition=condition.name, kv_moved="all", context_tokens=context_tokens)
-                back = Cell(condition=condition.name, kv_moved="new", context_tokens=context_tokens)
+                there = HopGroup(condition=condition.name, kv_moved="all", context_tokens=context_tokens)
+                back = HopGroup(condition=condition.name, kv_moved="new", context_tokens=context_tokens)
                 self.cells += [there, back]
                 recomputed = await self._count_recomputed()
                 for _ in range(self._options.trips):
@@ -119,12 +121,12 @@ class Run:
                 self._show(back)
 
     async def _warm_up(self, engine_ids: list[str]) -> None:
-        cell = Cell(condition="warm-up", kv_moved="all", context_tokens=64)
+        cell = HopGroup(condition="warm-up", kv_moved="all", context_tokens=64)
         for _ in range(WARM_UP_TRIPS):
             await self._make_trip(engine_ids, 64, cell, cell, None)
 
     async def _make_trip(
-        self, engine_ids: list[str], context_tokens: int, there: Cell, back: Cell, background: Background | None
+        self, engine_ids: list[str], context_tokens: int, there: HopGroup, back: HopGroup, background: Background | None
     ) -> None:
         """Moves one request to the other engine and back."""
 
@@ -149,7 +151,7 @@ class Run:
             total += sum(sum_growth({}, metrics, "sluice_engine_recomputed_pulls_total", ()).values())
         return int(total)
 
-    def _show(self, cell: Cell) -> None:
+    def _show(self, cell: HopGroup) -> None:
         figures = cell.summarize()
         print(
             f"  {cell.condition}, {cell.context_tokens} tokens, KV moved {cell.kv_moved}: {len(cell.hops)} hops, pause"
@@ -159,10 +161,10 @@ class Run:
         )
 
 
-async def measure(cluster: Cluster, options: argparse.Namespace) -> Run:
+async def measure(cluster: BenchmarkCluster, options: argparse.Namespace) -> HandOffRun:
     """Runs everything on a cluster that is starting; returns the run with its cells."""
     async with cluster.connect(options.start_timeout) as client:
-        run = Run(cluster, client, options)
+        run = HandOffRun(cluster, client, options)
         print(f"{options.engines} engines serve", flush=True)
         await run.measure_first_contact()
         await run.reduce_to_pair()
@@ -215,7 +217,7 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def find_warnings(run: Run) -> list[str]:
+def find_warnings(run: HandOffRun) -> list[str]:
     """Finds what makes the figures doubtful."""
     warnings = []
     used = {core for cores in run.affinity.values() for core in cores}
@@ -232,13 +234,15 @@ def find_warnings(run: Run) -> list[str]:
     return warnings
 
 
-def print_result(run: Run, machine: dict[str, str]) -> None:
+def print_result(run: HandOffRun, machine: dict[str, str]) -> None:
     """Prints the table and what is needed to read it."""
     print(f"\n{format_cells(run.cells)}\n")
     print(
-        "pause: last token from the source to first from the target, at the client. ratio: pause over the mean plain gap\n"
-        "of the same requests. iterations: tokens that a decode on the target had during the pause. router: grant asked to\n"
-        "first token, while the request still runs on the source for part of it. KV moved 'all': the target has none of it;\n"
+        "pause: last token from the source to first from the target, at the client.\n"
+        "ratio: pause over the mean plain gap of the same requests.\n"
+        "iterations: tokens that a decode on the target had during the pause.\n"
+        "router: grant asked to first token, while the request still runs on the source for part of it.\n"
+        "KV moved 'all': the target has none of it;\n"
         "'new': back to an engine whose prefix cache still holds the older blocks."
     )
     print("machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()))

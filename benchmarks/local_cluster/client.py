@@ -76,7 +76,7 @@ class TokenStream:
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class BenchmarkClient:
     """Connections to one router."""
 
     api: router_pb2_grpc.RouterAsyncStub

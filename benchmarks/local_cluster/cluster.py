@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import psutil
 import yaml
-from benchmarks.local_cluster.client import Client
+from benchmarks.local_cluster.client import BenchmarkClient
+from examples import tiny_model
 
 from sluice.v1 import control_pb2
-from sluice_cli import tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -42,7 +42,7 @@ class ClusterError(RuntimeError):
 
 
 @dataclass(slots=True)
-class Cluster:
+class BenchmarkCluster:
     """A running ``sluice up``; mutable, because the manifest changes.
 
     Args:
@@ -106,7 +106,7 @@ class Cluster:
         self.manifest = manifest
 
     @contextlib.asynccontextmanager
-    async def connect(self, timeout_s: float) -> AsyncIterator[Client]:
+    async def connect(self, timeout_s: float) -> AsyncIterator[BenchmarkClient]:
         """Connects to the first router once the whole cluster serves.
 
         Args:
@@ -120,13 +120,15 @@ class Cluster:
             self._check(deadline_s, "a router runs")
             await asyncio.sleep(POLL_S)
         ports = records["router-0"]["ports"]
-        async with Client.open(
+        async with BenchmarkClient.open(
             grpc_port=ports["grpc"], control_port=ports["control"], http_port=ports["http"]
         ) as client:
             await self._wait_in_force(client, 0, deadline_s)
             yield client
 
-    async def edit(self, client: Client, change: Callable[[dict[str, Any]], None], timeout_s: float = 120.0) -> None:
+    async def edit(
+        self, client: BenchmarkClient, change: Callable[[dict[str, Any]], None], timeout_s: float = 120.0
+    ) -> None:
         """Edits the spec, and waits until every engine has acknowledged the plan that comes of it.
 
         Args:
@@ -145,7 +147,7 @@ class Cluster:
         self.write(edited)
         await self._wait_in_force(client, before.generation, time.monotonic() + timeout_s)
 
-    async def _wait_in_force(self, client: Client, generation: int, deadline_s: float) -> None:
+    async def _wait_in_force(self, client: BenchmarkClient, generation: int, deadline_s: float) -> None:
         """Waits for a plan above ``generation`` that every wanted engine, and no other, has acknowledged."""
         wanted = self.manifest["spec"]["replicas"]
         status = control_pb2.GetStatusResponse()
@@ -187,7 +189,7 @@ def make_manifest(name: str, *, http_port: int, replicas: int) -> dict[str, Any]
 
 
 @contextlib.contextmanager
-def run_cluster(directory: Path, manifest: dict[str, Any], *, ports: range) -> Iterator[Cluster]:
+def run_cluster(directory: Path, manifest: dict[str, Any], *, ports: range) -> Iterator[BenchmarkCluster]:
     """Runs ``sluice up`` until the block ends; then Ctrl-C.
 
     Args:
@@ -212,7 +214,7 @@ def run_cluster(directory: Path, manifest: dict[str, Any], *, ports: range) -> I
             start_new_session=True,
         )
         try:
-            yield Cluster(directory, manifest, process)
+            yield BenchmarkCluster(directory, manifest, process)
         finally:
             _stop(process)
 

@@ -23,7 +23,7 @@ LONGEST_POLL_S = 30.0
 
 
 @dataclass(slots=True)
-class Cluster:
+class PlayedCluster:
     """What the routers of one cluster have in force; mutable, changed by ``apply`` only."""
 
     plan: plan_pb2.Plan = field(default_factory=plan_pb2.Plan)
@@ -61,16 +61,16 @@ class Cluster:
         )
 
 
-class Routers(control_pb2_grpc.ControlServicer):
+class PlayedRouters(control_pb2_grpc.ControlServicer):
     """The routers of all clusters."""
 
     def __init__(self) -> None:
-        self._clusters: dict[str, Cluster] = {}
-        self._peers: dict[str, Cluster] = {}
+        self._clusters: dict[str, PlayedCluster] = {}
+        self._peers: dict[str, PlayedCluster] = {}
 
     async def ApplyPlan(self, request, context):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, N802
         """Takes a plan, and learns whose link this is."""
-        cluster = self._clusters.setdefault(request.plan.cluster_uid, Cluster())
+        cluster = self._clusters.setdefault(request.plan.cluster_uid, PlayedCluster())
         stranger = self._peers.get(context.peer())
         self._peers[context.peer()] = cluster
         cluster.apply(request.plan)
@@ -81,7 +81,7 @@ class Routers(control_pb2_grpc.ControlServicer):
     async def GetStatus(self, request, context):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, N802
         """Long-polls."""
         peer = context.peer()
-        cluster = self._peers.setdefault(peer, Cluster())
+        cluster = self._peers.setdefault(peer, PlayedCluster())
         if cluster.plan.generation + 1 == request.after_version:
             try:
                 async with asyncio.timeout(min(request.timeout_s, LONGEST_POLL_S)):
@@ -94,7 +94,7 @@ class Routers(control_pb2_grpc.ControlServicer):
 async def serve() -> None:
     """Serves until standard input is closed."""
     server = grpc.aio.server()
-    control_pb2_grpc.add_ControlServicer_to_server(Routers(), server)
+    control_pb2_grpc.add_ControlServicer_to_server(PlayedRouters(), server)
     server.add_insecure_port(f"0.0.0.0:{CONTROL_PORT}")
     await server.start()
     print("up", flush=True)

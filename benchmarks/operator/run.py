@@ -1,10 +1,10 @@
-"""The operator at scale: many ServingClusters and pods on a real control plane, kwok's nodes, and routers that are played.
+"""The operator at scale: many ServingClusters and pods on a real control plane with kwok's nodes and emulated routers.
 
     .venv/bin/python benchmarks/operator/run.py [--clusters 500] [--pods 10000] [--json OUT]
 
-Needs root (for the pods' addresses) and the binaries of ``make e2e-k8s``. Phases: ``create`` (all clusters at once, until
-the operator says of each that it has settled), ``idle`` (nothing happens but resyncs), ``edits`` (a slider of one cluster
-after the other), ``burst`` (a slider of all clusters at once).
+Needs root (for the pods' addresses) and the binaries of ``make e2e-k8s``. Phases: ``create`` (all clusters at once,
+until the operator says of each that it has settled), ``idle`` (nothing happens but resyncs), ``edits`` (a slider of
+one cluster after the other), ``burst`` (a slider of all clusters at once).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class OperatorTrial:
     """One run.
 
     Args:
@@ -68,12 +68,14 @@ class Trial:
     def measure(self, before: Scrape, started_s: float, cpu_s: float) -> dict[str, Any]:
         """What the operator did since."""
         took_s, did = time.monotonic() - started_s, scrape(OPERATOR_PORT) - before
-        quantiles = {name: did.look_quantile_s(share) for name, share in (("p50", 0.5), ("p99", 0.99))}
+        quantiles = {name: did.reconcile_quantile_s(share) for name, share in (("p50", 0.5), ("p99", 0.99))}
         return {
             "seconds": round(took_s, 2),
-            "looks": int(did.num_looks),
-            "look_ms": {name: None if value is None else round(1000 * value, 1) for name, value in quantiles.items()},
-            "calls_per_look": round(did.num_calls / did.num_looks, 2) if did.num_looks else None,
+            "reconciles": int(did.num_reconciles),
+            "reconcile_ms": {
+                name: None if value is None else round(1000 * value, 1) for name, value in quantiles.items()
+            },
+            "calls_per_reconcile": round(did.num_calls / did.num_reconciles, 2) if did.num_reconciles else None,
             "writes_per_minute": round(60 * did.num_writes / took_s, 2),
             "reads_per_minute": round(60 * (did.num_calls - did.num_writes) / took_s, 1),
             "operator_cores": round((get_cpu_s(self.operator) - cpu_s) / took_s, 3),
@@ -157,15 +159,25 @@ def summarize_ms(times_s: list[float]) -> dict[str, float]:
 
 def print_table(phases: dict[str, dict[str, Any]]) -> None:
     """Prints what was measured."""
-    columns = ("looks", "look p50", "look p99", "calls/look", "writes/min", "reads/min", "cores", "RSS MiB", "edit p50")
-    print(f"{'phase':>8} {'s':>7} " + " ".join(f"{column:>10}" for column in (*columns, "edit p99")))
+    columns = (
+        "reconciles",
+        "reconcile p50",
+        "reconcile p99",
+        "calls/reconcile",
+        "writes/min",
+        "reads/min",
+        "cores",
+        "RSS MiB",
+        "edit p50",
+    )
+    print(f"{'phase':>8} {'s':>7} " + " ".join(f"{column:>15}" for column in (*columns, "edit p99")))
     for name, row in phases.items():
         edits = row.get("edit_to_plan_ms", {})
         cells = (
-            row["looks"],
-            row["look_ms"]["p50"],
-            row["look_ms"]["p99"],
-            row["calls_per_look"],
+            row["reconciles"],
+            row["reconcile_ms"]["p50"],
+            row["reconcile_ms"]["p99"],
+            row["calls_per_reconcile"],
             row["writes_per_minute"],
             row["reads_per_minute"],
             row["operator_cores"],
@@ -174,9 +186,9 @@ def print_table(phases: dict[str, dict[str, Any]]) -> None:
             edits.get("p99", ""),
         )
         print(
-            f"{name:>8} {row['seconds']:>7.1f} " + " ".join(f"{cell if cell is not None else '':>10}" for cell in cells)
+            f"{name:>8} {row['seconds']:>7.1f} " + " ".join(f"{cell if cell is not None else '':>15}" for cell in cells)
         )
-    print("look, edit (from the edit to the plan in its ConfigMap): ms")
+    print("reconcile, edit (from the edit to the plan in its ConfigMap): ms")
 
 
 def main() -> None:
@@ -203,7 +215,7 @@ def main() -> None:
         run_routers(),
         run_operator(testbed, arguments.resync_s, arguments.profile) as operator,
     ):
-        trial = Trial(
+        trial = OperatorTrial(
             testbed=testbed, operator=operator, plans=PlanWatch(testbed), names=names, num_engines=num_engines
         )
         phases = {"create": trial.create()}

@@ -18,16 +18,16 @@ class Scrape:
     """Counters at one moment, or between two.
 
     Args:
-        looks: Looks by the upper bound of their duration, in seconds, cumulative.
+        reconciles: Reconciles by the upper bound of their duration, in seconds, cumulative.
         calls: Requests to the API server by verb, resource and status, those for the lease left out.
     """
 
-    looks: dict[float, float]
+    reconciles: dict[float, float]
     calls: dict[tuple[str, str, str], float]
 
     def __sub__(self, before: Scrape) -> Scrape:
         return Scrape(
-            looks={bound: count - before.looks.get(bound, 0.0) for bound, count in self.looks.items()},
+            reconciles={bound: count - before.reconciles.get(bound, 0.0) for bound, count in self.reconciles.items()},
             calls={
                 key: count - before.calls.get(key, 0.0)
                 for key, count in self.calls.items()
@@ -36,9 +36,9 @@ class Scrape:
         )
 
     @property
-    def num_looks(self) -> float:
+    def num_reconciles(self) -> float:
         """Looks in all."""
-        return self.looks.get(math.inf, 0.0)
+        return self.reconciles.get(math.inf, 0.0)
 
     @property
     def num_calls(self) -> float:
@@ -50,12 +50,12 @@ class Scrape:
         """Requests that change something."""
         return sum(count for (verb, _, _), count in self.calls.items() if verb not in READS)
 
-    def look_quantile_s(self, share: float) -> float | None:
-        """Duration that so many looks do not exceed, in seconds; interpolated as Prometheus does; None without looks."""
-        rank, low_s, below = share * self.num_looks, 0.0, 0.0
+    def reconcile_quantile_s(self, share: float) -> float | None:
+        """Quantile of the duration of reconciles, in seconds, interpolated as Prometheus does; None without any."""
+        rank, low_s, below = share * self.num_reconciles, 0.0, 0.0
         if not rank:
             return None
-        for bound_s, count in sorted(self.looks.items()):
+        for bound_s, count in sorted(self.reconciles.items()):
             if count >= rank:
                 if math.isinf(bound_s):
                     return low_s
@@ -75,13 +75,13 @@ def read_page(port: int, path: str) -> str:
 
 def scrape(port: int) -> Scrape:
     """Reads the operator's counters."""
-    looks: dict[float, float] = {}
+    reconciles: dict[float, float] = {}
     calls: dict[tuple[str, str, str], float] = {}
     for family in text_string_to_metric_families(read_page(port, "/metrics")):
         for sample in family.samples:
             if sample.name == LOOK_S:
-                looks[float(sample.labels["le"])] = sample.value
+                reconciles[float(sample.labels["le"])] = sample.value
             elif sample.name == CALLS and sample.labels["resource"] != "leases":
                 labels = sample.labels
                 calls[labels["verb"], labels["resource"], labels["status"]] = sample.value
-    return Scrape(looks=looks, calls=calls)
+    return Scrape(reconciles=reconciles, calls=calls)

@@ -109,7 +109,7 @@ def run_operator(testbed: Testbed, resync_s: float, profile: Path | None) -> Ite
 
     Args:
         testbed: The control plane.
-        resync_s: Longest time between two looks at a cluster, in seconds.
+        resync_s: Longest time between two reconciles of a cluster, in seconds.
         profile: Where to write what cProfile saw; None: it is not asked.
     """
     profiled = ["-m", "cProfile", "-o", str(profile)] if profile else []

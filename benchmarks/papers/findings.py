@@ -1,14 +1,16 @@
-"""What came out, beside what the paper states and the band in which a reproduction lies.
+"""What came out, beside what the paper states and the band of a reproduction.
 
-These records are also the file that a document is made from (``docs/measurements/papers/*.json``), so that some experiments can be
-carried out again without the others.
+The document is made from these records, kept in ``docs/measurements/papers/*.json``, so that an experiment can be
+repeated alone.
 """
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Unit(StrEnum):
@@ -36,17 +38,27 @@ _DIGITS = {
 }
 
 
-class Record(BaseModel):
-    """What all of them are: facts, nothing unknown in them."""
+class PaperModel(BaseModel):
+    """A record that refuses unknown fields and does not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Band(Record):
-    """From ``low`` to ``high``; without one of them open on that side."""
+class Band(PaperModel):
+    """From ``low`` to ``high``; None is open. In TOML a number, or two of which one may be ``inf``."""
 
     low: float | None = None
     high: float | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        if isinstance(value, int | float):
+            value = [value, value]
+        if isinstance(value, list):
+            low, high = (bound if math.isfinite(bound) else None for bound in value)
+            return {"low": low, "high": high}
+        return value
 
     def contains(self, value: float) -> bool:
         """Whether a value lies in it."""
@@ -63,17 +75,7 @@ class Band(Record):
         return f"{self.low:g}" if self.low == self.high else f"{self.low:g}-{self.high:g}"
 
 
-def band(low: float | None, high: float | None = None) -> Band:
-    """Makes a band of two bounds."""
-    return Band(low=low, high=high)
-
-
-def exactly(value: float) -> Band:
-    """Makes the band of one value: what a paper states."""
-    return Band(low=value, high=value)
-
-
-class Finding(Record):
+class Finding(PaperModel):
     """One quantity.
 
     Args:
@@ -126,7 +128,7 @@ class PlotKind(StrEnum):
     BARS = "bars"
 
 
-class Series(Record):
+class Series(PaperModel):
     """Points of one name; in bars ``x`` is the position of the bar."""
 
     name: str
@@ -134,7 +136,7 @@ class Series(Record):
     y: tuple[float, ...]
 
 
-class Plot(Record):
+class Plot(PaperModel):
     """A plot.
 
     Args:
@@ -160,7 +162,7 @@ class Plot(Record):
     guides_y: tuple[float, ...] = ()
 
 
-class Chapter(Record):
+class Chapter(PaperModel):
     """The result of one experiment.
 
     Args:
@@ -180,7 +182,7 @@ class Chapter(Record):
     plots: tuple[Plot, ...] = ()
 
 
-class Results(Record):
+class Results(PaperModel):
     """All chapters of a paper."""
 
     paper: str

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.papers.findings import Plot, PlotKind
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,23 +23,8 @@ _STYLE: Any = {
 }
 
 
-class NoMatplotlibError(RuntimeError):
-    """Plots are asked for and matplotlib is not installed."""
-
-
 def write_plot(plot: Plot, folder: Path) -> Path:
-    """Draws a plot into ``folder``.
-
-    Raises:
-        NoMatplotlibError: It is not installed.
-    """
-    try:
-        from matplotlib import rc_context  # noqa: PLC0415 - only those who draw need it
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise NoMatplotlibError(
-            "plots need matplotlib, which the development tools bring: make .venv/stamps/dev"
-        ) from error
+    """Draws a plot into ``folder``."""
     with rc_context(_STYLE):
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()

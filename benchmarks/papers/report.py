@@ -6,12 +6,28 @@ import json
 from typing import TYPE_CHECKING
 
 from benchmarks.papers.findings import Chapter, Finding, Results
+from benchmarks.papers.tables import PAPERS, load_paper
 from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+INTRODUCTION = """
+# Results: papers reproduced in the simulator
+
+What papers state beside what the simulator gives, the ratio of the two, and the band in which an independent
+simulation of the same published data came out (where that says *about*: 5 to 10 % around it, 30 % in Figure 17; where
+it says *overloaded*: P90 TTFT grows by 1.3 or more with twice the run). Where no figure of a paper is given, the
+paper states none in its text. Nothing but kernel measurements is fitted ([latency.md](../latency.md)); semantics are
+the paper's ([simulator.md](../simulator.md), `no_grant=wait`, `ttft_end=decode_join`, `early_rejection=random`,
+`min_tokens_between_moves=0`).
+
+    make bench-paper
+
+makes this page and its plots anew from the traces in `benchmarks/traces`; `python -m benchmarks.papers.run taichi
+--only NAME` shows one experiment. Every run is a function of its seed: figures repeat exactly.
+"""
 _COLUMNS = ("setting", "quantity", "unit", "paper", "ours", "ours / paper", "band", "in band")
 
 
@@ -27,15 +43,17 @@ def merge(old: Results, new: Results, order: Sequence[str]) -> Results:
     return Results(paper=new.paper, chapters=tuple(chapters[name] for name in order if name in chapters))
 
 
-def read_results(path: Path, paper: str) -> Results:
-    """Reads a file of results; none is no results."""
+def read_results(folder: Path, paper: str) -> Results:
+    """Reads the results of a paper; none where there is no file."""
+    path = folder / f"{paper}.json"
     return Results.model_validate_json(path.read_text()) if path.is_file() else Results(paper=paper, chapters=())
 
 
-def write_results(path: Path, results: Results) -> None:
-    """Writes a file of results, a line per finding so that changes can be read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n")
+def write_results(folder: Path, results: Results) -> None:
+    """Writes the results of a paper, a line per finding so that changes can be read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(results.model_dump(mode="json", exclude_defaults=True), indent=1)
+    (folder / f"{results.paper}.json").write_text(text + "\n")
 
 
 def list_cells(finding: Finding) -> tuple[str, ...]:
@@ -87,10 +105,20 @@ def _write_row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def write_document(introduction: str, results: Results, pictures: str) -> str:
-    """Writes the document: what was done, the count of bands, every chapter."""
-    inside, total = count_verdicts(results.chapters)
-    lines = [introduction.strip(), "", f"{inside} of {total} figures that have a band lie in it.", ""]
-    for chapter in results.chapters:
-        lines += write_chapter(chapter, pictures)
+def write_document(folder: Path) -> str:
+    """Writes the document of all papers that have results.
+
+    Args:
+        folder: Of the results and the pictures; it has the name of the document, without its ending.
+    """
+    lines = [INTRODUCTION.strip(), ""]
+    for paper in PAPERS:
+        results = read_results(folder, paper)
+        if not results.chapters:
+            continue
+        inside, total = count_verdicts(results.chapters)
+        lines += [load_paper(paper).introduction.strip(), ""]
+        lines += [f"{inside} of {total} figures that have a band lie in it.", ""]
+        for chapter in results.chapters:
+            lines += write_chapter(chapter, folder.name)
     return "\n".join(lines).rstrip() + "\n"

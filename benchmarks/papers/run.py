@@ -1,16 +1,23 @@
-"""Reproduces the figures of papers in the simulator: ``make bench-paper``."""
+"""Reproduces the figures of papers in the simulator, beside what they state and the band of a reproduction.
+
+python -m benchmarks.papers.run [PAPER] [--only NAME] [--quick] [--document docs/measurements/papers.md]
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import click
-from benchmarks.papers.experiment import FULL, QUICK, Bench, MissingTraceError
+from benchmarks.papers.experiment_runner import FULL, QUICK, ExperimentRunner, MissingTraceError
+from benchmarks.papers.experiments import measure_experiment
 from benchmarks.papers.findings import Results
-from benchmarks.papers.library import INTRODUCTION, PAPERS
-from benchmarks.papers.plots import NoMatplotlibError, write_plot
+from benchmarks.papers.goodput import measure_cell, measure_tuned_cell
+from benchmarks.papers.plots import write_plot
 from benchmarks.papers.report import (
     count_verdicts,
     make_table,
@@ -19,88 +26,88 @@ from benchmarks.papers.report import (
     write_document,
     write_results,
 )
-from benchmarks.papers.trials import Laboratory
+from benchmarks.papers.tables import PAPERS, load_paper
+from benchmarks.papers.trials import PaperTrialPool
+from rich.console import Console
 
-from sluice_cli.output.cluster_display import make_console
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
-_TRACES = Path(__file__).parents[1] / "traces"
-_PICTURES = "papers"
+    from benchmarks.papers.findings import Chapter
+
+TRACES = Path(__file__).parents[1] / "traces"
+_TUNED = "-tuned"
 
 
-@click.command()
-@click.argument("name", metavar="PAPER", type=click.Choice(list(PAPERS)))
-@click.option("--only", multiple=True, metavar="NAME", help="An experiment; may be repeated.  [default: all]")
-@click.option("--list", "is_list", is_flag=True, help="List the experiments.")
-@click.option(
-    "--traces",
-    default=_TRACES,
-    show_default=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of the traces.",
-)
-@click.option(
-    "--jobs", default=os.cpu_count() or 1, type=click.IntRange(min=1), help="Processes.  [default: all cores]"
-)
-@click.option("--quick", is_flag=True, help="Short runs of one seed: shows that it works; figures mean nothing.")
-@click.option(
-    "--document",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write results, plots and this document; experiments that --only leaves out stay as they are.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def paper(
-    name: str,
-    *,
-    only: tuple[str, ...],
-    is_list: bool,
-    traces: Path,
-    jobs: int,
-    quick: bool,
-    document: Path | None,
-    as_json: bool,
-) -> None:
-    """Reproduces the figures of PAPER in the simulator, beside what it states and the band of a reproduction."""
-    experiments = PAPERS[name]
-    if is_list:
-        click.echo("\n".join(experiments))
-        return
-    unknown = [wanted for wanted in only if wanted not in experiments]
-    if unknown:
-        raise click.BadParameter(f"{', '.join(unknown)} is unknown; known are {', '.join(experiments)}")
-    if quick and document is not None:
-        raise click.UsageError("--quick measures nothing that a document should say")
+def list_experiments(name: str) -> Mapping[str, Callable[[ExperimentRunner], Chapter]]:
+    """Lists the experiments of a paper, by name, in the order of its document."""
+    paper = load_paper(name)
+    known: dict[str, Callable[[ExperimentRunner], Chapter]] = {
+        table.name: partial(measure_experiment, paper, table) for table in paper.experiments
+    }
+    for cell in paper.cells:
+        known[cell.name] = partial(measure_cell, name, cell)
+        known[cell.name + _TUNED] = partial(measure_tuned_cell, paper, cell)
+    return {experiment: known[experiment] for experiment in paper.order}
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paper", nargs="?", choices=PAPERS, default=PAPERS[0], help="default %(default)s")
+    parser.add_argument("--only", action="append", metavar="NAME", help="an experiment; may be repeated")
+    parser.add_argument("--list", action="store_true", help="list the experiments")
+    parser.add_argument("--traces", type=Path, default=TRACES, help="folder of the traces (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="short runs of one seed: shows that it works")
+    parser.add_argument("--document", type=Path, help="write results, plots and this document; other chapters stay")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    known = list_experiments(options.paper)
+    if unknown := [name for name in options.only or () if name not in known]:
+        parser.error(f"--only: {', '.join(unknown)} is unknown; known are {', '.join(known)}")
+    if options.quick and options.document is not None:
+        parser.error("--quick measures nothing that a document should say")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    options = parse_options(arguments)
+    experiments = list_experiments(options.paper)
+    if options.list:
+        print("\n".join(experiments))
+        return 0
     chapters = []
-    console = make_console()
     try:
-        with Laboratory(jobs, lambda line: click.echo(line, err=True)) as laboratory:
-            given = Bench(laboratory=laboratory, traces=traces, effort=QUICK if quick else FULL)
-            for wanted in only or experiments:
-                chapters.append(experiments[wanted](given))
-                if not as_json:
-                    console.print(make_table(chapters[-1]))
-        results = Results(paper=name, chapters=tuple(chapters))
-        if document is not None:
-            _write(document, results, list(experiments))
-    except (MissingTraceError, NoMatplotlibError) as error:
-        raise click.ClickException(str(error)) from error
-    if as_json:
-        click.echo(json.dumps(results.model_dump(mode="json"), indent=2))
+        with PaperTrialPool(options.jobs, partial(print, file=sys.stderr)) as pool:
+            runner = ExperimentRunner(pool=pool, traces=options.traces, effort=QUICK if options.quick else FULL)
+            for name in options.only or experiments:
+                chapters.append(experiments[name](runner))
+                if not options.json:
+                    Console().print(make_table(chapters[-1]))
+    except MissingTraceError as error:
+        print(f"FAILED: {error}", file=sys.stderr)
+        return 1
+    results = Results(paper=options.paper, chapters=tuple(chapters))
+    if options.document is not None:
+        write_all(options.document, results, list(experiments))
+    if options.json:
+        print(json.dumps(results.model_dump(mode="json"), indent=2))
     else:
-        inside, total = count_verdicts(chapters)
-        click.echo(f"{inside} of {total} figures that have a band lie in it")
+        print("{} of {} figures that have a band lie in it".format(*count_verdicts(chapters)))
+    return 0
 
 
-def _write(document: Path, results: Results, order: list[str]) -> None:
-    """Writes the file of results, the document and the plots."""
-    folder = document.parent / _PICTURES
-    file = folder / f"{results.paper}.json"
-    merged = merge(read_results(file, results.paper), results, order)
-    write_results(file, merged)
-    document.write_text(write_document(INTRODUCTION, merged, _PICTURES))
+def write_all(document: Path, results: Results, order: list[str]) -> None:
+    """Writes the file of results, the document of all papers and the plots."""
+    folder = document.parent / document.stem
+    write_results(folder, merge(read_results(folder, results.paper), results, order))
+    document.write_text(write_document(folder))
     for chapter in results.chapters:
         for plot in chapter.plots:
             write_plot(plot, folder)
 
 
 if __name__ == "__main__":
-    paper()
+    sys.exit(main())

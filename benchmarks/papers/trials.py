@@ -1,4 +1,4 @@
-"""Trials: one seed of one cell, at a rate or at its goodput; carried out in processes and remembered."""
+"""Trials: one seed of one cell, at a rate or at its goodput; run in processes, each once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-_Given = TypeVar("_Given")
+    from sluice_core.sim.cell import Arrival
+
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class PaperTrial:
     """One seed of a cell.
 
     Args:
@@ -31,20 +32,24 @@ class Trial:
         trace: File of the requests.
         seed: Fixes lengths, gaps and the policies' random choices.
         duration_s: Length of the run.
-        rate_rps: Requests per second; with ``is_goodput`` where the search starts.
-        is_goodput: Search the highest rate at which nine tenths of the requests meet their objectives.
+        rate_rps: Requests per second; None: the highest at which nine tenths of the requests meet their objectives.
+        start_rps: Where the search for that rate starts.
+        num_engines: Engines whose prefill capacity is added up; of capacity only.
+        num_decodes: Decodes beside the prefill; of capacity only.
     """
 
     spec: CellSpec
     trace: Path
     seed: int
     duration_s: float
-    rate_rps: float
-    is_goodput: bool = False
+    rate_rps: float | None
+    start_rps: float
+    num_engines: int = 1
+    num_decodes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PaperResult:
     """What a trial gave.
 
     Args:
@@ -65,31 +70,42 @@ class Outcome:
             ValueError: There is none.
         """
         if self.summary is None:
-            raise ValueError("no rate passes: there is no run to look at")
+            raise ValueError("no rate meets the objectives, so there is no run")
         return self.summary
 
 
-def carry_out(trial: Trial) -> Outcome:
-    """Carries one trial out."""
+def _make_workload(trial: PaperTrial) -> PoissonWorkload:
+    return PoissonWorkload(load_rows(trial.trace), trial.spec.slo, trial.seed)
+
+
+def make_arrivals(trial: PaperTrial) -> list[Arrival]:
+    """Makes the arrivals of a trial at a rate."""
+    assert trial.rate_rps is not None
+    return _make_workload(trial).make_arrivals(trial.rate_rps, trial.duration_s)
+
+
+def run_trial(trial: PaperTrial) -> PaperResult:
+    """Runs a trial, or searches its goodput."""
     cell = build_cell(trial.spec, trial.seed)
-    workload = PoissonWorkload(load_rows(trial.trace), trial.spec.slo, trial.seed)
-    if trial.is_goodput:
+    if trial.rate_rps is None:
         try:
-            found = search_goodput(cell, workload, duration_s=trial.duration_s, start_rps=trial.rate_rps, target=TARGET)
+            found = search_goodput(
+                cell, _make_workload(trial), duration_s=trial.duration_s, start_rps=trial.start_rps, target=TARGET
+            )
         except NoGoodputError:
-            return Outcome(rate_rps=0.0, summary=None)
-        return Outcome(rate_rps=found.rate_rps, summary=found.summary)
-    simulation = Simulation(cell, workload.make_arrivals(trial.rate_rps, trial.duration_s))
+            return PaperResult(rate_rps=0.0, summary=None)
+        return PaperResult(rate_rps=found.rate_rps, summary=found.summary)
+    simulation = Simulation(cell, make_arrivals(trial))
     simulation.run()
-    return Outcome(
+    return PaperResult(
         rate_rps=trial.rate_rps,
         summary=summarize(simulation),
         latencies_s=list_latencies(simulation.requests),
     )
 
 
-class Laboratory:
-    """Carries trials out, each once; mutable in what it remembers. Use it as a context: it owns processes.
+class PaperTrialPool:
+    """Runs trials, each once; mutable: keeps their results. A context manager, because it owns processes.
 
     Args:
         num_processes: 1: in this process.
@@ -99,7 +115,7 @@ class Laboratory:
     def __init__(self, num_processes: int, report: Callable[[str], None]) -> None:
         self.num_trials = 0
         self._report = report
-        self._outcomes: dict[Trial, Outcome] = {}
+        self._results: dict[object, object] = {}
         self._pool = start_workers(num_processes)
 
     def __enter__(self) -> Self:
@@ -111,28 +127,23 @@ class Laboratory:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def carry_out(self, what: str, trials: Sequence[Trial]) -> list[Outcome]:
-        """Carries trials out.
+    def run(self, what: str, do: Callable[[PaperTrial], _Result], trials: Sequence[PaperTrial]) -> list[_Result]:
+        """Runs trials; those that ``do`` already had cost nothing.
 
         Args:
-            what: Said in the progress.
-            trials: The trials; those already known cost nothing.
+            what: Named in the progress.
+            do: Runs one trial.
+            trials: The trials.
 
         Returns:
-            An outcome for each, in their order.
+            A result for each, in their order.
         """
-        new = [trial for trial in dict.fromkeys(trials) if trial not in self._outcomes]
+        known: dict[PaperTrial, _Result] = self._results.setdefault(do, {})  # type: ignore[assignment]
+        new = [trial for trial in dict.fromkeys(trials) if trial not in known]
         if new:
             started_s = time.monotonic()
-            results = map(carry_out, new) if self._pool is None else self._pool.map(carry_out, new)
-            self._outcomes.update(zip(new, results, strict=True))
+            results = map(do, new) if self._pool is None else self._pool.map(do, new)
+            known.update(zip(new, results, strict=True))
             self.num_trials += len(new)
             self._report(f"{what}: {len(new)} trials, {time.monotonic() - started_s:.0f} s")
-        return [self._outcomes[trial] for trial in trials]
-
-    def map(self, what: str, do: Callable[[_Given], _Result], given: Sequence[_Given]) -> list[_Result]:
-        """Carries out something else than trials, in the same processes; nothing is remembered."""
-        started_s = time.monotonic()
-        results = list(map(do, given) if self._pool is None else self._pool.map(do, given))
-        self._report(f"{what}: {len(given)} measurements, {time.monotonic() - started_s:.0f} s")
-        return results
+        return [known[trial] for trial in trials]

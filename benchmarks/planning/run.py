@@ -1,11 +1,12 @@
 """What a recommendation costs: CPU time of the operator's search and of ``sluice plan``, four engines, one core.
 
     make build/compiled/stamp
-    PYTHONPATH=build/compiled .venv/bin/python benchmarks/planning/run.py [--only search|plan] [--repeats N] [--json OUT]
+    PYTHONPATH=build/compiled .venv/bin/python benchmarks/planning/run.py [--only search|plan] [--repeats N]
 
-Each is a process of its own, as in production, and its CPU time is all that it takes, its start included; how much of it
-the start is stands in the first line. Short chats have prompts of 40 tokens and answers of 200, of which four engines serve
-about 100 in a second; the other workloads are traces. The operator may choose every slider. Its sample is of 2000 requests at most, as the routers'.
+Each is a process of its own, as in production, and its CPU time is all that it takes, its start included; how much of
+it the start is stands in the first line. Short chats have prompts of 40 tokens and answers of 200, of which four
+engines serve about 100 in a second; the other workloads are traces. The operator may choose every slider. Its sample
+is of 2000 requests at most, as the routers'.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _CHATS = [TraceRow(prompt_tokens=40, output_tokens=200)] * 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class PlanningCase:
     """A workload and its objectives.
 
     Args:
@@ -57,7 +58,7 @@ class Case:
 
 
 CASES = [
-    Case(name=name, trace=trace, ttft_ms=ttft_ms, tpot_ms=tpot_ms, rate_rps=rate_rps)
+    PlanningCase(name=name, trace=trace, ttft_ms=ttft_ms, tpot_ms=tpot_ms, rate_rps=rate_rps)
     for name, trace, rate_rps, objectives in (
         ("short chats", None, 90.0, ((1000, 200), (2000, 50), (4000, 200))),
         ("chat", "sharegpt_dist.csv.gz", 18.0, ((3000, 110), (1500, 60))),
@@ -68,7 +69,7 @@ CASES = [
 ]
 
 
-def load_rows(case: Case) -> list[TraceRow]:
+def load_rows(case: PlanningCase) -> list[TraceRow]:
     """Read a sample of the trace."""
     if case.trace is None:
         return _CHATS
@@ -77,7 +78,7 @@ def load_rows(case: Case) -> list[TraceRow]:
     return random.Random(4).sample(rows, min(len(rows), _NUM_SAMPLED))
 
 
-def make_question(case: Case, rows: list[TraceRow]) -> SearchRequest:
+def make_search_request(case: PlanningCase, rows: list[TraceRow]) -> SearchRequest:
     """Make what the operator asks, with all sliders free."""
     spec = check_manifest(
         {
@@ -115,13 +116,13 @@ def measure(command: list[str], text: str = "") -> tuple[float, str]:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 
 
-def search(case: Case, rows: list[TraceRow]) -> tuple[float, float]:
+def search(case: PlanningCase, rows: list[TraceRow]) -> tuple[float, float]:
     """Ask the operator's search; returns CPU seconds and the goodput that it promises."""
-    cpu_s, output = measure(list(COMMAND), make_question(case, rows).to_json())
+    cpu_s, output = measure(list(COMMAND), make_search_request(case, rows).to_json())
     return cpu_s, json.loads(output)["goodput_rps"]
 
 
-def plan(case: Case, rows: list[TraceRow]) -> tuple[float, float]:
+def plan(case: PlanningCase, rows: list[TraceRow]) -> tuple[float, float]:
     """Ask ``sluice plan``; returns CPU seconds and the goodput that it promises."""
     with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
         file.write("input_tokens,output_tokens\n")

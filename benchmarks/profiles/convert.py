@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks.profiles.convert SOURCES [--out DIRECTORY]
 
-The measurements are not in the repository; the help of SOURCES says where each comes from. Nothing is fitted. Left out are
-types other than bfloat16, sliding windows, batches of several prompts, contexts under 128 tokens, and decode batches of more
-than 512 requests or 400k tokens of context. Times are whole nanoseconds with four significant digits. Licences:
-``core/sluice_core/latency/data/NOTICE.md``.
+The measurements are not in the repository; the help of SOURCES says where each comes from. Nothing is fitted. Left
+out are types other than bfloat16, sliding windows, batches of several prompts, contexts under 128 tokens, and decode
+batches of more than 512 requests or 400k tokens of context. Times are whole nanoseconds with four significant digits.
+Licences: ``core/sluice_core/latency/data/NOTICE.md``.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def convert_gemms(rows: list[Json]) -> Json:
 
 
 def _fill(times: Grid, tokens: int, outputs: int, inputs: int, measured: list[int]) -> float:
-    """Looks a GEMM up; where it was not measured, a straight line between neighbours in n, beyond the last proportional."""
+    """Looks a GEMM up; interpolates linearly in n where it was not measured, and proportionally beyond the last."""
     if (found := times.get((tokens, outputs, inputs))) is not None:
         return found
     known = [n for n in measured if (tokens, n, inputs) in times]
@@ -151,7 +151,7 @@ def convert_all_reduces(rows: list[Json]) -> Json:
 
 
 def convert_vidur(folder: Path) -> Json:
-    """Packs vidur's A100: time of a layer's operators by model, all-reduces, attention of 64 heads and 8 KV heads on two GPUs."""
+    """Packs vidur's A100: layers by model, all-reduces, attention of 64 heads and 8 KV heads on two GPUs."""
     models: Json = {}
     for name, file in VIDUR_MODELS:
         models[name] = {}

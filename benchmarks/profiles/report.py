@@ -78,7 +78,8 @@ def format_fit_table() -> list[str]:
                 continue  # its weights do not fit
             times = " / ".join(f"{found.profile.estimate_linear_s(n) * 1e3:.1f}" for n in SHOWN_TOKENS)
             lines.append(
-                f"| {name} | {gpu} x{gpus} | {prefill.relative_error * PERCENT:.1f} % | {decode.relative_error * PERCENT:.1f} % |"
+                f"| {name} | {gpu} x{gpus} | {prefill.relative_error * PERCENT:.1f} % |"
+                f" {decode.relative_error * PERCENT:.1f} % |"
                 f" {times} | {found.kv_capacity_tokens} |"
             )
     for name, gpus in (("llama-2-70b", 4), ("codellama-34b", 2)):
@@ -86,7 +87,8 @@ def format_fit_table() -> list[str]:
         times = " / ".join(f"{found.profile.estimate_linear_s(n) * 1e3:.1f}" for n in SHOWN_TOKENS)
         error = f"{found.profile.relative_error * PERCENT:.1f} %"
         lines.append(
-            f"| {name} (vidur) | a100-80g x{gpus} | {error} (both) | {error} (both) | {times} | {found.kv_capacity_tokens} |"
+            f"| {name} (vidur) | a100-80g x{gpus} | {error} (both) | {error} (both) |"
+            f" {times} | {found.kv_capacity_tokens} |"
         )
     return lines
 

@@ -51,7 +51,7 @@ class Tally:
 
 
 @dataclass(slots=True, kw_only=True)
-class Running:
+class RunningRequest:
     """A request under way. Mutable.
 
     Args:
@@ -75,14 +75,14 @@ class EngineClient:
         self._vocabulary = vocabulary
         self._stamps = stamps
         self._numbers = numbers
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningRequest] = {}
         self._num_submits = 0
 
     def submit(self, slot: int, num_tokens: int) -> wire.Submit:
         """Makes the next request of a slot."""
         number = next(self._numbers)
         self._num_submits += 1
-        self._running[slot] = Running(number=number, num_tokens=num_tokens)
+        self._running[slot] = RunningRequest(number=number, num_tokens=num_tokens)
         prompt = itertools.islice(itertools.cycle(self._vocabulary), self._options.prompt_tokens)
         return wire.Submit(
             slot=slot,

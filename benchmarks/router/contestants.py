@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import grpc
 import natives
 import peers
-from programs import Program, StartError, answers, run_program
+from programs import ProgramStartError, StartedProgram, answers, run_program
 
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 
@@ -83,7 +83,7 @@ class Contestant(Protocol):
     def version(self) -> str:
         """Its version."""
 
-    def run(self, site: Site) -> AbstractContextManager[Program | None]:
+    def run(self, site: Site) -> AbstractContextManager[StartedProgram | None]:
         """Runs it: the context begins when it is ready.
 
         Raises:
@@ -108,7 +108,7 @@ class NoRouter:
         return ""
 
     @contextmanager
-    def run(self, site: Site) -> Iterator[Program | None]:
+    def run(self, site: Site) -> Iterator[StartedProgram | None]:
         """Runs nothing."""
         del site
         yield None
@@ -128,7 +128,7 @@ class Nginx:
         return peers.read_nginx_version(self.program)
 
     @contextmanager
-    def run(self, site: Site) -> Iterator[Program | None]:
+    def run(self, site: Site) -> Iterator[StartedProgram | None]:
         """Runs it."""
         folder = site.folder / "nginx"
         folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ class VllmRouter:
         return peers.VLLM_ROUTER_VERSION
 
     @contextmanager
-    def run(self, site: Site) -> Iterator[Program | None]:
+    def run(self, site: Site) -> Iterator[StartedProgram | None]:
         """Runs it."""
         command: list[str | Path] = [
             *(self.program, "--host", "127.0.0.1", "--port", str(site.port)),
@@ -232,7 +232,7 @@ class Sluice:
         return answer.stdout.strip() or metadata.version("sluice-serve")
 
     @contextmanager
-    def run(self, site: Site) -> Iterator[Program | None]:
+    def run(self, site: Site) -> Iterator[StartedProgram | None]:
         """Runs it and hands it a plan."""
         engines = site.folder / "engines.json"
         site.folder.mkdir(parents=True, exist_ok=True)
@@ -258,8 +258,8 @@ def make_plan(site: Site, strategy: str) -> plan_pb2.Plan:
 
     Args:
         site: Where they are.
-        strategy: ``aggregated``: all alike, decode in place. ``taichi``: a quarter is P-heavy, the others have a quarter
-            of its chunk size, and every answer whose prefill ran on a P-heavy engine moves once.
+        strategy: ``aggregated``: all alike, decode in place. ``taichi``: a quarter is P-heavy, the others have a
+            quarter of its chunk size, and every answer whose prefill ran on a P-heavy engine moves once.
     """
     num_prefill_heavy = site.num_engines // 4 if strategy == "taichi" else 0
     # Equal chunk sizes would make roles void.
@@ -298,7 +298,7 @@ def _apply(control: control_pb2_grpc.ControlStub, plan: plan_pb2.Plan) -> bool:
             return False
         raise
     if not answer.is_applied:
-        raise StartError(f"the router refuses the plan: {answer.error}")
+        raise ProgramStartError(f"the router refuses the plan: {answer.error}")
     return True
 
 

@@ -22,9 +22,9 @@ import machine
 import natives
 import report
 import trial
-from programs import StartError
+from programs import ProgramStartError
 from run import add_common_options, make_site
-from traffic import Workload
+from traffic import TrafficWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,11 +42,11 @@ class Cases:
         others: Further loads for the table.
     """
 
-    streams: dict[str, Workload]
-    one_token_streams: tuple[str, Workload]
-    others: dict[str, Workload]
+    streams: dict[str, TrafficWorkload]
+    one_token_streams: tuple[str, TrafficWorkload]
+    others: dict[str, TrafficWorkload]
 
-    def all(self) -> dict[str, Workload]:
+    def all(self) -> dict[str, TrafficWorkload]:
         """All of them, in the order of the table."""
         return {**self.streams, self.one_token_streams[0]: self.one_token_streams[1], **self.others}
 
@@ -54,8 +54,8 @@ class Cases:
 def make_cases(options: argparse.Namespace) -> Cases:
     """Makes the loads that the command line asks for."""
 
-    def make(*, num_tokens: int = 1, prompt_tokens: int = options.prompt_tokens, **shape: Any) -> Workload:
-        return Workload(
+    def make(*, num_tokens: int = 1, prompt_tokens: int = options.prompt_tokens, **shape: Any) -> TrafficWorkload:
+        return TrafficWorkload(
             num_engines=options.engines,
             chunk_tokens=options.chunk_tokens,
             warmup_s=options.warmup_seconds,
@@ -109,14 +109,14 @@ class Costs:
                 print(f"{label}: idle: router {idle.usage.router_cores:.3f} core", flush=True)
                 for name, workload in self._cases.all().items():
                     self.repeats[-1][name] = self._measure(name, workload, label)
-            except StartError as error:
+            except ProgramStartError as error:
                 self.failures.append(f"{label}: {error}")
                 print(f"{label}: FAILED: {error}", flush=True)
 
-    def _idle_workload(self) -> Workload:
+    def _idle_workload(self) -> TrafficWorkload:
         return next(iter(self._cases.streams.values()))
 
-    def _measure(self, name: str, workload: Workload, label: str) -> trial.Measurement:
+    def _measure(self, name: str, workload: TrafficWorkload, label: str) -> trial.Measurement:
         for attempt in range(self._options.max_retries + 1):
             found = trial.run_trial(self._router, workload, self._site, self._files)
             print(f"{label}: {name}: {trial.summarize(found)}", flush=True)
@@ -224,7 +224,8 @@ def main() -> int:
     per_token, per_request = costs.split()
     version = contestants.Sluice().version()
     print(
-        f"\nsluice {version}, {options.strategy}; {next(iter(cases.streams.values())).describe()}; {options.repeats} repeats\n"
+        f"\nsluice {version}, {options.strategy}; {next(iter(cases.streams.values())).describe()}; "
+        f"{options.repeats} repeats\n"
     )
     print(format_costs(costs, list(cases.all())))
     print(f"\nCPU above idle: {per_token.format(1)} us per token + {per_request.format(0)} us per request")

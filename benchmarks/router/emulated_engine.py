@@ -28,7 +28,7 @@ IDLE_REPORT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class EngineShape:
     """What an engine says about itself, and its pace.
 
     Args:
@@ -51,7 +51,7 @@ class Shape:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class StubRequest:
     """A request that runs or waits here. Mutable.
 
     Args:
@@ -65,7 +65,7 @@ class Request:
         max_tokens: Where the output ends.
     """
 
-    link: Link
+    link: StubLink
     slot: int
     fence: int
     number: int
@@ -76,7 +76,7 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class StubLink:
     """One router's stream. Mutable.
 
     Args:
@@ -84,7 +84,7 @@ class Link:
     """
 
     send: Callable[[wire.AttachResponse], None]
-    by_slot: dict[int, Request] = field(default_factory=dict)
+    by_slot: dict[int, StubRequest] = field(default_factory=dict)
     pinned_blocks: dict[int, int] = field(default_factory=dict)
     last_submit_number: int = 0
     has_submits: bool = False
@@ -105,7 +105,7 @@ class EmulatedEngine:
         stamps: Where it notes what it sends.
     """
 
-    def __init__(self, engine_id: str, shape: Shape, vocabulary: Sequence[int], stamps: Stamps) -> None:
+    def __init__(self, engine_id: str, shape: EngineShape, vocabulary: Sequence[int], stamps: Stamps) -> None:
         self.engine_id = engine_id
         self.epoch = 1
         self.is_refusing_grants = False
@@ -116,17 +116,17 @@ class EmulatedEngine:
         self._chunk_size_tokens = shape.chunk_size_tokens
         self._configured = wire.Configured(chunk_size_tokens=shape.chunk_size_tokens)
         self._is_draining = False
-        self._links: list[Link] = []
-        self._prefills: list[Request] = []
-        self._decodes: dict[Request, None] = {}
-        self._grants: dict[tuple[Link, int], tuple[int, float]] = {}
+        self._links: list[StubLink] = []
+        self._prefills: list[StubRequest] = []
+        self._decodes: dict[StubRequest, None] = {}
+        self._grants: dict[tuple[StubLink, int], tuple[int, float]] = {}
         self._num_steps = 0
         self._num_moved_in = 0
         self._num_moved_out = 0
 
     # --- links -------------------------------------------------------------------------------------------------------
 
-    def attach(self, link: Link, now_s: float) -> None:
+    def attach(self, link: StubLink, now_s: float) -> None:
         """Takes a new stream and says hello."""
         self._links.append(link)
         shape = self._shape
@@ -144,7 +144,7 @@ class EmulatedEngine:
         link.last_sent_s = now_s
         link.send(wire.AttachResponse(hello=hello, load=self._load(link), configured=self._configured))
 
-    def detach(self, link: Link) -> None:
+    def detach(self, link: StubLink) -> None:
         """Forgets a stream and its requests."""
         if link not in self._links:
             return
@@ -153,7 +153,7 @@ class EmulatedEngine:
             self._drop(request)
         self._grants = {key: grant for key, grant in self._grants.items() if key[0] is not link}
 
-    def restart(self) -> list[Link]:
+    def restart(self) -> list[StubLink]:
         """Dies and is born again, empty and with a new epoch.
 
         Returns:
@@ -167,7 +167,7 @@ class EmulatedEngine:
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
-    def take(self, link: Link, message: wire.AttachRequest, now_s: float, now_ns: int) -> None:
+    def take(self, link: StubLink, message: wire.AttachRequest, now_s: float, now_ns: int) -> None:
         """Carries out a router's commands."""
         if message.HasField("configure"):
             self._configure(link, message.configure)
@@ -184,7 +184,7 @@ class EmulatedEngine:
         for grant_id in message.released_grant_ids:
             self._grants.pop((link, grant_id), None)
 
-    def _configure(self, link: Link, configure: wire.Configure) -> None:
+    def _configure(self, link: StubLink, configure: wire.Configure) -> None:
         if configure.generation >= self._configured.generation:
             self._chunk_size_tokens = configure.chunk_size_tokens
             self._is_draining = configure.is_draining
@@ -196,7 +196,7 @@ class EmulatedEngine:
             )
         link.send(wire.AttachResponse(load=self._load(link), configured=self._configured))
 
-    def _submit(self, link: Link, submit: wire.Submit, now_ns: int) -> None:
+    def _submit(self, link: StubLink, submit: wire.Submit, now_ns: int) -> None:
         link.last_submit_number = submit.submit_number
         link.has_submits = True
         if self.is_failing_submits:
@@ -206,7 +206,7 @@ class EmulatedEngine:
         num_output_tokens = len(submit.output_token_ids)
         num_tokens = len(submit.prompt_token_ids) + num_output_tokens
         is_moved_in = submit.HasField("kv")
-        request = Request(
+        request = StubRequest(
             link=link,
             slot=submit.slot,
             fence=submit.fence,
@@ -228,12 +228,12 @@ class EmulatedEngine:
         if num_output_tokens == 0:
             self._stamps.mark_read(request.number, now_ns)
 
-    def _abort(self, link: Link, slot: int) -> None:
+    def _abort(self, link: StubLink, slot: int) -> None:
         request = link.by_slot.get(slot)
         if request is not None:
             self._finish(request, sampling_pb2.FINISH_REASON_ABORTED)
 
-    def _grant(self, link: Link, asked: wire.GrantRequest, now_s: float) -> None:
+    def _grant(self, link: StubLink, asked: wire.GrantRequest, now_s: float) -> None:
         is_granted = not self.is_refusing_grants and not self._is_draining
         if is_granted:
             self._grants[link, asked.grant_id] = (self._blocks(asked.num_tokens), now_s + GRANT_TTL_S)
@@ -241,7 +241,7 @@ class EmulatedEngine:
         grant = wire.Grant(grant_id=asked.grant_id, is_granted=is_granted, reason=reason, ttl_s=GRANT_TTL_S)
         link.send(wire.AttachResponse(grants=[grant], load=self._load(link)))
 
-    def _hand_off(self, link: Link, hand_off: wire.HandOff) -> None:
+    def _hand_off(self, link: StubLink, hand_off: wire.HandOff) -> None:
         request = link.by_slot.get(hand_off.slot)
         reason = "unknown" if request is None else "fence" if request.fence != hand_off.fence else ""
         if request is not None and request.prefill_tokens:
@@ -305,7 +305,7 @@ class EmulatedEngine:
         for request in [request for request in self._prefills if not request.context_tokens]:
             self._finish(request, sampling_pb2.FINISH_REASON_RETURNED)
 
-    def _give_token(self, request: Request, now_ns: int) -> None:
+    def _give_token(self, request: StubRequest, now_ns: int) -> None:
         link, index = request.link, request.num_output_tokens
         link.slots.append(request.slot)
         link.token_ids.append(self._vocabulary[(request.number + index) % len(self._vocabulary)])
@@ -318,13 +318,13 @@ class EmulatedEngine:
             self._finish(request, sampling_pb2.FINISH_REASON_LENGTH)
 
     def _finish(
-        self, request: Request, reason: sampling_pb2.FinishReason.ValueType, kv: wire.KvHandle | None = None
+        self, request: StubRequest, reason: sampling_pb2.FinishReason.ValueType, kv: wire.KvHandle | None = None
     ) -> None:
         finished = wire.Finished(slot=request.slot, reason=reason, kv=kv, num_output_tokens=request.num_output_tokens)
         request.link.finished.append(finished)
         self._drop(request)
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: StubRequest) -> None:
         del request.link.by_slot[request.slot]
         if request in self._decodes:
             del self._decodes[request]
@@ -333,7 +333,7 @@ class EmulatedEngine:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def _flush(self, link: Link, now_s: float, iteration: wire.Iteration | None) -> None:
+    def _flush(self, link: StubLink, now_s: float, iteration: wire.Iteration | None) -> None:
         silence_s = now_s - link.last_sent_s
         has_news = link.slots or link.finished or link.has_submits
         if not has_news and silence_s < (LOAD_REPORT_S if iteration is not None else IDLE_REPORT_S):
@@ -355,7 +355,7 @@ class EmulatedEngine:
         link.has_submits = False
         link.last_sent_s = now_s
 
-    def _load(self, link: Link, now_s: float | None = None) -> wire.LoadReport:
+    def _load(self, link: StubLink, now_s: float | None = None) -> wire.LoadReport:
         if now_s is not None and self._grants:
             self._grants = {key: grant for key, grant in self._grants.items() if grant[1] > now_s}
         pinned = sum(sum(other.pinned_blocks.values()) for other in self._links)

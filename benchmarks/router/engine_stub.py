@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import uvloop
-from emulated_engine import EmulatedEngine, Link, Shape
+from emulated_engine import EmulatedEngine, EngineShape, StubLink
 from pieces import read_piece_ids
 from stamps import open_stamps
 
@@ -67,7 +67,7 @@ class Fault:
         return cls(kind=kind, engine=int(engine), at_s=float(at_s), for_s=float(rest[0]) if rest else DEFAULT_FAULT_S)
 
 
-class Stream:
+class StubStream:
     """Messages of one router that wait for the stream's one writer; None ends it."""
 
     def __init__(self) -> None:
@@ -98,14 +98,14 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self.engine = engine
         self.is_down = False
         self.is_hanging = False
-        self._streams: dict[Link, Stream] = {}
+        self._streams: dict[StubLink, StubStream] = {}
 
     async def Attach(self, request_iterator: AsyncIterator[wire.AttachRequest], context: Context) -> None:  # type: ignore[override]  # noqa: N802 - gRPC's name
         """One router's stream."""
         if self.is_down:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "emulated death")
-        stream = Stream()
-        link = Link(send=stream.send)
+        stream = StubStream()
+        link = StubLink(send=stream.send)
         self._streams[link] = stream
         writer = asyncio.create_task(stream.write(context))
         reader = asyncio.create_task(self._read(link, request_iterator))
@@ -147,7 +147,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             case "error":
                 self.engine.is_failing_submits = is_on
 
-    async def _read(self, link: Link, messages: AsyncIterator[wire.AttachRequest]) -> None:
+    async def _read(self, link: StubLink, messages: AsyncIterator[wire.AttachRequest]) -> None:
         async for message in messages:
             self.engine.take(link, message, time.monotonic(), time.monotonic_ns())
 
@@ -174,7 +174,7 @@ async def run_clock(servicers: Sequence[EngineServicer], step_s: float, *, is_lo
 async def serve(options: argparse.Namespace) -> None:
     """Serves until cancelled."""
     vocabulary = read_piece_ids(options.pieces)
-    shape = Shape(step_s=options.step_us / 1e6, chunk_size_tokens=options.chunk_tokens)
+    shape = EngineShape(step_s=options.step_us / 1e6, chunk_size_tokens=options.chunk_tokens)
     with open_stamps(options.stamps) as stamps:
         servicers, servers = [], []
         for index in range(options.engines):

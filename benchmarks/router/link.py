@@ -1,10 +1,10 @@
-"""CPU of the router's side of engine streams alone: sockets, event loop, HTTP/2 and parsing, with a handler that does nothing.
+"""CPU of the router's side of engine streams: sockets, event loop, HTTP/2 and parsing, with an empty handler.
 
     .venv/bin/python benchmarks/router/link.py [--engines N] [--tokens N] [--seconds S]
 
-A second process plays the engines: their messages come one by one, spread evenly over each step of 33 ms, so that what the
-loop costs between them counts too. The figure is the CPU per message of the second that cost least, which other programs on
-the machine disturb least. Compare two checkouts by running both in turn.
+A second process plays the engines: their messages come one by one, spread evenly over each step of 33 ms, so that
+what the loop costs between them counts too. The figure is the CPU per message of the second that cost least, which
+other programs on the machine disturb least. Compare two checkouts by running both in turn.
 """
 
 from __future__ import annotations

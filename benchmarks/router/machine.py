@@ -1,8 +1,8 @@
 """What the kernel says about processes and cores: CPU time, memory, foreign load, and how fast the machine is now.
 
-CPU time of a process is the scheduler's run time of its threads (nanoseconds, ``/proc/PID/task/*/schedstat``), not ticks:
-a router that wakes up thousands of times a second for microseconds is invisible to ticks. Network work of loopback that
-runs within a system call counts for its caller.
+CPU time of a process is the scheduler's run time of its threads (nanoseconds, ``/proc/PID/task/*/schedstat``), not
+ticks: a router that wakes up thousands of times a second for microseconds is invisible to ticks. Network work of
+loopback that runs within a system call counts for its caller.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def read_pss_bytes(pids: set[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cores:
+class CoreTimes:
     """Busy and stolen time of each core since boot, in seconds.
 
     Args:
@@ -104,7 +104,7 @@ class Cores:
     steal_s: tuple[float, ...]
 
     @classmethod
-    def read(cls) -> Cores:
+    def read(cls) -> CoreTimes:
         """Reads ``/proc/stat``."""
         busy, steal = [], []
         for line in (PROC / "stat").read_text().splitlines():
@@ -130,7 +130,7 @@ class Snapshot:
     at_s: float
     router_s: float
     foreign_s: float
-    cores: Cores
+    cores: CoreTimes
 
     @classmethod
     def take(cls, router: int | None) -> Snapshot:
@@ -143,12 +143,12 @@ class Snapshot:
             at_s=time.monotonic(),
             router_s=read_cpu_s(find_tree(router)) if router is not None else 0.0,
             foreign_s=read_foreign_s(find_tree(os.getpid())),
-            cores=Cores.read(),
+            cores=CoreTimes.read(),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class MachineUsage:
     """Mean use of the machine between two snapshots, in cores unless said.
 
     Args:
@@ -168,7 +168,7 @@ class Usage:
     foreign: float
 
     @classmethod
-    def between(cls, before: Snapshot, after: Snapshot) -> Usage:
+    def between(cls, before: Snapshot, after: Snapshot) -> MachineUsage:
         """Subtracts."""
         seconds = after.at_s - before.at_s
         busy = tuple(

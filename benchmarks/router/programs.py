@@ -1,4 +1,4 @@
-"""Programs that the benchmark starts: pinned to a core, logged to a file, waited for, and stopped by their process id."""
+"""Starts a program pinned to a core with a log file, waits for it, and stops it by its process id."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ POLL_S = 0.05
 STOP_TIMEOUT_S = 10.0
 
 
-class StartError(RuntimeError):
+class ProgramStartError(RuntimeError):
     """A program did not come up; with the end of its log."""
 
 
-class Program:
+class StartedProgram:
     """A running program and the end of its log."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -43,9 +43,9 @@ class Program:
         deadline_s = time.monotonic() + timeout_s
         while not is_ready():
             if self._process.poll() is not None:
-                raise StartError(f"{self._log.stem} ended with {self._process.returncode}:\n{self.tail()}")
+                raise ProgramStartError(f"{self._log.stem} ended with {self._process.returncode}:\n{self.tail()}")
             if time.monotonic() > deadline_s:
-                raise StartError(f"{self._log.stem} is not ready after {timeout_s:g} s:\n{self.tail()}")
+                raise ProgramStartError(f"{self._log.stem} is not ready after {timeout_s:g} s:\n{self.tail()}")
             time.sleep(POLL_S)
 
     def has_printed(self, line: str) -> bool:
@@ -74,7 +74,7 @@ class Program:
 @contextmanager
 def run_program(
     command: Sequence[str | Path], *, core: int, log: Path, environment: Mapping[str, str] | None = None
-) -> Iterator[Program]:
+) -> Iterator[StartedProgram]:
     """Starts a program and stops it at the end.
 
     Args:
@@ -93,7 +93,7 @@ def run_program(
             env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
-    program = Program(process, log)
+    program = StartedProgram(process, log)
     try:
         yield program
     finally:

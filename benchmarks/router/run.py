@@ -21,15 +21,15 @@ import peers
 import report
 import trial
 from contestants import Contestant, Nginx, NoRouter, Site, Sluice, VllmRouter
-from programs import StartError
-from traffic import Workload
+from programs import ProgramStartError
+from traffic import TrafficWorkload
 
 NOTE = """\
-Read it so: sluice tokenizes each prompt, detokenizes each token and places each request by its SLO, over one gRPC stream
-per engine; the proxies pass bytes. Text work off: {text_off}
-"tokens/core" is the inverse of CPU per token, by repeat: median [range]. "added" is from the stub's stamp of a token to the
-client's read, "TTFT+" the way of a request to the stub plus that of its first token back: transport and client included, as
-in the rows without a router."""
+How to read it: sluice tokenizes each prompt, detokenizes each token and places each request by its SLO, over one
+gRPC stream per engine; the proxies pass bytes. Text work off: {text_off}
+"tokens/core" is the inverse of CPU per token, by repeat: median [range]. "added" is from the stub's stamp of a token to
+the client's read. "TTFT+" is the way of a request to the stub plus that of its first token back. Both include transport
+and client, as do the rows without a router."""
 TEXT_OFF_MISSING = "not measured, because the router offers no raw pieces yet (contestants.RAW_PIECES_ARGUMENTS)."
 TEXT_OFF_MEASURED = "the row 'sluice, text off'."
 
@@ -63,7 +63,7 @@ def choose_contestants(names: list[str], strategy: str) -> tuple[list[Contestant
     return chosen, skipped
 
 
-def choose_stubs(field: list[Contestant], workload: Workload) -> list[Contestant]:
+def choose_stubs(field: list[Contestant], workload: TrafficWorkload) -> list[Contestant]:
     """Makes the rows without a router, one for each kind of stub in use."""
     stubs: list[Contestant] = [NoRouter("http")] if any(item.backend == "http" for item in field) else []
     # The bare engine client keeps a fixed number of streams and knows no recovery.
@@ -72,7 +72,7 @@ def choose_stubs(field: list[Contestant], workload: Workload) -> list[Contestant
     return stubs
 
 
-class Run:
+class RouterComparison:
     """One run. Mutable: collects the trials.
 
     Args:
@@ -82,7 +82,7 @@ class Run:
         files: Shared files.
     """
 
-    def __init__(self, options: argparse.Namespace, workload: Workload, site: Site, files: trial.Files) -> None:
+    def __init__(self, options: argparse.Namespace, workload: TrafficWorkload, site: Site, files: trial.Files) -> None:
         self._options = options
         self._workload = workload
         self._site = site
@@ -104,7 +104,7 @@ class Run:
         for attempt in range(self._options.max_retries + 1):
             try:
                 found = trial.run_trial(contestant, self._workload, self._site, self._files)
-            except StartError as error:
+            except ProgramStartError as error:
                 self.failures.append(f"{contestant.name}, {label}: {error}")
                 print(f"{label}: {contestant.name}: FAILED: {error}", flush=True)
                 return
@@ -128,9 +128,9 @@ def make_site(options: argparse.Namespace, folder: Path) -> Site:
     )
 
 
-def make_workload(options: argparse.Namespace) -> Workload:
+def make_workload(options: argparse.Namespace) -> TrafficWorkload:
     """Makes the load that the command line asks for."""
-    return Workload(
+    return TrafficWorkload(
         concurrency=0 if options.rate else options.streams,
         rate=options.rate,
         num_tokens=options.tokens,
@@ -193,7 +193,9 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def print_result(run: Run, everyone: list[Contestant], workload: Workload, facts: dict[str, Any]) -> None:
+def print_result(
+    run: RouterComparison, everyone: list[Contestant], workload: TrafficWorkload, facts: dict[str, Any]
+) -> None:
     """Prints the table and all that is needed to read it."""
     names = [contestant.name for contestant in everyone if any(contestant.name in repeat for repeat in run.repeats)]
     text_off = TEXT_OFF_MEASURED if contestants.RAW_PIECES_ARGUMENTS else TEXT_OFF_MISSING
@@ -207,7 +209,7 @@ def print_result(run: Run, everyone: list[Contestant], workload: Workload, facts
         print(line)
 
 
-def make_result(run: Run, everyone: list[Contestant], facts: dict[str, Any]) -> dict[str, Any]:
+def make_result(run: RouterComparison, everyone: list[Contestant], facts: dict[str, Any]) -> dict[str, Any]:
     """Makes the result file."""
     ratios = {
         item.name: report.find_ratios(run.repeats, item.name, facts["reference"]).as_json()
@@ -238,7 +240,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder,
         trial.make_files(options.model, options.tokens) as files,
     ):
-        run = Run(options, workload, make_site(options, (options.logs or Path(folder)).resolve()), files)
+        run = RouterComparison(options, workload, make_site(options, (options.logs or Path(folder)).resolve()), files)
         before = machine.calibrate(load, trial.ROUTER_CORE)
         everyone = [*choose_stubs(field, workload), *field]
         run.measure_all(everyone)

@@ -14,7 +14,7 @@ ERRORS = ("dropped", "refused", "broken", "status", "short", "wrong_tokens", "er
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class TrafficWorkload:
     """A load and the engines under it.
 
     Args:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import natives
-from machine import Snapshot, Usage, find_tree, read_pss_bytes
+from machine import MachineUsage, Snapshot, find_tree, read_pss_bytes
 from pieces import find_pieces, write_pieces
-from programs import StartError, run_program
+from programs import ProgramStartError, run_program
 from stamps import make_stamps
-from traffic import LoadResult, Workload
+from traffic import LoadResult, TrafficWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +51,7 @@ class Measurement:
 
     contestant: str
     load: LoadResult
-    usage: Usage
+    usage: MachineUsage
     idle_pss_bytes: int
     pss_bytes: int
     void_reasons: tuple[str, ...]
@@ -106,7 +106,7 @@ class Idle:
         pss_bytes: Memory of the router.
     """
 
-    usage: Usage
+    usage: MachineUsage
     pss_bytes: int
 
 
@@ -142,7 +142,7 @@ def make_files(model: Path, max_tokens: int) -> Iterator[Files]:
         yield files
 
 
-def run_trial(contestant: Contestant, workload: Workload, site: Site, files: Files) -> Measurement:
+def run_trial(contestant: Contestant, workload: TrafficWorkload, site: Site, files: Files) -> Measurement:
     """Runs one.
 
     Args:
@@ -168,8 +168,8 @@ def run_trial(contestant: Contestant, workload: Workload, site: Site, files: Fil
             load.wait_until(lambda: load.tail(1).startswith("{"), timeout_s=timeout_s)
             result = LoadResult.parse(load.tail(1))
         if router is not None and not router.is_alive():
-            raise StartError(f"{contestant.name} died under the load:\n{router.tail()}")
-    usage = Usage.between(before, after)
+            raise ProgramStartError(f"{contestant.name} died under the load:\n{router.tail()}")
+    usage = MachineUsage.between(before, after)
     return Measurement(
         contestant=contestant.name,
         load=result,
@@ -180,7 +180,7 @@ def run_trial(contestant: Contestant, workload: Workload, site: Site, files: Fil
     )
 
 
-def run_idle(contestant: Contestant, workload: Workload, site: Site, files: Files) -> Idle:
+def run_idle(contestant: Contestant, workload: TrafficWorkload, site: Site, files: Files) -> Idle:
     """Measures a router that nobody asks, over the workload's window.
 
     Raises:
@@ -188,12 +188,12 @@ def run_idle(contestant: Contestant, workload: Workload, site: Site, files: File
     """
     with _run_stub(contestant.backend, workload, site, files), contestant.run(site) as router:
         if router is None:
-            raise StartError(f"{contestant.name} has no process to measure")
+            raise ProgramStartError(f"{contestant.name} has no process to measure")
         time.sleep(1.0)
         before = Snapshot.take(router.pid)
         time.sleep(workload.seconds)
         after = Snapshot.take(router.pid)
-        return Idle(usage=Usage.between(before, after), pss_bytes=read_pss_bytes(find_tree(router.pid)))
+        return Idle(usage=MachineUsage.between(before, after), pss_bytes=read_pss_bytes(find_tree(router.pid)))
 
 
 def summarize(found: Measurement) -> str:
@@ -212,7 +212,7 @@ def summarize(found: Measurement) -> str:
 
 
 @contextmanager
-def _run_stub(backend: Backend, workload: Workload, site: Site, files: Files) -> Iterator[None]:
+def _run_stub(backend: Backend, workload: TrafficWorkload, site: Site, files: Files) -> Iterator[None]:
     programs: dict[Backend, list[str | Path]] = {
         "http": [natives.build("http_stub")],
         "attach": [sys.executable, natives.SOURCES / "engine_stub.py", *workload.fault_arguments()],
@@ -222,10 +222,10 @@ def _run_stub(backend: Backend, workload: Workload, site: Site, files: Files) ->
         stub.wait_until(lambda: stub.has_printed("ready"), timeout_s=STUB_TIMEOUT_S)
         yield
         if not stub.is_alive():
-            raise StartError(f"the stub died:\n{stub.tail()}")
+            raise ProgramStartError(f"the stub died:\n{stub.tail()}")
 
 
-def _load_command(contestant: Contestant, workload: Workload, site: Site, files: Files) -> list[str | Path]:
+def _load_command(contestant: Contestant, workload: TrafficWorkload, site: Site, files: Files) -> list[str | Path]:
     if contestant.is_router:
         ports = ["--port", str(site.port)]
     elif contestant.backend == "http":
@@ -240,7 +240,7 @@ def _load_command(contestant: Contestant, workload: Workload, site: Site, files:
     return [natives.build("load"), *ports, *workload.load_arguments(), *files.arguments()]
 
 
-def _find_void_reasons(workload: Workload, result: LoadResult, usage: Usage) -> Iterator[str]:
+def _find_void_reasons(workload: TrafficWorkload, result: LoadResult, usage: MachineUsage) -> Iterator[str]:
     if usage.core_busy[LOAD_CORE] > MAX_LOAD_CORE_BUSY:
         yield f"core {LOAD_CORE} {usage.core_busy[LOAD_CORE]:.0%} busy"
     if usage.foreign > MAX_FOREIGN_CORES:

@@ -2,12 +2,13 @@
 
     PYTHONPATH=build/compiled .venv/bin/python benchmarks/simulator/compare_vidur.py [--environment DIR]
 
-The work: the aggregated cells of ``run.py``, chunked prefill on four engines by round robin, which both simulators have; the same
-requests at the same moments, the same KV blocks, the same time for an iteration. Both run in turn, three times each, and the
-best counts. TTFT and the end show that it was the same work; small differences come from what a first token is and from
-how partial chunks are ordered.
+The work: the aggregated cells of ``run.py``, chunked prefill on four engines by round robin, which both simulators
+have; the same requests at the same moments, the same KV blocks, the same time for an iteration. Both run in turn,
+three times each, and the best counts. TTFT and the end show that it was the same work; small differences come from
+what a first token is and from how partial chunks are ordered.
 
-Vidur needs libraries of other versions, so it has an environment of its own, which is made when it is missing: about 1 GB.
+Vidur needs libraries of other versions, so it has an environment of its own, which is made when it is missing: about
+1 GB.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
 
 if TYPE_CHECKING:
-    from run import Case
+    from run import SimulatorCase
 
     from sluice_core.sim.cell import Arrival
 
@@ -55,7 +56,7 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-def describe(case: Case, arrivals: list[Arrival]) -> dict[str, Any]:
+def describe(case: SimulatorCase, arrivals: list[Arrival]) -> dict[str, Any]:
     """Describe the work as plain numbers."""
     engine = make_cell(case).engines[0]
     return {
@@ -68,7 +69,7 @@ def describe(case: Case, arrivals: list[Arrival]) -> dict[str, Any]:
     }
 
 
-def run_sluice(case: Case, arrivals: list[Arrival]) -> dict[str, float]:
+def run_sluice(case: SimulatorCase, arrivals: list[Arrival]) -> dict[str, float]:
     """Simulate once in this process."""
     gc.collect()
     began = time.process_time()
@@ -116,7 +117,8 @@ def main() -> None:
         best = [min((pair[side] for pair in runs), key=lambda run: run["cpu_s"]) for side in (0, 1)]
         for side, found in zip(("sluice", "vidur"), best, strict=True):
             print(
-                f"{name:18}{side:8}{found['cpu_s']:9.3f}{len(arrivals) / found['cpu_s']:12.0f}{found['iterations']:12.0f}"
+                f"{name:18}{side:8}{found['cpu_s']:9.3f}{len(arrivals) / found['cpu_s']:12.0f}"
+                f"{found['iterations']:12.0f}"
                 f"{found['ends_at_s']:9.1f}{found['ttft_mean_s']:12.3f}{found['ttft_p90_s']:8.3f}"
             )
         print(f"{name:18}{best[1]['cpu_s'] / best[0]['cpu_s']:.0f} times as fast")

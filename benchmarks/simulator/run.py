@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/simulator/run.py [--json OUT] [--repeats N] [--quick]
 
-Cells are those of docs/simulator.md at about nine tenths of their goodput: four engines of a 14B model on A100s, prompts as
-long as papers (``arxiv``, 600 s) and as chats (``chat``, 300 s), under each strategy; and clusters of 64 and 1024 engines on the
-chat lengths, which show that the cost per request does not grow with the engines, but for what looks at all of them. Lengths are
-those of traces (``benchmarks/traces``).
+Cells are those of docs/simulator.md at about nine tenths of their goodput: four engines of a 14B model on A100s,
+prompts as long as papers (``arxiv``, 600 s) and as chats (``chat``, 300 s), under each strategy; and clusters of 64
+and 1024 engines on the chat lengths, which show that the cost per request does not grow with the engines, but for
+what looks at all of them. Lengths are those of traces (``benchmarks/traces``).
 
 ``--profile CELL`` prints where the time goes (of the interpreted core: compiled functions do not show).
 """
@@ -43,7 +43,7 @@ P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class SimulatorCase:
     """One line of the table.
 
     Args:
@@ -63,10 +63,10 @@ class Case:
     duration_s: float
 
 
-def scale(case: Case, factor: int, duration_s: float) -> Case:
+def scale(case: SimulatorCase, factor: int, duration_s: float) -> SimulatorCase:
     """Make the same load per engine on more engines."""
     groups = tuple((count * factor, chunk, role) for count, chunk, role in case.groups)
-    return Case(
+    return SimulatorCase(
         lengths=case.lengths,
         strategy=case.strategy,
         placement=case.placement,
@@ -76,7 +76,7 @@ def scale(case: Case, factor: int, duration_s: float) -> Case:
     )
 
 
-def list_cases() -> dict[str, Case]:
+def list_cases() -> dict[str, SimulatorCase]:
     """List the cells by name."""
     shapes = {
         "taichi": ("length_aware", {"arxiv": ((2, 1024, P), (2, 256, D)), "chat": ((2, 1024, P), (2, 512, D))}),
@@ -94,7 +94,7 @@ def list_cases() -> dict[str, Case]:
     cases = {}
     for (lengths, strategy), rate_rps in rates.items():
         placement, groups = shapes[strategy]
-        cases[f"{lengths} {strategy}"] = Case(
+        cases[f"{lengths} {strategy}"] = SimulatorCase(
             lengths=lengths,
             strategy=strategy,
             placement=placement,
@@ -113,7 +113,7 @@ def load_rows(lengths: str) -> list[TraceRow]:
         return parse_trace(file)
 
 
-def make_cell(case: Case) -> Cell:
+def make_cell(case: SimulatorCase) -> Cell:
     """Make the cluster, with the semantics of the papers."""
     target = load_model_on_gpu("qwen2.5-14b", "a100-80g")
     engines = [
@@ -136,7 +136,7 @@ def make_cell(case: Case) -> Cell:
     )
 
 
-def measure(case: Case, rows: list[TraceRow], seed: int) -> dict[str, float]:
+def measure(case: SimulatorCase, rows: list[TraceRow], seed: int) -> dict[str, float]:
     """Simulate once; making the requests is not part of it."""
     cell = make_cell(case)
     arrivals = PoissonWorkload(rows, SLOS[case.lengths], seed).make_arrivals(case.rate_rps, case.duration_s)
@@ -156,7 +156,7 @@ def measure(case: Case, rows: list[TraceRow], seed: int) -> dict[str, float]:
     }
 
 
-def profile(case: Case, rows: list[TraceRow]) -> None:
+def profile(case: SimulatorCase, rows: list[TraceRow]) -> None:
     """Print where the time goes."""
     arrivals = PoissonWorkload(rows, SLOS[case.lengths], 1).make_arrivals(case.rate_rps, case.duration_s)
     simulation = Simulation(make_cell(case), arrivals)
@@ -181,7 +181,8 @@ def main() -> None:
         return
     is_compiled = not str(sluice_core.sim.engine.sim_engine.__file__).endswith(".py")
     print(
-        f"core {'compiled' if is_compiled else 'interpreted'}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
+        f"core {'compiled' if is_compiled else 'interpreted'}, Python {platform.python_version()}, "
+        f"load {os.getloadavg()[0]:.1f}"
     )
     gc.set_threshold(GC_THRESHOLD)
     results: dict[str, dict[str, float]] = {}

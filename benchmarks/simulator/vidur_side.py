@@ -1,10 +1,11 @@
-"""Vidur's half of ``compare_vidur.py``: runs in an environment of its own, reads a workload, prints what it came to as JSON.
+"""Vidur's half of ``compare_vidur.py``: runs in its own environment, reads a workload, prints the result as JSON.
 
     python vidur_side.py WORKLOAD.json
 
-Vidur simulates the same requests on the same number of replicas with its own Sarathi scheduler. What an iteration takes is a
-stand-in for its predictor, with our coefficients: its own asks the network for profiles and trains on them. The stand-in's time
-is taken off its account, nothing is trained or loaded, and every metric and trace is switched off, so the figure flatters it.
+Vidur simulates the same requests on the same number of replicas with its own Sarathi scheduler. What an iteration
+takes is a stand-in for its predictor, with our coefficients: its own asks the network for profiles and trains on
+them. The stand-in's time is taken off its account, nothing is trained or loaded, and every metric and trace is
+switched off, so the figure flatters it.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""``make bench-paper``: a smoke cell, what a document says, and how it refuses."""
+"""``make bench-paper``: a smoke cell, what a document says, and what it refuses."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
-from benchmarks.papers.experiment import Bench, Effort, System
-from benchmarks.papers.findings import Band, Chapter, Finding, Plot, PlotKind, Results, Series, Unit, band, exactly
-from benchmarks.papers.library import INTRODUCTION, PAPERS
+from benchmarks.papers.experiment_runner import ExperimentRunner, PaperEffort
+from benchmarks.papers.findings import Band, Chapter, Finding, Plot, PlotKind, Results, Series, Unit
+from benchmarks.papers.observations import observe_interference
 from benchmarks.papers.plots import write_plot
 from benchmarks.papers.report import list_cells, merge, read_results, write_document, write_results
-from benchmarks.papers.run import paper
-from benchmarks.papers.taichi import AGGREGATED_GRID, GOODPUT_CELLS, MOTIVATION, TAICHI_GRID, aggregate
-from benchmarks.papers.taichi_motivation import observe_interference
-from benchmarks.papers.trials import Laboratory
-from click.testing import CliRunner
+from benchmarks.papers.run import list_experiments, main
+from benchmarks.papers.tables import PAPERS, System, load_paper
+from benchmarks.papers.trials import PaperTrialPool
 
 ROOT = Path(__file__).parents[2]
 NAMES = {"arxiv_16k_recon": "arxiv-16k.csv", "arxiv_4k": "arxiv-16k.csv", "sharegpt_dist": "sharegpt.csv"}
@@ -32,14 +31,26 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def reproduce(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(paper, ["taichi", "--jobs", "1", *arguments])
-    return result.exit_code, result.stdout + (result.stderr if result.exit_code else "")
+def reproduce(*arguments: str) -> int:
+    return main(["taichi", "--jobs", "1", *arguments])
+
+
+def make_runner(pool: PaperTrialPool, traces: Path, *, seeds: tuple[int, ...], scale: float) -> ExperimentRunner:
+    return ExperimentRunner(pool=pool, traces=traces, effort=PaperEffort(seeds=seeds, scale=scale))
+
+
+def aggregate(chunk_size: int, num_engines: int = 4) -> System:
+    return System(strategy="aggregated", engines=f"{num_engines}x{chunk_size}", placement="round_robin")
 
 
 def make_finding(ours: float = 1.26, expected: Band | None = None) -> Finding:
     return Finding(
-        setting="cell", quantity="goodput", unit=Unit.FACTOR, ours=ours, paper=exactly(1.27), expected=expected
+        setting="cell",
+        quantity="goodput",
+        unit=Unit.FACTOR,
+        ours=ours,
+        paper=Band(low=1.27, high=1.27),
+        expected=expected,
     )
 
 
@@ -52,14 +63,13 @@ def make_chapter(name: str, ours: float = 1.26) -> Chapter:
         kind=PlotKind.LINES,
         series=(Series(name="one", x=(1.0, 2.0), y=(3.0, 4.0)),),
     )
-    findings = (make_finding(ours, band(1.15, 1.32)),)
+    findings = (make_finding(ours, Band(low=1.15, high=1.32)),)
     return Chapter(name=name, title=f"Title {name}", setting="a setting", findings=findings, plots=(plot,))
 
 
-def test_a_smoke_cell_gives_goodputs_and_their_ratios(traces: Path) -> None:
-    code, output = reproduce("--traces", str(traces), "--only", "arxiv-slo1", "--quick", "--json")
-    assert code == 0, output
-    (chapter,) = Results.model_validate(json.loads(output)).chapters
+def test_a_smoke_cell_gives_goodputs_and_their_ratios(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce("--traces", str(traces), "--only", "arxiv-slo1", "--quick", "--json") == 0
+    (chapter,) = Results.model_validate(json.loads(capsys.readouterr().out)).chapters
     goodputs = {
         finding.setting.split()[0]: finding.ours
         for finding in chapter.findings
@@ -72,56 +82,59 @@ def test_a_smoke_cell_gives_goodputs_and_their_ratios(traces: Path) -> None:
 
 
 def test_tuning_takes_the_system_with_the_highest_goodput(traces: Path) -> None:
-    with Laboratory(1, lambda _: None) as laboratory:
-        bench = Bench(laboratory=laboratory, traces=traces, effort=Effort(seeds=(1,), scale=0.05))
-        testbed = GOODPUT_CELLS[0].testbed
+    with PaperTrialPool(1, lambda _: None) as pool:
+        runner = make_runner(pool, traces, seeds=(1,), scale=0.05)
+        cell = load_paper("taichi").cells[0]
         starved, usual = aggregate(64), aggregate(512)
-        assert bench.tune("test", testbed, [starved, usual]) == usual
-        assert bench.tune("test", testbed, [usual, starved]) == usual
+        assert runner.tune("test", cell, [starved, usual]) == usual
+        assert runner.tune("test", cell, [usual, starved]) == usual
 
 
-def test_a_trial_is_carried_out_once(traces: Path) -> None:
-    with Laboratory(1, lambda _: None) as laboratory:
-        bench = Bench(laboratory=laboratory, traces=traces, effort=Effort(seeds=(1, 2), scale=0.02))
+def test_a_trial_runs_once(traces: Path) -> None:
+    with PaperTrialPool(1, lambda _: None) as pool:
+        runner = make_runner(pool, traces, seeds=(1, 2), scale=0.02)
         systems = [aggregate(512), aggregate(512)]
-        first, second = bench.measure("test", GOODPUT_CELLS[0].testbed, systems, rate_rps=1.0)
+        first, second = runner.measure("test", load_paper("taichi").cells[0], systems, rate_rps=1.0)
         assert first == second
-        assert laboratory.num_trials == 2
+        assert pool.num_trials == 2
 
 
 def test_interference_explains_tpot_of_aggregation(traces: Path) -> None:
-    with Laboratory(1, lambda _: None) as laboratory:
-        bench = Bench(laboratory=laboratory, traces=traces, effort=Effort(seeds=(1,), scale=0.05))
-        (trial,) = bench.make_trials(MOTIVATION, aggregate(1024, num_engines=8), rate_rps=4.0, seeds=(1,))
-    points = observe_interference(trial)
+    with PaperTrialPool(1, lambda _: None) as pool:
+        runner = make_runner(pool, traces, seeds=(1,), scale=0.05)
+        testbed = load_paper("taichi").find_testbed("motivation")
+        observation = observe_interference(runner.make_trial(testbed, aggregate(1024, num_engines=8), 1, 4.0))
+    points = observation.points
     assert len(points) > 10
     slow, fast = max(points), min(points)
     assert slow[0] > fast[0] >= 0.0
     assert slow[1] > fast[1]
 
 
-def test_a_missing_trace_is_named_with_what_to_do(tmp_path: Path) -> None:
-    code, output = reproduce("--traces", str(tmp_path), "--only", "arxiv-slo1")
-    assert code == 1
+def test_a_missing_trace_is_named_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce("--traces", str(tmp_path), "--only", "arxiv-slo1") == 1
+    output = capsys.readouterr().err
     assert "arxiv_16k_recon.csv.gz" in output
     assert "--traces" in output
 
 
-def test_an_unknown_experiment_is_refused_with_the_known_ones() -> None:
-    code, output = reproduce("--only", "figure99")
-    assert code == 2
+def test_an_unknown_experiment_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        reproduce("--only", "figure99")
+    output = capsys.readouterr().err
     assert "figure99" in output
     assert "figure18" in output
 
 
 def test_quick_figures_never_reach_a_document(tmp_path: Path) -> None:
-    code, _ = reproduce("--quick", "--document", str(tmp_path / "results.md"))
-    assert code == 2
+    with pytest.raises(SystemExit, match="2"):
+        reproduce("--quick", "--document", str(tmp_path / "papers.md"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("ours", "verdict"), [(1.14, "**no**"), (1.15, "yes"), (1.32, "yes"), (1.33, "**no**")])
 def test_a_row_says_whether_a_figure_lies_in_its_band(ours: float, verdict: str) -> None:
-    row = list_cells(make_finding(ours, band(1.15, 1.32)))
+    row = list_cells(make_finding(ours, Band(low=1.15, high=1.32)))
     assert row[-1] == verdict
     assert row[3] == "1.27"
     assert row[5] == f"{ours / 1.27:.2f}"
@@ -134,8 +147,8 @@ def test_a_figure_without_a_band_has_no_verdict() -> None:
 def test_chapters_measured_again_replace_their_old_ones_in_order(tmp_path: Path) -> None:
     old = Results(paper="taichi", chapters=(make_chapter("b"), make_chapter("gone")))
     new = Results(paper="taichi", chapters=(make_chapter("c"), make_chapter("a", 9.0)))
-    write_results(tmp_path / "taichi.json", old)
-    merged = merge(read_results(tmp_path / "taichi.json", "taichi"), new, ["a", "b", "c"])
+    write_results(tmp_path, old)
+    merged = merge(read_results(tmp_path, "taichi"), new, ["a", "b", "c"])
     assert [chapter.name for chapter in merged.chapters] == ["a", "b", "c"]
     assert merged.chapters[0].findings[0].ours == 9.0
 
@@ -148,19 +161,47 @@ def test_a_plot_is_the_same_bytes_each_time(tmp_path: Path) -> None:
     assert len(first) < 40_000
 
 
-def test_every_experiment_has_a_name_of_its_own_and_grids_hold_no_system_twice() -> None:
-    names = [cell.name for cell in GOODPUT_CELLS]
-    assert len(set(names)) == len(names)
-    assert set(names) < set(PAPERS["taichi"])
-    for grid in (AGGREGATED_GRID, TAICHI_GRID):
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_tables_of_a_paper_name_nothing_twice_and_nothing_unknown(name: str) -> None:
+    paper = load_paper(name)
+    tables = [*paper.cells, *paper.experiments]
+    assert len({table.name for table in tables}) == len(tables)
+    known = {name for table in tables for name in (table.name, f"{table.name}-tuned")}
+    assert set(paper.order) <= known
+    assert list(list_experiments(name)) == list(paper.order)
+    for table in paper.experiments:
+        rows = [row.name for row in paper.list_rows(table)]
+        assert len(set(rows)) == len(rows)
+        compared = {name for ratio in table.ratios for name in (ratio.of, ratio.over)}
+        drawn = {name for plot in table.plots for series in plot.series for name in series.rows}
+        assert compared | drawn <= set(rows)
+    for strategy in paper.grids:
+        grid = paper.list_grid(strategy)
         assert len(set(grid)) == len(grid)
-        assert all(isinstance(system, System) for system in grid)
+        assert {system.strategy for system in grid} == {strategy}
+
+
+def test_bands_and_systems_are_read_from_their_short_form() -> None:
+    assert Band.model_validate(1.27) == Band(low=1.27, high=1.27)
+    assert Band.model_validate([1.3, float("inf")]) == Band(low=1.3)
+    assert Band.model_validate([float("-inf"), 1.0]) == Band(high=1.0)
+    system = System.model_validate("taichi 2x1024,2x256 round_robin no_flow")
+    assert system == System(strategy="taichi", engines="2x1024,2x256", placement="round_robin", flow=False)
+    assert str(System.model_validate("taichi 2x1024,2x256")) == "2x1024,2x256"
 
 
 def test_the_document_is_made_from_the_results_beside_it() -> None:
-    results = read_results(ROOT / "docs" / "measurements" / "papers" / "taichi.json", "taichi")
-    assert results.chapters
-    assert (ROOT / "docs" / "measurements" / "papers.md").read_text() == write_document(INTRODUCTION, results, "papers")
-    for chapter in results.chapters:
-        for plot in chapter.plots:
-            assert (ROOT / "docs" / "measurements" / "papers" / f"{plot.name}.svg").is_file()
+    folder = ROOT / "docs" / "measurements" / "papers"
+    assert folder.with_suffix(".md").read_text() == write_document(folder)
+    for name in PAPERS:
+        results = read_results(folder, name)
+        assert results.chapters
+        for chapter in results.chapters:
+            for plot in chapter.plots:
+                assert (folder / f"{plot.name}.svg").is_file()
+
+
+def test_the_page_of_traces_lists_every_file() -> None:
+    folder = ROOT / "benchmarks" / "traces"
+    page = (folder / "README.md").read_text()
+    assert {path.name for path in folder.glob("*.gz")} == set(re.findall(r"^\| `([^`]+\.gz)` \|", page, re.MULTILINE))

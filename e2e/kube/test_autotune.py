@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import FAILED
+from examples.tiny_model import make_tiny_model
 from pod_cluster import MODELS, PodCluster, make_pods_manifest
 from release import RESTRICTED
 from steady_load import Load, Shape
 
-from sluice_cli.tiny_model import make_tiny_model
 from sluice_core.records import Role
 from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.planning.plan import read_plan

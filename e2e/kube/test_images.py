@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from examples.tiny_model import make_tiny_model
 from kubectl_cluster import make_manifest
 from pod_cluster import MODELS, PodCluster
 from release import OPERATOR, RESTRICTED, Release, name_image, run_release
@@ -29,7 +30,6 @@ from testbed.helm import SYSTEM
 from testbed.images import USER
 from testbed.settings import ROOT
 
-from sluice_cli.tiny_model import make_tiny_model
 from sluice_operator.autotune.search_messages import SearchResult
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ import pytest
 import trustme
 from certificate_files import make_files
 from conftest import FAILED
+from examples.tiny_model import make_tiny_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kubectl_cluster import wait_for
 from pod_cluster import MODELS, EditTimes, PodCluster, Status, Trust, make_pods_manifest, open_channel
@@ -29,7 +30,6 @@ from test_exactness import check
 from testbed.helm import CHART, SYSTEM
 
 from sluice.v1 import plan_pb2, router_pb2
-from sluice_cli.tiny_model import make_tiny_model
 from sluice_operator.api.names import CONTROL_PORT, ENGINE_PORT
 
 if TYPE_CHECKING:

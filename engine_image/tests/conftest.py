@@ -20,7 +20,7 @@ _ports = itertools.count(harness.FIRST_PORT)
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """The tiny model's directory, made when it is not there."""
-    from sluice_cli.tiny_model import make_tiny_model  # noqa: PLC0415  (numpy and tokenizers, for engines only)
+    from examples.tiny_model import make_tiny_model  # noqa: PLC0415  (numpy and tokenizers, for engines only)
 
     directory = Path(__file__).parents[2] / ".sluice/volumes/models/tiny"
     make_tiny_model(directory)

@@ -1,6 +1,6 @@
 """What the engine's two locks hold: the one for GPUs all that vLLM asks for, the one without GPUs what text models need.
 
-That the one for GPUs is complete, a registry proves: ``requirements/lock.py prove``, which ``make lock`` ends with.
+``make lock`` asks a registry whether the one for GPUs is complete.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ UTF-8 text goes through it and back unchanged.
 
 The directory is a function of ``RECIPE`` and of the Python that runs it: the same command makes the same bytes.
 
-    python -m sluice_cli.tiny_model [DIR]
+    python examples/tiny_model.py [DIR]
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Recipe:
         kv_heads: Key and value heads (grouped-query attention).
         max_tokens: Longest prompt + output, in tokens.
         training_files: Files of the standard library that the tokenizer learns from.
-        attention_gain: Standard deviation of query and key weights, times sqrt(fan-in): attention neither flat nor one-hot.
+        attention_gain: Standard deviation of query and key weights, times sqrt(fan-in); attention is neither flat nor
+            one-hot.
         layer_gain: The same for all other layers.
         logit_gain: The same for the output layer: logits wide enough that greedy choices are clear.
         seed: Seed of the weights.
@@ -214,7 +215,7 @@ def _write_configuration(directory: Path, recipe: Recipe) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(prog="python -m sluice_cli.tiny_model", description="Makes the tiny model.")
+    parser = argparse.ArgumentParser(description="Makes the tiny model.")
     parser.add_argument("directory", type=Path, nargs="?", default=DEFAULT_DIRECTORY)
     directory = parser.parse_args(arguments).directory
     try:

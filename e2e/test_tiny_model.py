@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import jinja2
 import pytest
+from examples.tiny_model import RECIPE, NotOurDirectoryError, make_tiny_model
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
-
-from sluice_cli.tiny_model import RECIPE, NotOurDirectoryError, make_tiny_model
 
 if TYPE_CHECKING:
     from pathlib import Path
