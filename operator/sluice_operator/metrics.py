@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-WRITES = frozenset({"apply", "create", "patch", "patch_status", "delete"})
 # An edit should be in force in about a second.
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 

@@ -11,8 +11,9 @@ from cluster_harness import KEY, World
 from sluice_operator.api.names import ROLE_LABEL
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.controller.work_queue import EVENT_PAUSE_S, MAX_BACKOFF_S, Schedule
+from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
 from sluice_operator.kubernetes.interface import BusyError, ConflictError, KubernetesError
-from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, RetryingKubernetes
+from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +39,7 @@ class Clockwork:
         self._schedule: Schedule[ClusterKey] = Schedule(rng)
         self._seen = self.world.snapshot()
         self._reconciler = Reconciler(
-            RetryingKubernetes(self.world.kubernetes, rng=rng, now=lambda: self.world.now, sleep=self._sleep),
+            InterceptedKubernetes(self.world.kubernetes, Retry(rng=rng, now=lambda: self.world.now, sleep=self._sleep)),
             self.world.routers,
             self.world.settings,
             now=lambda: self.world.now,

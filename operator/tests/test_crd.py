@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from verdicts import Case, make_manifest, merge, read_table, validate
 
-from sluice_operator.api import validation
+from sluice_operator.api import names, validation
 from sluice_operator.api.conditions import REASONS, ConditionType
 from sluice_operator.api.manifest import ManifestError, check_manifest
 from sluice_operator.api.serving_cluster import ServingCluster
@@ -120,6 +120,20 @@ def test_the_crd_names_no_argument_or_variable_that_the_model_lets_through() -> 
     assert {word.replace("[-_]", "-") for word in words[1].split("|")} == set(validation.OWNED_ARGUMENTS)
     (name_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("env[]") and "startsWith" in rule["rule"])
     assert set(re.findall(r"'([A-Z_]+)'", name_rule)) - {"SLUICE_"} == validation.OWNED_ENVIRONMENT
+
+
+def test_the_crd_names_the_ports_of_the_pods() -> None:
+    ports = {
+        port for path, rule in RULES if path.endswith("network.kvPort") for port in re.findall(r"[0-9]+", rule["rule"])
+    }
+    assert {int(port) for port in ports} == set(validation.ENGINE_PORTS)
+    (range_rule,) = (rule for path, rule in RULES if path.endswith("network") and "tcpPortRange" in rule["rule"])
+    listed = re.search(r"\[self\.kvPort, ([0-9, ]+)\]", range_rule["rule"])
+    assert listed
+    assert {int(port) for port in listed[1].split(", ")} == set(validation.ENGINE_PORTS)
+    assert {int(port) for port in re.findall(r"[0-9]+", range_rule["message"])} == set(validation.ENGINE_PORTS)
+    (service_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("service.port"))
+    assert service_rule == f"self != {names.GRPC_PORT}"
 
 
 @pytest.mark.parametrize(("path", "rule"), RULES, ids=[f"{path}: {rule['message']}" for path, rule in RULES])

@@ -10,7 +10,8 @@ from cluster_harness import KEY, World
 from fake_kubernetes import READS
 
 from sluice_operator.controller.reconciler import Reconciler
-from sluice_operator.kubernetes.fencing import FencedKubernetes
+from sluice_operator.kubernetes.fencing import LeaseFence
+from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
 from sluice_operator.kubernetes.interface import (
     CONFIG_MAPS,
     BusyError,
@@ -223,7 +224,7 @@ def drive(coroutine: object) -> None:
 
 async def test_a_replica_that_lost_its_lease_writes_nothing() -> None:
     world = World()
-    fenced = FencedKubernetes(world.kubernetes, lambda: False)
+    fenced = InterceptedKubernetes(world.kubernetes, LeaseFence(lambda: False))
     reconciler = Reconciler(fenced, world.routers, world.settings, now=lambda: 0.0, now_text=lambda: "t")
     with pytest.raises(LeaseLostError):
         await reconciler.reconcile(KEY)
@@ -233,7 +234,7 @@ async def test_a_replica_that_lost_its_lease_writes_nothing() -> None:
 async def test_a_lease_lost_in_the_middle_of_a_look_stops_it_there() -> None:
     world = World()
     is_held = True
-    fenced = FencedKubernetes(world.kubernetes, lambda: is_held)
+    fenced = InterceptedKubernetes(world.kubernetes, LeaseFence(lambda: is_held))
     reconciler = Reconciler(fenced, world.routers, world.settings, now=lambda: 0.0, now_text=lambda: "t")
 
     def lose(verb: str, plural: str) -> None:

@@ -7,7 +7,8 @@ import random
 import pytest
 from cluster_harness import World
 
-from sluice_operator.kubernetes.fencing import FencedKubernetes
+from sluice_operator.kubernetes.fencing import LeaseFence
+from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
 from sluice_operator.kubernetes.interface import (
     CONFIG_MAPS,
     PODS,
@@ -18,7 +19,7 @@ from sluice_operator.kubernetes.interface import (
     LeaseLostError,
     Object,
 )
-from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, MAX_SLOW_ATTEMPTS, PAUSE_S, RetryingKubernetes
+from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, MAX_SLOW_ATTEMPTS, PAUSE_S, Retry
 
 MAP: Object = {
     "apiVersion": "v1",
@@ -27,14 +28,16 @@ MAP: Object = {
 }
 
 
-def make(world: World) -> tuple[RetryingKubernetes, list[float]]:
+def make(world: World) -> tuple[InterceptedKubernetes, list[float]]:
     pauses: list[float] = []
 
     async def sleep(duration_s: float) -> None:
         pauses.append(duration_s)
         world.now += duration_s
 
-    kubernetes = RetryingKubernetes(world.kubernetes, rng=random.Random(1), now=lambda: world.now, sleep=sleep)
+    kubernetes = InterceptedKubernetes(
+        world.kubernetes, Retry(rng=random.Random(1), now=lambda: world.now, sleep=sleep)
+    )
     return kubernetes, pauses
 
 
@@ -123,12 +126,14 @@ async def test_what_is_created_under_a_name_of_the_servers_is_asked_for_once() -
 
 async def test_no_repetition_outlives_the_lease() -> None:
     world = World()
-    fenced = FencedKubernetes(world.kubernetes, lambda: world.now < 1001.0)
+    fence = LeaseFence(lambda: world.now < 1001.0)
 
     async def sleep(_duration_s: float) -> None:
         world.now = 1002.0
 
-    kubernetes = RetryingKubernetes(fenced, rng=random.Random(1), now=lambda: world.now, sleep=sleep)
+    kubernetes = InterceptedKubernetes(
+        world.kubernetes, Retry(rng=random.Random(1), now=lambda: world.now, sleep=sleep), fence
+    )
     fail_with(world, BusyError("500"))
     with pytest.raises(LeaseLostError):
         await kubernetes.apply(MAP)

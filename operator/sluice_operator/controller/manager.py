@@ -25,10 +25,11 @@ from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.controller.work_queue import WorkQueue
 from sluice_operator.health import Health
 from sluice_operator.kubernetes.client import KubernetesClient, load_configuration
-from sluice_operator.kubernetes.fencing import FencedKubernetes
+from sluice_operator.kubernetes.fencing import LeaseFence
+from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
 from sluice_operator.kubernetes.interface import CLUSTERS, KubernetesError, LeaseLostError
 from sluice_operator.kubernetes.own_writes import OwnWrites
-from sluice_operator.kubernetes.retry import RetryingKubernetes
+from sluice_operator.kubernetes.retry import Retry
 from sluice_operator.logs import current_object
 from sluice_operator.metrics import OperatorMetrics
 from sluice_operator.routers.connections import RouterConnections
@@ -117,8 +118,12 @@ class Operator:
         await self._elector.acquire()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._elector.renew(), name="renew the lease")
-            fenced = FencedKubernetes(self._kubernetes, lambda: self._elector.is_leading)
-            retrying = RetryingKubernetes(fenced, rng=self._rng, now=time.monotonic)
+            # The fence is innermost: no repetition outlives the lease.
+            kubernetes = InterceptedKubernetes(
+                self._kubernetes,
+                Retry(rng=self._rng, now=time.monotonic),
+                LeaseFence(lambda: self._elector.is_leading),
+            )
 
             def record_status(key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
                 reconciler.record_status(key, status)
@@ -132,7 +137,7 @@ class Operator:
             if self._certificates is not None:
                 group.create_task(keep_fresh([self._certificates.refresh]), name="certificates")
             reconciler = Reconciler(
-                retrying,
+                kubernetes,
                 connections,
                 self._settings,
                 now=time.monotonic,

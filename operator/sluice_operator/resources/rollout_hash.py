@@ -9,17 +9,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
-
-from sluice_operator.api.field_effects import FieldEffect
+from sluice_operator.api.field_effects import FieldEffect, walk_fields
 from sluice_operator.api.names import RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION
 from sluice_operator.kubernetes.interface import annotations_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from sluice_operator.api.serving_cluster import ServingClusterSpec
     from sluice_operator.kubernetes.interface import Object
 
@@ -39,23 +35,16 @@ def compute_rollout_hash(
         control_name: Whom routers trust as their control plane; None: everybody.
     """
     # Fields at their default are left out, so that a field that a new version adds replaces no pod.
-    fields = {path: value for path, value in _walk(spec, "", FieldEffect.LIVE, effects) if value not in (None, {}, [])}
+    fields = {}
+    for leaf in walk_fields(spec, path=""):
+        (owner,), (value,) = leaf.owners, leaf.values
+        if leaf.effect in effects and value != leaf.field.default:
+            dumped = owner.model_dump(mode="json", include={leaf.name}, exclude_defaults=True)
+            if dumped:
+                fields[leaf.path] = dumped
     other = {"image": image, **({"control": control_name} if control_name else {})}
     text = json.dumps({"fields": fields, **other}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _walk(
-    part: BaseModel, path: str, inherited: FieldEffect, effects: frozenset[FieldEffect]
-) -> Iterator[tuple[str, Any]]:
-    for name, field in type(part).model_fields.items():
-        effect = next((mark for mark in field.metadata if isinstance(mark, FieldEffect)), inherited)
-        value = getattr(part, name)
-        inner = f"{path}.{field.alias or name}"
-        if isinstance(value, BaseModel):
-            yield from _walk(value, inner, effect, effects)
-        elif effect in effects and value != field.default:
-            yield inner, part.model_dump(mode="json", include={name}, exclude_defaults=True)
 
 
 def keep_pod_template(deployment: Object, live: Object | None) -> Object:
