@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice_operator.api.names import ROLE_LABEL
+from sluice_operator.controller.cluster_state import DEFER_S, MAX_DEFER_S
 from sluice_operator.controller.event_filter import EventFilter
-from sluice_operator.controller.reconciler import DEFER_S, MAX_DEFER_S, Reconciler
+from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.controller.work_queue import WorkQueue
 from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, PODS, Kind
 from sluice_operator.kubernetes.own_writes import OwnWrites, Version, merge_patch, read_version
