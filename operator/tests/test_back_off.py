@@ -1,4 +1,4 @@
-"""Retries, queue and reconciler together, in simulated time: among faults, with a dead API server, and when it is back."""
+"""Retries, queue and reconciler in simulated time: among faults, with a dead API server, and when it is back."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_success_forgets_failures_and_the_server_may_ask_for_more_time() -> None
     schedule.finish("a")
     _, (pause,) = fail_when_due(schedule, now, 1)
     assert pause <= 2 * MIN_BACKOFF_S
-    assert make_schedule().fail("a", 0.0, least_s=77.0) == 77.0
+    assert make_schedule().fail("a", 0.0, min_pause_s=77.0) == 77.0
 
 
 def test_what_happens_brings_a_key_forward_that_backs_off_but_not_at_once() -> None:
@@ -115,7 +115,7 @@ def test_no_event_is_faster_than_the_server_allows() -> None:
     schedule = make_schedule()
     schedule.add("a", 0.0)
     schedule.take(0.0)
-    schedule.fail("a", 0.0, least_s=9.0)
+    schedule.fail("a", 0.0, min_pause_s=9.0)
     schedule.add("a", 1.0)
     assert schedule.wait_s(1.0) == 8.0
 

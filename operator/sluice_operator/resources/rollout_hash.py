@@ -1,7 +1,7 @@
-"""Decides whether pods are replaced: only when a field changes that the schema marks as one that restarts them.
+"""Decides whether pods are replaced: only when a field changes whose effect is a restart.
 
-The hash of these fields is kept on the Deployment together with the pod template that was rendered then. As long as
-the hash stays, that template stays, so that an operator which renders a little differently replaces no pod.
+The hash of these fields is kept on the Deployment with the pod template of that time. While the hash stays, the
+template stays, so that a new operator version which renders differently replaces no pod.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def compute_rollout_hash(
 
 
 def keep_pod_template(deployment: Object, live: Object | None) -> Object:
-    """Gives a rendered Deployment its marks, and the live one's template where nothing that restarts has changed.
+    """Keeps the live Deployment's pod template while the rollout hash stays the same.
 
     Args:
         deployment: As rendered; its pod template carries the hash.
@@ -68,7 +68,7 @@ def keep_pod_template(deployment: Object, live: Object | None) -> Object:
 
 
 def _read_template(text: str) -> Object | None:
-    """Reads what we wrote; None when somebody else has been at it."""
+    """Reads the stored template; None when somebody edited it."""
     try:
         template = json.loads(text)
     except ValueError:
