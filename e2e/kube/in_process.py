@@ -1,7 +1,7 @@
 """The operator's reconciler in the test's own process, on the real API server, with routers in memory.
 
 So a test chooses the very request at which the operator dies or somebody else strikes, and many clusters are at work at
-once. Nothing wakes the reconciler here but the clock: what informers add is for the tests of the whole program.
+once. Only the clock causes reconciles here; informers are for the tests of the whole program.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def connect(client: Client) -> AsyncIterator[KubernetesClient]:
 
 
 class RecordingKubernetes(InterceptedKubernetes):
-    """See ``Kubernetes``: notes what was read last, and counts writes.
+    """See ``Kubernetes``: records what was read last, and counts writes.
 
     Args:
         kubernetes: The API server.
@@ -81,7 +81,7 @@ class RecordingKubernetes(InterceptedKubernetes):
         return found
 
     def select(self, kind: Kind, namespace: str, labels: dict[str, str]) -> list[Object]:
-        """What the fake routers look at: pods as they were listed last, Ready or not, and nothing else of them."""
+        """What the fake routers see: pods as they were listed last, Ready or not, and nothing else of them."""
         del namespace
         found = []
         for pod in self.seen.get(kind.name, []):
@@ -173,7 +173,7 @@ class World:
     async def delete(self) -> None:
         await self.kubernetes.delete(CLUSTERS, self.key.namespace, self.key.name, uid_of(await self.read()))
 
-    async def look(self) -> bool:
+    async def reconcile(self) -> bool:
         """One look; errors are to be tried again, and a crash brings a new process.
 
         Returns:
@@ -194,13 +194,13 @@ class World:
         return False
 
     async def settle(self) -> None:
-        """Looks again and again until everything is as the spec asks for, and a look writes nothing any more.
+        """Reconciles until everything matches the spec, and a reconcile writes nothing any more.
 
         Pods that leave are in the plan as long as they are there: without them it is the same whatever happened before.
         """
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                if await self.look() and is_settled(await self.read()) and not self.is_anything_ending:
+                if await self.reconcile() and is_settled(await self.read()) and not self.is_anything_ending:
                     return
                 await asyncio.sleep(PAUSE_S)
 

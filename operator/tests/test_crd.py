@@ -217,8 +217,8 @@ def test_columns_and_subresources_read_fields_that_exist() -> None:
 
 def test_the_crd_tells_users_every_condition_and_reason() -> None:
     fields = NODES[".status.conditions[]"]["properties"]
-    told = dict(re.findall(r"(\w+): ([\w, ]+)\.", fields["reason"]["description"]))
-    assert {name: tuple(reasons.split(", ")) for name, reasons in told.items()} == {
+    documented = dict(re.findall(r"(\w+): ([\w, ]+)\.", fields["reason"]["description"]))
+    assert {name: tuple(reasons.split(", ")) for name, reasons in documented.items()} == {
         str(condition): tuple(map(str, reasons)) for condition, reasons in REASONS.items()
     }
     words = set(re.findall(r"\w+", fields["type"]["description"]))

@@ -1,4 +1,4 @@
-"""Requests are repeated where that is harmless and may help, and nobody waits long."""
+"""Requests are repeated where that is harmless and may help, within bounds."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_read_is_repeated_until_it_succeeds() -> None:
         ([BusyError("429", retry_after_s=30.0)] * 9, 0.0, 1),
         ([ForbiddenError("403")] * 9, 0.0, 1),
     ],
-    ids=["always", "silent", "told to wait", "forbidden"],
+    ids=["always", "silent", "server asks for a long pause", "forbidden"],
 )
 async def test_a_request_is_not_repeated_for_ever_nor_where_that_is_vain(errors, takes_s, num_calls) -> None:
     world = World()
@@ -115,7 +115,7 @@ async def test_a_write_that_replaces_a_version_and_whose_answer_is_lost_ends_in_
         await kubernetes.patch(CONFIG_MAPS, "default", "m", patch)
 
 
-async def test_what_is_created_under_a_name_of_the_servers_is_asked_for_once() -> None:
+async def test_a_create_with_a_generated_name_is_not_repeated() -> None:
     world = World()
     kubernetes, pauses = make(world)
     fail_with(world, BusyError("500"))

@@ -161,7 +161,7 @@ def test_a_refusal_names_field_value_and_limit(path: str, value: object, message
 @pytest.mark.parametrize(
     "path", ["spec.slo.ttftMilliseconds", "spec.slo.tpotMilliseconds", "spec.model", "metadata.name"]
 )
-def test_required_fields_are_asked_for(path: str) -> None:
+def test_missing_required_fields_are_refused(path: str) -> None:
     content = copy.deepcopy(LEAST)
     *parents, last = path.split(".")
     part = content
