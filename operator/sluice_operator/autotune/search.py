@@ -75,23 +75,9 @@ def search(request: SearchRequest, effort: SearchEffort | None = None) -> Search
     found = Search(comparison, make_space(request), effort).find_best(constraints.replicas, 1, start_rps, in_force)
     present = next(ranked for ranked in found.ranking if ranked.candidate == in_force)
     best = found.best
-    # The attainment is what users read: a few percent of overload must show in it.
-    patient = replace(effort, most_requests=MAX_PREDICTED_REQUESTS)
 
     def predict(ranked: RankedCandidate) -> float:
-        most_rps = MAX_OVERLOAD * max(ranked.goodput_rps, best.goodput_rps / 2)
-        # Objectives that nothing meets have no goodput, and yet an attainment.
-        rate_rps = min(request.workload.rate_rps, max(most_rps, MIN_PREDICTED_REQUESTS / effort.most_duration_s))
-        trials = [
-            SearchTrial(
-                candidate=ranked.candidate,
-                seed=seed,
-                rate_rps=rate_rps,
-                duration_s=patient.choose_duration_s(rate_rps),
-            )
-            for seed in FRESH_SEEDS
-        ]
-        return sum(evaluator.evaluate(trial).attainment for trial in trials) / len(trials)
+        return _predict_attainment(evaluator, request, effort, ranked, best.goodput_rps)
 
     def count(goodput_rps: float) -> float:
         # Less than one request in a whole run measures nothing.
@@ -106,6 +92,23 @@ def search(request: SearchRequest, effort: SearchEffort | None = None) -> Search
         in_force_attainment=predict(present),
         least_gain=min(ours / theirs - 1.0 if theirs > 0 else float(ours > 0) for ours, theirs in pairs),
     )
+
+
+def _predict_attainment(
+    evaluator: TrialEvaluator, request: SearchRequest, effort: SearchEffort, ranked: RankedCandidate, best_rps: float
+) -> float:
+    """Predicts the attainment of a candidate at the request's rate, as a mean over fresh seeds."""
+    # The attainment is what users read: a few percent of overload must show in it.
+    patient = replace(effort, most_requests=MAX_PREDICTED_REQUESTS)
+    most_rps = MAX_OVERLOAD * max(ranked.goodput_rps, best_rps / 2)
+    # Objectives that nothing meets have no goodput, and yet an attainment.
+    rate_rps = min(request.workload.rate_rps, max(most_rps, MIN_PREDICTED_REQUESTS / effort.most_duration_s))
+    duration_s = patient.choose_duration_s(rate_rps)
+    trials = [
+        SearchTrial(candidate=ranked.candidate, seed=seed, rate_rps=rate_rps, duration_s=duration_s)
+        for seed in FRESH_SEEDS
+    ]
+    return sum(evaluator.evaluate(trial).attainment for trial in trials) / len(trials)
 
 
 def make_effort(problem: PlanningProblem) -> SearchEffort:
