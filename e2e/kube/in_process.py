@@ -114,7 +114,7 @@ class Routers(FakeRouters):
 
 
 class World:
-    """One ServingCluster and the operator that looks at it.
+    """One ServingCluster and the operator that reconciles it.
 
     Args:
         kubernetes: The API server.
@@ -174,7 +174,7 @@ class World:
         await self.kubernetes.delete(CLUSTERS, self.key.namespace, self.key.name, uid_of(await self.read()))
 
     async def reconcile(self) -> bool:
-        """One look; errors are to be tried again, and a crash brings a new process.
+        """One reconcile; the next one tries again after an error, and a crash brings a new process.
 
         Returns:
             Whether it came to its end and wrote nothing.

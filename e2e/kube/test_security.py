@@ -64,7 +64,7 @@ def security_node(client: Client) -> Iterator[None]:
 
 
 async def settle_with(kubernetes: KubernetesClient, namespace: str, name: str, template: Any, **settings: Any) -> World:
-    """Makes a cluster with a podTemplate, and looks at it until nothing more is to be done but for its pods."""
+    """Makes a cluster with a podTemplate, and reconciles it until only its pods are missing."""
     world = World(kubernetes, namespace, name)
     world.reconciler = Reconciler(
         world.watched,

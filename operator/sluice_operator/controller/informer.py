@@ -79,7 +79,9 @@ class Informer:
 
         kopf.on.login(registry=registry)(login)
         for kind in WATCHED:
-            kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=f"wake-{kind.plural}")(on_event)
+            kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=f"enqueue-{kind.plural}")(
+                on_event
+            )
         return registry
 
 
