@@ -3,8 +3,8 @@
     python crds/reference.py write
     python crds/reference.py check
 
-What a change of a field does to a running cluster is told by the Python model (``sluice_operator.api.field_effects.FieldEffect``); all
-else is the CRD's.
+What a change of a field does to a running cluster comes from the Python model
+(``sluice_operator.api.field_effects.FieldEffect``); all else comes from the CRD.
 """
 
 from __future__ import annotations

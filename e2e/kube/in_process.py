@@ -1,7 +1,7 @@
 """The operator's reconciler in the test's own process, on the real API server, with routers in memory.
 
 So a test chooses the very request at which the operator dies or somebody else strikes, and many clusters are at work at
-once. Nothing wakes the reconciler here but the clock: what informers add is for the tests of the whole program.
+once. Only the clock causes reconciles here; informers are for the tests of the whole program.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sluice_operator.controller.manager import format_now
 from sluice_operator.controller.observation import CHILD_KINDS
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.client import KubernetesClient
+from sluice_operator.kubernetes.interceptors import READ_VERBS, InterceptedKubernetes
 from sluice_operator.kubernetes.interface import CLUSTERS, PODS, ConflictError, KubernetesError, annotations_of, uid_of
 from sluice_operator.planning.plan import read_plan
 from sluice_operator.settings import OperatorSettings
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from testbed.client import Client
 
+    from sluice_operator.kubernetes.interceptors import Answer
     from sluice_operator.kubernetes.interface import Kind, Object
 
 PAUSE_S = 0.3
@@ -56,8 +58,8 @@ async def connect(client: Client) -> AsyncIterator[KubernetesClient]:
     await asyncio.sleep(CLOSING_S)
 
 
-class Watched:
-    """See ``Kubernetes``: notes what was read last, and counts writes.
+class RecordingKubernetes(InterceptedKubernetes):
+    """See ``Kubernetes``: records what was read last, and counts writes.
 
     Args:
         kubernetes: The API server.
@@ -72,35 +74,14 @@ class Watched:
         self.num_writes = 0
         self.after: Callable[[int], Awaitable[None]] = _do_nothing
         self.seen: dict[str, list[Object]] = {}
-        self._kubernetes = kubernetes
-
-    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        return await self._kubernetes.get(kind, namespace, name)
-
-    async def is_served(self, kind: Kind) -> bool:
-        return await self._kubernetes.is_served(kind)
+        super().__init__(kubernetes, self._count)
 
     async def list(self, kind: Kind, namespace: str, labels: dict[str, str]) -> list[Object]:
-        found = self.seen[kind.name] = await self._kubernetes.list(kind, namespace, labels)
+        found = self.seen[kind.name] = await super().list(kind, namespace, labels)
         return found
 
-    async def apply(self, content: Object) -> Object:
-        return await self._write(self._kubernetes.apply(content))
-
-    async def create(self, content: Object) -> Object:
-        return await self._write(self._kubernetes.create(content))
-
-    async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
-        return await self._write(self._kubernetes.patch(kind, namespace, name, patch))
-
-    async def patch_status(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
-        return await self._write(self._kubernetes.patch_status(kind, namespace, name, patch))
-
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
-        await self._write(self._kubernetes.delete(kind, namespace, name, uid))
-
     def select(self, kind: Kind, namespace: str, labels: dict[str, str]) -> list[Object]:
-        """What the fake routers look at: pods as they were listed last, Ready or not, and nothing else of them."""
+        """What the fake routers see: pods as they were listed last, Ready or not, and nothing else of them."""
         del namespace
         found = []
         for pod in self.seen.get(kind.name, []):
@@ -110,10 +91,11 @@ class Watched:
                 found.append({"metadata": pod["metadata"], "status": status})
         return found
 
-    async def _write(self, write: Awaitable[Any]) -> Any:
-        answer = await write
-        self.num_writes += 1
-        await self.after(self.num_writes)
+    async def _count(self, verb: str, send: Callable[[], Awaitable[Answer]]) -> Answer:
+        answer = await send()
+        if verb not in READ_VERBS:
+            self.num_writes += 1
+            await self.after(self.num_writes)
         return answer
 
 
@@ -132,7 +114,7 @@ class Routers(FakeRouters):
 
 
 class World:
-    """One ServingCluster and the operator that looks at it.
+    """One ServingCluster and the operator that reconciles it.
 
     Args:
         kubernetes: The API server.
@@ -143,7 +125,7 @@ class World:
     def __init__(self, kubernetes: KubernetesClient, namespace: str, name: str) -> None:
         self.key = ClusterKey(namespace, name)
         self.kubernetes = kubernetes
-        self.watched = Watched(kubernetes)
+        self.watched = RecordingKubernetes(kubernetes)
         self.routers = Routers(self.watched)
         self.num_crashes = self.num_conflicts = 0
         self.reconciler = self.start_operator()
@@ -191,8 +173,8 @@ class World:
     async def delete(self) -> None:
         await self.kubernetes.delete(CLUSTERS, self.key.namespace, self.key.name, uid_of(await self.read()))
 
-    async def look(self) -> bool:
-        """One look; errors are to be tried again, and a crash brings a new process.
+    async def reconcile(self) -> bool:
+        """One reconcile; the next one tries again after an error, and a crash brings a new process.
 
         Returns:
             Whether it came to its end and wrote nothing.
@@ -212,13 +194,13 @@ class World:
         return False
 
     async def settle(self) -> None:
-        """Looks again and again until everything is as the spec asks for, and a look writes nothing any more.
+        """Reconciles until everything matches the spec, and a reconcile writes nothing any more.
 
         Pods that leave are in the plan as long as they are there: without them it is the same whatever happened before.
         """
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                if await self.look() and is_settled(await self.read()) and not self.is_anything_ending:
+                if await self.reconcile() and is_settled(await self.read()) and not self.is_anything_ending:
                     return
                 await asyncio.sleep(PAUSE_S)
 

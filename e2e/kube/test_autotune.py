@@ -130,7 +130,7 @@ class Tuning:
         return status
 
     def read_reason(self) -> str:
-        """Why the sliders are as they are; empty until the newest spec was looked at."""
+        """Why the sliders are as they are; empty until the newest spec was reconciled."""
         body = self._cluster.read("slc/tiny")
         (found,) = (item for item in body["status"]["conditions"] if item["type"] == "Autotuned")
         is_newest = found["observedGeneration"] == body["metadata"]["generation"]

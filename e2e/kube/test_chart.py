@@ -288,7 +288,7 @@ def test_notes_say_what_uninstall_leaves(helm: Helm) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout.partition("NOTES:")[2]
 
-    assert "leaves the definition of ServingCluster" in read()
+    assert "keeps the CRD of ServingCluster" in read()
     assert "EVERY ServingCluster" in read("--set", "crds.keep=false")
     assert "kubectl apply --server-side -f crds/servingclusters.yaml" in read("--set", "crds.install=false")
     assert "the namespaces a, b." in read("--set", "watchNamespaces={a,b}")

@@ -61,7 +61,7 @@ async def make_world(kubernetes: KubernetesClient, namespace: str, name: str) ->
 async def wait_until_gone(world: World) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while await world.list_children():
-            await world.look()
+            await world.reconcile()
             await asyncio.sleep(PAUSE_S)
 
 
@@ -145,7 +145,7 @@ async def test_a_cluster_deleted_after_every_write_of_its_making_leaves_nothing(
             world.watched.after = after
             # How many writes of the status there are is a matter of timing: the last ones may not come.
             while True:
-                is_calm = await world.look()
+                is_calm = await world.reconcile()
                 if was_deleted or (is_calm and is_settled(await world.read())):
                     break
                 await asyncio.sleep(PAUSE_S)
@@ -173,7 +173,7 @@ async def test_two_leaders_for_two_seconds_give_no_two_plans_one_number(client: 
 
         async def lead(leader: World) -> None:
             while time.monotonic() < end_s:
-                await leader.look()
+                await leader.reconcile()
 
         async def edit() -> None:
             while time.monotonic() < end_s:

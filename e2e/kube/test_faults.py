@@ -178,7 +178,7 @@ def test_a_fifth_of_all_requests_may_fail_or_be_slow(
     proxy.fail_share = 0.0
     wait_for(lambda: replica.leads, "a leader")
     cluster.wait("Progressing", "Settled")
-    assert "a look failed" not in replica.read_log()
+    assert "the reconcile failed unexpectedly" not in replica.read_log()
 
 
 @pytest.mark.parametrize("fault", ["end_watches", "expire_watches"])
@@ -193,7 +193,7 @@ def test_watches_that_end_lose_nothing(fault: str, cluster: LightCluster, proxy:
 @pytest.mark.timeout(420)
 def test_watches_that_go_silent_are_noticed(cluster: LightCluster, proxy: FaultProxy, replica: Replica) -> None:
     number_of_ends = replica.num_ends
-    # A look that something else has brought on would see the edit too.
+    # A reconcile that something else caused would see the edit too.
     wait_until_still(replica.operator.calls)
     assert proxy.mute_watches() > 5
     cluster.edit(prefillHeavy=3)
@@ -266,7 +266,7 @@ def test_many_hands_at_one_slider_end_in_the_last_edit(cluster: LightCluster, ro
     sizes = {part.chunk_size_tokens for part in routers.plan.engines if part.role == 1}
     assert cluster.roles.count("p-heavy") == spec["prefillHeavy"]
     assert sizes <= {spec["chunkSizes"]["prefillHeavy"]}
-    # Edits that come while a look is under way are one plan.
+    # Edits that come during a reconcile are one plan.
     assert 0 < routers.plan.generation - generation <= 25
     assert set(cluster.engines) == before
 
@@ -329,9 +329,9 @@ def test_an_image_that_cannot_be_pulled_stops_the_rollout_and_a_pod_that_never_e
     assert cluster.reason("Ready") == "Serving"
     version = wait_until_still(cluster.versions)["ServingCluster/tiny"]
     for attempt in (2, 3, 4):
-        looks = count_looks(replica)
+        num_before = count_reconciles(replica)
         fail_to_pull(attempt)
-        wait_for(lambda looks=looks: count_looks(replica) > looks, "a look")
+        wait_for(lambda num_before=num_before: count_reconciles(replica) > num_before, "a reconcile")
     # The kubelet's words change with every attempt; the status does not.
     assert wait_until_still(cluster.versions)["ServingCluster/tiny"] == version
     cluster.edit(engine={"image": None, "nodeSelector": None, "tolerations": None})
@@ -347,7 +347,7 @@ def test_an_image_that_cannot_be_pulled_stops_the_rollout_and_a_pod_that_never_e
     client.kubectl("-n", cluster.namespace, "delete", "pod", bad, "--force", "--grace-period=0")
 
 
-def count_looks(replica: Replica) -> float:
+def count_reconciles(replica: Replica) -> float:
     return replica.operator.calls().get(("get", "servingclusters", "200"), 0.0)
 
 
@@ -387,7 +387,7 @@ def test_a_namespace_that_ends_takes_its_cluster_and_keeps_nobody_busy(
     calls = wait_until_still(replica.operator.calls)
     time.sleep(3)
     assert replica.operator.calls() == calls
-    assert "a look failed" not in replica.read_log()
+    assert "the reconcile failed unexpectedly" not in replica.read_log()
     path = f"/api/v1/namespaces/{namespace}/configmaps/held"
     assert client.request("PATCH", path, {"metadata": {"finalizers": None}}, MERGE).is_ok
     wait_for(lambda: client.request("GET", f"/api/v1/namespaces/{namespace}").status == 404, "the end of the namespace")

@@ -338,7 +338,7 @@ def test_a_resync_writes_nothing(cluster: Cluster, operator: Operator) -> None:
     looks = operator.calls()["get", "servingclusters", "200"]
     # An event without a change of anything that is ours.
     cluster.kubectl("label", "slc", "tiny", "touched=yes")
-    wait_for(lambda: operator.calls()["get", "servingclusters", "200"] > looks, "a look")
+    wait_for(lambda: operator.calls()["get", "servingclusters", "200"] > looks, "a reconcile")
     time.sleep(1)
     after = cluster.versions()
     assert {name for name in after if after[name] != versions[name]} == {"ServingCluster/tiny"}
@@ -369,7 +369,7 @@ def test_the_next_replica_leads_when_the_first_one_is_told_to_stop_or_killed(
     assert operator.end(signal.SIGTERM) == 0
     wait_for(lambda: second.leads, "the second one as leader")
     # It finds everything as it should be.
-    wait_for(lambda: ("get", "servingclusters", "200") in second.calls(), "a look")
+    wait_for(lambda: ("get", "servingclusters", "200") in second.calls(), "a reconcile")
     time.sleep(1)
     assert cluster.versions() == versions
     third = start_operator("third")
@@ -388,7 +388,7 @@ def test_an_operator_for_one_namespace_needs_no_rights_elsewhere(
     narrow = start_operator("narrow", kubeconfig, watch_namespaces=namespace, lease_name="narrow")
     wait_for(lambda: narrow.leads, "the operator for one namespace")
     versions = cluster.versions()
-    wait_for(lambda: ("get", "servingclusters", "200") in narrow.calls(), "a look")
+    wait_for(lambda: ("get", "servingclusters", "200") in narrow.calls(), "a reconcile")
     cluster.edit(prefillHeavy=3)
     cluster.wait("Progressing", "Settled")
     assert cluster.versions() != versions

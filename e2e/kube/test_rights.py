@@ -187,7 +187,7 @@ def cluster(client: Client, operator: Operator) -> Iterator[LightCluster]:
     made.kubectl("delete", "slc", "tiny", "--ignore-not-found")
 
 
-# What makes the operator use a right, by resource and verb; where there is nothing, a look does.
+# What makes the operator use a right, by resource and verb; where there is nothing, a reconcile does.
 
 
 def locate(plural: str) -> str:
@@ -264,7 +264,7 @@ REMOVABLE = [
 
 
 def poke(cluster: LightCluster) -> None:
-    """Has the operator look at once."""
+    """Has the operator reconcile at once."""
     labels = {"metadata": {"labels": {"touched": str(next(COUNTER))}}}
     assert cluster.client.request("PATCH", cluster.path, labels, MERGE).is_ok
 

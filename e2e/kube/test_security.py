@@ -64,7 +64,7 @@ def security_node(client: Client) -> Iterator[None]:
 
 
 async def settle_with(kubernetes: KubernetesClient, namespace: str, name: str, template: Any, **settings: Any) -> World:
-    """Makes a cluster with a podTemplate, and looks at it until nothing more is to be done but for its pods."""
+    """Makes a cluster with a podTemplate, and reconciles it until only its pods are missing."""
     world = World(kubernetes, namespace, name)
     world.reconciler = Reconciler(
         world.watched,
@@ -76,7 +76,7 @@ async def settle_with(kubernetes: KubernetesClient, namespace: str, name: str, t
     await world.create(engine={"podTemplate": template})
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            if await world.look():
+            if await world.reconcile():
                 return world
             await asyncio.sleep(PAUSE_S)
 
@@ -121,7 +121,7 @@ async def test_what_the_administrator_turned_on_is_rendered_and_still_subject_to
             ]
             async with asyncio.timeout(PATIENCE_S):
                 while not await says(world, level):
-                    await world.look()
+                    await world.reconcile()
                     await asyncio.sleep(PAUSE_S)
             await world.delete()
 

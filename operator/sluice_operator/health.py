@@ -1,6 +1,6 @@
-"""Probes and metrics of every replica, leading or not, outside kopf.
+"""Probes and metrics of every replica, leader or not.
 
-Alive: the event loop turns, and no cluster waits for minutes. Ready: the API server has answered an election attempt.
+Alive: the event loop is not blocked, and no cluster has been due for minutes. Ready: a leader watches, others stand by.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from sluice_operator.metrics import OperatorMetrics
 
 TICK_S = 0.5
-# A loop that lags so much blocks; a key that waits so long has no worker.
+# A loop that lags so much is blocked; a key that waits so long has no worker.
 MAX_LAG_S = 10.0
 MAX_QUEUE_AGE_S = 600.0
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Health:
-    """The pages.
+    """The HTTP server of probes and metrics.
 
     Args:
-        metrics: What /metrics shows.
+        metrics: Shown on /metrics.
         refresh: Sets gauges before a scrape, and returns the age of the queue's head in seconds.
-        is_ready: Whether this replica does its part.
+        is_ready: Whether this replica is ready.
         now: Monotonic seconds.
 
     Attributes:
@@ -85,7 +85,7 @@ class Health:
         return web.Response(status=404, text="/livez, /readyz and /metrics are here\n")
 
     def show_liveness(self) -> web.Response:
-        """Answers whether this process should be left alone."""
+        """Answers /livez: 500 when Kubernetes should restart this process."""
         age_s = self._refresh()
         if self._lag_s > MAX_LAG_S:
             return web.Response(status=500, text=f"the event loop lags by {self._lag_s:.1f} s\n")

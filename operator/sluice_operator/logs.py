@@ -1,4 +1,4 @@
-"""Logs as JSON lines, each with the object that it is about where there is one."""
+"""Logs as JSON lines, each with the object that it is about, if any."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def set_up_logs(level: str) -> None:
     handler.setFormatter(make_formatter())
     handler.addFilter(ObjectFilter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    # kopf tells of every event that it passes on.
+    # kopf logs every event that it passes on.
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLevelName(level)))

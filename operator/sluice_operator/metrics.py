@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-WRITES = frozenset({"apply", "create", "patch", "patch_status", "delete"})
 # An edit should be in force in about a second.
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -32,10 +31,10 @@ class OperatorMetrics:
         registry = self.registry
         made = {
             "reconciles": Counter(
-                "sluice_operator_reconciles", "Looks at clusters, by outcome.", ["outcome"], registry=registry
+                "sluice_operator_reconciles", "Reconciles of clusters, by outcome.", ["outcome"], registry=registry
             ),
             "reconcile_s": Histogram(
-                "sluice_operator_reconcile_seconds", "Duration of a look.", buckets=BUCKETS_S, registry=registry
+                "sluice_operator_reconcile_seconds", "Duration of a reconcile.", buckets=BUCKETS_S, registry=registry
             ),
             "calls": Counter(
                 "sluice_operator_api_calls",
@@ -50,7 +49,7 @@ class OperatorMetrics:
                 buckets=BUCKETS_S,
                 registry=registry,
             ),
-            "queue": Gauge("sluice_operator_queue_length", "Clusters scheduled for a look.", registry=registry),
+            "queue": Gauge("sluice_operator_queue_length", "Clusters scheduled for a reconcile.", registry=registry),
             "queue_age_s": Gauge(
                 "sluice_operator_queue_age_seconds", "How long the next cluster has been due.", registry=registry
             ),
@@ -60,7 +59,7 @@ class OperatorMetrics:
             "loop_lag_s": Gauge("sluice_operator_loop_lag_seconds", "Lag of the event loop.", registry=registry),
             "leader": Gauge("sluice_operator_is_leader", "1 on the replica that leads.", registry=registry),
             "clusters": Gauge("sluice_operator_clusters", "ServingClusters known.", registry=registry),
-            "router_connections": Gauge("sluice_operator_router_links", "Links to routers.", registry=registry),
+            "router_connections": Gauge("sluice_operator_router_links", "Connections to routers.", registry=registry),
         }
         for name, metric in made.items():
             object.__setattr__(self, name, metric)

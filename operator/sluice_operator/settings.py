@@ -31,7 +31,7 @@ class OperatorSettings(BaseModel):
     host: str = Field(default="0.0.0.0", description="address of probes and metrics")
     port: int = Field(default=9090, ge=0, le=65535, description="port of /livez, /readyz and /metrics; 0: a free one")
     workers: int = Field(default=8, ge=1, le=256, description="clusters that are reconciled at once")
-    resync_s: float = Field(default=420.0, gt=0, description="longest time between two looks at a cluster")
+    resync_s: float = Field(default=420.0, gt=0, description="longest time between two reconciles of a cluster")
     request_timeout_s: float = Field(default=5.0, gt=0, le=5.0, description="longest wait for the API server")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="least level of logs")
     peer_tls: str = Field(
@@ -39,7 +39,7 @@ class OperatorSettings(BaseModel):
         description="folder with tls.crt, tls.key and ca.crt for the control ports of routers with spec.network.tls",
     )
     allow_host_access: bool = Field(
-        default=False, description="lets podTemplate reach the host: paths, networks, privileges"
+        default=False, description="allows spec.engine.podTemplate to reach the host: paths, networks, privileges"
     )
 
     @property

@@ -30,9 +30,9 @@ class World:
         self.routers = FakeRouters(self.kubernetes)
         self.settings = OperatorSettings(identity="a", namespace="sluice-system")
         self.now = 1000.0
-        # Clusters that somebody asked a look for, and what searches for sliders answer.
+        # Clusters that were enqueued, and what runs searches for sliders.
         self.enqueued: list[ClusterKey] = []
-        self.ask: RunSearch | None = None
+        self.run_search: RunSearch | None = None
         self.reconciler = self.start_operator()
         self.kubernetes.put(make_cluster(**spec))
 
@@ -51,8 +51,8 @@ class World:
         return self.reconciler
 
     async def _run_search(self, request: SearchRequest) -> SearchResult:
-        assert self.ask is not None, "nobody expects a search"
-        return await self.ask(request)
+        assert self.run_search is not None, "nobody expects a search"
+        return await self.run_search(request)
 
     async def settle(self) -> None:
         """Reconciles and lets the controllers run, second by second, until nothing changes any more."""
@@ -66,7 +66,7 @@ class World:
         raise AssertionError(f"not settled after {MAX_STEPS} steps: {self.conditions}")
 
     async def reconcile(self) -> float | None:
-        """One look; errors that are to be tried again are, by the next one."""
+        """One reconcile; after an error the next one tries again."""
         try:
             return await self.reconciler.reconcile(KEY)
         except KubernetesError:

@@ -1,4 +1,4 @@
-"""The two statements of the manifest's schema side by side: the CRD, and what pydantic's model comes to in its terms."""
+"""The manifest's schema twice, for comparison: as the CRD states it, and as pydantic's models do."""
 
 from __future__ import annotations
 

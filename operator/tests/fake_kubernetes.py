@@ -77,7 +77,7 @@ class FakeKubernetes:
         self._versions = itertools.count(1)
         self._uids = itertools.count(1)
 
-    # The port.
+    # The verbs.
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         with_faults = self._call("get", kind)
@@ -150,7 +150,7 @@ class FakeKubernetes:
             self.remove(kind, namespace, name)
         with_faults()
 
-    # What tests do, and look at.
+    # For tests.
 
     def put(self, content: Object) -> Object:
         """Stores an object as a user does: created, or its spec replaced."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def cut_chunk(chunk_size_tokens: int, pod: Object) -> int:
-    """Cuts a chunk size to what an engine's command lets it run; where pods are kept without commands, nothing is cut."""
+    """Cuts a chunk size to the limit in an engine's command; where pods are kept without commands, nothing is cut."""
     if "spec" not in pod:
         return chunk_size_tokens
     command = pod["spec"]["containers"][0]["command"]

@@ -204,7 +204,7 @@ def test_refuted_sliders_may_be_tried_again_for_another_workload() -> None:
     assert plant.sliders == FOR_LONG
 
 
-def test_nothing_is_changed_or_judged_while_engines_come_and_go() -> None:
+def test_nothing_is_changed_or_evaluated_while_engines_come_and_go() -> None:
     plant = Plant(is_settled=False)
     plant.run(300)
     assert plant.changes == []
@@ -232,7 +232,7 @@ def test_an_edit_of_a_slider_wins_at_once_and_begins_anew() -> None:
     assert plant.changes[-1][0] - edited_s >= COOLDOWN_S
 
 
-def test_an_edited_objective_is_asked_about_at_once_and_ends_the_search_under_way() -> None:
+def test_an_edited_objective_starts_a_search_at_once_and_ends_the_running_one() -> None:
     plant = Plant(search_s=30.0)
     plant.run(10)
     first = plant.state.last_request
@@ -265,7 +265,7 @@ def test_a_trial_ends_with_the_objectives_that_it_was_about() -> None:
     assert plant.sliders == FOR_LONG, "objectives that nothing can meet say nothing against the sliders"
 
 
-def test_a_shift_of_the_workload_is_asked_about_and_wavering_is_not() -> None:
+def test_a_shifted_workload_starts_a_search_and_noise_does_not() -> None:
     plant = Plant()
     plant.run(200)
     plant.rows = ((9000, 105, ""),) * 100
@@ -276,7 +276,7 @@ def test_a_shift_of_the_workload_is_asked_about_and_wavering_is_not() -> None:
     assert plant.num_asked == 2
 
 
-def test_a_sample_that_has_grown_fourfold_is_asked_about_without_ending_a_trial() -> None:
+def test_a_sample_that_grew_fourfold_starts_a_search_and_keeps_a_trial() -> None:
     plant = Plant(attainment=lambda sliders: 0.5 if sliders == FOR_LONG else 0.95)
     plant.run(12)
     assert plant.reason is Reason.ON_TRIAL
@@ -287,7 +287,7 @@ def test_a_sample_that_has_grown_fourfold_is_asked_about_without_ending_a_trial(
     assert plant.num_asked == 2
 
 
-def test_a_failed_search_is_said_and_tried_again_later() -> None:
+def test_a_failed_search_is_reported_and_repeated_later() -> None:
     plant = Plant(search_s=float("inf"))
     plant.run(5)
     plant.state = decision.record_failure(plant.state, "out of luck", plant.now)
@@ -343,11 +343,11 @@ def test_a_new_process_goes_on_with_the_sliders_of_the_last_one_unless_the_spec_
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"basis": "b", "sliders": {"a": 1}}', '{"basis": "b"}'])
-def test_what_somebody_edited_is_no_memory(text: str) -> None:
+def test_edited_stored_sliders_are_ignored(text: str) -> None:
     assert StoredSliders.from_json(text) is None
 
 
-def test_a_fall_is_one_beyond_chance() -> None:
+def test_attainment_falls_only_beyond_chance() -> None:
     before = Counts(num_finished=200, num_met_both=190)
     assert not has_attainment_fallen(before, Counts(num_finished=19, num_met_both=0)), "too few to say"
     assert not has_attainment_fallen(before, Counts(num_finished=40, num_met_both=37))

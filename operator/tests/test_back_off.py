@@ -1,4 +1,4 @@
-"""Retries, queue and reconciler together, in simulated time: among faults, with a dead API server, and when it is back."""
+"""Retries, queue and reconciler in simulated time: among faults, with a dead API server, and when it is back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from cluster_harness import KEY, World
 from sluice_operator.api.names import ROLE_LABEL
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.controller.work_queue import EVENT_PAUSE_S, MAX_BACKOFF_S, Schedule
+from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
 from sluice_operator.kubernetes.interface import BusyError, ConflictError, KubernetesError
-from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, RetryingKubernetes
+from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,7 @@ STEP_S = 0.1
 
 
 class Clockwork:
-    """A world whose cluster is looked at when the queue says so: what changes wakes it, as the informer does.
+    """A world whose cluster is reconciled when the queue says so: changes enqueue it, as the informer does.
 
     Args:
         rng: Jitter, and faults.
@@ -33,12 +34,12 @@ class Clockwork:
 
     def __init__(self, rng: random.Random) -> None:
         self.world = World()
-        self.num_looks = 0
+        self.num_reconciles = 0
         self._rng = rng
         self._schedule: Schedule[ClusterKey] = Schedule(rng)
         self._seen = self.world.snapshot()
         self._reconciler = Reconciler(
-            RetryingKubernetes(self.world.kubernetes, rng=rng, now=lambda: self.world.now, sleep=self._sleep),
+            InterceptedKubernetes(self.world.kubernetes, Retry(rng=rng, now=lambda: self.world.now, sleep=self._sleep)),
             self.world.routers,
             self.world.settings,
             now=lambda: self.world.now,
@@ -67,11 +68,11 @@ class Clockwork:
             self._seen = seen
             self.enqueue()
         if self._schedule.take(self.world.now) is not None:
-            await self._look()
+            await self._reconcile_due()
         self.world.now += STEP_S
 
-    async def _look(self) -> None:
-        self.num_looks += 1
+    async def _reconcile_due(self) -> None:
+        self.num_reconciles += 1
         try:
             after_s = await self._reconciler.reconcile(KEY)
         except KubernetesError as error:
@@ -120,29 +121,29 @@ async def test_half_of_all_requests_may_fail(seed) -> None:
     await work.run_until(lambda: work.roles == ["d-heavy"] * 2 + ["p-heavy"] * 2, 600.0)
 
 
-async def test_a_dead_api_server_is_asked_at_a_bounded_rate_whatever_happens_meanwhile() -> None:
+async def test_requests_to_a_dead_api_server_are_bounded_whatever_events_come() -> None:
     work = Clockwork(random.Random(1))
     await work.run_until(lambda: work.world.conditions.get("Progressing") == ("False", "Settled"), 60.0)
     work.fail(1.0)
-    started_s, num_looks, num_calls = work.world.now, work.num_looks, len(work.world.kubernetes.calls)
+    started_s, num_reconciles, num_calls = work.world.now, work.num_reconciles, len(work.world.kubernetes.calls)
     while work.world.now - started_s < 600.0:
         work.enqueue()
         await work.step()
-    num_looks, num_calls = work.num_looks - num_looks, len(work.world.kubernetes.calls) - num_calls
-    assert 600.0 / MAX_BACKOFF_S < num_looks <= 600.0 / EVENT_PAUSE_S
-    # Its first request ends a look.
-    assert num_calls <= MAX_ATTEMPTS * num_looks
+    num_reconciles, num_calls = work.num_reconciles - num_reconciles, len(work.world.kubernetes.calls) - num_calls
+    assert 600.0 / MAX_BACKOFF_S < num_reconciles <= 600.0 / EVENT_PAUSE_S
+    # Its first failed request ends a reconcile.
+    assert num_calls <= MAX_ATTEMPTS * num_reconciles
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_when_nothing_happens_a_dead_api_server_is_asked_once_in_a_while(seed) -> None:
+async def test_without_events_a_dead_api_server_gets_few_requests(seed) -> None:
     work = Clockwork(random.Random(seed))
     await work.run_until(lambda: work.world.conditions.get("Progressing") == ("False", "Settled"), 60.0)
     work.fail(1.0)
     work.enqueue()
-    started_s, num_looks = work.world.now, work.num_looks
+    started_s, num_reconciles = work.world.now, work.num_reconciles
     await work.run_until(lambda: work.world.now - started_s > 600.0, 700.0)
-    assert work.num_looks - num_looks <= 600.0 / (MAX_BACKOFF_S / 2) + 6
+    assert work.num_reconciles - num_reconciles <= 600.0 / (MAX_BACKOFF_S / 2) + 6
 
 
 @pytest.mark.parametrize("happens", [False, True], ids=["nothing happens", "an edit"])

@@ -1,4 +1,4 @@
-"""Keys and certificates: what pods mount and are told, what cert-manager is asked for, and what is refused."""
+"""API keys and certificates: mounts, commands, cert-manager's Certificates, and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def secrets(template: Any) -> dict[str, str]:
     return {mount["mountPath"]: volumes[mount["name"]]["secret"]["secretName"] for mount in mounts}
 
 
-def test_routers_are_told_where_everything_is_and_whom_to_trust() -> None:
+def test_the_router_command_names_certificates_and_peers() -> None:
     template = router_template(**ALL)
     found = options(template)
     assert {
@@ -66,14 +66,14 @@ def test_engines_get_what_is_between_them_and_routers_and_nothing_of_clients() -
 
 
 @pytest.mark.parametrize("template", [engine_template, router_template], ids=["engine", "router"])
-def test_what_is_not_asked_for_is_not_there(template) -> None:
+def test_without_security_nothing_of_it_is_rendered(template) -> None:
     rendered = template()
     assert secrets(rendered) == {}
     assert not {"--api-keys", "--front-tls", "--peer-tls", "--router-name"} & set(options(rendered))
     assert "sluice.dev/control-tls" not in rendered["metadata"]["annotations"]
 
 
-def test_cert_manager_is_asked_for_one_certificate_each() -> None:
+def test_one_certificate_each_is_rendered_for_cert_manager() -> None:
     children = render(router={"replicas": 1, "tls": ISSUED}, network={"tls": ISSUED})
     certificates = {name: child["spec"] for (kind, name), child in children.items() if kind == "Certificate"}
     assert {name: (spec["secretName"], spec["dnsNames"]) for name, spec in certificates.items()} == {
@@ -148,7 +148,7 @@ def body(**spec: Any) -> Any:
     ],
     ids=["all", "keys and front", "cert-manager", "no certificate of the operator", "no cert-manager", "nor within"],
 )
-def test_what_cannot_be_had_is_refused_by_name(spec, settings, has_cert_manager, words) -> None:
+def test_a_missing_precondition_is_refused_by_name(spec, settings, has_cert_manager, words) -> None:
     cluster, failure = check_cluster(body(**spec), settings, has_cert_manager=has_cert_manager)
     if words is None:
         assert failure is None
@@ -176,7 +176,7 @@ async def test_a_cluster_waits_for_cert_manager_and_goes_on_when_it_is_there() -
     assert [child["metadata"]["name"] for child in world.kubernetes.select(CERTIFICATES)] == ["tiny-front-tls"]
 
 
-async def test_certificates_go_with_the_wish_for_them() -> None:
+async def test_certificates_are_pruned_when_the_spec_drops_them() -> None:
     world = World(router={"replicas": 1, "tls": ISSUED})
     world.kubernetes.has_cert_manager = True
     await world.settle()

@@ -116,7 +116,7 @@ def test_the_environment_holds_the_network_and_the_users_own() -> None:
     ],
     ids=["InfiniBand", "RoCE, required", "EFA, required"],
 )
-def test_engines_are_told_the_backend_of_the_fabric_and_whether_tcp_will_do(rdma, options) -> None:
+def test_the_engine_command_names_the_kv_backend_and_whether_rdma_is_required(rdma, options) -> None:
     content = copy.deepcopy(CONTENT)
     content["spec"]["network"] = {"mode": "RDMA", "rdma": {"resourceName": "a/b", **rdma}}
     command = render_engine_command(check_manifest(content).spec, SITE)

@@ -1,4 +1,4 @@
-"""What people read: the trouble of pods in one word, and each condition's reason."""
+"""The conditions: the failures of pods, and each condition's reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def waiting(reason: str, **fields: Any) -> dict[str, Any]:
 
 TERMINATED = {"terminated": {"exitCode": 1, "reason": "Error", "message": "no RDMA device"}}
 UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-TROUBLES: dict[str, tuple[dict[str, Any], Reason | None, str]] = {
+FAILURES: dict[str, tuple[dict[str, Any], Reason | None, str]] = {
     "none": ({}, None, ""),
     "starting": (waiting("ContainerCreating"), None, ""),
     "image": (waiting("ErrImagePull"), Reason.IMAGE_PULL_BACK_OFF, "image i:1"),
@@ -72,7 +72,7 @@ TROUBLES: dict[str, tuple[dict[str, Any], Reason | None, str]] = {
 }
 
 
-@pytest.mark.parametrize(("status", "reason", "words"), TROUBLES.values(), ids=TROUBLES)
+@pytest.mark.parametrize(("status", "reason", "words"), FAILURES.values(), ids=FAILURES)
 def test_a_pods_trouble_is_one_word_and_names_the_pod(status, reason, words) -> None:
     failure = make_pod("engine-1", is_ready=False, **status).failure
     assert (failure.reason if failure else None) == reason
@@ -82,7 +82,7 @@ def test_a_pods_trouble_is_one_word_and_names_the_pod(status, reason, words) -> 
 
 
 def find(old: Any = None, **fields: Any) -> StatusInputs:
-    """A look at a cluster of two engines and a router that serves."""
+    """The inputs of a cluster of two engines and a router that serve."""
     body = make_cluster(replicas=2, router={"replicas": 1}, **fields.pop("spec", {}))
     body["metadata"] |= {"uid": "u", "generation": 3}
     if old:
@@ -189,7 +189,7 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, str]]] = {
     "rdma": ({"spec": RDMA, "reports": {"e1": TRANSPORTED}}, "NetworkReady", ("True", "RDMA")),
     "no-report": ({"spec": RDMA, "reports": {}}, "NetworkReady", ("Unknown", "NoReport")),
     "preflight": (
-        {"engines": (make_pod("e1", is_ready=False, **TROUBLES["preflight"][0]),)},
+        {"engines": (make_pod("e1", is_ready=False, **FAILURES["preflight"][0]),)},
         "NetworkReady",
         ("False", "PreflightFailed"),
     ),
@@ -241,7 +241,7 @@ def test_a_patch_holds_what_differs_and_nothing_else() -> None:
     assert make_patch(None, {"effective": {}}) == {"effective": {}}
 
 
-def test_transitions_are_news_and_measurements_are_not() -> None:
+def test_transitions_make_events_and_measurements_do_not() -> None:
     calm, busy = render_status(find(), "t0"), render_status(find(refusals={"r1": "chunk"}), "t1")
     missed = render_status(find(attainment={"": Counts(num_finished=9)}), "t1")
     assert [item["type"] for item in list_transitions(calm, busy)] == ["Degraded"]

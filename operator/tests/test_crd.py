@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from verdicts import Case, make_manifest, merge, read_table, validate
 
-from sluice_operator.api import validation
+from sluice_operator.api import names, validation
 from sluice_operator.api.conditions import REASONS, ConditionType
 from sluice_operator.api.manifest import ManifestError, check_manifest
 from sluice_operator.api.serving_cluster import ServingCluster
@@ -122,6 +122,20 @@ def test_the_crd_names_no_argument_or_variable_that_the_model_lets_through() -> 
     assert set(re.findall(r"'([A-Z_]+)'", name_rule)) - {"SLUICE_"} == validation.OWNED_ENVIRONMENT
 
 
+def test_the_crd_names_the_ports_of_the_pods() -> None:
+    ports = {
+        port for path, rule in RULES if path.endswith("network.kvPort") for port in re.findall(r"[0-9]+", rule["rule"])
+    }
+    assert {int(port) for port in ports} == set(validation.ENGINE_PORTS)
+    (range_rule,) = (rule for path, rule in RULES if path.endswith("network") and "tcpPortRange" in rule["rule"])
+    listed = re.search(r"\[self\.kvPort, ([0-9, ]+)\]", range_rule["rule"])
+    assert listed
+    assert {int(port) for port in listed[1].split(", ")} == set(validation.ENGINE_PORTS)
+    assert {int(port) for port in re.findall(r"[0-9]+", range_rule["message"])} == set(validation.ENGINE_PORTS)
+    (service_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("service.port"))
+    assert service_rule == f"self != {names.GRPC_PORT}"
+
+
 @pytest.mark.parametrize(("path", "rule"), RULES, ids=[f"{path}: {rule['message']}" for path, rule in RULES])
 def test_each_rule_of_the_crd_is_broken_by_a_case(
     path: str, rule: dict[str, str], broken_rules: set[tuple[str, str]]
@@ -203,8 +217,8 @@ def test_columns_and_subresources_read_fields_that_exist() -> None:
 
 def test_the_crd_tells_users_every_condition_and_reason() -> None:
     fields = NODES[".status.conditions[]"]["properties"]
-    told = dict(re.findall(r"(\w+): ([\w, ]+)\.", fields["reason"]["description"]))
-    assert {name: tuple(reasons.split(", ")) for name, reasons in told.items()} == {
+    documented = dict(re.findall(r"(\w+): ([\w, ]+)\.", fields["reason"]["description"]))
+    assert {name: tuple(reasons.split(", ")) for name, reasons in documented.items()} == {
         str(condition): tuple(map(str, reasons)) for condition, reasons in REASONS.items()
     }
     words = set(re.findall(r"\w+", fields["type"]["description"]))

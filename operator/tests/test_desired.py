@@ -380,11 +380,11 @@ def test_every_name_is_one_that_kubernetes_takes(name) -> None:
     ],
     ids=str,
 )
-def test_what_is_wanted_is_in_force_when_the_server_says_the_same(wanted, live, verdict) -> None:
+def test_a_child_is_applied_when_the_live_object_has_every_desired_value(wanted, live, verdict) -> None:
     assert is_applied(wanted, live) is verdict
 
 
 @settings(deadline=None)
 @given(st.recursive(st.integers() | st.text() | st.booleans(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
-def test_everything_is_in_force_where_it_is(value) -> None:
+def test_every_object_is_applied_where_it_is_live(value) -> None:
     assert is_applied(value, value)

@@ -1,4 +1,6 @@
-"""The Dockerfiles agree with the repository, and with the pods that run their images. None is built here (`make images-check`).
+"""The Dockerfiles agree with the repository, and with the pods that run their images.
+
+None is built here (`make images-check`).
 
 Read are the instructions that the files use: no heredocs, no escape directive.
 """
@@ -66,7 +68,7 @@ def declare(argument: str, given: dict[str, str], inherited: dict[str, str]) -> 
 
 
 def read_stages(image: str) -> dict[str, Stage]:
-    """The stages in their order, with the arguments of the build filled in where they are declared; the last is ``final``."""
+    """The stages in order, with build arguments filled in where they are declared; the last is ``final``."""
     text = (ROOT / FILES[image] / "Dockerfile").read_text()
     given = {"ENGINE": image} if image in ENGINES[1:] else {}
     above: dict[str, str] = {}

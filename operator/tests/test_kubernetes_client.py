@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Server:
-    """Notes requests, and answers what it is told to."""
+    """Records requests, and answers what the test sets."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, dict[str, str], str, Any]] = []
@@ -171,7 +171,7 @@ async def test_a_server_that_is_gone_is_busy() -> None:
             await client.get(DEPLOYMENTS, "n", "d")
 
 
-async def test_a_kind_whose_definition_is_removed_is_asked_for_again_at_once(server) -> None:
+async def test_a_kind_whose_crd_is_removed_is_discovered_again_at_once(server) -> None:
     configuration = Configuration()
     configuration.host = server.address
     async with ApiClient(configuration) as api:
@@ -184,7 +184,7 @@ async def test_a_kind_whose_definition_is_removed_is_asked_for_again_at_once(ser
         assert not await client.is_served(SERVICE_MONITORS)
 
 
-async def test_what_is_served_is_asked_once_in_a_while(server) -> None:
+async def test_discovery_is_cached_for_a_while(server) -> None:
     now = 0.0
     configuration = Configuration()
     configuration.host = server.address

@@ -122,7 +122,7 @@ async def test_one_that_finds_another_leading_stops_leading() -> None:
     assert not elector.is_leading
 
 
-async def test_keeping_ends_when_the_lease_cannot_be_renewed() -> None:
+async def test_renewing_ends_when_the_lease_cannot_be_renewed() -> None:
     kubernetes, clock = FakeKubernetes(), Clock()
 
     async def sleep(duration_s: float) -> None:

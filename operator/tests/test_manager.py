@@ -51,7 +51,7 @@ def test_settings_out_of_bounds_are_refused(arguments) -> None:
     ],
     ids=["cluster", "child", "stranger"],
 )
-def test_every_event_of_a_cluster_or_its_children_wakes_it(body, key) -> None:
+def test_every_event_of_a_cluster_or_its_children_enqueues_it(body, key) -> None:
     keys: list[ClusterKey] = []
     informer = Informer(handle_event=lambda key, _: keys.append(key), now=lambda: 5.0)
     informer.take(body)
@@ -125,12 +125,12 @@ def test_logs_are_json_and_name_the_object() -> None:
     assert "time" in line
 
 
-def test_an_end_is_explained_by_what_caused_it_however_deep_in_the_task_groups() -> None:
+def test_the_root_cause_is_found_in_nested_task_groups() -> None:
     lost = LeaseLostError("pod-1 no longer leads")
     assert find_cause(ExceptionGroup("outer", [ExceptionGroup("inner", [lost])])) is lost
 
 
-async def test_every_known_cluster_is_looked_at_from_time_to_time_whatever_the_watches_say() -> None:
+async def test_resync_enqueues_every_known_cluster() -> None:
     async with ApiClient(Configuration()) as api:
         operator = Operator(OperatorSettings(resync_s=0.02), api)
         keys = {ClusterKey("n", name) for name in "abc"}

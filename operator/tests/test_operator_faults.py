@@ -10,7 +10,8 @@ from cluster_harness import KEY, World
 from fake_kubernetes import READS
 
 from sluice_operator.controller.reconciler import Reconciler
-from sluice_operator.kubernetes.fencing import FencedKubernetes
+from sluice_operator.kubernetes.fencing import LeaseFence
+from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
 from sluice_operator.kubernetes.interface import (
     CONFIG_MAPS,
     BusyError,
@@ -72,7 +73,7 @@ async def settle_through_crashes(world: World) -> None:
         try:
             await world.settle()
         except* Crash:
-            # Also from inside: the reads of one look go out together, in tasks.
+            # Also from inside: the reads of one reconcile go out together, in tasks.
             world.start_operator()
         else:
             is_settled = True
@@ -174,7 +175,7 @@ async def test_two_leaders_never_give_two_plans_one_number(seed) -> None:
     interleave(world, rng, leaders)
     for number in range(30):
         world.edit(prefillHeavy=rng.randrange(5), chunkSizes={"prefillHeavy": 256 + number})
-        # The second leader strikes in the middle of the first one's look, between its reads and its writes.
+        # The second leader reconciles in the middle of the first one's reconcile, between its reads and its writes.
         await reconcile(leaders[0])
         world.now += 0.1
     world.kubernetes.before = lambda *_: None
@@ -187,7 +188,7 @@ async def test_two_leaders_never_give_two_plans_one_number(seed) -> None:
 
 
 def interleave(world: World, rng: random.Random, leaders: list[Reconciler]) -> None:
-    """Has the second leader do a whole look before some of the first one's writes."""
+    """Has the second leader reconcile before some of the first one's writes."""
     is_inside = False
 
     def strike(verb: str, plural: str) -> None:
@@ -196,7 +197,7 @@ def interleave(world: World, rng: random.Random, leaders: list[Reconciler]) -> N
             return
         is_inside = True
         try:
-            # The fakes never wait: a look runs to its end when it is driven by hand.
+            # The fakes never wait: a reconcile runs to its end when it is driven by hand.
             drive(reconcile(leaders[1]))
         finally:
             is_inside = False
@@ -212,7 +213,7 @@ async def reconcile(leader: Reconciler) -> None:
 
 
 def drive(coroutine: object) -> None:
-    """Runs a look inside another one, in a loop of its own on another thread."""
+    """Runs a reconcile inside another one, in a loop of its own on another thread."""
     import asyncio  # noqa: PLC0415
     import threading  # noqa: PLC0415
 
@@ -223,17 +224,17 @@ def drive(coroutine: object) -> None:
 
 async def test_a_replica_that_lost_its_lease_writes_nothing() -> None:
     world = World()
-    fenced = FencedKubernetes(world.kubernetes, lambda: False)
+    fenced = InterceptedKubernetes(world.kubernetes, LeaseFence(lambda: False))
     reconciler = Reconciler(fenced, world.routers, world.settings, now=lambda: 0.0, now_text=lambda: "t")
     with pytest.raises(LeaseLostError):
         await reconciler.reconcile(KEY)
     assert world.kubernetes.writes == []
 
 
-async def test_a_lease_lost_in_the_middle_of_a_look_stops_it_there() -> None:
+async def test_a_lease_lost_during_a_reconcile_stops_it_there() -> None:
     world = World()
     is_held = True
-    fenced = FencedKubernetes(world.kubernetes, lambda: is_held)
+    fenced = InterceptedKubernetes(world.kubernetes, LeaseFence(lambda: is_held))
     reconciler = Reconciler(fenced, world.routers, world.settings, now=lambda: 0.0, now_text=lambda: "t")
 
     def lose(verb: str, plural: str) -> None:
@@ -250,7 +251,7 @@ async def test_a_lease_lost_in_the_middle_of_a_look_stops_it_there() -> None:
     assert world.conditions["Ready"] == ("True", "Serving")
 
 
-async def test_edits_that_come_while_a_look_is_under_way_are_in_the_next_plan() -> None:
+async def test_edits_during_a_reconcile_are_in_the_next_plan() -> None:
     world = World()
     await world.settle()
     edits = iter(range(1, 4))

@@ -1,4 +1,4 @@
-"""Our own writes cost no look; what anybody else writes does, before ours, after it, or during it."""
+"""Our own writes cause no reconcile; foreign ones do, whether before ours, after it, or in between."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice_operator.api.names import ROLE_LABEL
+from sluice_operator.controller.cluster_state import DEFER_S, MAX_DEFER_S
 from sluice_operator.controller.event_filter import EventFilter
-from sluice_operator.controller.reconciler import DEFER_S, MAX_DEFER_S, Reconciler
+from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.controller.work_queue import WorkQueue
 from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, PODS, Kind
 from sluice_operator.kubernetes.own_writes import OwnWrites, Version, merge_patch, read_version
@@ -36,7 +37,7 @@ async def make_map(world: World) -> Object:
     )
 
 
-async def test_the_event_of_a_write_of_ours_is_an_echo_once_and_no_other_is() -> None:
+async def test_only_the_event_of_our_own_write_is_recognized() -> None:
     world, own_writes = World(), OwnWrites()
     seen = await make_map(world)
     answer = await world.kubernetes.patch(CONFIG_MAPS, "default", NAME, PATCH)
@@ -58,7 +59,7 @@ async def test_the_event_of_a_write_of_ours_is_an_echo_once_and_no_other_is() ->
     ],
     ids=["data", "label", "annotation", "deletion", "status"],
 )
-async def test_whoever_wrote_between_our_look_and_our_write_is_heard_though_only_our_event_comes(edit) -> None:
+async def test_a_foreign_write_between_our_read_and_our_write_is_not_missed(edit) -> None:
     world, own_writes = World(), OwnWrites()
     seen = await make_map(world)
     world.kubernetes.edit(CONFIG_MAPS, NAME, edit)
@@ -67,7 +68,7 @@ async def test_whoever_wrote_between_our_look_and_our_write_is_heard_though_only
     assert not own_writes.includes(read_version(answer))
 
 
-def test_an_event_that_says_nothing_of_its_version_is_news() -> None:
+def test_an_event_without_a_version_is_not_our_own() -> None:
     own_writes = OwnWrites()
     assert not own_writes.includes(read_version({"metadata": {"name": "x"}}))
     assert not own_writes.includes(Version(uid="", resource_version=""))
@@ -82,7 +83,7 @@ def test_what_the_server_keeps_for_itself_makes_no_difference() -> None:
     assert own_writes.includes(Version(uid="u", resource_version="2"))
 
 
-def test_memory_has_a_bound() -> None:
+def test_the_number_of_recorded_writes_is_bounded() -> None:
     own_writes = OwnWrites(max_objects=3)
     for number in range(5):
         content = {"metadata": {"uid": f"u{number}", "resourceVersion": str(number)}}
@@ -116,7 +117,7 @@ def test_a_merge_patch_leaves_what_it_does_not_name_and_takes_away_what_it_names
             assert merged[name] == merge_patch(base.get(name, {}), patch[name])
 
 
-# --- when events are judged
+# --- when events are checked
 
 
 def make_event_filter() -> tuple[EventFilter, WorkQueue[Any], OwnWrites]:
@@ -129,7 +130,7 @@ def make_event(kind: Kind, version: str) -> Object:
     return {"kind": kind.name, "metadata": {"uid": "u", "resourceVersion": version}}
 
 
-async def test_an_event_between_two_looks_wakes_at_once_unless_it_is_an_echo() -> None:
+async def test_an_event_between_two_reconciles_enqueues_at_once_unless_it_is_our_own() -> None:
     event_filter, queue, own_writes = make_event_filter()
     own_writes.record(make_event(CLUSTERS, "6"), {}, make_event(CLUSTERS, "7"))
     event_filter.handle_event(KEY, make_event(CLUSTERS, "7"))
@@ -138,8 +139,8 @@ async def test_an_event_between_two_looks_wakes_at_once_unless_it_is_an_echo() -
     assert await queue.get() is KEY
 
 
-@pytest.mark.parametrize(("versions", "wakes"), [(["7"], False), (["8"], True), (["7", "8"], True), ([], False)])
-async def test_an_echo_that_is_faster_than_its_answer_costs_no_look(versions, wakes) -> None:
+@pytest.mark.parametrize(("versions", "is_enqueued"), [(["7"], False), (["8"], True), (["7", "8"], True), ([], False)])
+async def test_an_own_event_that_is_faster_than_its_answer_causes_no_reconcile(versions, is_enqueued) -> None:
     event_filter, queue, own_writes = make_event_filter()
     queue.add(KEY)
     await queue.get()
@@ -149,8 +150,8 @@ async def test_an_echo_that_is_faster_than_its_answer_costs_no_look(versions, wa
     own_writes.record(make_event(CONFIG_MAPS, "6"), {}, make_event(CONFIG_MAPS, "7"))
     queue.finish(KEY)
     event_filter.end_reconcile(KEY)
-    assert len(queue) == wakes
-    # Each look hears of its own events only.
+    assert len(queue) == is_enqueued
+    # Each reconcile checks its own events only.
     queue.add(KEY)
     await queue.get()
     queue.finish(KEY)
@@ -158,7 +159,7 @@ async def test_an_echo_that_is_faster_than_its_answer_costs_no_look(versions, wa
     assert len(queue) == 0
 
 
-async def test_an_edit_of_the_cluster_during_a_look_is_told_to_it() -> None:
+async def test_an_edit_during_a_reconcile_is_known_to_it() -> None:
     event_filter, queue, _ = make_event_filter()
     queue.add(KEY)
     await queue.get()
@@ -171,10 +172,10 @@ async def test_an_edit_of_the_cluster_during_a_look_is_told_to_it() -> None:
     assert not event_filter.is_edited(KEY)
 
 
-# --- what a look leaves to the next one
+# --- what a reconcile leaves to the next one
 
 
-async def test_an_edit_is_one_short_look_and_one_that_tells_of_it() -> None:
+async def test_an_edit_is_one_short_reconcile_and_one_for_the_status() -> None:
     world = World()
     await world.settle()
     before, num_events = world.status, len(world.kubernetes.events)
@@ -198,7 +199,7 @@ async def test_an_edit_is_one_short_look_and_one_that_tells_of_it() -> None:
     assert len(world.kubernetes.events) == num_events
 
 
-async def test_routers_that_are_late_are_told_of() -> None:
+async def test_late_routers_are_reported() -> None:
     world = World()
     await world.settle()
     world.routers.late = set(world.engine_uids)
@@ -209,7 +210,7 @@ async def test_routers_that_are_late_are_told_of() -> None:
     assert world.conditions["Progressing"] == ("True", "ApplyingPlan")
 
 
-async def test_edits_without_end_put_off_children_and_status_for_a_while_only() -> None:
+async def test_endless_edits_defer_children_and_status_for_a_limited_time() -> None:
     world = World()
     reconciler = Reconciler(
         world.kubernetes,
@@ -234,7 +235,7 @@ async def test_edits_without_end_put_off_children_and_status_for_a_while_only() 
     assert all(later - sooner <= MAX_DEFER_S + 0.2 for sooner, later in itertools.pairwise(told_s))
 
 
-async def test_no_write_of_a_flip_wakes_anybody_and_no_mark_of_who_leaves_is_missed() -> None:
+async def test_own_writes_of_a_flip_enqueue_nothing_and_deletion_costs_do() -> None:
     world, own_writes = World(), OwnWrites()
     world.reconciler = Reconciler(
         world.kubernetes,
@@ -245,8 +246,8 @@ async def test_no_write_of_a_flip_wakes_anybody_and_no_mark_of_who_leaves_is_mis
         own_writes=own_writes,
     )
 
-    async def look_at_news() -> set[str]:
-        """One look; the kinds of the objects that it wrote, and whose events are news."""
+    async def reconcile_and_list_foreign_events() -> set[str]:
+        """Reconciles once; returns the kinds of the objects that it wrote and whose events enqueue."""
         before = world.snapshot()
         await world.reconcile()
         return {
@@ -258,8 +259,8 @@ async def test_no_write_of_a_flip_wakes_anybody_and_no_mark_of_who_leaves_is_mis
 
     await world.settle()
     world.edit(prefillHeavy=3)
-    assert [await look_at_news(), await look_at_news()] == [set(), set()]
+    assert [await reconcile_and_list_foreign_events(), await reconcile_and_list_foreign_events()] == [set(), set()]
     assert sum(pod["metadata"]["labels"][ROLE_LABEL] == "p-heavy" for pod in world.engines) == 3
     world.edit(replicas=3)
     # Who leaves is in the plan first, then marked; only who is seen to be marked may go.
-    assert [await look_at_news(), await look_at_news()] == [set(), {"Pod"}]
+    assert [await reconcile_and_list_foreign_events(), await reconcile_and_list_foreign_events()] == [set(), {"Pod"}]

@@ -171,7 +171,7 @@ def test_what_is_ours_is_refused_always(over, allow_host_access) -> None:
 
 
 @pytest.mark.parametrize("over", HOST.values(), ids=HOST)
-def test_ways_to_the_host_are_refused_unless_the_administrator_allows_them(over) -> None:
+def test_host_access_is_refused_unless_the_administrator_allows_it(over) -> None:
     assert len(find_refused_fields(over, allow_host_access=False)) == 1
     assert find_refused_fields(over, allow_host_access=True) == []
 

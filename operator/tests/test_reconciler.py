@@ -1,4 +1,4 @@
-"""What the operator does to a cluster, look by look, with all that goes wrong on the way."""
+"""Reconciles of a cluster on a fake API server, with all that can go wrong."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ async def test_an_engine_that_never_drains_goes_when_its_time_is_over() -> None:
     assert len(world.engines) == 3
 
 
-async def test_a_scale_down_that_is_taken_back_leaves_no_mark() -> None:
+async def test_a_reverted_scale_down_leaves_no_deletion_cost() -> None:
     world = World()
     await world.settle()
     before = world.engine_uids
@@ -439,7 +439,7 @@ async def test_a_new_process_says_nothing_of_routers_before_they_had_time_to_ans
     assert world.conditions["Progressing"] == ("False", "Settled")
 
 
-async def test_what_may_not_be_done_is_said_and_the_rest_is_done() -> None:
+async def test_forbidden_writes_are_reported_and_the_rest_is_applied() -> None:
     world = World()
 
     def forbid(verb: str, plural: str) -> None:
@@ -454,7 +454,7 @@ async def test_what_may_not_be_done_is_said_and_the_rest_is_done() -> None:
 
 
 @pytest.mark.parametrize("plural", ["pods", "deployments", "services"])
-async def test_a_right_to_look_that_is_missing_is_said(plural) -> None:
+async def test_a_missing_right_to_list_is_reported(plural) -> None:
     world = World()
     await world.settle()
 
@@ -475,7 +475,7 @@ async def test_a_right_to_look_that_is_missing_is_said(plural) -> None:
 
 
 @pytest.mark.parametrize("plural", ["services", "configmaps"])
-async def test_a_right_to_ask_whose_a_name_is_that_is_missing_is_said(plural) -> None:
+async def test_a_missing_right_to_get_is_reported(plural) -> None:
     world = World()
 
     def forbid(verb: str, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Requests are repeated where that is harmless and may help, and nobody waits long."""
+"""Requests are repeated where that is harmless and may help, within bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import random
 import pytest
 from cluster_harness import World
 
-from sluice_operator.kubernetes.fencing import FencedKubernetes
+from sluice_operator.kubernetes.fencing import LeaseFence
+from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
 from sluice_operator.kubernetes.interface import (
     CONFIG_MAPS,
     PODS,
@@ -18,7 +19,7 @@ from sluice_operator.kubernetes.interface import (
     LeaseLostError,
     Object,
 )
-from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, MAX_SLOW_ATTEMPTS, PAUSE_S, RetryingKubernetes
+from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, MAX_SLOW_ATTEMPTS, PAUSE_S, Retry
 
 MAP: Object = {
     "apiVersion": "v1",
@@ -27,14 +28,16 @@ MAP: Object = {
 }
 
 
-def make(world: World) -> tuple[RetryingKubernetes, list[float]]:
+def make(world: World) -> tuple[InterceptedKubernetes, list[float]]:
     pauses: list[float] = []
 
     async def sleep(duration_s: float) -> None:
         pauses.append(duration_s)
         world.now += duration_s
 
-    kubernetes = RetryingKubernetes(world.kubernetes, rng=random.Random(1), now=lambda: world.now, sleep=sleep)
+    kubernetes = InterceptedKubernetes(
+        world.kubernetes, Retry(rng=random.Random(1), now=lambda: world.now, sleep=sleep)
+    )
     return kubernetes, pauses
 
 
@@ -67,7 +70,7 @@ async def test_a_read_is_repeated_until_it_succeeds() -> None:
         ([BusyError("429", retry_after_s=30.0)] * 9, 0.0, 1),
         ([ForbiddenError("403")] * 9, 0.0, 1),
     ],
-    ids=["always", "silent", "told to wait", "forbidden"],
+    ids=["always", "silent", "server asks for a long pause", "forbidden"],
 )
 async def test_a_request_is_not_repeated_for_ever_nor_where_that_is_vain(errors, takes_s, num_calls) -> None:
     world = World()
@@ -112,7 +115,7 @@ async def test_a_write_that_replaces_a_version_and_whose_answer_is_lost_ends_in_
         await kubernetes.patch(CONFIG_MAPS, "default", "m", patch)
 
 
-async def test_what_is_created_under_a_name_of_the_servers_is_asked_for_once() -> None:
+async def test_a_create_with_a_generated_name_is_not_repeated() -> None:
     world = World()
     kubernetes, pauses = make(world)
     fail_with(world, BusyError("500"))
@@ -123,12 +126,14 @@ async def test_what_is_created_under_a_name_of_the_servers_is_asked_for_once() -
 
 async def test_no_repetition_outlives_the_lease() -> None:
     world = World()
-    fenced = FencedKubernetes(world.kubernetes, lambda: world.now < 1001.0)
+    fence = LeaseFence(lambda: world.now < 1001.0)
 
     async def sleep(_duration_s: float) -> None:
         world.now = 1002.0
 
-    kubernetes = RetryingKubernetes(fenced, rng=random.Random(1), now=lambda: world.now, sleep=sleep)
+    kubernetes = InterceptedKubernetes(
+        world.kubernetes, Retry(rng=random.Random(1), now=lambda: world.now, sleep=sleep), fence
+    )
     fail_with(world, BusyError("500"))
     with pytest.raises(LeaseLostError):
         await kubernetes.apply(MAP)

@@ -1,4 +1,4 @@
-"""The links to routers, over real gRPC: plans get there, statuses come back, refusals are told."""
+"""Connections to routers over real gRPC: plans arrive, statuses come back, refusals are reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = ClusterKey("n", "c")
 
 
 class Router(control_pb2_grpc.ControlServicer):
-    """Takes plans, unless told to refuse them."""
+    """Accepts plans, unless it is set to refuse them."""
 
     def __init__(self) -> None:
         self.status = control_pb2.GetStatusResponse(version=1, router_id="r")
@@ -173,7 +173,7 @@ async def test_a_control_port_with_tls_is_spoken_with_and_certificates_change_un
     ],
     ids=["a router of a stranger's", "a router that does not know our authority", "a router of another operator's"],
 )
-async def test_distrust_is_told_in_words(tmp_path, signers, operator_name, words) -> None:
+async def test_a_tls_error_is_reported_in_words(tmp_path, signers, operator_name, words) -> None:
     authorities = {"first": trustme.CA(), "second": trustme.CA()}
     router, own = (authorities[name] for name in signers)
     # The operator trusts its own authority alone, the router what it must to come that far.
@@ -208,7 +208,7 @@ async def test_a_router_that_comes_later_gets_the_plan_too(router) -> None:
             await following.wait()
 
 
-async def test_a_refusal_is_told(router) -> None:
+async def test_a_refused_plan_is_reported(router) -> None:
     router.refusal = "engines[0].chunk_size_tokens is 9, allowed are 0 to 8"
     async with Following(router) as following:
         following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
@@ -221,7 +221,7 @@ async def test_a_refusal_is_told(router) -> None:
         assert following.connections.refusals(KEY) == {}
 
 
-async def test_counters_are_measured_and_wake_nobody(router) -> None:
+async def test_counters_are_recorded_and_enqueue_nothing(router) -> None:
     async with Following(router) as following:
         following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
         await following.wait()
@@ -233,7 +233,7 @@ async def test_counters_are_measured_and_wake_nobody(router) -> None:
         assert not following.enqueued.is_set()
 
 
-async def test_a_cluster_that_is_gone_has_no_links(router) -> None:
+async def test_a_deleted_cluster_has_no_connections(router) -> None:
     async with Following(router) as following:
         following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
         await following.wait()
@@ -280,7 +280,7 @@ def test_routers_without_a_stream_have_no_say() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_loads_are_no_news_and_states_are(change, verdict) -> None:
+def test_states_need_a_reconcile_and_loads_do_not(change, verdict) -> None:
     old = control_pb2.GetStatusResponse(version=1, engines=[engine()])
     new = control_pb2.GetStatusResponse(version=2, engines=[engine(**change)])
     assert needs_reconcile(old, new) is verdict

@@ -1,4 +1,4 @@
-"""The manifest: every field of the table with its default and bounds, the rules between fields, and how refusals read."""
+"""The manifest: each field with its default and bounds, the rules between fields, and the refusals' messages."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ REFUSED = [
     (
         "spec.engine.extraArgs",
         ["--dtype=half", "--max_num_batched_tokens=9"],
-        "spec.engine.extraArgs[1]: '--max_num_batched_tokens=9' is set by Sluice; remove it and use spec.engine.maxBatch",
+        "spec.engine.extraArgs[1]: '--max_num_batched_tokens=9' is set by Sluice; remove it and use spec.engine.max",
     ),
     ("spec.engine.env", [{"name": "UCX_TLS", "value": "tcp"}], "spec.engine.env[0].name: 'UCX_TLS' is set by Sluice"),
     ("spec.engine.env", [{"name": "A"}], "spec.engine.env[0]: 'A' needs either value or valueFrom"),
@@ -161,7 +161,7 @@ def test_a_refusal_names_field_value_and_limit(path: str, value: object, message
 @pytest.mark.parametrize(
     "path", ["spec.slo.ttftMilliseconds", "spec.slo.tpotMilliseconds", "spec.model", "metadata.name"]
 )
-def test_required_fields_are_asked_for(path: str) -> None:
+def test_missing_required_fields_are_refused(path: str) -> None:
     content = copy.deepcopy(LEAST)
     *parents, last = path.split(".")
     part = content

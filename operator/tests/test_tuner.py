@@ -74,7 +74,7 @@ class Tuned:
 
     def __init__(self, **spec: object) -> None:
         self.world = World(**spec)
-        self.world.ask = self.ask
+        self.world.run_search = self.ask
         self.world.routers.samples = make_samples(2000)
         self.world.routers.latency = COEFFICIENTS
         self.world.routers.num_fitted_iterations = 300
@@ -250,7 +250,7 @@ async def test_an_edited_objective_is_answered_at_once_and_a_shifted_workload_to
     tuned.world.enqueued.clear()
     tuned.world.now += 2.0
     tuned.finish(1)
-    assert tuned.world.enqueued == [KEY], "counters alone cause no look"
+    assert tuned.world.enqueued == [KEY], "counters alone cause no reconcile"
     await tuned.run(3)
     assert len(tuned.last_request) == num_asked + 1
 
@@ -286,7 +286,7 @@ async def test_a_tuner_with_nothing_to_say_writes_nothing() -> None:
         ({"num_fitted_iterations": 1}, "NoLatencyModel"),
     ],
 )
-async def test_what_is_missing_is_said(change: dict[str, object], reason: str) -> None:
+async def test_the_condition_names_what_is_missing(change: dict[str, object], reason: str) -> None:
     tuned = Tuned(autotune=APPLY)
     for name, value in change.items():
         setattr(tuned.world.routers, name, value)
@@ -295,7 +295,7 @@ async def test_what_is_missing_is_said(change: dict[str, object], reason: str) -
     assert tuned.last_request == []
 
 
-async def test_bounds_that_leave_no_choice_are_said() -> None:
+async def test_the_condition_names_bounds_that_leave_no_choice() -> None:
     tuned = Tuned(autotune={"mode": "Apply"})
     await tuned.world.settle()
     assert tuned.condition == ("False", "NothingToTune")
@@ -311,7 +311,7 @@ async def test_the_tuner_of_a_deleted_cluster_ends_its_search() -> None:
             ended.set()
         raise AssertionError
 
-    tuned.world.ask = wait_for_ever
+    tuned.world.run_search = wait_for_ever
     await tuned.world.settle()
     await tuned.run(3)
     tuned.world.kubernetes.objects.pop(next(key for key in tuned.world.kubernetes.objects if key[0] == CLUSTERS.name))
@@ -403,7 +403,7 @@ def make_question(num_requests: int = 60, **changes: object) -> SearchRequest:
     )
 
 
-def test_a_question_survives_the_way_to_another_process() -> None:
+def test_a_search_request_survives_json() -> None:
     measured = MeasuredEngineFacts(
         coefficients=(1e-3, 2e-5, 0.0, 1e-4, 0.0, 1e-8),
         kv_blocks_total=10,

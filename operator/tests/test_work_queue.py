@@ -35,7 +35,7 @@ def test_the_earlier_time_counts() -> None:
     assert schedule.take(10.0) is None
 
 
-def test_a_key_added_while_it_is_at_work_comes_up_afterwards() -> None:
+def test_a_key_added_while_it_is_processed_comes_up_afterwards() -> None:
     schedule = make_schedule()
     schedule.add("a", 0.0)
     assert schedule.take(0.0) == "a"
@@ -46,7 +46,7 @@ def test_a_key_added_while_it_is_at_work_comes_up_afterwards() -> None:
     assert schedule.take(5.0) == "a"
 
 
-def test_a_key_at_work_does_not_hold_up_others() -> None:
+def test_a_processed_key_does_not_hold_up_others() -> None:
     schedule = make_schedule()
     for key in "ab":
         schedule.add(key, 0.0)
@@ -91,10 +91,10 @@ def test_success_forgets_failures_and_the_server_may_ask_for_more_time() -> None
     schedule.finish("a")
     _, (pause,) = fail_when_due(schedule, now, 1)
     assert pause <= 2 * MIN_BACKOFF_S
-    assert make_schedule().fail("a", 0.0, least_s=77.0) == 77.0
+    assert make_schedule().fail("a", 0.0, min_pause_s=77.0) == 77.0
 
 
-def test_what_happens_brings_a_key_forward_that_backs_off_but_not_at_once() -> None:
+def test_an_event_brings_a_backed_off_key_forward_but_not_at_once() -> None:
     schedule = make_schedule()
     now, pauses = fail_when_due(schedule, 0.0, 9)
     assert pauses[-1] > MAX_BACKOFF_S / 2
@@ -102,7 +102,7 @@ def test_what_happens_brings_a_key_forward_that_backs_off_but_not_at_once() -> N
     assert schedule.wait_s(now) == EVENT_PAUSE_S
 
 
-def test_what_happens_before_or_during_a_failure_waits_like_what_happens_afterwards() -> None:
+def test_an_event_before_or_during_a_failure_waits_like_one_after_it() -> None:
     schedule = make_schedule()
     now, _ = fail_when_due(schedule, 0.0, 9)
     now += schedule.wait_s(now) or 0.0
@@ -115,7 +115,7 @@ def test_no_event_is_faster_than_the_server_allows() -> None:
     schedule = make_schedule()
     schedule.add("a", 0.0)
     schedule.take(0.0)
-    schedule.fail("a", 0.0, least_s=9.0)
+    schedule.fail("a", 0.0, min_pause_s=9.0)
     schedule.add("a", 1.0)
     assert schedule.wait_s(1.0) == 8.0
 
@@ -191,7 +191,7 @@ ScheduleMachine.TestCase.settings = settings(max_examples=60, stateful_step_coun
 TestScheduleMachine = ScheduleMachine.TestCase
 
 
-async def test_the_queue_wakes_for_new_keys_and_for_time() -> None:
+async def test_the_queue_returns_when_a_key_is_added_or_due() -> None:
     queue: WorkQueue[str] = WorkQueue(random.Random(1), time.monotonic)
     waiting = asyncio.create_task(queue.get())
     await asyncio.sleep(0)

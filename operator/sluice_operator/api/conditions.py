@@ -1,6 +1,6 @@
 """The conditions of a ServingCluster's status, and the reasons that each may give.
 
-``crds/servingclusters.yaml`` tells users the same; a test holds the two equal.
+``crds/servingclusters.yaml`` documents the same for users; a test holds the two equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ConditionType(StrEnum):
 
 
 class Reason(StrEnum):
-    """One word for why a condition has its status; the message names the object to look at."""
+    """One word for why a condition has its status; the message names the object concerned."""
 
     SERVING = "Serving"
     SPEC_INVALID = "SpecInvalid"

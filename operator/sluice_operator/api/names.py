@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sluice_operator.api.spec import Metadata
 
 GROUP = "sluice.dev"
-# Owner of what we apply, and the label that says so.
+# Field manager of what we apply, and value of the managed-by label.
 MANAGER = "sluice-operator"
 
 CLUSTER_LABEL = f"{GROUP}/cluster"
@@ -19,12 +19,12 @@ ROLE_LABEL = f"{GROUP}/role"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 NAME_LABEL = "app.kubernetes.io/name"
-# Kubernetes knows this one since it has deployments that are scaled down by cost.
+# Kubernetes deletes the pods with the least cost first when a Deployment is scaled down.
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 RESTART_HASH_ANNOTATION = f"{GROUP}/restart-hash"
 TEMPLATE_ANNOTATION = f"{GROUP}/pod-template"
 APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
-# On routers whose control port asks for a certificate: the name that theirs is for.
+# On routers whose control port requires a certificate: the name in their own certificate.
 CONTROL_TLS_ANNOTATION = f"{GROUP}/control-tls"
 GENERATION_ANNOTATION = f"{GROUP}/plan-generation"
 # On the plan: sliders that autotune put in force instead of the spec's.
@@ -32,11 +32,11 @@ TUNED_ANNOTATION = f"{GROUP}/tuned"
 
 ENGINE = "engine"
 ROUTER = "router"
-# The routers' ports for clients, among the certificates.
+# The certificate of the routers' ports for clients.
 FRONT = "front"
 PLAN_FILE = "plan.json"
 
-# Ports of pods (operator.md, section CRD).
+# Ports of pods. The CRD refuses the engines' in network.kvPort and network.tcpPortRange.
 HTTP_PORT = 8000
 GRPC_PORT = 8001
 CONTROL_PORT = 8002

@@ -1,4 +1,4 @@
-"""The manifest's and the core's names in the wire's enums, and back; derived by name, so that a new value needs no table."""
+"""The names of manifest and core as enums of the wire, and back. Derived by name: a new value needs no table."""
 
 from __future__ import annotations
 

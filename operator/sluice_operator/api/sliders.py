@@ -1,4 +1,4 @@
-"""What the sliders come to: how many P-heavy engines there are, and each role's chunk size."""
+"""Resolves the sliders of a spec: the number of P-heavy engines, and each role's chunk size."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Sliders:
 
 
 def resolve_sliders(spec: SpecFields) -> Sliders:
-    """Works out the sliders that a spec asks for.
+    """Resolves the sliders that a spec asks for.
 
-    Aggregation is S_P = S_D, disaggregation is S_P = maximum and S_D = 0 (architecture, section 2).
+    Both baselines are settings of the sliders: aggregation is S_P = S_D, disaggregation is S_P = maximum and S_D = 0.
     """
     prefill_tokens, decode_tokens = spec.chunk_sizes.prefill_heavy, spec.chunk_sizes.decode_heavy
     if spec.strategy == "Aggregated":
@@ -58,7 +58,7 @@ def count_prefill_heavy(wanted: int | str, replicas: int, *, needs_both_roles: b
     Returns:
         P-heavy engines, 0 to ``replicas``.
     """
-    # Integers throughout: 2.5 engines are 3, whatever floats and banker's rounding make of it.
+    # Integers throughout: 2.5 engines are 3, where Python's round() gives 2.
     count = wanted if isinstance(wanted, int) else (int(wanted.removesuffix("%")) * replicas + 50) // 100
     low, high = (1, max(1, replicas - 1)) if needs_both_roles else (0, replicas)
     return min(max(count, low), high)

@@ -1,6 +1,6 @@
 """The fields of a ServingCluster's spec: each with its default, its bounds and what a change of it does.
 
-The operator and ``sluice up`` read manifests through these models. Rules that tie fields together are in ``validation``.
+The operator and ``sluice up`` read manifests by these models. Rules that tie fields together are in ``validation``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SloClassSpec(ManifestModel):
     """A named pair of objectives that requests may ask for."""
 
     name: Label
-    """Name that requests give in x-sluice-slo-class."""
+    """Name that requests give in the header x-sluice-slo-class."""
     ttft_milliseconds: Annotated[int, Field(strict=True, ge=1, le=600_000)]
     """Objective for the time to first token, in milliseconds."""
     tpot_milliseconds: Annotated[int, Field(strict=True, ge=1, le=60_000)]
@@ -65,7 +65,7 @@ class SloSpec(ManifestModel):
     tpot_milliseconds: Annotated[int, Field(strict=True, ge=1, le=60_000)]
     """Objective for the time per output token, in milliseconds."""
     attainment: Percentage = "90%"
-    """Share of requests that shall meet both objectives, such as 90%."""
+    """Share of requests that should meet both objectives, such as 90%."""
     classes: Annotated[tuple[SloClassSpec, ...], Field(max_length=16)] = ()
     """Named objectives besides the default ones."""
 
@@ -78,8 +78,9 @@ class ParametersSpec(ManifestModel):
     approaching_factor_percent: Annotated[int, Field(strict=True, ge=50, le=100)] = 96
     """Alpha: share of the TPOT objective above which a decode on a P-heavy engine flows back."""
     early_rejection: EarlyRejectionName = "Off"
-    """What happens to a request that no engine can serve within its TTFT objective. Off: it goes where it is least late.
-    Random: it goes to any engine. Reject: it is refused, with a time to try again. Quote "Off" in YAML."""
+    """What happens to a request that no engine can serve within its TTFT objective.
+    Off: it goes where it is least late. Random: it goes to any engine. Reject: it is refused, with a time to try again.
+    Quote "Off" in YAML."""
     min_tokens_between_moves: Annotated[int, Field(strict=True, ge=0, le=65_536)] = 16
     """Output tokens between two moves of one request, unless its objective is at stake."""
 
@@ -166,11 +167,11 @@ class EnvVar(ManifestModel):
     """An environment variable of the engine container."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
-    """Its name; names that Sluice sets itself are refused."""
+    """Name of the variable; names that Sluice sets itself are refused."""
     value: Annotated[str, Field(max_length=4096)] | None = None
     """Its value."""
     value_from: EnvVarSource | None = None
-    """Where its value comes from, instead of value; needs pods."""
+    """Where its value comes from, instead of value; not for `sluice up`."""
 
 
 class ResourceClaim(ManifestModel):
@@ -186,7 +187,7 @@ class Resources(ManifestModel):
     """Kubernetes' resource requirements; `sluice up` does not enforce them."""
 
     limits: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
-    """Most of each resource, such as nvidia.com/gpu: 1."""
+    """Limit of each resource, such as nvidia.com/gpu: 1."""
     requests: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
     """Resources reserved; the limits when absent."""
     claims: Annotated[tuple[ResourceClaim, ...], Field(max_length=16)] = ()
@@ -194,18 +195,18 @@ class Resources(ManifestModel):
 
 
 class Toleration(ManifestModel):
-    """Taints that a pod puts up with."""
+    """Taints that a pod tolerates."""
 
     key: ResourceName | None = None
     """Key of the taint; any when absent."""
     operator: Literal["Equal", "Exists"] = "Equal"
-    """Equal asks for the very value, Exists for any."""
+    """Equal matches the same value, Exists any value."""
     value: Annotated[str, Field(max_length=63)] | None = None
     """Value of the taint."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint (NoSchedule, PreferNoSchedule, NoExecute); any when absent."""
     toleration_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] | None = None
-    """Longest stay under a taint with effect NoExecute; for ever when absent."""
+    """Longest time on a node with this taint and effect NoExecute; unlimited when absent."""
 
 
 class Emulation(ManifestModel):
@@ -243,15 +244,15 @@ class EngineSpec(ManifestModel):
     node_selector: StringMap = Field(default_factory=dict)
     """Labels of the nodes that engines may run on."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] = ()
-    """Taints that engine pods put up with."""
+    """Taints that engine pods tolerate."""
     affinity: dict[str, Any] = Field(default_factory=dict)
     """Kubernetes' affinity of engine pods."""
     pod_template: dict[str, Any] = Field(default_factory=dict)
     """Merged over the pod template that the operator renders, for what has no field here: maps by their keys, lists of
-    Kubernetes by their elements' keys; null removes a field. The API server checks the result. It cannot reach the host,
-    unless the operator was installed with allowHostAccess."""
+    Kubernetes by their elements' keys; null removes a field. The API server checks the result.
+    It cannot reach the host, unless the operator was installed with allowHostAccess."""
     emulation: Emulation | None = None
-    """Emulates a GPU instead of computing, for tests without one; answers are noise."""
+    """Emulates a GPU instead of computing, for tests without one; generated text is meaningless."""
 
 
 class RdmaSpec(ManifestModel):
@@ -295,7 +296,7 @@ class TlsSpec(ManifestModel):
     """Encryption, and where certificates come from."""
 
     mode: Literal["Disabled", "SecretRef", "CertManager"] = "Disabled"
-    """Disabled, a Secret of yours (SecretRef), or certificates of cert-manager's (CertManager)."""
+    """Disabled, certificates of a Secret (SecretRef), or of cert-manager (CertManager)."""
     secret_name: ObjectName | None = None
     """Secret with tls.crt, tls.key and ca.crt; required by mode SecretRef, refused otherwise."""
     issuer_ref: Annotated[IssuerRef | None, FieldEffect.LIVE] = None
@@ -313,7 +314,7 @@ class NetworkSpec(ManifestModel):
     """How KV moves between engines."""
 
     mode: Literal["TCP", "RDMA"] = "TCP"
-    """How KV goes from engine to engine. TCP works everywhere, RDMA needs devices and the field rdma."""
+    """Transport of KV between engines. TCP works everywhere, RDMA needs devices and the field rdma."""
     kv_port: Annotated[int, Field(strict=True, ge=1024, le=65_535)] = 5600
     """Port of NIXL's side channel."""
     tcp_port_range: PortRange | None = None
@@ -346,7 +347,7 @@ class AuthSpec(ManifestModel):
     """Who may use the API."""
 
     mode: Literal["None", "APIKey"] = "None"
-    """None lets everybody in who reaches the port; APIKey asks for a key."""
+    """None serves everybody who reaches the port; APIKey requires a key."""
     api_key: ApiKeyAuth | None = None
     """Required by mode APIKey, refused otherwise."""
 
@@ -355,11 +356,11 @@ class RouterSpec(ManifestModel):
     """The routers."""
 
     replicas: Annotated[int, FieldEffect.LIVE, Field(strict=True, ge=1, le=64)] = 2
-    """Routers in all. In force without a restart."""
+    """Number of routers. In force without a restart."""
     image: Text | None = None
     """Container image; the router image that the operator was installed with when absent."""
     resources: Resources = Resources()
-    """Resources of the router container; 200m of cpu are asked for where requests and limits name no cpu."""
+    """Resources of the router container; requests 200m of cpu where requests and limits name no cpu."""
     service: ServiceSpec = ServiceSpec()
     """The Service in front of them."""
     auth: AuthSpec = AuthSpec()
@@ -419,9 +420,10 @@ class AutotuneSpec(ManifestModel):
     """The search for better sliders."""
 
     mode: Literal["Off", "Recommend", "Apply"] = "Off"
-    """Off; Recommend writes what it finds to the status; Apply runs on it too, within the bounds. Quote "Off" in YAML."""
+    """Off; Recommend writes what it finds to the status; Apply also applies it, within the bounds.
+    Quote "Off" in YAML."""
     bounds: AutotuneBounds = AutotuneBounds()
-    """How far it may go."""
+    """Bounds of the search."""
     cooldown_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 300
     """Shortest time between two changes; each further change within 24 times as long doubles it."""
 
@@ -430,7 +432,7 @@ class SpecFields(ManifestModel):
     """What the user wants; ``ServingClusterSpec`` adds the rules that tie fields together."""
 
     replicas: Annotated[int, FieldEffect.LIVE, Field(strict=True, ge=1, le=1024)] = 2
-    """Engines in all. In force without a restart; streams of engines that leave go on elsewhere."""
+    """Number of engines. In force without a restart; streams of removed engines continue on others."""
     prefill_heavy: Annotated[CountOrPercentage, FieldEffect.LIVE] = "50%"
     """P-heavy engines (slider R_PD), as a count or a share of replicas, rounded half up. In force without a restart.
     Use a share when replicas are scaled automatically: a count above replicas is refused, on scaling too."""
@@ -439,20 +441,21 @@ class SpecFields(ManifestModel):
     slo: Annotated[SloSpec, FieldEffect.LIVE]
     """Latency objectives. In force without a restart, for requests that arrive from then on."""
     strategy: Annotated[StrategyName, FieldEffect.LIVE] = "TaiChi"
-    """How the sliders are used; in force without a restart. TaiChi uses them as given. Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
+    """How the sliders are used; in force without a restart. TaiChi uses them as given.
+    Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
     Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills."""
     parameters: Annotated[ParametersSpec, FieldEffect.LIVE] = ParametersSpec()
     """Parameters of the strategies. In force without a restart."""
     model: Annotated[ModelSpec, FieldEffect.RESTARTS_ALL]
     """The model, mounted read-only at /model in engines and routers. A change restarts all of them."""
     engine: Annotated[EngineSpec, FieldEffect.RESTARTS_ENGINES] = EngineSpec()
-    """The engines. A change restarts them one at a time; streams go on."""
+    """The engines. A change restarts them one at a time; streams continue."""
     network: Annotated[NetworkSpec, FieldEffect.RESTARTS_ENGINES] = NetworkSpec()
-    """How KV moves between engines. A change restarts engines one at a time; streams go on."""
+    """How KV moves between engines. A change restarts engines one at a time; streams continue."""
     router: Annotated[RouterSpec, FieldEffect.RESTARTS_ROUTERS] = RouterSpec()
-    """The routers. A change restarts them one at a time, except of replicas."""
+    """The routers. A change restarts them one at a time, except a change of replicas."""
     autotune: Annotated[AutotuneSpec, FieldEffect.LIVE] = AutotuneSpec()
-    """The search for better sliders; its findings go to the status, never to the spec."""
+    """The search for better sliders; its results go to the status, never to the spec."""
 
 
 class Metadata(ManifestModel):

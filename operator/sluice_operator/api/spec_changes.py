@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from sluice_operator.api.field_effects import FieldEffect
+from sluice_operator.api.field_effects import FieldEffect, walk_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from sluice_operator.api.spec import SpecFields
 
 
@@ -37,20 +35,12 @@ class FieldChange:
 
 def diff_specs(old: SpecFields, new: SpecFields) -> list[FieldChange]:
     """Lists the fields that differ between two specs, each with its effect."""
-    return list(_walk(old, new, "spec", FieldEffect.LIVE))
-
-
-def _walk(old: BaseModel, new: BaseModel, path: str, inherited: FieldEffect) -> Iterator[FieldChange]:
-    for name, field in type(old).model_fields.items():
-        before, after = getattr(old, name), getattr(new, name)
-        if before == after:
-            continue
-        effect = next((mark for mark in field.metadata if isinstance(mark, FieldEffect)), inherited)
-        inner = f"{path}.{field.alias or name}"
-        if isinstance(before, BaseModel) and type(before) is type(after):
-            yield from _walk(before, after, inner, effect)
-        else:
-            yield FieldChange(field=inner, old=before, new=after, effect=effect)
+    changes = []
+    for leaf in walk_fields(old, new, path="spec"):
+        before, after = leaf.values
+        if before != after:
+            changes.append(FieldChange(field=leaf.path, old=before, new=after, effect=leaf.effect))
+    return changes
 
 
 def _show(value: Any) -> str:

@@ -1,12 +1,8 @@
-"""When to search for sliders, and when to put what was found in force. Pure: a state, what is seen, the next state.
+"""Decides when to search for sliders and when to apply a result. Pure: state and observation give the next state.
 
-A change of the sliders is made when all of this holds: the search predicts ``MIN_GAIN`` more goodput, and more on every
-seed; the attainment of the sliders in force was measured under the same objectives and workload; the change before it is
-over and its wait has passed. Then the new sliders are on trial: if measured attainment falls, the former ones return, and
-the refuted ones are not tried again for this question. Each further change within ``HISTORY_COOLDOWNS`` cool-downs doubles
-the wait, so that a workload that flaps does not flap the sliders.
-
-An edit of a slider in the spec wins at once, and begins anew.
+New sliders are applied when the search predicts ``MIN_GAIN`` more goodput, attainment of the present ones was measured,
+and the cool-down is over. They are then on trial: if measured attainment falls, the former ones return. An edit of a
+slider in the spec wins at once and resets the tuner.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ MIN_MEASURED_REQUESTS = 20
 # Of attainment, beyond chance.
 MIN_FALL = 0.02
 _CHANCE = 2.0  # standard errors
-# Changes within so many cool-downs count for the wait.
+# Each change within so many cool-downs doubles the wait, so that a flapping workload does not flap the sliders.
 HISTORY_COOLDOWNS = 24
 # After a search nothing but an edit causes the next one for so many times as long as it took, within these limits.
 REST_FACTOR = 1.0
@@ -42,7 +38,7 @@ RETRY_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSliders:
-    """What outlives a process: it is kept with the plan. A trial is not: sliders that a process finds are no longer tried.
+    """The tuned sliders that are stored with the plan. A trial is not stored: a new process keeps them without one.
 
     Args:
         basis: The spec that the sliders belong to (``make_basis``).
@@ -53,7 +49,7 @@ class StoredSliders:
     sliders: Sliders
 
     def to_json(self) -> str:
-        """Writes it."""
+        """Serializes to JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -68,15 +64,15 @@ class StoredSliders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerObservation:
-    """What is the case at one moment.
+    """What the tuner observes at one moment.
 
     Args:
         now: Monotonic seconds.
         mode: ``autotune.mode``.
         basis: See ``make_basis``.
         cooldown_s: ``autotune.cooldownSeconds``.
-        request: What would be asked now, were the spec's sliders in force; None: something is missing.
-        missing: Why there is no question, and its reason.
+        request: The search to run if the spec's sliders were in force; None: something is missing.
+        missing: Why there is no request: reason and message.
         counts: Requests finished so far; only grows.
         is_settled: Every engine has taken the newest plan, and none comes or goes.
         stored: What an earlier process left.
@@ -95,10 +91,10 @@ class TunerObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutotuneTrial:
-    """Sliders that have to prove themselves.
+    """Sliders on trial.
 
     Args:
-        former: What returns if they fail; None: the spec's.
+        former: Sliders to return to if attainment falls; None: the spec's.
         before: Requests finished under the former ones.
         started_s: When they were put in force.
         start: Requests finished when every engine had them; None: not yet.
@@ -112,22 +108,22 @@ class AutotuneTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerState:
-    """What is remembered of a cluster.
+    """The tuner's state of one cluster.
 
     Args:
-        basis: The spec that all this is about; empty: nothing was seen yet.
+        basis: The part of the spec that this state belongs to; empty: nothing was observed yet.
         tuned: Sliders in force instead of the spec's; None: the spec's.
         edited_s: When the user edited the sliders last; None: not in this process's time.
         changes_s: When the tuner changed sliders, returns included.
-        last_request: Newest question.
-        search_started_s: When it was asked.
-        is_searching: It is not answered yet.
+        last_request: Newest search request.
+        search_started_s: When its search began.
+        is_searching: Whether that search runs.
         search_ended_s: When the newest search ended.
-        result: Newest answer; of an older question while one is searched for whose terms are the same.
+        result: Newest result; while a search with the same constraints runs, that of the request before it.
         failure: Why the newest search failed; empty: it did not.
-        baseline: Requests finished when measuring began, of the sliders in force under the newest question.
+        baseline: Requests finished when measuring began, of the sliders in force under the newest request.
         trial: See ``AutotuneTrial``; None: nothing is on trial.
-        rejected: Sliders that were tried for this question and failed.
+        rejected: Sliders whose trial for this request failed.
     """
 
     basis: str = ""
@@ -147,7 +143,7 @@ class TunerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutotuneStatus:
-    """What is to be said about the tuning.
+    """What the condition Autotuned says.
 
     Args:
         is_true: The sliders in force are those that the search recommends.
@@ -161,7 +157,7 @@ class AutotuneStatus:
 
 
 def make_basis(spec: ServingClusterSpec) -> str:
-    """What the user decides about sliders: an edit of any of it begins anew."""
+    """Makes the basis: what users decide about sliders. An edit of any of it resets the tuner."""
     parts = [
         spec.autotune.mode,
         spec.strategy,
@@ -174,7 +170,7 @@ def make_basis(spec: ServingClusterSpec) -> str:
 
 
 def decide(state: TunerState, observation: TunerObservation) -> TunerState:  # noqa: PLR0911 - one line per case
-    """Takes what is seen; a search is to be begun or ended as ``last_request`` and ``is_searching`` of the result say."""
+    """Decides the next state; its ``last_request`` and ``is_searching`` say which search is to run."""
     if observation.mode == "Off":
         return TunerState()
     if state.basis != observation.basis:
@@ -188,7 +184,7 @@ def decide(state: TunerState, observation: TunerObservation) -> TunerState:  # n
         return state
     if state.trial is not None:
         return _evaluate_trial(state, state.trial, observation)
-    # While the newest search has failed, the answer is to an older question.
+    # After a failed search the result belongs to an older request.
     if (
         observation.mode == "Apply"
         and state.result
@@ -200,12 +196,12 @@ def decide(state: TunerState, observation: TunerObservation) -> TunerState:  # n
 
 
 def record_result(state: TunerState, result: SearchResult, now: float) -> TunerState:
-    """Takes the answer to the newest question."""
+    """Records the result of the newest search."""
     return replace(state, is_searching=False, search_ended_s=now, result=result, failure="")
 
 
 def record_failure(state: TunerState, failure: str, now: float) -> TunerState:
-    """Takes the failure of the newest search; what was found before it stays known."""
+    """Records that the newest search failed; the result before it stays."""
     return replace(state, is_searching=False, search_ended_s=now, failure=failure)
 
 
@@ -229,7 +225,7 @@ def has_attainment_fallen(before: Counts, after: Counts) -> bool:
 
 
 def describe_status(state: TunerState, observation: TunerObservation) -> AutotuneStatus:  # noqa: PLR0911 - one line per reason
-    """Says what is the case; a message says the same as long as the matter is the same."""
+    """Describes the state. A message stays the same while the reason does: each change is a status write."""
     if observation.mode == "Off":
         return AutotuneStatus(is_true=False, reason=Reason.OFF, message="autotune is off")
     result = state.result
@@ -242,7 +238,7 @@ def describe_status(state: TunerState, observation: TunerObservation) -> Autotun
     if state.failure:
         return AutotuneStatus(is_true=False, reason=Reason.SEARCH_FAILED, message=state.failure)
     if result is None:
-        return AutotuneStatus(is_true=False, reason=Reason.SEARCHING, message="looks for the best sliders")
+        return AutotuneStatus(is_true=False, reason=Reason.SEARCHING, message="a search for better sliders runs")
     in_force = _in_force(state)
     if result.sliders == in_force:
         return AutotuneStatus(is_true=True, reason=Reason.TUNED, message="the sliders in force are those recommended")
@@ -262,7 +258,7 @@ _MESSAGES = {
 
 
 def _reset(state: TunerState, observation: TunerObservation) -> TunerState:
-    """Begins anew: with what an earlier process left, or, after an edit, with the spec's own sliders."""
+    """Starts over: with the sliders an earlier process stored, or, after an edit, with the spec's."""
     if state.basis:
         return TunerState(basis=observation.basis, edited_s=observation.now)
     is_same = (
@@ -285,7 +281,7 @@ def _needs_search(state: TunerState, request: SearchRequest, now: float) -> bool
         max(MIN_REST_S, REST_FACTOR * (state.search_ended_s - state.search_started_s)), MAX_REST_S
     ):
         return False
-    # A larger sample is no other workload: what is on trial is judged first.
+    # A larger sample is the same workload: a running trial is evaluated first.
     return last_request.has_shifted(request) or (state.trial is None and last_request.is_small_beside(request))
 
 
@@ -303,7 +299,7 @@ def _start_search(state: TunerState, request: SearchRequest, observation: TunerO
     )
     if not has_shifted:
         return state
-    # What was measured before was measured under something else.
+    # Earlier measurements belong to another workload.
     return replace(state, baseline=observation.counts, trial=None, rejected=frozenset())
 
 
@@ -337,14 +333,14 @@ def _append_change(state: TunerState, observation: TunerObservation) -> tuple[fl
 
 
 def _in_force(state: TunerState) -> Sliders | None:
-    """Sliders in force, as far as the newest question knows the spec's."""
+    """Returns the sliders in force, as far as the newest request knows the spec's."""
     if state.tuned is not None or state.last_request is None:
         return state.tuned
     return state.last_request.spec_sliders
 
 
 def _find_blocker(state: TunerState, result: SearchResult, observation: TunerObservation) -> Reason | None:
-    """Why the recommended sliders are not put in force; None: they are to be."""
+    """Finds why the recommended sliders are not applied; None: they are to be."""
     if result.sliders == _in_force(state) or result.gain < MIN_GAIN or result.least_gain <= 0.0:
         return Reason.TUNED
     if observation.mode != "Apply":

@@ -1,7 +1,7 @@
-"""What a search must know of the engines: how long their iterations take, and what their KV cache holds.
+"""What a search needs to know of the engines: iteration times and KV cache size.
 
-Of an emulated GPU it is the profile that the engine itself runs by. Of others it is what the routers fitted to the
-iterations that engines measured: a manifest does not say which GPU an engine has.
+For an emulated GPU it is the engine's own latency profile. For real GPUs it is what routers fitted to measured
+iterations, because a manifest does not name the GPU.
 """
 
 from __future__ import annotations

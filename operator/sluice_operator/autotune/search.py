@@ -1,7 +1,6 @@
-"""Searches for the sliders that serve most: a question as JSON on standard input, the answer as JSON on standard output.
+"""Searches for the sliders with the most goodput: a request as JSON on standard input, the result on standard output.
 
-The operator and the launcher run it as a process of its own (``asking``): seconds of computing have no place in an event
-loop, and a process can be killed.
+It runs in a process of its own (``search_process``): it computes for seconds, and a process can be killed.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Less than `sluice plan` does, so that an edit is answered in seconds: the sliders are measured afterwards anyway.
-# Where prompts are so long that few come in a minute, runs last longer: in a few dozen requests those that no sliders serve in
-# time hide what the sliders do for the others.
+# Less than `sluice plan` does, so that a search takes seconds: the sliders are measured afterwards anyway.
+# Where prompts are so long that few come in a minute, runs last longer. Of a few dozen requests, those that no sliders
+# serve in time would hide what the sliders do for the others.
 EFFORT = SearchEffort(seeds=(1, 2), num_requests=700, most_duration_s=1200.0, most_requests=3000, num_compared=2)
 # Whole runs last so many times the TTFT objective at least, so that a few percent of overload show as late requests.
 OBJECTIVES_PER_RUN = 15.0
 MIN_DURATION_S, ENOUGH_DURATION_S = 20.0, 60.0
-# And so many answers of full engines, one after the other, so that engines are full most of the time; of long answers fewer.
+# They also last for so many answers of full engines in a row, so that engines are full most of the time.
 ANSWERS_PER_RUN = 4.0
 FILLED_DURATION_S = 90.0
 # Seeds of predictions: others than those that chose.
 FRESH_SEEDS = (1001, 1002)
-# Far above the goodput nothing is met, whatever the sliders, and runs take for ever.
+# Far above the goodput no objective is met, whatever the sliders, and runs take very long.
 MAX_OVERLOAD = 1.3
 # Requests that a prediction is made of.
 MIN_PREDICTED_REQUESTS = 30
@@ -54,10 +53,10 @@ MAX_CPU_S = 600
 
 
 def search(request: SearchRequest, effort: SearchEffort | None = None) -> SearchResult:
-    """Searches.
+    """Searches for the best sliders.
 
     Args:
-        request: What for.
+        request: Workload, engines, objectives and bounds.
         effort: How much is simulated; None: as much as the objectives ask for.
 
     Raises:
@@ -76,26 +75,12 @@ def search(request: SearchRequest, effort: SearchEffort | None = None) -> Search
     found = Search(comparison, make_space(request), effort).find_best(constraints.replicas, 1, start_rps, in_force)
     present = next(ranked for ranked in found.ranking if ranked.candidate == in_force)
     best = found.best
-    # The attainment is what users read: a few percent of overload must show in it.
-    patient = replace(effort, most_requests=MAX_PREDICTED_REQUESTS)
 
     def predict(ranked: RankedCandidate) -> float:
-        most_rps = MAX_OVERLOAD * max(ranked.goodput_rps, best.goodput_rps / 2)
-        # Objectives that nothing meets have no goodput, and yet an attainment.
-        rate_rps = min(request.workload.rate_rps, max(most_rps, MIN_PREDICTED_REQUESTS / effort.most_duration_s))
-        trials = [
-            SearchTrial(
-                candidate=ranked.candidate,
-                seed=seed,
-                rate_rps=rate_rps,
-                duration_s=patient.choose_duration_s(rate_rps),
-            )
-            for seed in FRESH_SEEDS
-        ]
-        return sum(evaluator.evaluate(trial).attainment for trial in trials) / len(trials)
+        return _predict_attainment(evaluator, request, effort, ranked, best.goodput_rps)
 
     def count(goodput_rps: float) -> float:
-        # Of less than one request in a whole run nothing is known but that it is little.
+        # Less than one request in a whole run measures nothing.
         return goodput_rps if goodput_rps * effort.most_duration_s >= 1.0 else 0.0
 
     pairs = zip(map(count, best.goodputs_rps), map(count, present.goodputs_rps), strict=True)
@@ -109,15 +94,32 @@ def search(request: SearchRequest, effort: SearchEffort | None = None) -> Search
     )
 
 
+def _predict_attainment(
+    evaluator: TrialEvaluator, request: SearchRequest, effort: SearchEffort, ranked: RankedCandidate, best_rps: float
+) -> float:
+    """Predicts the attainment of a candidate at the request's rate, as a mean over fresh seeds."""
+    # The attainment is what users read: a few percent of overload must show in it.
+    patient = replace(effort, most_requests=MAX_PREDICTED_REQUESTS)
+    most_rps = MAX_OVERLOAD * max(ranked.goodput_rps, best_rps / 2)
+    # Objectives that nothing meets have no goodput, and yet an attainment.
+    rate_rps = min(request.workload.rate_rps, max(most_rps, MIN_PREDICTED_REQUESTS / effort.most_duration_s))
+    duration_s = patient.choose_duration_s(rate_rps)
+    trials = [
+        SearchTrial(candidate=ranked.candidate, seed=seed, rate_rps=rate_rps, duration_s=duration_s)
+        for seed in FRESH_SEEDS
+    ]
+    return sum(evaluator.evaluate(trial).attainment for trial in trials) / len(trials)
+
+
 def make_effort(problem: PlanningProblem) -> SearchEffort:
-    """Makes how much is simulated."""
+    """Decides how much is simulated."""
     least_s = min(max(OBJECTIVES_PER_RUN * problem.slo.ttft_s, MIN_DURATION_S), ENOUGH_DURATION_S)
     filled_s = min(ANSWERS_PER_RUN * estimate_response_s(problem), FILLED_DURATION_S)
     return replace(EFFORT, least_duration_s=least_s, filled_s=filled_s)
 
 
 def make_problem(request: SearchRequest) -> PlanningProblem:
-    """Makes what is planned for.
+    """Makes the planning problem of a request.
 
     Raises:
         ValueError: The engines are unknown.
@@ -149,7 +151,7 @@ def make_problem(request: SearchRequest) -> PlanningProblem:
 
 
 def make_engine(request: SearchRequest) -> EngineSetup:
-    """Makes the engine of a question; its role and chunk size do not count."""
+    """Makes the engine of a request; its role and chunk size are placeholders."""
     facts, constraints = request.engine, request.constraints
     link = TransferLink(speed=find_link(constraints.link))
     if isinstance(facts, EmulatedEngineFacts):
@@ -176,7 +178,7 @@ def make_engine(request: SearchRequest) -> EngineSetup:
 
 
 def make_space(request: SearchRequest) -> SearchSpace:
-    """Makes what may be chosen."""
+    """Makes the search space."""
     constraints, in_force = request.constraints, request.in_force
     low, high = constraints.prefill_heavy
     return SearchSpace(
@@ -209,7 +211,7 @@ def make_candidate(request: SearchRequest) -> SliderCandidate:
 
 
 def make_sliders(request: SearchRequest, candidate: SliderCandidate) -> Sliders:
-    """Makes the sliders of a candidate; aggregation leaves roles as they are."""
+    """Makes the sliders of a candidate; aggregation keeps the roles in force."""
     if candidate.strategy == "aggregated":
         return Sliders(
             num_prefill_heavy=request.in_force.num_prefill_heavy,
@@ -224,9 +226,9 @@ def make_sliders(request: SearchRequest, candidate: SliderCandidate) -> Sliders:
 
 
 def main() -> None:
-    """Answers one question."""
+    """Reads one request, searches, and writes the result."""
     os.nice(NICENESS)
-    # Whoever asked ends it earlier; but may have been killed.
+    # The parent ends a late search; this limit holds when the parent was killed.
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     gc.set_threshold(GC_THRESHOLD)
     request = SearchRequest.from_json(sys.stdin.read())

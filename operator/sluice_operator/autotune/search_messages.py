@@ -1,4 +1,4 @@
-"""What the operator asks a search for sliders, and what the search answers; both go between processes as JSON."""
+"""Request and result of a search for sliders; both cross a process boundary as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIN_PREFILL_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchObjectives:
-    """A class of requests and its objectives.
+    """An SLO class and its objectives.
 
     Args:
         name: Empty for the default one.
@@ -38,7 +38,7 @@ class SearchObjectives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConstraints:
-    """The part of a question that the spec fixes: another one makes a search that is under way pointless.
+    """The part of a request that the spec fixes; a change of it makes a running search pointless.
 
     Args:
         replicas: Engines.
@@ -79,7 +79,7 @@ class SearchConstraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
-    """One question.
+    """What a search is for.
 
     Args:
         constraints: What the spec fixes.
@@ -96,15 +96,15 @@ class SearchRequest:
     engine: EngineFacts
 
     def has_shifted(self, other: SearchRequest) -> bool:
-        """Whether workload or engines have become others than this question is about."""
+        """Whether workload or engines have changed since this request."""
         return has_shifted(self.workload, other.workload) or self.engine.differs(other.engine)
 
     def is_small_beside(self, other: SearchRequest) -> bool:
-        """Whether the other question's sample says much more."""
+        """Whether the other request's sample is much larger."""
         return len(other.workload.rows) >= SAMPLE_GROWTH * len(self.workload.rows)
 
     def to_json(self) -> str:
-        """Writes it."""
+        """Serializes to JSON."""
         kind = "emulated" if isinstance(self.engine, EmulatedEngineFacts) else "measured"
         return json.dumps({**asdict(self), "kind": kind})
 
@@ -132,9 +132,9 @@ class SearchResult:
     Args:
         sliders: The best.
         goodput_rps: Their goodput.
-        attainment: Attainment to expect of them at the question's rate, 0 to 1.
+        attainment: Their predicted attainment at the request's rate, 0 to 1.
         in_force_goodput_rps: Goodput of the sliders in force, on the same requests.
-        in_force_attainment: Attainment to expect of these.
+        in_force_attainment: Predicted attainment of these.
         least_gain: Goodput over that of the sliders in force, minus 1, of the seed where it is least.
     """
 
@@ -153,7 +153,7 @@ class SearchResult:
         return self.goodput_rps / self.in_force_goodput_rps - 1.0
 
     def to_json(self) -> str:
-        """Writes it."""
+        """Serializes to JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -167,16 +167,16 @@ class SearchResult:
             data = json.loads(text)
             return cls(**{**data, "sliders": Sliders(**data["sliders"])})
         except (TypeError, KeyError) as error:
-            raise ValueError(f"not an answer: {error}") from error
+            raise ValueError(f"not a search result: {error}") from error
 
 
 def _freeze(data: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows lists only."""
+    """Turns lists, which are all that JSON has, into tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
 def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
-    """Reads the terms of a question out of a spec.
+    """Reads the constraints of a search from a spec.
 
     In mode Apply a slider without bounds stays as the spec says; a recommendation may name any value for it.
     """
@@ -210,7 +210,7 @@ def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
         prefill_tokens=_read_tokens(bounds.chunk_sizes.prefill_heavy, prefill_tokens),
         decode_tokens=_read_tokens(bounds.chunk_sizes.decode_heavy, decode_tokens),
     )
-    # What a strategy does not use is no choice.
+    # A slider that the strategy ignores is not searched.
     if constraints.strategy == "aggregated":
         count = str(sliders.num_prefill_heavy)
         return replace(constraints, prefill_heavy=(count, count), decode_tokens=constraints.prefill_tokens)

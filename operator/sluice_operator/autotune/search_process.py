@@ -1,4 +1,4 @@
-"""Runs a search in a process of its own, which is killed when it takes too long or is not wanted any more."""
+"""Runs a search in a process of its own, which is killed when it takes too long or is cancelled."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 
 RunSearch = Callable[[SearchRequest], Awaitable[SearchResult]]
 
-# Of the whole operator: searches compute without a pause.
+# At a time, for the whole operator: each search keeps one core busy.
 MAX_SEARCHES = 2
-# A search may take so long, and so much more for each engine.
+# Time limit of a search, and the addition per engine.
 LIMIT_S = 60.0
 LIMIT_PER_ENGINE_S = 5.0
 MAX_LIMIT_S = 600.0
@@ -26,10 +26,10 @@ class SearchError(Exception):
 
 
 class SearchRunner:
-    """Asks questions, a few at a time.
+    """Runs searches, a few at a time.
 
     Args:
-        command: Reads a question from standard input and writes the answer to standard output.
+        command: Reads a request from standard input and writes the result to standard output.
     """
 
     def __init__(self, command: tuple[str, ...] = COMMAND) -> None:
@@ -37,10 +37,10 @@ class SearchRunner:
         self._slots = asyncio.Semaphore(MAX_SEARCHES)
 
     async def run(self, request: SearchRequest) -> SearchResult:
-        """Asks one question; whoever cancels this kills the search.
+        """Runs one search; cancelling this kills it.
 
         Raises:
-            SearchError: No answer came of it.
+            SearchError: There is no result.
         """
         async with self._slots:
             return await self._run(request)
@@ -48,7 +48,7 @@ class SearchRunner:
     async def _run(self, request: SearchRequest) -> SearchResult:
         pipe = asyncio.subprocess.PIPE
         try:
-            # A terminal's Ctrl-C is for the launcher, which ends the search itself.
+            # In a session of its own, a Ctrl-C reaches the launcher only, which ends the search itself.
             process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
             )
@@ -73,4 +73,4 @@ class SearchRunner:
         try:
             return SearchResult.from_json(output.decode())
         except ValueError as error:
-            raise SearchError(f"the search's answer cannot be read: {error}") from error
+            raise SearchError(f"the search's result cannot be read: {error}") from error

@@ -1,6 +1,6 @@
-"""Tunes the sliders of one cluster: holds the state of ``autotune``, and runs its searches.
+"""Tunes the sliders of one cluster: keeps the state of ``autotune`` and runs its searches.
 
-Operator and launcher have one for each cluster. ``update`` decides; ``needs_update`` says cheaply whether a look would.
+Operator and ``sluice up`` have one tuner per cluster. ``update`` decides; ``needs_update`` is its cheap check.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Statuses come every second; samples need not be read as often.
+# Statuses come every second; samples are read less often.
 CHECK_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerInputs:
-    """What a tuner is told at each look.
+    """What a tuner decides by.
 
     Args:
         cluster: The manifest, as the user wrote it.
@@ -55,11 +55,11 @@ class TunerInputs:
 
 
 class Tuner:
-    """See the module.
+    """The tuner of one cluster.
 
     Args:
-        run_search: Answers questions.
-        enqueue: Called when a search has ended, for a look.
+        run_search: Runs a search.
+        enqueue: Called when a search has ended, for a reconcile.
         now: Monotonic seconds.
     """
 
@@ -79,27 +79,27 @@ class Tuner:
 
     @property
     def stored(self) -> StoredSliders | None:
-        """What is to be kept with the plan."""
+        """The tuned sliders to store with the plan; None: the spec's are in force."""
         tuned = self._state.tuned
         return None if tuned is None else StoredSliders(basis=self._state.basis, sliders=tuned)
 
-    def update(self, circumstances: TunerInputs) -> ServingCluster:
-        """Decides; returns the manifest with the sliders that are to be in force."""
-        observation = self._observe(circumstances)
+    def update(self, inputs: TunerInputs) -> ServingCluster:
+        """Decides; returns the cluster with the sliders that are to be in force."""
+        observation = self._observe(inputs)
         before, self._state = self._state, decision.decide(self._state, observation)
         self._observation = observation
         if self._state.last_request is not before.last_request or not self._state.is_searching:
             self._end_search()
         if self._state.is_searching and self._task is None and self._state.last_request is not None:
             self._task = asyncio.create_task(self._search(self._state.last_request), name="search for sliders")
-        return apply_sliders(circumstances.cluster, self._state.tuned)
+        return apply_sliders(inputs.cluster, self._state.tuned)
 
     def describe_status(self) -> AutotuneStatus | None:
-        """What is to be said; None before the first look."""
+        """Describes the tuning for the condition Autotuned; None before the first update."""
         return None if self._observation is None else decision.describe_status(self._state, self._observation)
 
-    def needs_update(self, circumstances: Callable[[], TunerInputs | None]) -> bool:
-        """Whether a look would decide something; asked at every status, answered every ``CHECK_INTERVAL_S``."""
+    def needs_update(self, read_inputs: Callable[[], TunerInputs | None]) -> bool:
+        """Whether an update would decide something; checks every ``CHECK_INTERVAL_S`` at most."""
         if (
             self._observation is None
             or self._observation.mode == "Off"
@@ -107,10 +107,10 @@ class Tuner:
         ):
             return False
         self._checked_s = self._now()
-        told = circumstances()
-        if told is None:
+        inputs = read_inputs()
+        if inputs is None:
             return False
-        observation = self._observe(told)
+        observation = self._observe(inputs)
         after = decision.decide(self._state, observation)
         return after != self._state or decision.describe_status(after, observation) != self.describe_status()
 
@@ -118,9 +118,9 @@ class Tuner:
         """Ends the search under way."""
         self._end_search()
 
-    def _observe(self, circumstances: TunerInputs) -> TunerObservation:
-        spec = circumstances.cluster.spec
-        request, missing = self._make_search_request(circumstances)
+    def _observe(self, inputs: TunerInputs) -> TunerObservation:
+        spec = inputs.cluster.spec
+        request, missing = self._make_search_request(inputs)
         return TunerObservation(
             now=self._now(),
             mode=spec.autotune.mode,
@@ -128,13 +128,13 @@ class Tuner:
             cooldown_s=float(spec.autotune.cooldown_seconds),
             request=request,
             missing=missing,
-            counts=circumstances.counts,
-            is_settled=circumstances.is_settled,
-            stored=circumstances.stored,
+            counts=inputs.counts,
+            is_settled=inputs.is_settled,
+            stored=inputs.stored,
         )
 
-    def _make_search_request(self, circumstances: TunerInputs) -> tuple[SearchRequest | None, tuple[Reason, str]]:
-        spec, statuses = circumstances.cluster.spec, circumstances.statuses
+    def _make_search_request(self, inputs: TunerInputs) -> tuple[SearchRequest | None, tuple[Reason, str]]:
+        spec, statuses = inputs.cluster.spec, inputs.statuses
         if spec.autotune.mode == "Off":
             return None, (Reason.OFF, "")
         constraints = make_constraints(spec)
@@ -159,8 +159,8 @@ class Tuner:
             result = await self._run_search(request)
         except SearchError as error:
             self._state = decision.record_failure(self._state, str(error), self._now())
-        except Exception as error:  # outermost frame of a search: what it makes of it is a condition
-            logger.exception("a search failed")
+        except Exception as error:  # outermost frame of this task: the fault becomes a condition
+            logger.exception("the search for sliders failed")
             self._state = decision.record_failure(self._state, f"the search failed: {error}", self._now())
         else:
             self._state = decision.record_result(self._state, result, self._now())
@@ -174,7 +174,7 @@ class Tuner:
 
 
 def apply_sliders(cluster: ServingCluster, sliders: Sliders | None) -> ServingCluster:
-    """The manifest as if its user had asked for other sliders; None: as it is."""
+    """Returns the cluster as if its spec asked for these sliders; None: unchanged."""
     if sliders is None:
         return cluster
     spec = cluster.spec

@@ -1,4 +1,4 @@
-"""What the routers' samples of requests say: the workload that sliders are searched for, and whether it has shifted."""
+"""The workload that sliders are searched for, from the routers' request samples, and whether it has shifted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLE_GROWTH = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanEstimate:
-    """A mean, and how well it is known.
+    """A mean and its standard error.
 
     Args:
         mean: The mean.
@@ -67,7 +67,7 @@ class WorkloadSample:
 
 
 def read_workload(statuses: Iterable[control_pb2.GetStatusResponse]) -> WorkloadSample | None:
-    """Puts the newest samples of all routers together; None: too few requests to say anything.
+    """Merges the newest samples of all routers; None: too few requests.
 
     Args:
         statuses: Newest status of each router that answers.

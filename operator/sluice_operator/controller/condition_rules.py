@@ -1,6 +1,6 @@
-"""Decides the conditions of a ServingCluster from what one look found. Messages name the object to look at.
+"""Decides the conditions of a ServingCluster. Messages name the object concerned.
 
-A message says the same as long as the matter is the same: each change of one is a write of the status.
+A message stays the same while its cause does: each change of one is a write of the status.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Condition:
     """One statement.
 
     Args:
-        type: What it is about.
+        type: The condition.
         is_true: Whether it is so; None: unknown.
         reason: Why, in one word.
-        message: The object to look at, what is wrong with it, what to do.
+        message: The object concerned, what is wrong with it, what to do.
     """
 
     type: ConditionType
@@ -85,7 +85,7 @@ def _decide_ready(inputs: StatusInputs) -> Condition:
     old = (inputs.body.get("status") or {}).get("conditions", [])
     was_ready = next((item for item in old if item["type"] == ConditionType.READY), None)
     if was_ready is None or was_ready["reason"] in (Reason.STARTING, Reason.SPEC_INVALID):
-        return condition(is_true=False, reason=Reason.STARTING, message="the first engine and router are on their way")
+        return condition(is_true=False, reason=Reason.STARTING, message="the first engine and router are starting")
     if not inputs.num_engines_ready:
         return condition(is_true=False, reason=Reason.ENGINES_NOT_READY, message="no engine is ready; see EnginesReady")
     return condition(is_true=False, reason=Reason.ROUTER_NOT_READY, message="no router is ready; see RouterReady")
@@ -102,10 +102,14 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
     rolling = [component for component in (names.ENGINE, names.ROUTER) if inputs.is_rolling(component)]
     blockers = [failure for failure in inputs.pod_failures if failure.reason in ROLLOUT_FAILURES]
     if rolling and blockers:
-        advice = "the other pods serve on; edit the spec back, or repair it"
+        advice = "the other pods keep serving; revert the spec or fix it"
         return False, Reason.ROLLOUT_STOPPED, f"{blockers[0].message}; {advice}"
     if inputs.scale.undrained:
-        return True, Reason.DRAINING, f"{len(inputs.scale.undrained)} engines hand their work over before they go"
+        return (
+            True,
+            Reason.DRAINING,
+            f"{len(inputs.scale.undrained)} engines hand over their work before they are removed",
+        )
     if not inputs.num_engines_ready or not inputs.num_routers_ready:
         return True, Reason.STARTING, "waits for the first engine and router"
     if rolling:
@@ -121,7 +125,7 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
     late, slow = _count_late(inputs, inputs.plan) if inputs.plan else (0, 0)
     if late or slow:
         return True, Reason.APPLYING_PLAN, f"waits for {late} routers and {slow} engines to take the plan"
-    return False, Reason.SETTLED, "everything is as the spec asks for"
+    return False, Reason.SETTLED, "everything matches the spec"
 
 
 def _count_late(inputs: StatusInputs, plan: plan_pb2.Plan) -> tuple[int, int]:
@@ -141,7 +145,7 @@ def _decide_degraded(inputs: StatusInputs) -> Condition:
     failure = next(iter(_list_failures(inputs)), None)
     if failure is None:
         return Condition(
-            type=ConditionType.DEGRADED, is_true=False, reason=Reason.AS_EXPECTED, message="nothing needs a look"
+            type=ConditionType.DEGRADED, is_true=False, reason=Reason.AS_EXPECTED, message="nothing needs attention"
         )
     # A failed preflight has a condition of its own; here it is one fault of an engine's among others.
     reason = Reason.ENGINE_FAULT if failure.reason is Reason.PREFLIGHT_FAILED else failure.reason
@@ -178,9 +182,9 @@ def _decide_pods_ready(condition_type: ConditionType, pods: Sequence[Pod], wante
     else:
         return Condition(type=condition_type, is_true=True, reason=Reason.ALL_READY, message=f"all {what} are ready")
     waiting = sorted(pod.name for pod in pods if not pod.is_ready and pod.is_present)
-    look = f"; look at pod {waiting[0]}" if waiting else ""
+    hint = f"; see pod {waiting[0]}" if waiting else ""
     return Condition(
-        type=condition_type, is_true=False, reason=reason, message=f"{num_ready} of {wanted} {what} are ready{look}"
+        type=condition_type, is_true=False, reason=reason, message=f"{num_ready} of {wanted} {what} are ready{hint}"
     )
 
 
@@ -192,18 +196,18 @@ def _decide_network(inputs: StatusInputs) -> Condition:
     if failed:
         return condition(Reason.PREFLIGHT_FAILED, failed.message, is_true=False)
     if not inputs.reports:
-        return condition(Reason.NO_REPORT, "no engine has reported how its KV goes", is_true=None)
+        return condition(Reason.NO_REPORT, "no engine has reported its KV transport", is_true=None)
     if (inputs.body["spec"].get("network") or {}).get("mode", "TCP") == "TCP":
-        return condition(Reason.TCP, "KV goes over TCP, as the spec asks for", is_true=True)
+        return condition(Reason.TCP, "KV is transferred over TCP, as specified", is_true=True)
     transports = {engine: report.transport for engine, report in inputs.reports.items() if report.transport}
     if not transports:
-        return condition(Reason.NO_REPORT, "no engine knows yet how its KV goes", is_true=None)
+        return condition(Reason.NO_REPORT, "no engine has used its KV transport yet", is_true=None)
     fallen = sorted((str(engine), transport) for engine, transport in transports.items() if is_tcp(transport))
     if fallen:
         (engine, transport), more = fallen[0], len(fallen) - 1
-        message = f"KV of engine {engine} and {more} more goes over {transport}; look at its pod's devices"
+        message = f"engine {engine} and {more} more transfer KV over {transport}; check the devices of its pod"
         return condition(Reason.RDMA_FALLBACK, message, is_true=False)
-    return condition(Reason.RDMA, "KV goes over RDMA, as the spec asks for", is_true=True)
+    return condition(Reason.RDMA, "KV is transferred over RDMA, as specified", is_true=True)
 
 
 def is_tcp(transport: str) -> bool:
@@ -235,5 +239,5 @@ def _decide_autotuned(inputs: StatusInputs) -> Condition:
     # Read as it is written: the spec was refused as a whole.
     if (inputs.body["spec"].get("autotune") or {}).get("mode", "Off") == "Off":
         return Condition(type=ConditionType.AUTOTUNED, is_true=False, reason=Reason.OFF, message="autotune is off")
-    message = "nothing is searched for until the spec can be carried out; see SpecValid"
+    message = "no search runs until the spec can be carried out; see SpecValid"
     return Condition(type=ConditionType.AUTOTUNED, is_true=False, reason=Reason.SPEC_INVALID, message=message)

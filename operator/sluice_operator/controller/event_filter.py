@@ -1,7 +1,7 @@
-"""Which events are worth a look, and when that can be told.
+"""Filters watch events: those of our own writes enqueue nothing.
 
-An event that comes between two looks is judged at once. One that comes during a look may be the echo of a write whose
-answer is still on its way, and nothing would be won by knowing: it is judged when the look has ended.
+An event during a reconcile may belong to a write whose answer is still on its way. It is checked when the reconcile
+ends; events between two reconciles are checked at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class EventFilter:
-    """Hears events, and puts keys into the queue. Mutable; for one event loop.
+    """Enqueues the keys of events. Mutable; for one event loop.
 
     Args:
         queue: The queue.
-        own_writes: What we have written ourselves.
+        own_writes: Our own writes.
     """
 
     def __init__(self, queue: WorkQueue[ClusterKey], own_writes: OwnWrites) -> None:
@@ -34,7 +34,7 @@ class EventFilter:
         self._edited: set[ClusterKey] = set()
 
     def handle_event(self, key: ClusterKey, body: Mapping[str, Any]) -> None:
-        """Takes an event of a cluster or of what belongs to it."""
+        """Handles an event of a cluster or of one of its children."""
         version = read_version(body)
         if self._own_writes.includes(version):
             return
@@ -46,11 +46,11 @@ class EventFilter:
             self._edited.add(key)
 
     def is_edited(self, key: ClusterKey) -> bool:
-        """Whether a cluster itself seems to have changed since the present look at it began."""
+        """Whether a cluster itself seems to have changed since its present reconcile began."""
         return key in self._edited
 
     def end_reconcile(self, key: ClusterKey) -> None:
-        """Judges what came during a look; to be called at its end, however it ends."""
+        """Checks the events that came during a reconcile; called at its end, whether it failed or not."""
         self._edited.discard(key)
         if any(not self._own_writes.includes(version) for version in self._pending_versions.pop(key, ())):
             self._queue.add(key)

@@ -1,4 +1,4 @@
-"""Events: one for each transition of a condition, for `kubectl describe` and whoever collects them."""
+"""Renders the Kubernetes Event of a condition's transition, as `kubectl describe` shows it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""kopf as our informer: it lists, watches, reconnects and re-authenticates; we take keys from its events.
+"""The informer: kopf lists, watches, reconnects and re-authenticates; its events only enqueue keys.
 
-No handler of its own reconciles: they would write finalizers and annotations, and retry at a fixed pace. Nothing of an
-event counts but its key, and whether it is an echo of our own (``event_filter``), so that a gap in a watch loses time until the
-next event or resync, and nothing else.
+kopf's own handlers are not used: they write finalizers and annotations, and retry at a fixed pace. A gap in a watch
+delays a reconcile until the next event or resync, and loses nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Informer:
     """Feeds keys from watches.
 
     Args:
-        handle_event: Takes an event: the key of the cluster that it is about, and the object.
+        handle_event: Called with the key of the cluster that an event is about, and the object.
         now: Monotonic seconds.
         last_event_s: When the last event came, on that clock.
     """
@@ -45,7 +44,7 @@ class Informer:
     last_event_s: float = 0.0
 
     async def run(self, namespaces: Sequence[str], is_ready: asyncio.Event) -> None:
-        """Watches until the process is told to stop.
+        """Watches until the process is stopped.
 
         Args:
             namespaces: Where; everywhere when empty.
@@ -61,7 +60,7 @@ class Informer:
         )
 
     def take(self, body: Mapping[str, Any]) -> None:
-        """Takes one event."""
+        """Handles one event."""
         self.last_event_s = self.now()
         key = find_key(body)
         if key is not None:
@@ -70,8 +69,8 @@ class Informer:
     def _make_registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
 
-        # kopf swallows what handlers raise; this one only reads two fields. Were it no coroutine, kopf would call it in
-        # threads, and the queue belongs to the event loop.
+        # kopf swallows what handlers raise; this one only reads two fields. It is a coroutine because kopf calls plain
+        # functions in threads, and the queue belongs to the event loop.
         async def on_event(body: kopf.Body, **_: Any) -> None:
             self.take(body)
 
@@ -80,7 +79,9 @@ class Informer:
 
         kopf.on.login(registry=registry)(login)
         for kind in WATCHED:
-            kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=f"wake-{kind.plural}")(on_event)
+            kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=f"enqueue-{kind.plural}")(
+                on_event
+            )
         return registry
 
 
@@ -89,14 +90,14 @@ def make_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.scanning.disabled = True
-    # Nothing is lost with an event that is not passed on any more: the next process looks at everything.
+    # Events that are dropped at shutdown do no harm: the next process reconciles everything.
     settings.queueing.idle_timeout = IDLE_S
     settings.queueing.exit_timeout = 0.1
     settings.watching.inactivity_timeout = INACTIVITY_S
     settings.watching.reconnect_backoff = RECONNECT_S
     for kind in WATCHED:
         if kind is not CLUSTERS:
-            # Without it, kopf would watch every pod there is.
+            # Otherwise kopf would watch every pod there is.
             settings.watching.label_selectors[kind.group, kind.version, kind.plural] = f"{MANAGED_BY_LABEL}={MANAGER}"
     return settings
 

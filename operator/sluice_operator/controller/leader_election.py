@@ -1,7 +1,7 @@
 """Leader election by a Lease: 15 s long, renewed every 2 s, given up when it could not be renewed for 10 s.
 
-Whether another replica's lease has run out is told by our own monotonic clock, from the moment in which its record
-last changed: the times in the record are for people, and clocks of nodes differ and step.
+Whether another replica's lease has expired is decided by our own monotonic clock, from the moment its record last
+changed. The times in the record are not compared, because clocks of nodes differ and step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 15
 RENEW_DEADLINE_S = 10.0
 RENEW_S = 2.0
-# One that could not be renewed is tried again sooner: with RENEW_S, five faults in a row would end the process.
+# A failed renewal is repeated sooner: with RENEW_S, five faults in a row would end the process.
 RETRY_S = 0.5
 
 
@@ -84,9 +84,9 @@ class LeaderElector:
                 self._renewed_s = float("-inf")
                 return False
         except ConflictError:
-            # Somebody else was faster; what he did is seen at the next attempt.
+            # Another replica was faster; the next attempt reads its record.
             return False
-        # Counted from before the request: it may have been carried out at once and answered late.
+        # Counted from before the request: the server may have acted at once and answered late.
         self._renewed_s = started_s
         return True
 
@@ -94,7 +94,7 @@ class LeaderElector:
         """Waits until this replica leads."""
         while not await self._try_and_log():
             await self._sleep(RENEW_S)
-        logger.info("%s leads", self._identity)
+        logger.info("%s is the leader", self._identity)
 
     async def renew(self) -> None:
         """Renews the lease for ever.
@@ -121,7 +121,7 @@ class LeaderElector:
                 released = {"metadata": version, "spec": {"holderIdentity": None, "leaseDurationSeconds": 1}}
                 await self._kubernetes.patch(LEASES, self._namespace, self._name, released)
         except KubernetesError as error:
-            logger.warning("the lease was not given back, it runs out by itself: %s", error)
+            logger.warning("the lease was not released, it expires by itself: %s", error)
 
     async def _try_and_log(self) -> bool:
         try:

@@ -1,7 +1,7 @@
-"""The operator's process: who runs beside whom, and in which order it stops.
+"""The operator's process: its tasks, and the order in which they stop.
 
-Every replica: probes, election. The leader: workers, resync, links to routers, and kopf. When the lease is lost, or a
-task ends that should not, the process exits, and Kubernetes starts another one that begins anew.
+Every replica serves probes and takes part in leader election. The leader also runs workers, resync, router connections
+and the informer. When the lease is lost or a task fails, the process exits, and Kubernetes restarts it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.controller.work_queue import WorkQueue
 from sluice_operator.health import Health
 from sluice_operator.kubernetes.client import KubernetesClient, load_configuration
-from sluice_operator.kubernetes.fencing import FencedKubernetes
+from sluice_operator.kubernetes.fencing import LeaseFence
+from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
 from sluice_operator.kubernetes.interface import CLUSTERS, KubernetesError, LeaseLostError
 from sluice_operator.kubernetes.own_writes import OwnWrites
-from sluice_operator.kubernetes.retry import RetryingKubernetes
+from sluice_operator.kubernetes.retry import Retry
 from sluice_operator.logs import current_object
 from sluice_operator.metrics import OperatorMetrics
 from sluice_operator.routers.connections import RouterConnections
@@ -43,14 +44,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Part of the resync interval that is jitter, so that clusters spread over it.
+# Share of the resync interval that is jitter, so that clusters spread over it.
 RESYNC_JITTER = 0.25
-# Routers and engines take up a plan within so long of each other: one look sees all of it.
+# Routers and engines acknowledge a plan within so long of each other: one reconcile sees all of them.
 STATUS_DEBOUNCE_S = 0.1
 
 
 class StoppedError(Exception):
-    """The process was told to stop."""
+    """The process is to stop."""
 
 
 class Operator:
@@ -94,7 +95,7 @@ class Operator:
         """Runs until SIGTERM or SIGINT.
 
         Raises:
-            ExceptionGroup: Something ended that should not, such as the lease.
+            ExceptionGroup: A task failed, or the lease was lost.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
@@ -104,7 +105,7 @@ class Operator:
                 group.create_task(self._wait_for_stop(), name="stop")
                 group.create_task(self._elect_and_lead(), name="lead")
         except* StoppedError:
-            logger.info("%s stops", self._settings.identity)
+            logger.info("%s is stopping", self._settings.identity)
         finally:
             await self._elector.release()
 
@@ -117,8 +118,12 @@ class Operator:
         await self._elector.acquire()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._elector.renew(), name="renew the lease")
-            fenced = FencedKubernetes(self._kubernetes, lambda: self._elector.is_leading)
-            retrying = RetryingKubernetes(fenced, rng=self._rng, now=time.monotonic)
+            # The fence is innermost: no repetition outlives the lease.
+            kubernetes = InterceptedKubernetes(
+                self._kubernetes,
+                Retry(rng=self._rng, now=time.monotonic),
+                LeaseFence(lambda: self._elector.is_leading),
+            )
 
             def record_status(key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
                 reconciler.record_status(key, status)
@@ -132,7 +137,7 @@ class Operator:
             if self._certificates is not None:
                 group.create_task(keep_fresh([self._certificates.refresh]), name="certificates")
             reconciler = Reconciler(
-                retrying,
+                kubernetes,
                 connections,
                 self._settings,
                 now=time.monotonic,
@@ -145,16 +150,18 @@ class Operator:
                 group.create_task(self._run_worker(reconciler), name=f"worker {number}")
             group.create_task(self._resync(), name="resync")
             await self._informer.run(self._settings.namespaces, self._is_watching)
-            # kopf takes the signals for itself while it runs, and returns when one comes.
+            # kopf handles the signals itself while it runs, and returns when one comes.
             raise StoppedError
 
     async def _wait_for_crd(self) -> None:
-        """Waits for the API server and for our definition in it: kopf would sit idle without one."""
+        """Waits for the API server, and exits when the CRD is missing: kopf would sit idle without it."""
         while True:
             try:
                 if await self._kubernetes.is_served(CLUSTERS):
                     return
-                raise SystemExit(f"the API server does not know {CLUSTERS.plural}; install the chart's definitions")
+                raise SystemExit(
+                    f"the API server has no CRD {CLUSTERS.plural}.{CLUSTERS.group}; install the chart with its CRD"
+                )
             except KubernetesError as error:
                 logger.warning("the API server does not answer yet: %s", error)
                 await asyncio.sleep(1.0)
@@ -178,11 +185,11 @@ class Operator:
         except KubernetesError as error:
             outcome = type(error).__name__
             pause_s = self._queue.fail(key, error.retry_after_s or 0.0)
-            logger.warning("tries again in %.1f s: %s", pause_s, error)
-        except Exception:  # outermost frame of a look: one cluster's fault must not stop the others
+            logger.warning("the reconcile failed and is repeated in %.1f s: %s", pause_s, error)
+        except Exception:  # outermost frame of a reconcile: one cluster's fault must not stop the others
             outcome = "fault"
             self._queue.fail(key)
-            logger.exception("a look failed")
+            logger.exception("the reconcile failed unexpectedly")
         else:
             self._queue.finish(key)
             if not reconciler.is_known(key):
@@ -194,7 +201,7 @@ class Operator:
         self._metrics.reconcile_s.observe(time.monotonic() - started_s)
 
     async def _resync(self) -> None:
-        """Looks at every cluster from time to time, whatever the watches say."""
+        """Enqueues every cluster from time to time, whatever the watches say."""
         while True:
             await asyncio.sleep(self._settings.resync_s * (1.0 - RESYNC_JITTER))
             spread_s = self._settings.resync_s * RESYNC_JITTER

@@ -1,6 +1,6 @@
-"""What the API server says of one cluster, read in two goes: what plans are made of, then the rest of its children.
+"""Observes one cluster in two steps: what a plan is made of, then the rest of its children.
 
-A plan needs the pods, the plan that is stored, and the Deployments. The other lists would only delay it.
+A plan needs the pods, the stored plan and the Deployments; the other lists would only delay it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ from sluice_operator.kubernetes.interface import (
 )
 from sluice_operator.resources.desired import get_controller, key_of
 from sluice_operator.resources.pod_status import read_pod
+from sluice_operator.routers.engine_reports import merge_reports
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from sluice.v1 import control_pb2
+    from sluice_core.records import EngineId
     from sluice_operator.api.names import ClusterKey
     from sluice_operator.kubernetes.interface import Kind, Kubernetes, Object
     from sluice_operator.resources.desired import ChildKey
     from sluice_operator.resources.pod_status import Pod
+    from sluice_operator.routers.connections import Routers
+    from sluice_operator.routers.engine_reports import EngineReport
 
 PLAN_KINDS = (CONFIG_MAPS, DEPLOYMENTS)
 OTHER_KINDS = (SERVICE_ACCOUNTS, NETWORK_POLICIES, SERVICES, DISRUPTION_BUDGETS)
@@ -115,6 +120,29 @@ async def observe_children(kubernetes: Kubernetes, key: ClusterKey, observed: Ob
     return replace(observed, live={**observed.live, **{key_of(item): item for item in found}})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedRouters:
+    """What the routers of a cluster say at one moment.
+
+    Args:
+        statuses: Newest status of each router that answers, by the pod's name.
+        reports: What they say of the engines, put together.
+    """
+
+    statuses: Mapping[str, control_pb2.GetStatusResponse]
+    reports: Mapping[EngineId, EngineReport]
+
+
+def observe_routers(routers: Routers, key: ClusterKey, observed: ObservedState) -> ObservedRouters:
+    """Connects to the router pods that run, and reads their newest statuses."""
+    reachable = [pod for pod in observed.routers if pod.address and not pod.has_ended]
+    addresses = {pod.name: pod.address for pod in reachable}
+    # By pod: while TLS is turned on or off, routers of both kinds run.
+    routers.set_routers(key, addresses, {pod.name: pod.control_tls for pod in reachable if pod.control_tls})
+    statuses = routers.statuses(key)
+    return ObservedRouters(statuses=statuses, reports=merge_reports(statuses.values()))
+
+
 async def _list(kubernetes: Kubernetes, key: ClusterKey, kinds: Collection[Kind]) -> list[Object]:
     labels = {names.CLUSTER_LABEL: key.name}
     async with asyncio.TaskGroup() as group:
@@ -128,7 +156,7 @@ def _read_pods(pods: Collection[Object], component: str) -> tuple[Pod, ...]:
 
 
 def _first_of(errors: BaseExceptionGroup[KubernetesError]) -> KubernetesError:
-    """One error of several that came at once: what makes us wait counts most."""
+    """Picks one of several errors; one that asks for a pause comes first."""
     leaves = list(_leaves(errors))
     return next((error for error in leaves if isinstance(error, BusyError)), leaves[0])
 

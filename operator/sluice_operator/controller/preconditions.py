@@ -1,4 +1,4 @@
-"""Whether a ServingCluster can be carried out: its schema, its rules, and what it needs of its surroundings."""
+"""Checks whether a ServingCluster can be carried out: its schema, its rules, and what it needs of its environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_cluster(
         The cluster, or why it cannot be carried out.
     """
     try:
-        # The status is ours, and no part of what is wanted.
+        # The status is the operator's and not checked.
         cluster = check_manifest({name: value for name, value in body.items() if name != "status"})
     except ManifestError as error:
         return None, Failure(reason=Reason.REFUSED, message="; ".join(str(problem) for problem in error.problems))
@@ -49,7 +49,7 @@ def check_cluster(
 
 
 def find_unavailable(cluster: ServingCluster, settings: OperatorSettings, *, has_cert_manager: bool) -> list[str]:
-    """Finds what is asked for and cannot be had here; to serve without it would be less safe than asked for."""
+    """Finds what the spec requires and this installation lacks; serving without would be less secure than asked."""
     missing = []
     if cluster.spec.network.tls.mode != "Disabled" and not settings.peer_tls:
         missing.append(

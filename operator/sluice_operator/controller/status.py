@@ -1,4 +1,4 @@
-"""The status of a ServingCluster: a pure function of what one look found. It never grows with the number of pods."""
+"""Renders the status of a ServingCluster, a pure function of ``StatusInputs``. Its size does not depend on the pods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEASURED_FIELD = "attainment"
 MEASURED_CONDITION = ConditionType.SLO_MET
 
 
-# What a cluster begins with, and rests in.
+# Reasons that are no news when a cluster is new, and no warning.
 NORMAL_REASONS = frozenset(
     {
         Reason.AS_EXPECTED,
@@ -76,7 +76,7 @@ def render_status(inputs: StatusInputs, now_text: str) -> Object:
 
 
 def render_forbidden_status(body: Object, message: str, now_text: str) -> Object:
-    """The status of a cluster that may not even be looked at: as it was, but for what is wrong."""
+    """Renders the status of a cluster that may not be read: as it was, with Degraded."""
     old = body.get("status") or {}
     condition = Condition(
         type=ConditionType.DEGRADED, is_true=True, reason=Reason.FORBIDDEN, message=message[:MAX_MESSAGE_CHARACTERS]
@@ -87,7 +87,7 @@ def render_forbidden_status(body: Object, message: str, now_text: str) -> Object
 
 
 def strip_measurements(status: Object) -> Object:
-    """A status without what changes all the time."""
+    """Returns a status without its measurements, which change all the time."""
     conditions = [item for item in status.get("conditions", []) if item["type"] != MEASURED_CONDITION]
     return {**status, MEASURED_FIELD: None, "conditions": conditions}
 
@@ -107,7 +107,7 @@ def make_patch(old: Any, new: Object) -> Object:
 
 
 def list_transitions(old: Object, new: Object) -> list[Object]:
-    """Conditions that changed in status or reason; measurements and what is calm from the start are no news."""
+    """Lists conditions that changed in status or reason, without measurements and without normal initial reasons."""
     before = {item["type"]: (item["status"], item["reason"]) for item in old.get("conditions", [])}
     return [
         item

@@ -1,4 +1,4 @@
-"""What one look at a cluster found: the input of its status."""
+"""The inputs of a cluster's status and conditions."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ ROLLOUT_FAILURES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusInputs:
-    """One look.
+    """What one reconcile observed and decided.
 
     Args:
         body: The ServingCluster as it is.
         cluster: It, checked; None when it cannot be carried out.
         refusal: Why it cannot.
-        failures: What went wrong on the way.
+        failures: What could not be applied.
         engines: Engine pods.
         routers: Router pods.
         deployments: Deployments of engines and routers, by component, as far as they exist.
@@ -51,7 +51,7 @@ class StatusInputs:
         statuses: Newest status of each router that answers.
         refusals: Why routers refused the plan, by pod.
         attainment: Requests of the last five minutes, by class.
-        autotune: What is to be said about autotune; None: it was not looked at.
+        autotune: What the tuner says; None: the spec is refused.
         recommended: What the search for sliders found last; None: nothing yet.
     """
 

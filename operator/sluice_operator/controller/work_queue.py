@@ -1,12 +1,7 @@
-"""The queue of clusters to look at: each key is in it once, and at work once.
+"""The work queue: each key is in it once, and is processed by one worker at a time.
 
-``Schedule`` decides, without a clock of its own; ``WorkQueue`` waits. A key that is added while it is at work comes up
-again afterwards.
-
-Failures back off exponentially with jitter, so that clusters do not come in step. A key that is added while it backs off,
-because something happened, comes up before its time, though not sooner than ``EVENT_PAUSE_S`` after its last failure nor
-than the server asked for. Only the tries that back-off itself has set count: if others failed too, something kept
-happening, which says nothing more of the server, and does not put off the try that was promised.
+``Schedule`` decides and has no clock of its own; ``WorkQueue`` waits. A key that is added while it is processed comes
+up again afterwards. Failures back off exponentially, with jitter so that clusters do not come in step.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIN_BACKOFF_S = 0.5
-# So long may an API server that has recovered go unnoticed. Five hundred clusters that all fail are 22 tries a second.
+# An API server that has recovered is noticed within this time. Five hundred failing clusters make 22 tries a second.
 MAX_BACKOFF_S = 30.0
 EVENT_PAUSE_S = 1.0
 
@@ -35,12 +30,12 @@ class _BackOff:
 
     Args:
         num_failures: Tries in a row that failed, of those that count.
-        least_s: Time before which it does not come up, whatever happens.
+        earliest_s: Time before which it does not come up, whatever happens.
         retry_s: Time of its next try, if nothing happens.
     """
 
     num_failures: int
-    least_s: float
+    earliest_s: float
     retry_s: float
 
 
@@ -54,7 +49,7 @@ class Schedule(Generic[Key]):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._due_s: dict[Key, float] = {}
-        # Entries whose time is not the key's own any more are skipped.
+        # An entry whose time is no longer the key's is stale and skipped.
         self._heap: list[tuple[float, int, Key]] = []
         self._counter = itertools.count()
         # When the work on each key began.
@@ -62,9 +57,9 @@ class Schedule(Generic[Key]):
         self._back_offs: dict[Key, _BackOff] = {}
 
     def add(self, key: Key, due_s: float) -> None:
-        """Has a key looked at no later than ``due_s``, or than its back-off allows."""
+        """Schedules a key for ``due_s`` at the latest, or for as early as its back-off allows."""
         back_off = self._back_offs.get(key)
-        due_s = max(due_s, back_off.least_s) if back_off else due_s
+        due_s = max(due_s, back_off.earliest_s) if back_off else due_s
         if due_s < self._due_s.get(key, float("inf")):
             self._set_due(key, due_s)
 
@@ -93,35 +88,37 @@ class Schedule(Generic[Key]):
         self._processing.pop(key, None)
         self._back_offs.pop(key, None)
 
-    def fail(self, key: Key, now: float, least_s: float = 0.0) -> float:
+    def fail(self, key: Key, now: float, min_pause_s: float = 0.0) -> float:
         """Ends the work on a key with a failure, and schedules the next try.
 
         Args:
             key: The key.
             now: Now.
-            least_s: Least pause, as the server asked for it.
+            min_pause_s: Least pause, as the server asked for it.
 
         Returns:
             The pause until that try, in seconds.
         """
-        back_off = self._extend_back_off(self._back_offs.get(key), self._processing.pop(key, now), now, least_s)
+        back_off = self._extend_back_off(self._back_offs.get(key), self._processing.pop(key, now), now, min_pause_s)
         self._back_offs[key] = back_off
-        # Whoever added it meanwhile waits like those who will.
-        due_s = min(max(self._due_s.get(key, float("inf")), back_off.least_s), back_off.retry_s)
+        # An event during the failed try waits as long as one after it.
+        due_s = min(max(self._due_s.get(key, float("inf")), back_off.earliest_s), back_off.retry_s)
         self._set_due(key, due_s)
         return due_s - now
 
-    def _extend_back_off(self, old: _BackOff | None, started_s: float, now: float, least_s: float) -> _BackOff:
+    def _extend_back_off(self, old: _BackOff | None, started_s: float, now: float, min_pause_s: float) -> _BackOff:
+        # A try that an event caused before its time says nothing more about the server: it neither counts as a failure
+        # nor moves the try that back-off has set.
         if old is not None and started_s < old.retry_s:
-            num_failures, retry_s = old.num_failures, max(old.retry_s, now + least_s)
+            num_failures, retry_s = old.num_failures, max(old.retry_s, now + min_pause_s)
         else:
             num_failures, retry_s = old.num_failures + 1 if old else 1, now
         if retry_s <= now:
             longest_s = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(num_failures, 20))
-            retry_s = now + max(least_s, longest_s * (0.5 + self._rng.random() / 2))
+            retry_s = now + max(min_pause_s, longest_s * (0.5 + self._rng.random() / 2))
         return _BackOff(
             num_failures=num_failures,
-            least_s=min(retry_s, now + max(least_s, EVENT_PAUSE_S)),
+            earliest_s=min(retry_s, now + max(min_pause_s, EVENT_PAUSE_S)),
             retry_s=retry_s,
         )
 
@@ -161,12 +158,12 @@ class WorkQueue(Generic[Key]):
         self._changed = asyncio.Event()
 
     def add(self, key: Key, after_s: float = 0.0) -> None:
-        """Has a key looked at after at most so many seconds."""
+        """Schedules a key in so many seconds at the latest."""
         self._schedule.add(key, self._clock() + after_s)
         self._changed.set()
 
     def is_processing(self, key: Key) -> bool:
-        """Whether a key is being looked at."""
+        """Whether a key is being processed."""
         return self._schedule.is_processing(key)
 
     async def get(self) -> Key:
@@ -188,9 +185,9 @@ class WorkQueue(Generic[Key]):
         self._schedule.finish(key)
         self._changed.set()
 
-    def fail(self, key: Key, least_s: float = 0.0) -> float:
+    def fail(self, key: Key, min_pause_s: float = 0.0) -> float:
         """Ends the work on a key with a failure; returns the pause until it is tried again, in seconds."""
-        pause_s = self._schedule.fail(key, self._clock(), least_s)
+        pause_s = self._schedule.fail(key, self._clock(), min_pause_s)
         self._changed.set()
         return pause_s
 

@@ -24,7 +24,7 @@ APPLY_TYPE = "application/apply-patch+yaml"
 MERGE_TYPE = "application/merge-patch+json"
 # Whether a kind is served changes when somebody installs its definition.
 DISCOVERY_S = 300.0
-# What is not served may be waited for; below the pause between two looks at a cluster that waits (reconciler.py).
+# A kind that is not served may be waited for: shorter than the requeue of a cluster that waits (DEGRADED_REQUEUE_S).
 ABSENCE_S = 25.0
 MAX_CONNECTIONS = 64
 
@@ -49,7 +49,7 @@ async def load_configuration() -> Configuration:
 
 
 class KubernetesClient:
-    """See ``Kubernetes``. Retries nothing: whoever asks knows whether that makes sense.
+    """See ``Kubernetes``. Retries nothing; see ``retry``.
 
     Args:
         api: The client.
@@ -85,10 +85,10 @@ class KubernetesClient:
         try:
             answer = await self._request("list", kind, _locate(kind, namespace), query=query)
         except NotFoundError:
-            # The definition is gone, with cert-manager say: whoever tries again must not go by what was seen of it before.
+            # The CRD is gone, such as cert-manager's: the next attempt must discover again.
             self._served.pop(kind, None)
             raise
-        # The items of a list do not say what they are.
+        # Items of a list carry neither apiVersion nor kind.
         return [{**item, "apiVersion": kind.api_version, "kind": kind.name} for item in answer["items"]]
 
     async def is_served(self, kind: Kind) -> bool:
@@ -193,7 +193,7 @@ def _locate(kind: Kind, namespace: str, name: str = "") -> str:
 
 
 def _read_message(text: bytes) -> str:
-    """The server's own words, which name the field and the limit."""
+    """The message of the server, which names the field and the limit."""
     try:
         return str(json.loads(text)["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""What the operator asks of Kubernetes: a few verbs on plain dicts, and the errors that they raise.
+"""The verbs of the API server that the operator uses, on plain dicts, and the errors that they raise.
 
-Plain dicts because the typed models of the client drop fields that they do not know on the way back to the server.
+Typed models of the client would drop fields that they do not know on the way back to the server.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class KubernetesError(Exception):
     Below it:
 
     - ``NotFoundError`` (404)
-    - ``ConflictError`` (409): somebody was faster, or the object is another one by now
+    - ``ConflictError`` (409): somebody else wrote first, or the object was replaced
     - ``ForbiddenError`` (401, 403): RBAC, a quota, a namespace that ends
     - ``InvalidError`` (400, 422, and other 4xx): what was sent is wrong
     - ``BusyError`` (429, 5xx, no answer): try again later
@@ -96,7 +96,7 @@ class NotFoundError(KubernetesError):
 
 
 class ConflictError(KubernetesError):
-    """The object exists, or is not what the writer believes it to be."""
+    """The object exists already, or its uid or resourceVersion is another one."""
 
 
 class ForbiddenError(KubernetesError):
@@ -104,7 +104,7 @@ class ForbiddenError(KubernetesError):
 
 
 class InvalidError(KubernetesError):
-    """The server does not accept what was sent."""
+    """The server refuses what was sent."""
 
 
 class BusyError(KubernetesError):
@@ -112,7 +112,7 @@ class BusyError(KubernetesError):
 
 
 class LeaseLostError(KubernetesError):
-    """This replica may not write any more."""
+    """This replica no longer holds the lease; nothing was sent."""
 
 
 # From status to error; what is not here is invalid below 500 and busy from there on.
@@ -125,12 +125,12 @@ ERRORS: dict[int, type[KubernetesError]] = {
 }
 
 
-# Server-side apply says so of fields that no such object has, and of values of a wrong type, with status 500.
+# Server-side apply answers unknown fields and values of a wrong type with status 500 and these words.
 NOT_TYPED = "failed to create typed patch object"
 
 
 def make_error(status: int, message: str, retry_after_s: float | None = None) -> KubernetesError:
-    """Makes the error of an HTTP status, and of the server's words where the status misleads."""
+    """Makes the error of an HTTP status, or of the server's message where the status misleads."""
     default = InvalidError if status < 500 or NOT_TYPED in message else BusyError
     return ERRORS.get(status, default)(message, retry_after_s=retry_after_s)
 

@@ -1,11 +1,8 @@
-"""Events that only say what we have just written ourselves: no look is needed for them.
+"""Recognizes watch events of the operator's own writes, which need no reconcile.
 
-An event is such an echo if its object is, to the version, what the API server answered to a write of ours, and if that
-answer is what we had seen before with our patch in it and nothing else. Somebody who wrote in between, before our write
-or after it, is therefore never missed: in the first case the answer has more in it than our patch, in the second the
-event names another version.
-
-Events may be faster than answers. Those that come during a look are judged at its end (``program``).
+An event is our own if its object has the resourceVersion that the API server returned for our write, and if that
+answer is the object that we had read plus our patch. So no foreign write is missed: one before ours makes the answer
+differ from our patch, one after ours has another resourceVersion.
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ if TYPE_CHECKING:
 
     from sluice_operator.kubernetes.interface import Object
 
-# A few megabytes.
+# About a few megabytes of versions.
 MAX_OBJECTS = 20_000
-# The server counts and signs each write there.
+# The server changes these fields with every write.
 BOOKKEEPING = frozenset({"resourceVersion", "managedFields"})
 
 
@@ -40,11 +37,10 @@ class Version:
 
 
 class OwnWrites:
-    """What was written last, by object. Mutable.
+    """The newest version of each object that we wrote ourselves. Mutable.
 
     Args:
-        max_objects: Objects whose last version of ours is remembered; those written longest ago are forgotten, and cost
-            a look at most.
+        max_objects: Objects that are remembered. The oldest are forgotten, which costs one reconcile each at most.
     """
 
     def __init__(self, max_objects: int = MAX_OBJECTS) -> None:
@@ -52,10 +48,10 @@ class OwnWrites:
         self._versions: dict[str, str] = {}
 
     def record(self, before: Object, patch: Object, answer: Object) -> None:
-        """Notes a write.
+        """Records a write.
 
         Args:
-            before: The object before it, as the look went by.
+            before: The object before it, as it was read.
             patch: The merge patch.
             answer: The object after it, as the API server has it.
         """
@@ -68,7 +64,7 @@ class OwnWrites:
             del self._versions[next(iter(self._versions))]
 
     def includes(self, version: Version) -> bool:
-        """Whether this is what we have written ourselves, and nothing else."""
+        """Whether a version is our own write and nothing else."""
         return bool(version.resource_version) and self._versions.get(version.uid) == version.resource_version
 
 

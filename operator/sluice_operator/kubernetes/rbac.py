@@ -1,6 +1,6 @@
-"""What the operator may do, in one place: the chart's roles are made from it, and a test compares it with what is done.
+"""The operator's RBAC rules: the chart's roles are made from them, and a test compares them with the requests made.
 
-No secrets, no nodes, no exec, no wildcards. ``watch`` and ``list`` come from the informer, the rest from the reconciler.
+No secrets, nodes, exec or wildcards. The informer needs ``watch`` and ``list``, the reconciler the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sluice_operator.kubernetes.interface import (
     Kind,
 )
 
-# Kinds whose events wake the reconciler. Monitors and Certificates are not among them: they may not exist.
+# Kinds whose events cause a reconcile. ServiceMonitors and Certificates are not watched: their CRDs may be missing.
 WATCHED = (
     CLUSTERS,
     PODS,

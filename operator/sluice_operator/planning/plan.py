@@ -1,7 +1,6 @@
-"""The plan: which engine has which role, who drains, and the number of the plan.
+"""Makes the plan: which engine has which role, which engines drain, and the plan's generation.
 
-The plan in force is read back from its ConfigMap at every look, so that nothing is lost with a process, and a plan is
-made only from what is stored and observed. Generations come from the stored one by compare-and-swap (``plan_store``).
+A plan is a pure function of the stored plan and of what is observed, so that no decision is lost with a process.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class StoredPlan:
 
     Args:
         plan: The plan; None when there is none, or none that can be read.
-        generation: Its number, or the highest that is known to have been given; 0: none.
+        generation: Its generation, or the highest that is known to have been used; 0: none.
         tuned: Sliders that autotune put in force instead of the spec's.
     """
 
@@ -100,17 +99,17 @@ def make_plan(
         statuses: Newest status of each router.
 
     Returns:
-        The stored plan when it says the same already, else one with the next number.
+        The stored plan when it is the same already, else one with the next generation.
     """
     roles = stored.roles
     ending = {pod.engine_id for pod in pods if pod.is_ending and pod.engine_id in roles}
     staying = choose_role_holders(pods, roles, victims)
     loads = {engine_id: report.load for engine_id, report in reports.items()}
     assigned = assign_roles(roles, staying, resolve_sliders(cluster.spec).num_prefill_heavy, loads)
-    # One that never had a role serves with the D-heavy setting, and drains like the others.
+    # An engine that never had a role serves with the D-heavy setting, and drains like the others.
     gone = {engine_id: roles.get(engine_id, Role.DECODE_HEAVY) for engine_id in (*ending, *victims)}
     uid = cluster.metadata.uid
-    # A ConfigMap that was deleted or edited by hand must not take the numbers back.
+    # A ConfigMap that was deleted or edited by hand must not make generations fall.
     highest = max([stored.generation, *(status.generation for status in statuses if status.cluster_uid == uid)])
 
     def render(generation: int) -> plan_pb2.Plan:

@@ -1,7 +1,7 @@
-"""Stores plans: compare-and-swap in one ConfigMap, so that no two plans of a cluster ever have one number.
+"""Stores plans by compare-and-swap in one ConfigMap, so that no two plans of a cluster share a generation.
 
-The first plan is created, which fails when somebody was faster; every later one replaces exactly the version that its
-number was counted from. Whatever is pushed to routers was stored before.
+The first plan is created, which conflicts when another operator was faster. Each later one replaces exactly the
+resourceVersion that its generation was counted from. Plans are stored before they are pushed to routers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ async def store_plan(
     """Stores a plan.
 
     Args:
-        applier: The cluster's children.
+        applier: Applies the cluster's children.
         live: The ConfigMap that the plan's number was counted from; None: there was none.
         plan: The plan.
         tuned: Sliders in it that autotune put in force instead of the spec's; they are stored with it.
-        own_writes: Takes note of the write.
+        own_writes: Records the write.
 
     Returns:
-        Whether it is stored; the reason is among the children's troubles otherwise.
+        Whether it is stored; otherwise the reason is among the applier's failures.
 
     Raises:
-        ConflictError: Somebody else stored one; look again.
+        ConflictError: Somebody else stored one; the next reconcile reads it.
         KubernetesError: To be tried again.
     """
     content = _render(applier, plan, tuned)
@@ -47,7 +47,7 @@ async def store_plan(
         if not applier.may_write(content, found):
             return False
         if found is not None:
-            # Ours, but it has lost its labels: given back, it is seen with its number at the next look.
+            # Ours, but without its labels. With them restored, the next reconcile lists it and reads its number.
             labels = {"metadata": {"uid": uid_of(found), "labels": content["metadata"]["labels"]}}
             await applier.kubernetes.patch(CONFIG_MAPS, namespace, name, labels)
             raise ConflictError(f"{what} had lost its labels")
@@ -73,7 +73,7 @@ def _render(applier: ChildApplier, plan: plan_pb2.Plan, tuned: StoredSliders | N
     )
     content["metadata"]["annotations"] = {
         names.GENERATION_ANNOTATION: str(plan.generation),
-        # Empty rather than absent: a patch leaves what it does not name.
+        # Empty rather than absent: a merge patch keeps what it does not name.
         names.TUNED_ANNOTATION: tuned.to_json() if tuned else "",
     }
     return content

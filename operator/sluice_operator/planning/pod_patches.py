@@ -1,4 +1,4 @@
-"""Marks on running engine pods: the role that is in force there, and who goes first when replicas are lowered."""
+"""Patches of running engine pods: the role label in force, and the deletion cost of scale-down victims."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def render_pod_patches(
     pods: Sequence[Pod], scale: ScaleDecision, reports: Mapping[EngineId, EngineReport]
 ) -> Iterator[Object]:
-    """Yields the patch of each pod whose marks are not right.
+    """Yields the patch of each pod whose role label or deletion cost is not right.
 
     Args:
         pods: Engine pods.

@@ -1,4 +1,4 @@
-"""Which engine has which role: sticky and minimal, so that an edit disturbs as little as it can."""
+"""Assigns roles to engines: engines keep their role where possible, so that an edit flips the fewest."""
 
 from __future__ import annotations
 

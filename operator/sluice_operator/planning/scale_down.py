@@ -1,7 +1,7 @@
-"""Scale-down without a broken stream: mark the victims, have them drained, then lower the replicas.
+"""Scale-down without a broken stream: give victims a deletion cost, drain them, then lower the replicas.
 
-Kubernetes deletes pods that are not ready first, then those with the least deletion cost, so victims are chosen and
-marked in that order. Every step follows from what is observed, so that it can be interrupted anywhere.
+Kubernetes deletes pods that are not ready first, then those with the least deletion cost; victims are chosen in that
+order. Every step follows from what is observed, so that it can be interrupted anywhere.
 """
 
 from __future__ import annotations

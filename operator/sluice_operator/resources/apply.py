@@ -1,4 +1,4 @@
-"""Brings children to what they should be, and never touches what belongs to somebody else."""
+"""Applies the children of a cluster, and never touches an object of another owner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONAL_KINDS = frozenset({DISRUPTION_BUDGETS.name, CERTIFICATES.name})
 
 
 class ChildApplier:
-    """The children of one cluster during one look.
+    """Applies the children of one cluster during one reconcile.
 
     Args:
         kubernetes: The API server.
@@ -42,7 +42,7 @@ class ChildApplier:
         live: Objects with its labels, by kind and name.
 
     Attributes:
-        failures: What could not be done, and is not cured by trying at once again.
+        failures: Writes that were refused, and that an immediate retry would not cure.
     """
 
     def __init__(self, kubernetes: Kubernetes, cluster: ServingCluster, live: Mapping[ChildKey, Object]) -> None:
@@ -57,7 +57,7 @@ class ChildApplier:
         return self._cluster.metadata.name
 
     async def apply_child(self, child: Object) -> None:
-        """Applies a child unless it is so already.
+        """Applies a child unless it is up to date.
 
         Raises:
             KubernetesError: To be tried again.
@@ -70,11 +70,11 @@ class ChildApplier:
             await self.try_write(self.kubernetes.apply(require_uid(child, live)), f"{child['kind']} {name_of(child)}")
 
     async def get_live(self, child: Object) -> Object | None:
-        """Looks for an object of the same name that does not carry our labels."""
+        """Reads the object of this name, which may lack our labels."""
         return await self.kubernetes.get(kind_of(child), self._cluster.metadata.namespace, name_of(child))
 
     def set_controller_reference(self, child: Object) -> Object:
-        """Completes a child that is not rendered with the others."""
+        """Sets namespace and owner of a child that is not rendered with the others."""
         return set_controller_reference(child, self._cluster)
 
     def is_owned(self, live: Object) -> bool:
@@ -99,7 +99,7 @@ class ChildApplier:
         return False
 
     async def try_write(self, write: Awaitable[Any], what: str) -> bool:
-        """Awaits a write; one that is refused becomes a trouble, so that the rest goes on.
+        """Awaits a write; a refusal becomes a failure, so that the other children are still applied.
 
         Raises:
             KubernetesError: To be tried again.
@@ -107,7 +107,7 @@ class ChildApplier:
         try:
             await write
         except (ForbiddenError, InvalidError) as error:
-            # What the server does not accept was rendered from the user's own pod template.
+            # An invalid Deployment can only come from the user's podTemplate.
             is_template = isinstance(error, InvalidError) and what.startswith("Deployment")
             reason = Reason.POD_TEMPLATE_REFUSED if is_template else Reason.FORBIDDEN
             if "exceeded quota" in str(error):

@@ -1,8 +1,7 @@
-"""Keys and certificates of a ServingCluster: where its programs find them, and what is asked of cert-manager.
+"""API keys and certificates of a ServingCluster: Secrets, mounts, and the Certificates that cert-manager issues.
 
-Secrets are named here and mounted by the kubelet; nobody of ours reads one through the API server. Between engines,
-routers and control plane a certificate passes by its authority and by a name, that of the headless Service behind which
-its owner runs; the operator's own is named after it and its namespace.
+The kubelet mounts Secrets; no program reads one through the API server. Peers check a certificate's authority and its
+name: engines and routers use the name of their headless Service, the operator its own name and namespace.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _name_secret(tls: TlsSpec, made: str) -> str:
 def describe_security(
     cluster: ServingCluster, component: str, locate: Callable[[str, str], str], control_name: str
 ) -> Security:
-    """Says where a component's programs find keys and certificates, and whom they trust.
+    """Describes where a component's programs find keys and certificates, and which peers they trust.
 
     Args:
         cluster: The manifest, with its namespace.
@@ -93,13 +92,13 @@ def mount_secrets(cluster: ServingCluster, component: str) -> tuple[list[Object]
 
 
 def uses_cert_manager(cluster: ServingCluster) -> list[str]:
-    """Fields that ask for cert-manager."""
+    """Lists the fields that use cert-manager."""
     modes = {"spec.network.tls": cluster.spec.network.tls.mode, "spec.router.tls": cluster.spec.router.tls.mode}
     return [field for field, mode in modes.items() if mode == "CertManager"]
 
 
 def render_certificates(cluster: ServingCluster) -> list[Object]:
-    """Renders what cert-manager shall issue: one certificate for the front, one each for engines and routers."""
+    """Renders the Certificates that cert-manager issues: one for clients, one each for engines and routers."""
     name, network, router = cluster.metadata.name, cluster.spec.network.tls, cluster.spec.router.tls
     peers = {
         names.ENGINE: names.name_engine_peer(cluster.metadata),
@@ -112,14 +111,14 @@ def render_certificates(cluster: ServingCluster) -> list[Object]:
             for component, peer in peers.items()
         ]
     if router.mode == "CertManager":
-        # Public issuers refuse names that only this Kubernetes cluster knows.
+        # Public issuers refuse cluster-internal names, so users may give their own.
         hosts = list(router.dns_names) or names.list_router_hosts(cluster.metadata)
         rendered.append(_render_certificate(name, names.FRONT, router, hosts, ["server auth"]))
     return rendered
 
 
 def find_certificate_failures(live: Sequence[Object]) -> list[Failure]:
-    """Finds Certificates that cert-manager could not issue, and does not try to at this moment."""
+    """Finds Certificates that cert-manager could not issue and is not issuing at the moment."""
     failures = []
     for child in live:
         if child["kind"] != CERTIFICATES.name:
@@ -140,7 +139,7 @@ def find_certificate_failures(live: Sequence[Object]) -> list[Failure]:
 def _render_certificate(
     cluster: str, purpose: str, tls: TlsSpec, hosts: Sequence[str], usages: Sequence[str]
 ) -> Object:
-    assert tls.issuer_ref is not None, "mode CertManager has an issuer (rules.py)"
+    assert tls.issuer_ref is not None, "mode CertManager has an issuer (api/validation.py)"
     component = names.ROUTER if purpose == names.FRONT else purpose
     name = names.name_certificate(cluster, purpose)
     return {

@@ -1,4 +1,4 @@
-"""What all our containers and pods have in common: no privileges, probes, timing of their end."""
+"""What all containers and pods share: security contexts, probes, termination, environment."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from sluice_operator.api.spec import Resources
     from sluice_operator.kubernetes.interface import Object
 
-# Routers hear of a pod that ends within a DNS look-up; until then it must still answer.
+# Routers notice a terminating pod at their next DNS resolution; until then it must still answer.
 PRE_STOP_S = 2
-# Beyond the drain: the interpreter's end and the kubelet's own.
+# Time beyond the drain for the interpreter and the kubelet to finish.
 TERMINATION_MARGIN_S = 15
 STARTUP_PERIOD_S = 2
 
@@ -64,19 +64,19 @@ def render_probes(startup_path: str, startup_s: int) -> Object:
 
 
 def render_termination(drain_s: int) -> tuple[Object, int]:
-    """Renders how a container ends.
+    """Renders how a container terminates.
 
     Args:
         drain_s: Longest time that it hands its work over, in seconds.
 
     Returns:
-        Its lifecycle, and the pod's grace period in seconds; the API server wants the second above the first.
+        Its lifecycle, and the pod's grace period in seconds, which must be longer than the preStop sleep.
     """
     return {"preStop": {"sleep": {"seconds": PRE_STOP_S}}}, PRE_STOP_S + drain_s + TERMINATION_MARGIN_S
 
 
 def render_environment(own: Mapping[str, Any], users: Sequence[Object] = ()) -> list[Object]:
-    """Renders environment variables, each name once; what we own is not the user's to set (rules.py).
+    """Renders environment variables, each name once; validation refuses users' values for our own names.
 
     Args:
         own: Values, or ``valueFrom`` as a dict.
@@ -92,12 +92,12 @@ def render_environment(own: Mapping[str, Any], users: Sequence[Object] = ()) -> 
 
 
 def render_init_container(container: Object, image: str) -> Object:
-    """Completes a container that prepares the pod."""
+    """Completes an init container."""
     return {**container, "image": image, "imagePullPolicy": "IfNotPresent", "securityContext": CONTAINER_SECURITY}
 
 
 def render_pod_defaults(service_account: str) -> Object:
-    """Renders what every pod of ours says: no token, no environment of Services, no privileges."""
+    """Renders the defaults of every pod: no token, no environment of Services, no privileges."""
     return {
         "serviceAccountName": service_account,
         "automountServiceAccountToken": False,
@@ -108,7 +108,7 @@ def render_pod_defaults(service_account: str) -> Object:
 
 
 def render_topology_spread(labels: dict[str, str]) -> list[Object]:
-    """Spreads pods over nodes as far as that goes."""
+    """Renders the constraint that spreads pods over nodes where possible."""
     return [
         {
             "maxSkew": 1,

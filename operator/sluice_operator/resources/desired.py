@@ -1,6 +1,6 @@
-"""The children that a ServingCluster should have: a pure function of the manifest and of a few facts.
+"""Renders the desired children of a ServingCluster, a pure function of the manifest and ``RenderInputs``.
 
-The plan's ConfigMap is not among them: it is compared and swapped, never applied (``plan_store``).
+The plan's ConfigMap is not among them: it is compared and swapped, never applied (``planning.plan_store``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ChildKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderInputs:
-    """What the children depend on beside the manifest.
+    """What the children depend on besides the manifest.
 
     Args:
         engine_replicas: Engine pods, victims of a scale-down included until they have drained.
@@ -71,7 +71,7 @@ def render_children(cluster: ServingCluster, inputs: RenderInputs, settings: Ope
 
 
 def set_controller_reference(child: Object, cluster: ServingCluster) -> Object:
-    """Completes a child: namespace, owner, and the hash of what we ask for."""
+    """Sets namespace, controller reference, and the hash of what is applied."""
     metadata = cluster.metadata
     text = json.dumps(child, sort_keys=True)
     owned = copy.deepcopy(child)
@@ -86,7 +86,7 @@ def set_controller_reference(child: Object, cluster: ServingCluster) -> Object:
                 "controller": True,
             }
         ],
-        # Says when a field is no longer asked for, which the fields that still are cannot.
+        # Comparing desired fields cannot notice a field that is no longer desired; this hash does.
         "annotations": {
             **annotations_of(child),
             names.APPLIED_HASH_ANNOTATION: hashlib.sha256(text.encode()).hexdigest()[:16],
@@ -107,9 +107,9 @@ def get_controller(child: Object) -> Object | None:
 
 
 def is_applied(wanted: Any, live: Any) -> bool:
-    """Whether everything that is wanted is so; what the server or others add is theirs.
+    """Whether the live object has every desired value; fields that the server or others add are ignored.
 
-    Lists of things with names are compared by name, other lists as a whole.
+    Lists of named items are compared by name, other lists as a whole.
     """
     if isinstance(wanted, dict):
         return (live is None and not wanted) or (
@@ -126,7 +126,7 @@ def is_applied(wanted: Any, live: Any) -> bool:
 
 
 def _is_same(wanted: object, live: object) -> bool:
-    """Whether two values say the same: the server leaves out what is empty or false, and writes quantities its way."""
+    """Whether two values are equal: the server drops empty and false values, and rewrites quantities."""
     if wanted == live or (live is None and not wanted):
         return True
     if not isinstance(wanted, int | str) or not isinstance(live, int | str):
@@ -138,7 +138,7 @@ def _is_same(wanted: object, live: object) -> bool:
 
 
 def require_uid(child: Object, live: Object | None) -> Object:
-    """Has a child applied to the very object that was seen, if there was one."""
+    """Adds the uid of the live object, so that no other one of this name is written."""
     if live is None:
         return child
     return {**child, "metadata": {**child["metadata"], "uid": uid_of(live)}}

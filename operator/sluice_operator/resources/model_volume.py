@@ -46,7 +46,7 @@ def mount_model(model: ModelSpec, *, files: tuple[str, ...] = ()) -> ModelMount:
     if source.image:
         # Read-only by nature; the kubelet pulls it as it pulls any image.
         return _mount({"image": {"reference": source.image.reference}}, source.image.path)
-    assert source.hugging_face is not None, "exactly one source is given (rules.py)"
+    assert source.hugging_face is not None, "exactly one source is given (api/validation.py)"
     return _fetch(model, source.hugging_face, files)
 
 

@@ -1,8 +1,7 @@
-"""A pod's ways out of its namespace: to its node, to privileges, to pods of other namespaces.
+"""Finds what would let a pod reach its node, privileges, or pods of other namespaces.
 
-What is judged is the template as it will be, not what was asked for: to take away a limit that Sluice sets is a way out
-as well as to ask for a privilege. What is let through is what Pod Security ``restricted`` lets through, where its words
-apply; the namespace's own level is enforced by the API server, whatever it is.
+The merged template is checked, because removing a limit that Sluice sets is as harmful as adding a privilege. Allowed
+is what Pod Security ``restricted`` allows; the API server enforces the namespace's own level besides.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ CONTAINER_KINDS = ("containers", "initContainers", "ephemeralContainers")
 
 
 def find_isolation_violations(template: Object, ours: Collection[str]) -> Iterator[str]:
-    """Finds a pod's ways out of its namespace.
+    """Finds the fields by which a pod would leave its namespace.
 
     Args:
         template: The pod template, merged.
@@ -65,7 +64,7 @@ def find_isolation_violations(template: Object, ours: Collection[str]) -> Iterat
 
 
 def find_cross_namespace_terms(affinity: Object, path: str) -> Iterator[str]:
-    """Finds where an affinity looks at pods of other namespaces, which it keeps from being scheduled."""
+    """Finds affinity terms that select pods of other namespaces: they could keep those from being scheduled."""
     advice = "reaches other namespaces; remove it, or have the operator started with --allow-host-access"
     for kind in ("podAffinity", "podAntiAffinity"):
         rules = affinity.get(kind) or {}

@@ -1,4 +1,4 @@
-"""What a pod says about itself, and what is wrong with it in one word."""
+"""Reads a pod's status, and why it does not serve as a condition's reason."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ WAITING_REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Something that needs a look.
+    """A cause for a condition: something failed and needs attention.
 
     Args:
         reason: In one word.
-        message: The object to look at, what is wrong with it, what to do.
+        message: The object concerned, what is wrong with it, what to do.
     """
 
     reason: Reason
@@ -134,7 +134,7 @@ def _find_container_failure(pod: str, container: Object) -> Iterator[Failure]:
             message=f"{where} keeps ending ({how}); read `kubectl logs {pod} -c {container['name']} --previous`",
         )
     elif reason is Reason.IMAGE_PULL_BACK_OFF:
-        # The kubelet's words change with every attempt; ours must not, or each would be a write of the status.
+        # The kubelet's message changes with every attempt; a message that changes is a status write each time.
         advice = "check its name, and that the node may pull it"
         yield Failure(reason=reason, message=f"image {container.get('image')} of {where} cannot be pulled; {advice}")
     elif reason:

@@ -59,7 +59,7 @@ OWNED_ENGINE_FIELDS = ("command", "args", "image", "lifecycle", "startupProbe", 
 OWNED_LABELS = (CLUSTER_LABEL, COMPONENT_LABEL, ROLE_LABEL, MANAGED_BY_LABEL, NAME_LABEL)
 LISTS = ("containers", "initContainers", "volumes")
 OUR_CONTAINERS = frozenset({ENGINE, FETCH_MODEL, PREFLIGHT})
-# What is rendered that keeps an engine's pod in its place; the rest of a template is nothing to be judged by.
+# The rendered fields that isolate an engine's pod; the check needs no others.
 ISOLATION_DEFAULTS: Object = {
     "metadata": {},
     "spec": {

@@ -1,7 +1,7 @@
-"""RDMA in engine pods: devices, networks, the right to lock memory, and a check before vLLM loads for minutes.
+"""RDMA in engine pods: devices, networks, locked memory, and a preflight check before vLLM loads.
 
-A fall-back to TCP is silent and ruinous, so that three things watch for it: the preflight container (devices and the
-memlock limit), the transport that engines report (condition NetworkReady), and ``requireRDMA``.
+UCX falls back to TCP silently. Three checks catch that: the preflight container (devices and the memlock limit), the
+transport that engines report (condition NetworkReady), and ``requireRDMA``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _render_preflight(rdma: RdmaSpec, container: Object, devices: Object, image:
         "image": image,
         "imagePullPolicy": "IfNotPresent",
         "command": command,
-        # The very rights of the engine: what is checked must be what it will have.
+        # The same rights as the engine's, so that the check sees what the engine will have.
         "securityContext": container["securityContext"],
         "resources": devices,
     }

@@ -1,7 +1,7 @@
-"""Decides whether pods are replaced: only when a field changes that the schema marks as one that restarts them.
+"""Decides whether pods are replaced: only when a field changes whose effect is a restart.
 
-The hash of these fields is kept on the Deployment together with the pod template that was rendered then. As long as
-the hash stays, that template stays, so that an operator which renders a little differently replaces no pod.
+The hash of these fields is kept on the Deployment with the pod template of that time. While the hash stays, the
+template stays, so that a new operator version which renders differently replaces no pod.
 """
 
 from __future__ import annotations
@@ -9,17 +9,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
-
-from sluice_operator.api.field_effects import FieldEffect
+from sluice_operator.api.field_effects import FieldEffect, walk_fields
 from sluice_operator.api.names import RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION
 from sluice_operator.kubernetes.interface import annotations_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from sluice_operator.api.serving_cluster import ServingClusterSpec
     from sluice_operator.kubernetes.interface import Object
 
@@ -39,27 +35,20 @@ def compute_rollout_hash(
         control_name: Whom routers trust as their control plane; None: everybody.
     """
     # Fields at their default are left out, so that a field that a new version adds replaces no pod.
-    fields = {path: value for path, value in _walk(spec, "", FieldEffect.LIVE, effects) if value not in (None, {}, [])}
+    fields = {}
+    for leaf in walk_fields(spec, path=""):
+        (owner,), (value,) = leaf.owners, leaf.values
+        if leaf.effect in effects and value != leaf.field.default:
+            dumped = owner.model_dump(mode="json", include={leaf.name}, exclude_defaults=True)
+            if dumped:
+                fields[leaf.path] = dumped
     other = {"image": image, **({"control": control_name} if control_name else {})}
     text = json.dumps({"fields": fields, **other}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _walk(
-    part: BaseModel, path: str, inherited: FieldEffect, effects: frozenset[FieldEffect]
-) -> Iterator[tuple[str, Any]]:
-    for name, field in type(part).model_fields.items():
-        effect = next((mark for mark in field.metadata if isinstance(mark, FieldEffect)), inherited)
-        value = getattr(part, name)
-        inner = f"{path}.{field.alias or name}"
-        if isinstance(value, BaseModel):
-            yield from _walk(value, inner, effect, effects)
-        elif effect in effects and value != field.default:
-            yield inner, part.model_dump(mode="json", include={name}, exclude_defaults=True)
-
-
 def keep_pod_template(deployment: Object, live: Object | None) -> Object:
-    """Gives a rendered Deployment its marks, and the live one's template where nothing that restarts has changed.
+    """Keeps the live Deployment's pod template while the rollout hash stays the same.
 
     Args:
         deployment: As rendered; its pod template carries the hash.
@@ -79,7 +68,7 @@ def keep_pod_template(deployment: Object, live: Object | None) -> Object:
 
 
 def _read_template(text: str) -> Object | None:
-    """Reads what we wrote; None when somebody else has been at it."""
+    """Reads the stored template; None when somebody edited it."""
     try:
         template = json.loads(text)
     except ValueError:

@@ -23,8 +23,8 @@ PLAN_VOLUME = "plan"
 GRACE_S = 30
 # Reading a tokenizer from a slow volume.
 STARTUP_S = 120
-# A pod that asks for no CPU gets what others leave, which is nothing while an engine on its node imports vLLM: routers
-# took 97 s to start there, and every token waits as long. 200m is a fifth of what a busy router uses at most (one thread).
+# A pod without a CPU request gets what others leave: nothing while an engine on its node imports vLLM. Routers took
+# 97 s to start there, and every token waits as long. 200m is a fifth of what a busy router uses at most (one thread).
 CPU_REQUEST = "200m"
 
 

@@ -1,4 +1,4 @@
-"""What stands around the pods: Services, disruption budgets, network policies, service accounts, monitors."""
+"""Renders Services, disruption budgets, network policies, service accounts and ServiceMonitors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _render_port(name: str, port: int, target: int) -> Object:
 
 
 def render_disruption_budgets(cluster: ServingCluster) -> list[Object]:
-    """Renders disruption budgets; none where there is one pod only, which a budget would nail to its node."""
+    """Renders disruption budgets; none for a single pod, whose node could not be drained then."""
     replicas = {names.ENGINE: cluster.spec.replicas, names.ROUTER: cluster.spec.router.replicas}
     name = cluster.metadata.name
     return [

@@ -1,4 +1,4 @@
-"""Attainment: met / finished over five minutes, from the routers' counters, which only grow while a router lives."""
+"""SLO attainment over five minutes, from the routers' counters, which only grow while a router lives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from sluice.v1 import control_pb2
 
-# Counts are kept in steps of this length; shorter ones would cost memory for nothing.
+# Counts are kept in steps of this length; shorter ones cost memory without use.
 STEP_S = 5.0
 
 

@@ -1,7 +1,7 @@
-"""The control plane's link to one router: pushes the newest plan, follows its status.
+"""The control plane's connection to one router: pushes the newest plan and follows the router's status.
 
-The link is level-triggered: whenever a router answers with an older generation than the newest plan's, it is pushed
-again. A router that restarts, or that was away, therefore catches up by itself.
+It is level-triggered: whenever a router reports an older generation than the newest plan's, the plan is pushed again.
+So a router that restarts or was unreachable catches up.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RETRY_S = 0.25
 RENEWAL_S = 1.0
 POLL_S = 10.0
 PUSH_TIMEOUT_S = 5.0
-# So many failures in a row, of one kind, are no accident.
+# So many equal TLS errors in a row are reported.
 MAX_TLS_ERRORS = 8
-# A local router that starts is found at once: gRPC's own back-off grows to minutes.
+# A router that starts is reached at once; gRPC's default back-off grows to minutes.
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -38,10 +38,10 @@ CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlTls:
-    """How control ports are spoken with, and who must be there.
+    """TLS of control ports.
 
     Args:
-        certificates: Ours; somebody else refreshes them.
+        certificates: Our own; a task of the caller refreshes them.
         server_name: Name that the router's certificate must be for.
     """
 
@@ -53,10 +53,10 @@ class RouterConnection:
     """One router's control port.
 
     Args:
-        name: The router, for people.
+        name: The router, in messages.
         address: host:port of its control server.
-        log: Takes a line for people.
-        on_status: Called when ``status`` has changed; with the link down it is None.
+        log: Takes a message for users.
+        on_status: Called when ``status`` has changed; None while the router does not answer.
         tls: How it is encrypted; None: it is not.
     """
 
@@ -101,7 +101,7 @@ class RouterConnection:
         self._push.set()
 
     async def run(self) -> None:
-        """Keeps the link until cancelled."""
+        """Keeps the connection until cancelled."""
         while True:
             # A channel keeps the certificate that it was made with.
             used = self._tls.certificates.current if self._tls else None
@@ -111,7 +111,7 @@ class RouterConnection:
                 await self._wait_for_another(used)
                 for task in tasks:
                     task.cancel()
-            # What is under way is asked for again.
+            # Requests that were cancelled are sent again on the new channel.
             self._push.set()
 
     async def _wait_for_another(self, used: Certificates | None) -> None:
@@ -151,7 +151,7 @@ class RouterConnection:
             self._on_status()
 
     def _record_tls_error(self, error: grpc.aio.AioRpcError) -> None:
-        """Notes that one side does not trust the other; a router that starts or ends may look alike for a moment."""
+        """Counts TLS errors: a router that starts or stops may cause the same error once or twice."""
         found = describe_distrust(error, self._tls.server_name) if self._tls else ""
         self._num_tls_errors = self._num_tls_errors + 1 if found and found == self._tls_error else int(bool(found))
         self._tls_error = found
@@ -159,7 +159,7 @@ class RouterConnection:
             self._log(f"{self.name}: {self.refusal}")
 
     def _drop_status(self) -> None:
-        self._refused_generation = 0  # a router that starts anew may take what its predecessor refused
+        self._refused_generation = 0  # a router that restarts may accept what it refused before
         if self.status is not None:
             self.status = None
             self._on_status()
@@ -175,7 +175,7 @@ def open_channel(address: str, tls: ControlTls | None, options: Sequence[tuple[s
 async def fetch_status(
     address: str, timeout_s: float = 2.0, *, tls: ControlTls | None = None
 ) -> control_pb2.GetStatusResponse | None:
-    """Asks a router for its status once.
+    """Fetches a router's status once.
 
     Args:
         address: host:port of its control server.

@@ -1,4 +1,4 @@
-"""The leader's links to the routers of all clusters: pushes plans, follows statuses, wakes the reconciler."""
+"""The leader's connections to the routers of all clusters: push plans, follow statuses, enqueue reconciles."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A link that fails is not expected to work at once.
+# Pause before a connection that failed unexpectedly is opened again.
 RESTART_S = 5.0
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class Routers(Protocol):
-    """What the reconciler asks of the links."""
+    """What the reconciler needs of router connections."""
 
     def set_routers(
         self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES
     ) -> None:
-        """Sets the routers of a cluster; none ends all links.
+        """Sets the routers of a cluster; none closes all connections.
 
         Args:
             key: The cluster.
@@ -66,14 +66,14 @@ class _Cluster:
 
 
 class RouterConnections:
-    """The links.
+    """The connections.
 
     Args:
         group: Runs their tasks.
-        enqueue: Called with a cluster whose routers say something to act on.
+        enqueue: Called with a cluster whose routers report something to act on.
         record_status: Called with every status, for attainment.
         port: Control port of the routers.
-        certificates: Our own, for routers that ask for one; somebody else refreshes them.
+        certificates: Our own, for routers that require one; a task of the caller refreshes them.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RouterConnections:
         return {name: entry.connection.refusal for name, entry in routers.items() if entry.connection.refusal}
 
     def count(self) -> int:
-        """Links in all."""
+        """Number of connections."""
         return sum(len(cluster.routers) for cluster in self._clusters.values())
 
     def _start(self, key: ClusterKey, name: str, address: str, server_name: str) -> _RouterEntry:
@@ -157,10 +157,12 @@ class RouterConnections:
 
 
 async def _run_forever(connection: RouterConnection) -> None:
-    """Runs a link for ever: one that fails in a way that it does not know must not end the others."""
+    """Runs a connection until cancelled."""
     while True:
         try:
             await connection.run()
-        except Exception:  # outermost frame of a link
-            logger.exception("the link to %s failed", connection.name)
+        except Exception:  # outermost frame of this task: one router's fault must not end the other connections
+            logger.exception(
+                "the connection to router %s failed; it is opened again in %.0f s", connection.name, RESTART_S
+            )
         await asyncio.sleep(RESTART_S)

@@ -1,4 +1,4 @@
-"""What the routers say about the engines, put together: each router sees each engine through a stream of its own."""
+"""Merges what the routers report about the engines: each router has its own stream to each engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EngineReport:
 
 
 def merge_reports(statuses: Iterable[control_pb2.GetStatusResponse]) -> dict[EngineId, EngineReport]:
-    """Puts the routers' views together.
+    """Merges the routers' views.
 
     Args:
         statuses: Newest status of each router that answers.
@@ -79,7 +79,7 @@ def has_acknowledged(
     reports: Mapping[EngineId, EngineReport],
     statuses: Collection[control_pb2.GetStatusResponse],
 ) -> bool:
-    """Whether routers and engines that the plan names have taken it; not while no router answers."""
+    """Whether all routers and the engines that the plan names have acknowledged it; False while no router answers."""
     named = [EngineId(engine.engine_id) for engine in plan.engines]
     return (
         bool(statuses)
@@ -101,7 +101,7 @@ def find_refused_engines(statuses: Mapping[str, control_pb2.GetStatusResponse]) 
 
 
 def needs_reconcile(old: control_pb2.GetStatusResponse | None, new: control_pb2.GetStatusResponse | None) -> bool:
-    """Whether a router's status says something to act on; loads and counters change all the time and do not."""
+    """Whether a router's status has changed in something to act on; loads and counters do not count."""
     return _summarize(old) != _summarize(new)
 
 

@@ -1,0 +1,151 @@
+"""The plan step of a reconcile: decides sliders, scale and roles, and stores the plan when it changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sluice_operator.api import names
+from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.autotune.tuner import TunerInputs
+from sluice_operator.kubernetes.interface import CONFIG_MAPS, uid_of
+from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan
+from sluice_operator.planning.plan_store import store_plan
+from sluice_operator.planning.scale_down import ScaleDecision, decide_scale
+from sluice_operator.resources.apply import ChildApplier
+from sluice_operator.routers.engine_reports import has_acknowledged
+
+if TYPE_CHECKING:
+    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.controller.cluster_state import ClusterState
+    from sluice_operator.controller.observation import ObservedRouters, ObservedState
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.own_writes import OwnWrites
+    from sluice_operator.resources.pod_status import Failure
+
+# An engine ends its own drain by its timeout; the routers' reports of that may be late.
+DRAIN_MARGIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOutcome:
+    """What was decided about a cluster, and what became of its plan.
+
+    Args:
+        scale: The number of engines, and who leaves.
+        stored: The plan that is stored by now.
+        is_new: Whether this reconcile stored it.
+        failures: Why it could not be stored.
+    """
+
+    scale: ScaleDecision
+    stored: StoredPlan
+    is_new: bool = False
+    failures: tuple[Failure, ...] = ()
+
+
+async def reconcile_plan(
+    kubernetes: Kubernetes,
+    own_writes: OwnWrites,
+    cluster: ServingCluster | None,
+    observed: ObservedState,
+    reported: ObservedRouters,
+    *,
+    state: ClusterState,
+    now: float,
+) -> PlanOutcome:
+    """Makes the plan that should be in force, and stores it when it is another one than is stored.
+
+    Args:
+        kubernetes: The API server.
+        own_writes: Records the write.
+        cluster: The cluster, checked; None: it is refused, and keeps the plan that it has.
+        observed: What the API server says.
+        reported: What the routers say.
+        state: The cluster's state; its tuner and drain times are updated.
+        now: Monotonic seconds.
+
+    Raises:
+        KubernetesError: To be tried again.
+    """
+    config_map = observed.own(CONFIG_MAPS, names.name_plan(observed.body["metadata"]["name"]))
+    stored = read_plan(config_map, uid_of(observed.body))
+    if cluster is None:
+        return PlanOutcome(scale=ScaleDecision(replicas=0), stored=stored)
+    effective = _tune(cluster, observed, reported, stored, state)
+    scale = _scale(effective, observed, reported, stored, state=state, now=now)
+    plan = make_plan(
+        effective,
+        stored,
+        observed.engines,
+        victims=scale.victims,
+        reports=reported.reports,
+        statuses=reported.statuses.values(),
+    )
+    if plan == stored.plan:
+        return PlanOutcome(scale=scale, stored=StoredPlan(plan=plan, generation=plan.generation))
+    applier = ChildApplier(kubernetes, cluster, observed.live)
+    is_stored = await store_plan(applier, config_map, plan, state.tuner.stored, own_writes)
+    if is_stored:
+        stored = StoredPlan(plan=plan, generation=plan.generation)
+    return PlanOutcome(scale=scale, stored=stored, is_new=is_stored, failures=tuple(applier.failures))
+
+
+def _tune(
+    cluster: ServingCluster,
+    observed: ObservedState,
+    reported: ObservedRouters,
+    stored: StoredPlan,
+    state: ClusterState,
+) -> ServingCluster:
+    """Returns the cluster with the sliders that are to be in force: the spec's, or the tuner's."""
+    state.tuner_inputs = TunerInputs(
+        cluster=cluster,
+        statuses=list(reported.statuses.values()),
+        counts=state.window.total,
+        is_settled=is_settled(cluster, observed, stored, reported),
+        stored=stored.tuned,
+    )
+    return state.tuner.update(state.tuner_inputs)
+
+
+def _scale(
+    cluster: ServingCluster,
+    observed: ObservedState,
+    reported: ObservedRouters,
+    stored: StoredPlan,
+    *,
+    state: ClusterState,
+    now: float,
+) -> ScaleDecision:
+    """Decides the number of engines, and starts the drain timeout of new victims."""
+    deployment = observed.deployment(names.ENGINE)
+    limit_s = drain_limit_s(cluster)
+    started = state.drain_started_s
+    scale = decide_scale(
+        cluster.spec.replicas,
+        deployment["spec"]["replicas"] if deployment else None,
+        observed.engines,
+        roles=stored.roles,
+        num_prefill_heavy=resolve_sliders(cluster.spec).num_prefill_heavy,
+        reports=reported.reports,
+        drain_expired={engine_id for engine_id, since_s in started.items() if now - since_s >= limit_s},
+    )
+    state.drain_started_s = {engine_id: started.get(engine_id, now) for engine_id in scale.victims}
+    return scale
+
+
+def drain_limit_s(cluster: ServingCluster) -> float:
+    """Longest time that a victim may drain before its pod goes anyway, in seconds."""
+    return cluster.spec.engine.drain_timeout_seconds + DRAIN_MARGIN_S
+
+
+def is_settled(cluster: ServingCluster, observed: ObservedState, stored: StoredPlan, reported: ObservedRouters) -> bool:
+    """Whether every engine has the newest plan, and none comes or goes: only then are sliders measured or changed."""
+    present = [pod for pod in observed.engines if not pod.is_ending]
+    return (
+        len(present) == cluster.spec.replicas
+        and all(pod.is_ready for pod in present)
+        and stored.plan is not None
+        and has_acknowledged(stored.plan, reported.reports, reported.statuses.values())
+    )
