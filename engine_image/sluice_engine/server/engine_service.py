@@ -14,8 +14,9 @@ from sluice.v1 import engine_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from sluice_engine.server.attach_stream import AttachStream
     from sluice_engine.server.engine_server import EngineServer
-    from sluice_engine.server.router_session import AttachStream, RouterSession
+    from sluice_engine.server.router_session import RouterSession
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                     return
                 await self._server.take(session, message)
         except Exception:
+            # The outermost frame of the reader's task: what one router sends costs its stream, not the engine.
             logger.exception("router %s: its stream is cut", session.router_id)
         finally:
             stream.close()
