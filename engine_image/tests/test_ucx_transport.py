@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sluice_engine.__main__ import tell_kubelet
+from sluice_engine.__main__ import write_termination_log
 from sluice_engine.errors import RdmaError
 from sluice_engine.kv_transfer.ucx_transport import (
     DEVICES,
@@ -207,8 +207,8 @@ def test_the_program_refuses_with_a_message_and_an_exit_status_of_its_own(tmp_pa
 
 def test_kubelet_is_told_why_where_there_is_one(tmp_path: Path) -> None:
     log = tmp_path / "termination-log"
-    tell_kubelet("RDMA is required", log)
+    write_termination_log("RDMA is required", log)
     assert not log.exists()
     log.touch()
-    tell_kubelet("RDMA is required", log)
+    write_termination_log("RDMA is required", log)
     assert log.read_text() == "RDMA is required"

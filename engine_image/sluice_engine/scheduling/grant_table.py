@@ -1,15 +1,10 @@
-"""Room for requests that are on their way to this engine (architecture 4.3).
+"""Blocks reserved for requests that are on their way to this engine.
 
-A grant takes real KV blocks out of vLLM's pool at once, so that all routers compete for the same room and no two of them
-can be promised the same block. It has three states:
+A grant takes real KV blocks out of vLLM's pool at once, so that no two routers are promised the same block. States::
 
     open     reserved for a key; lapses after its time to live
     claimed  a request named the key; kept until that request is admitted or ends
     closed   the blocks are the request's own, or free again
-
-While its request is being admitted the blocks are lifted: given to the pool and taken by the request in one call of
-vLLM's allocator, during which nobody else can take them. What the request did not need yet (its KV is one token shorter
-than the grant) is reserved again until it runs.
 """
 
 from __future__ import annotations
@@ -103,13 +98,16 @@ class GrantTable:
         return request_id in self.key_of_request
 
     def lift(self, request_id: str) -> None:
-        """Gives the request's reserved blocks to the pool, for the allocation that follows at once."""
+        """Gives the request's reserved blocks to the pool, for the allocation that follows at once.
+
+        Both happen in one call of vLLM's allocator, during which nobody else can take the blocks.
+        """
         grant = self._by_key[self.key_of_request[request_id]]
         self._pool.free_blocks(grant.blocks)
         grant.blocks = []
 
     def lower(self, request_id: str, num_held_blocks: int) -> None:
-        """Reserves again what the request did not take.
+        """Reserves again what the request did not take: its KV is one token shorter than the grant.
 
         Args:
             request_id: The request.

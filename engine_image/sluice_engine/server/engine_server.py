@@ -55,7 +55,7 @@ class EngineServer:
     """An engine, as its routers see it.
 
     Args:
-        hello: What every stream is told first; its epoch and fingerprint go into KV handles.
+        hello: First message of every stream; its epoch and fingerprint go into KV handles.
         client: The EngineCore.
         builder: Makes its requests.
         clock: Monotonic seconds.
@@ -97,7 +97,7 @@ class EngineServer:
 
     @property
     def transport(self) -> str:
-        """KV transport that routers are told; may be set anew."""
+        """KV transport in use, which load reports name; may be set anew."""
         return self._reports.transport
 
     @transport.setter

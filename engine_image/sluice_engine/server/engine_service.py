@@ -1,4 +1,4 @@
-"""The gRPC side of the engine stream: reads a router's messages, and writes what the server has for it."""
+"""The gRPC side of the engine stream: reads a router's messages, and writes those that wait for it."""
 
 from __future__ import annotations
 

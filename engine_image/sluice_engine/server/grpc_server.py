@@ -1,4 +1,4 @@
-"""The gRPC server of an engine: the engine stream, health and reflection; with certificates, for routers alone."""
+"""The gRPC server of an engine: engine stream, health, reflection. With certificates it serves routers only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A router that vanished without a word is noticed, so that its requests' lease begins; routers may ask likewise.
+    # Notices a router that vanished without closing, so that its requests' lease begins; routers may ping too.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -35,7 +35,7 @@ GRPC_OPTIONS = (
 
 
 def read_certificates(settings: EngineSettings) -> CertificateFolder | None:
-    """The certificates that routers are served with; None: in the open.
+    """The certificates that routers are served with; None: without TLS.
 
     Raises:
         StartError: They cannot be used.

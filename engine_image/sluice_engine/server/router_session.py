@@ -1,8 +1,8 @@
 """One router as the engine sees it: its stream, its requests here, and the message under way to it.
 
-A session outlives its streams. When a stream is lost, its requests run on for a lease and are listed in the hello of the
-router's next stream, which resumes them from the token that the router names. The engine does not know what the router
-has received, and keeps a request's tokens as long as the request.
+A session outlives its streams. When a stream is lost, its requests run on for a lease, and the hello of the router's
+next stream lists them. The router resumes them from the token that it needs, so that a request's tokens are kept until
+it ends.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class RouterSession:
         return self._take_out([request for request in self.held.values() if request.request_id == request_id])
 
     def take_expired(self, held_until_s: float) -> list[RouterRequest]:
-        """Takes the requests that are held since then or before out of the session, whether it has a new stream or not."""
+        """Takes requests out of the session that have been held since then or longer, new stream or not."""
         since = ((request, request.held_since_s) for request in self.held.values())
         return self._take_out([request for request, held_s in since if held_s is None or held_s <= held_until_s])
 
