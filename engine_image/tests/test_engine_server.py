@@ -17,8 +17,8 @@ from sluice.v1 import engine_pb2_grpc, plan_pb2, sampling_pb2
 from sluice_engine import core_messages
 from sluice_engine.server import attach_stream, router_session
 from sluice_engine.server.engine_server import EngineServer
-from sluice_engine.server.engine_service import EngineService
-from sluice_engine.server.router_shares import choose_owner
+from sluice_engine.server.grpc_server import EngineService
+from sluice_engine.server.session_table import choose_owner
 
 STOP, LENGTH, ERROR = 0, 1, 3  # vllm.v1.engine.FinishReason
 

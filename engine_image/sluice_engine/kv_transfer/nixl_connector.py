@@ -52,8 +52,8 @@ class SluiceConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return 0, False
-        # At an iteration boundary a request of n tokens has the KV of n - 1. vLLM's own connector would pull a block
-        # more.
+        # At an iteration boundary a request of n tokens has the KV of n - 1. vLLM's own connector asks for n, which can
+        # be a block more than the source has.
         count = params[NUM_TOKENS_KEY] - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
