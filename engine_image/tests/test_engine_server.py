@@ -1,4 +1,4 @@
-"""The engine's server against a fake EngineCore: what routers are told, and when."""
+"""The engine's server against a fake EngineCore: what routers receive, and when."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ async def test_logprobs_name_their_columns_and_others_have_none(engine):
     assert (list(logprobs.top_token_ids), list(logprobs.top_logprobs)) == ([5, 6], [-0.5, -1.5])
 
 
-async def test_finished_says_what_stopped_it_and_what_was_cached(engine):
+async def test_finished_carries_the_stop_token_and_the_cached_tokens(engine):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])
     stats = SimpleNamespace(num_local_cached_tokens=32)
@@ -198,7 +198,7 @@ async def test_proposals_go_to_the_router_of_the_request(engine):
 # --- hello and load reports ------------------------------------------------------------------------------------------
 
 
-async def test_the_first_message_says_who_the_engine_is(engine):
+async def test_the_first_message_is_the_hello(engine):
     [message] = engine.attach().receive()
     assert (message.hello.engine_id, message.hello.epoch, message.hello.fingerprint) == ("engine-1", 7, FINGERPRINT)
     assert message.HasField("load")
@@ -461,7 +461,7 @@ async def test_logprobs_are_kept_with_the_tokens_of_a_held_request(engine):
     assert [(item.column, item.logprob) for item in message.logprobs] == [(1, -21.0)]
 
 
-async def test_kv_that_was_handed_off_to_nobody_is_freed_and_not_resumed(engine):
+async def test_kv_of_a_hand_off_without_a_stream_is_freed_and_not_resumed(engine):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])
     core_id = engine.core_id("a")
@@ -502,7 +502,7 @@ async def test_a_router_that_comes_back_and_ignores_what_is_held_leaks_nothing(e
     [{"aborts": [wire.Abort(held_request_id="a")]}, {"submits": [submit(0, "a", fence=2)]}],
     ids=["aborted", "submitted again"],
 )
-async def test_a_held_request_ends_when_its_router_says_so(engine, fields):
+async def test_a_held_request_ends_when_its_router_aborts_it(engine, fields):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])
     core_id = engine.core_id("a")
@@ -551,7 +551,7 @@ async def test_grants_of_two_routers_with_one_number_are_two_grants(engine):
     assert engine.core.commands[-1] == core_messages.ReleaseGrantCommand(key=keys[0])
 
 
-async def test_a_handed_off_slot_says_where_the_kv_lies_until_it_is_released(engine):
+async def test_a_handed_off_slot_carries_the_kv_handle_until_its_release(engine):
     router = engine.attached()
     await router.send(submits=[submit(2, "a", fence=3)])
     core_id = engine.core_id("a")
@@ -669,7 +669,7 @@ async def test_an_engine_that_the_plan_does_not_name_is_d_heavy(engine):
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_drain_is_told_at_once_and_no_plan_ends_it(engine):
+async def test_a_drain_is_reported_at_once_and_no_plan_ends_it(engine):
     router = engine.attached()
     await router.send(configure=configure(1, chunk=300))
     router.receive()

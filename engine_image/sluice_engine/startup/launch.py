@@ -1,8 +1,8 @@
-"""How a vLLM engine is configured and started.
+"""Configures vLLM and starts the EngineCore.
 
-On the CPU, and for an emulated GPU, the EngineCore is forked off this process with the model inside it: 3 s instead of
-16, and half the memory. On a GPU vLLM's own ways are kept (spawned, its executors, CUDA graphs).
-What the environment already says about threads, logging and the network is left as it is.
+On the CPU, and for an emulated GPU, the EngineCore is a fork of this process with the model inside it: it starts in 3 s
+instead of 16, with half the memory. On a GPU vLLM's defaults stay (spawn, its executors, CUDA graphs). Variables of the
+environment for threads, logging and the network keep their values.
 """
 
 from __future__ import annotations
