@@ -1,9 +1,4 @@
-"""Starts an engine: ``python -m sluice_engine --engine-id ID ...``.
-
-The order matters. First the signals, because a pod can be told to stop during the imports, and PID 1 without a handler
-ignores SIGTERM. Then the settings and vLLM's version, which need no import of vLLM. Then the EngineCore, because it is
-forked, and gRPC's threads do not survive a fork. Then the servers.
-"""
+"""Starts an engine: ``python -m sluice_engine --engine-id ID ...``."""
 
 from __future__ import annotations
 
@@ -45,19 +40,21 @@ def check_vllm_version() -> None:
         raise UnsupportedVllmError(f"vLLM {found[0]} is installed; this engine needs exactly {SUPPORTED_VLLM}")
 
 
-def tell_kubelet(message: str, log: Path = TERMINATION_LOG) -> None:
-    """Leaves word of why this process ends, where the pod's status shows it."""
+def write_termination_log(message: str, log: Path = TERMINATION_LOG) -> None:
+    """Writes why this process ends to where the pod's status shows it."""
     if log.exists():
         log.write_text(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs an engine until it is told to stop or its EngineCore dies; never returns."""
+    # First of all: a pod can be stopped during the imports, and PID 1 without a handler ignores SIGTERM.
     stop = StopSignal()
     stop.install()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
+        # Settings and vLLM's version are checked without importing vLLM, which takes seconds.
         settings = parse_settings(sys.argv[1:] if arguments is None else arguments)
         check_vllm_version()
         check_devices(settings)
@@ -70,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             status = run(settings, stop, log)
     except EngineError as error:
         print(f"sluice_engine: {error}", file=sys.stderr)
-        tell_kubelet(str(error))
+        write_termination_log(str(error))
         status = error.exit_status
     leave(status)
 

@@ -1,7 +1,4 @@
-"""What the server needs of vLLM's side: a client of the EngineCore, and requests for it.
-
-Both are given to the server, so that it can be tested without vLLM.
-"""
+"""What the server needs of vLLM: a client of the EngineCore, and a builder of its requests; tests pass fakes."""
 
 from __future__ import annotations
 

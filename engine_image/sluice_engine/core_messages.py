@@ -1,23 +1,10 @@
-"""What crosses between the serving process and the EngineCore process; nothing else does.
+"""Messages between the serving process and the EngineCore process; nothing else crosses.
 
-Three things cross, all of them plain msgpack once encoded:
+- *Commands* go down in batches, as calls of the EngineCore utility ``UTILITY``, and each has an answer.
+- *Extras* of a request go down in ``SamplingParams.extra_args[EXTRAS_KEY]``.
+- *Reports* come up, one per iteration, as an ``EngineCoreOutput`` with the id ``REPORT_ID``.
 
-1. *Commands*, down, in batches: ``await client.call_utility_async("sluice", encode_commands([...]))`` answers with what
-   ``decode_answers`` reads, one answer per command and in their order. A batch is carried out between two iterations,
-   whole and in order, after the submits and aborts that were sent before it.
-2. *Extras* of a submitted request, down, in ``SamplingParams.extra_args[EXTRAS_KEY]`` (``RequestExtras.encode``).
-   ``EngineCoreRequest.prompt_token_ids`` is the prompt without generated tokens; ``max_tokens``, ``min_tokens``, the
-   penalties and the seed of its sampling parameters belong to the whole request, tokens of other engines included.
-   ``EngineCoreRequest.priority`` is the wire's: higher goes first. Ids are never used twice in the life of an engine.
-3. *Reports*, up, one per iteration: an ``EngineCoreOutput`` whose id is ``REPORT_ID``, beside the tokens of that very
-   iteration (``decode_report``). An iteration that computes nothing but has something to tell sends one too.
-
-A request that was handed off ends with finish reason "length" and carries ``kv_transfer_params`` that ``decode_hand_off``
-reads; that one has to be looked for before the finish reason is believed. A returned request ends by being named in
-``SchedulerReport.returned`` alone: vLLM sends no output for it. An abort is vLLM's own (``client.abort_requests_async``); it is
-answered by nothing.
-
-No timestamp crosses, only durations.
+All are plain msgpack once encoded. Durations cross, and times on the machine's monotonic clock; never a wall clock's.
 """
 
 from __future__ import annotations
@@ -75,7 +62,7 @@ class ConfigureCommand(msgspec.Struct, frozen=True, kw_only=True, tag="configure
 
 
 class GrantCommand(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
-    """Asks for room. The blocks are taken out of the pool at once, and given to the request that names ``key``.
+    """Requests room. The blocks leave the pool at once, and go to the request that names ``key``.
 
     Args:
         key: Chosen by the serving process, unique over all routers.
@@ -121,7 +108,7 @@ class ReleaseCommand(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class ReadLoadCommand(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Asks for the load outside of an iteration (idle reports); lapsed grants are dropped first."""
+    """Reads the load between iterations (idle reports); lapsed grants are dropped first."""
 
 
 Command = ConfigureCommand | GrantCommand | ReleaseGrantCommand | HandOffCommand | ReleaseCommand | ReadLoadCommand
@@ -176,7 +163,7 @@ class HandOffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hand_off_ans
 
 
 class EmptyAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Answer to commands that have nothing to tell."""
+    """Answer to commands without a result."""
 
 
 class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
@@ -231,8 +218,13 @@ Answer = ConfigureAnswer | GrantAnswer | HandOffAnswer | EmptyAnswer | Scheduler
 class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
     """What vLLM's own request record has no place for.
 
+    ``EngineCoreRequest.prompt_token_ids`` is the prompt without generated tokens, but ``max_tokens``, ``min_tokens``,
+    the penalties and the seed belong to the whole request. ``priority`` is the wire's: higher goes first. Request ids
+    are never used twice in the life of an engine.
+
     Args:
-        stream_number: Number of the router's stream, chosen by the serving process; reports echo submit numbers per stream.
+        stream_number: Number of the router's stream, chosen by the serving process; reports echo submit numbers per
+            stream.
         submit_number: Counts the stream's submits from 1.
         output_token_ids: Tokens generated so far elsewhere, in order.
         transfer_params: KV handle of the source (``transfer_params_json`` of the wire), checked for fingerprint by the
@@ -290,7 +282,7 @@ class IterationReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProposedMove(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that should leave; it keeps running until it is told to hand off.
+    """A request that should leave; it runs on until a ``HandOffCommand``.
 
     Args:
         request_id: The engine's id of the request.
@@ -318,7 +310,9 @@ class RefusedHandOff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an iteration tells, beside its tokens.
+    """What an iteration reports beside its tokens. An iteration that computed nothing reports only changes.
+
+    A returned request ends by being named in ``returned`` alone: vLLM sends no output for it.
 
     Args:
         load: Load after it.
@@ -326,7 +320,8 @@ class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
         proposals: Requests that should leave.
         returned: Requests that ended because chunk size 0 or a drain sends unstarted prompts back to their routers.
         refused: Accepted hand-offs that were given up.
-        last_submit_numbers: By stream number, the last submit the load includes; only streams that submitted since the last report.
+        last_submit_numbers: By stream number, the last submit that the load includes; only streams that have submitted
+            since the last report.
     """
 
     load: SchedulerLoad
@@ -339,6 +334,8 @@ class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 class HandedOffKv(msgspec.Struct, frozen=True, kw_only=True):
     """Where the KV of a handed-off request lies.
+
+    Such a request ends with vLLM's finish reason "length": look for this first, then believe the reason.
 
     Args:
         num_tokens: Tokens whose KV is complete: prompt + output - 1.
@@ -353,7 +350,11 @@ class HandedOffKv(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_commands(commands: list[Command]) -> list[dict[str, Any]]:
-    """Plain data for ``call_utility_async(UTILITY, ...)``."""
+    """Plain data for ``call_utility_async(UTILITY, ...)``.
+
+    The EngineCore carries a batch out between two iterations, whole and in order, after the submits and aborts that
+    were sent before it.
+    """
     encoded: list[dict[str, Any]] = msgspec.to_builtins(commands)
     return encoded
 

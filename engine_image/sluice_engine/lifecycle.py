@@ -1,7 +1,7 @@
 """One engine from start to end: EngineCore, servers, drain.
 
-Ready means: the EngineCore runs, and nobody has asked this process to stop. After SIGTERM the engine is not ready any
-more, tells its routers, waits until requests and their KV have left or the drain's time is over, and leaves.
+An engine is ready while its EngineCore runs and nobody has stopped it. After SIGTERM it tells its routers, waits until
+requests and their KV have left or the drain's time is over, and ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An iteration makes hundreds of short-lived objects and no cycles: collections are a pause for nothing.
+# An iteration makes hundreds of short-lived objects and no cycles: a collection is a pause that frees nothing.
 GC_THRESHOLDS = (50_000, 20, 20)
 DRAIN_POLL_S = 0.05
 TRANSPORT_POLL_S = 1.0
@@ -44,8 +44,8 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
 
     Args:
         settings: The engine's.
-        stop: Set when it shall end.
-        log: What UCX tells.
+        stop: The signal to end.
+        log: UCX's log.
 
     Returns:
         Exit status.
@@ -74,7 +74,7 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
         intervals=ServerIntervals(lease_s=settings.lease_s),
         transport=in_use,
     )
-    # What exists now lives as long as the process.
+    # What exists now lives as long as the process: later collections need not visit it.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -149,7 +149,7 @@ async def wait_for_drain(server: EngineServer, vital: set[asyncio.Task[None]], t
             while not server.is_drained and not any(task.done() for task in vital):  # noqa: ASYNC110
                 await asyncio.sleep(DRAIN_POLL_S)
     except TimeoutError:
-        logger.warning("the drain's %s s are over: %d requests are cut off", timeout_s, server.num_requests)
+        logger.warning("drain timeout of %s s: %d requests are cut off", timeout_s, server.num_requests)
 
 
 def describe_fault(*vital: asyncio.Task[None]) -> str:

@@ -1,7 +1,7 @@
-"""What vLLM calls in each of its processes (entry point ``vllm.general_plugins``), and the names an engine is set up with.
+"""The entry point that vLLM calls in each of its processes (``vllm.general_plugins``).
 
-The plugin changes two things, and nothing for an engine that does not use Sluice's scheduler: ``EngineCore`` gets the
-utility that carries commands, and the V1 model runner keeps request states that can begin in the middle.
+It adds the utility that carries commands to ``EngineCore``, and lets the V1 model runner resume requests. Engines that
+do not use Sluice's scheduler are not affected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CPU_EXECUTOR = "sluice_engine.startup.in_process_executor.InProcessExecutor"
 
 
 def register() -> None:
-    """Installs the plugin; once or often is the same."""
+    """Installs the plugin; calling it again changes nothing."""
     setattr(EngineCore, core_messages.UTILITY, _carry_out)
     resume.install_in_runner()
 

@@ -1,13 +1,7 @@
-"""The life of an engine's processes: how they are told to stop, and that none outlives another.
+"""The life of an engine's two processes: how they are stopped, and that neither outlives the other.
 
-An engine is two processes. The serving process (this module's home) owns the EngineCore process:
-
-- SIGTERM and SIGINT are heard from the first line of the program on. Before the engine serves they end it at once;
-  afterwards they start a drain.
-- The EngineCore dies with its parent, whatever kills the parent: the kernel sends it SIGKILL (``launch.become_core``).
-- The serving process ends when its EngineCore does (``server.py`` hears of it).
-
-This module imports nothing heavy, because the first signal may come during the heavy imports.
+The serving process owns the EngineCore process. It ends when its EngineCore does. This module imports nothing heavy,
+because the first signal may come during the heavy imports.
 """
 
 from __future__ import annotations
@@ -48,9 +42,9 @@ def leave(status: int) -> NoReturn:
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the one that started it ends, in whatever way.
+    """Has the kernel kill this process with SIGKILL when the one that started it ends, in whatever way.
 
-    An EngineCore does not notice the death of its front-end: it would go on forever, holding its ports and memory.
+    vLLM's EngineCore does not notice the death of its front-end: it would run on for ever, with its ports and memory.
 
     Raises:
         OSError: The kernel refused.
@@ -61,12 +55,14 @@ def die_with_parent() -> None:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
     if os.getppid() != parent:
-        # It ended before the call above.
+        # The parent ended before the call above.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StopSignal:
     """SIGTERM and SIGINT, from the first line of the program to its end.
+
+    Before the engine serves they end it at once; afterwards they start a drain.
 
     Args:
         leave: Ends the process; called when a signal comes before there is anything to drain, or a second SIGINT after.
@@ -78,7 +74,7 @@ class StopSignal:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def install(self) -> None:
-        """Starts to listen."""
+        """Installs the handlers."""
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 

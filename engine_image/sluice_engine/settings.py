@@ -1,7 +1,7 @@
 """The command line of an engine, checked before anything heavy is imported.
 
-Every option has an environment variable as its fallback (``--engine-id`` is ``SLUICE_ENGINE_ID``), so that a pod's
-downward API can fill it. What follows ``--`` goes to vLLM as it is, but may not set what this program owns.
+Every option has an environment variable as its fallback (``--engine-id`` is ``SLUICE_ENGINE_ID``), which a pod's
+downward API can fill. Arguments after ``--`` go to vLLM, but may not set options that this program owns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENVIRONMENT_PREFIX = "SLUICE_"
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
-# vLLM options that would undo what this program relies on; each has an option of ours or no meaning here.
+# vLLM options that this program sets itself; each has an option of ours, or no meaning here.
 OWNED_VLLM_OPTIONS = frozenset(
     {
         "--additional-config",
@@ -104,7 +104,7 @@ class EngineSettings(BaseModel):
         kv_cache_bytes: Bytes of KV cache; vLLM measures what is left on a GPU when absent, and 64 MiB on the CPU.
         drain_timeout_s: Longest drain after SIGTERM, in seconds.
         start_timeout_s: Longest start of the EngineCore, in seconds.
-        lease_s: Time for which the requests of a lost stream go on, in seconds.
+        lease_s: Time for which the requests of a lost stream run on, in seconds.
         kv_backend: NIXL's backend; LIBFABRIC for EFA.
         require_rdma: Refuse to serve where KV would go over TCP.
         kv_poll_us: Pause of NIXL's progress thread, in microseconds; 0, with RDMA, polls without a pause.

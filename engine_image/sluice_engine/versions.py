@@ -1,4 +1,4 @@
-"""What the hooks are written against. Imports nothing, so that it can be asked before vLLM is imported."""
+"""The versions that the hooks are written against. Imports nothing, so that it can be read before vLLM is imported."""
 
 SUPPORTED_VLLM = "0.32.0"
 SUPPORTED_NIXL = "1.5.1"

@@ -1,8 +1,7 @@
-"""Refuses a vLLM or NIXL that is not the one these hooks are written against, and says what changed.
+"""Refuses a vLLM or NIXL that differs from the one that the hooks are written against, and lists the differences.
 
 vLLM's scheduler, connectors and model runner are not public. Every method that is overridden is listed here with its
-parameters, every attribute that is used with its owner. The check runs before an engine starts; an upgrade of vLLM begins
-with making it pass again, and ends with the exactness tests.
+parameters, every attribute that is used with its owner. An upgrade of vLLM begins with making this check pass.
 """
 
 from __future__ import annotations

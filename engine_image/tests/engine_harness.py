@@ -78,7 +78,8 @@ class Part:
 def objects_kept_from_forks() -> Iterator[None]:
     """Keeps a forked child's garbage collector off objects of this process.
 
-    Tests of other parts leave channels of grpc.aio behind, whose finalizers wait for a thread that a fork does not have.
+    Tests of other parts leave channels of grpc.aio behind, whose finalizers wait for a thread that a fork does not
+    have.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,5 @@
-"""What the engine's two locks hold: the one for GPUs all that vLLM asks for, the one without GPUs what text models need.
+"""What the engine's two locks hold: the one for GPUs all that vLLM asks for, the one without GPUs what text models
+need.
 
 ``make lock`` asks a registry whether the one for GPUs is complete.
 """

@@ -74,7 +74,7 @@ def test_readiness_follows_the_engine_and_liveness_does_not(address):
     assert get(f"{address.url}/livez") == (200, "ok\n")
 
 
-def test_an_unknown_path_says_what_is_here(address):
+def test_an_unknown_path_lists_the_known_ones(address):
     status, text = get(f"{address.url}/")
     assert status == 404
     assert "/metrics" in text

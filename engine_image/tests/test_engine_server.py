@@ -1,91 +1,26 @@
-"""The engine's server against a fake EngineCore: what routers are told, and when."""
+"""The engine's server against a fake EngineCore: what routers receive, and when."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from fake_core import FINGERPRINT, Builder, Clock, Core
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import engine_pb2_grpc, plan_pb2, sampling_pb2
 from sluice_engine import core_messages
-from sluice_engine.errors import SubmitRefusedError
-from sluice_engine.server import router_session
+from sluice_engine.server import attach_stream, router_session
 from sluice_engine.server.engine_server import EngineServer
-from sluice_engine.server.engine_service import EngineService
-from sluice_engine.server.load_sharing import choose_owner
+from sluice_engine.server.grpc_server import EngineService
+from sluice_engine.server.session_table import choose_owner
 
 STOP, LENGTH, ERROR = 0, 1, 3  # vllm.v1.engine.FinishReason
-FINGERPRINT = "tiny/abc"
-
-
-class Clock:
-    """Simulated seconds."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass
-class Core:
-    """An EngineCore that computes nothing: tests say what it puts out."""
-
-    requests: dict[str, Any] = field(default_factory=dict)
-    aborted: list[str] = field(default_factory=list)
-    commands: list[core_messages.Command] = field(default_factory=list)
-    answers: dict[type, core_messages.Answer] = field(default_factory=dict)
-    outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    is_broken: bool = False
-
-    async def get_output_async(self) -> Any:
-        return await self.outputs.get()
-
-    async def add_request_async(self, request: Any) -> None:
-        self.requests[request.core_id] = request
-
-    async def abort_requests_async(self, request_ids: list[str]) -> None:
-        self.aborted += request_ids
-
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
-        assert method == core_messages.UTILITY
-        if self.is_broken:
-            raise RuntimeError("scheduler raised")
-        commands = core_messages.decode_commands(args[0])
-        self.commands += commands
-        return core_messages.encode_answers([self.answer(command) for command in commands])
-
-    def answer(self, command: core_messages.Command) -> core_messages.Answer:
-        if type(command) in self.answers:
-            return self.answers[type(command)]
-        match command:
-            case core_messages.ConfigureCommand():
-                return core_messages.ConfigureAnswer(
-                    generation=command.generation, role=command.role, chunk_size_tokens=command.chunk_size_tokens
-                )
-            case core_messages.GrantCommand():
-                return core_messages.GrantAnswer(key=command.key, is_granted=True, ttl_s=2.0)
-            case core_messages.HandOffCommand():
-                return core_messages.HandOffAnswer(request_id=command.request_id, is_accepted=True)
-            case core_messages.ReadLoadCommand():
-                return core_messages.SchedulerLoad(kv_blocks_total=99)
-        return core_messages.EmptyAnswer()
-
-
-class Builder:
-    """Passes submits on; an empty prompt is refused."""
-
-    def build(self, core_id: str, submit: wire.Submit, extras: core_messages.RequestExtras) -> Any:
-        if not submit.prompt_token_ids:
-            raise SubmitRefusedError("prompt_token_ids: empty")
-        return SimpleNamespace(core_id=core_id, submit=submit, extras=extras)
 
 
 @dataclass
@@ -94,7 +29,7 @@ class Router:
 
     server: EngineServer
     session: router_session.RouterSession
-    stream: router_session.AttachStream
+    stream: attach_stream.AttachStream
 
     async def send(self, **fields: Any) -> None:
         await self.server.take(self.session, wire.AttachRequest(**fields))
@@ -227,7 +162,7 @@ async def test_logprobs_name_their_columns_and_others_have_none(engine):
     assert (list(logprobs.top_token_ids), list(logprobs.top_logprobs)) == ([5, 6], [-0.5, -1.5])
 
 
-async def test_finished_says_what_stopped_it_and_what_was_cached(engine):
+async def test_finished_carries_the_stop_token_and_the_cached_tokens(engine):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])
     stats = SimpleNamespace(num_local_cached_tokens=32)
@@ -263,7 +198,7 @@ async def test_proposals_go_to_the_router_of_the_request(engine):
 # --- hello and load reports ------------------------------------------------------------------------------------------
 
 
-async def test_the_first_message_says_who_the_engine_is(engine):
+async def test_the_first_message_is_the_hello(engine):
     [message] = engine.attach().receive()
     assert (message.hello.engine_id, message.hello.epoch, message.hello.fingerprint) == ("engine-1", 7, FINGERPRINT)
     assert message.HasField("load")
@@ -526,7 +461,7 @@ async def test_logprobs_are_kept_with_the_tokens_of_a_held_request(engine):
     assert [(item.column, item.logprob) for item in message.logprobs] == [(1, -21.0)]
 
 
-async def test_kv_that_was_handed_off_to_nobody_is_freed_and_not_resumed(engine):
+async def test_kv_of_a_hand_off_without_a_stream_is_freed_and_not_resumed(engine):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])
     core_id = engine.core_id("a")
@@ -567,7 +502,7 @@ async def test_a_router_that_comes_back_and_ignores_what_is_held_leaks_nothing(e
     [{"aborts": [wire.Abort(held_request_id="a")]}, {"submits": [submit(0, "a", fence=2)]}],
     ids=["aborted", "submitted again"],
 )
-async def test_a_held_request_ends_when_its_router_says_so(engine, fields):
+async def test_a_held_request_ends_when_its_router_aborts_it(engine, fields):
     router = engine.attached()
     await router.send(submits=[submit(0, "a")])
     core_id = engine.core_id("a")
@@ -589,7 +524,7 @@ async def test_a_second_stream_of_a_router_takes_the_place_of_the_first(engine):
 
 async def test_a_router_that_does_not_read_loses_its_stream(engine):
     router = engine.attached()
-    for _ in range(router_session.MAX_WAITING_MESSAGES + 1):
+    for _ in range(attach_stream.MAX_WAITING_MESSAGES + 1):
         router.session.send(wire.AttachResponse())
     written = []
 
@@ -598,7 +533,7 @@ async def test_a_router_that_does_not_read_loses_its_stream(engine):
             written.append(message)
 
     await router.stream.write(Writer())  # returns: the stream is closed
-    assert len(written) == router_session.MAX_WAITING_MESSAGES
+    assert len(written) == attach_stream.MAX_WAITING_MESSAGES
 
 
 # --- grants and hand-offs --------------------------------------------------------------------------------------------
@@ -616,7 +551,7 @@ async def test_grants_of_two_routers_with_one_number_are_two_grants(engine):
     assert engine.core.commands[-1] == core_messages.ReleaseGrantCommand(key=keys[0])
 
 
-async def test_a_handed_off_slot_says_where_the_kv_lies_until_it_is_released(engine):
+async def test_a_handed_off_slot_carries_the_kv_handle_until_its_release(engine):
     router = engine.attached()
     await router.send(submits=[submit(2, "a", fence=3)])
     core_id = engine.core_id("a")
@@ -734,7 +669,7 @@ async def test_an_engine_that_the_plan_does_not_name_is_d_heavy(engine):
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_drain_is_told_at_once_and_no_plan_ends_it(engine):
+async def test_a_drain_is_reported_at_once_and_no_plan_ends_it(engine):
     router = engine.attached()
     await router.send(configure=configure(1, chunk=300))
     router.receive()

@@ -1,4 +1,4 @@
-"""The engine's gRPC server with mutual TLS: routers are served, nobody else is, and rotation breaks no stream."""
+"""The engine's gRPC server with mutual TLS: only routers are served, and rotation breaks no stream."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import grpc
 import pytest
 import trustme
 from certificate_files import make_files, mount_secret
+from fake_core import FINGERPRINT, Builder, Clock, Core
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from test_engine_server import FINGERPRINT, Builder, Clock, Core
 
 from sluice.certificates import CertificateFolder
 from sluice.credentials import make_channel
@@ -88,7 +88,7 @@ async def say_hello(channel: grpc.aio.Channel, router_id: str = "r") -> tuple[An
     ],
     ids=["a router", "an engine", "another cluster's router", "a stranger"],
 )
-async def test_routers_are_served_and_nobody_else(tmp_path, authority, stranger, names, signer, status):
+async def test_only_routers_are_served(tmp_path, authority, stranger, names, signer, status):
     settings = make_settings(mount_secret(tmp_path / "engine", make_files(authority, ENGINE)))
     issuer = {"authority": authority, "stranger": stranger}[signer]
     folder = mount_secret(tmp_path / "client", make_files(issuer, *names, trusted=(authority, issuer)))

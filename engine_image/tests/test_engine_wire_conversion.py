@@ -1,4 +1,4 @@
-"""The edge between protobuf, the EngineCore's contract and vLLM."""
+"""Conversion between protobuf, core_messages and vLLM."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def make_tracked(request_id: str, kind: RequestKind, num_computed_tokens: int = 
     return SimpleNamespace(request=request, kind=kind, arrival_s=12.5)
 
 
-def test_nothing_is_recorded_unless_the_environment_asks_for_it(
+def test_nothing_is_recorded_unless_the_environment_names_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)

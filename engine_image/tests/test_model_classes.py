@@ -1,4 +1,4 @@
-"""vLLM knows a model's class without a process of its own; what cannot be known so is left to it."""
+"""Model classes are registered with vLLM before it starts a process to inspect them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_configuration_that_names_no_class_is_left_to_vllm(classes: Any, tmp_p
     assert classes.register_classes(str(tmp_path)) == []
 
 
-def test_a_hub_s_model_and_a_class_that_nobody_knows_are_left_to_vllm(classes: Any, tmp_path: Path) -> None:
+def test_a_model_on_the_hub_and_an_unknown_class_are_left_to_vllm(classes: Any, tmp_path: Path) -> None:
     assert classes.register_classes("some/model-on-a-hub") == []
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodyForCausalLM"]}))
     assert classes.register_classes(str(tmp_path)) == []

@@ -1,4 +1,4 @@
-"""What an engine proposes of what its requests brought along, without vLLM."""
+"""Proposed moves follow the objectives and counts that requests bring along; without vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that die, and blocks that nobody reads."""
+"""Engines that die, and handed-off blocks without a reader."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_efa_needs_a_library_that_images_may_not_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "status"), [([], 0), (["--require"], 1)], ids=["warns", "refuses"])
-def test_a_finding_is_told_and_ends_the_start_only_where_rdma_is_required(tmp_path: Path, options, status) -> None:
+def test_a_problem_is_reported_and_ends_the_start_only_where_rdma_is_required(tmp_path: Path, options, status) -> None:
     log = tmp_path / "termination-log"
     log.touch()
     assert main(["--fabric", "RoCE", *options], devices=tmp_path, log=log) == status

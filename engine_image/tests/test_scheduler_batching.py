@@ -1,4 +1,4 @@
-"""What an iteration holds: the chunk size live, who goes first, and that nobody waits for ever."""
+"""What an iteration holds: live chunk size, order of requests, and progress for each of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # ruff: noqa: PLC0415  (vLLM takes nine seconds to import: only tests that need it pay them)
-"""The simulator's prefix cache against vLLM's KV cache manager: the same requests begin, compute, decode, move and end in both.
+"""The simulator's prefix cache against vLLM's KV cache manager: the same requests begin, compute, decode, move and end
+in both.
 
 After every step both have as many free blocks, and find as much of each prompt; so they evict the same blocks.
 """

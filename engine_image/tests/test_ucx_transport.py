@@ -1,4 +1,4 @@
-"""How KV goes is read from what UCX says, and refused where it must be otherwise."""
+"""The KV transport is read from UCX's log, and an engine that requires RDMA refuses TCP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sluice_engine.__main__ import tell_kubelet
+from sluice_engine.__main__ import write_termination_log
 from sluice_engine.errors import RdmaError
 from sluice_engine.kv_transfer.ucx_transport import (
     DEVICES,
@@ -155,7 +155,7 @@ def efa_device(folder: Path) -> None:
     (folder / "class" / "rdmap0" / "device" / "driver").symlink_to(folder / "drivers" / "efa")
 
 
-def test_efa_is_told_by_its_device(log: TransportLog, tmp_path: Path) -> None:
+def test_efa_is_recognised_by_its_device(log: TransportLog, tmp_path: Path) -> None:
     settings = SETTINGS.model_copy(update={"kv_backend": "LIBFABRIC", "require_rdma": True})
     devices = tmp_path / "class"
     assert find_transport(settings, log, devices) == "tcp"
@@ -166,7 +166,7 @@ def test_efa_is_told_by_its_device(log: TransportLog, tmp_path: Path) -> None:
     check_devices(settings, devices)
 
 
-def test_an_emulated_engine_says_so(log: TransportLog) -> None:
+def test_an_emulated_engine_reports_an_emulated_transport(log: TransportLog) -> None:
     assert find_transport(SETTINGS.model_copy(update={"emulation": EmulationSettings()}), log) == "emulated"
 
 
@@ -205,10 +205,10 @@ def test_the_program_refuses_with_a_message_and_an_exit_status_of_its_own(tmp_pa
     assert "| vllm" not in done.stderr
 
 
-def test_kubelet_is_told_why_where_there_is_one(tmp_path: Path) -> None:
+def test_the_termination_log_is_written_where_there_is_one(tmp_path: Path) -> None:
     log = tmp_path / "termination-log"
-    tell_kubelet("RDMA is required", log)
+    write_termination_log("RDMA is required", log)
     assert not log.exists()
     log.touch()
-    tell_kubelet("RDMA is required", log)
+    write_termination_log("RDMA is required", log)
     assert log.read_text() == "RDMA is required"

@@ -1,5 +1,5 @@
 # ruff: noqa: PLC0415  (vLLM takes nine seconds to import: only tests that start engines pay them)
-"""An unsupported vLLM, NIXL, model or setting is refused with a message that names what differs."""
+"""An unsupported vLLM, NIXL, model or setting is refused; the message names the differences."""
 
 from __future__ import annotations
 

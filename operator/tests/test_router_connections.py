@@ -167,7 +167,7 @@ async def test_a_control_port_with_tls_is_spoken_with_and_certificates_change_un
 @pytest.mark.parametrize(
     ("signers", "operator_name", "words"),
     [
-        (("second", "first"), OPERATOR_NAME, "the certificate shown there does not pass: unable to get local issuer"),
+        (("second", "first"), OPERATOR_NAME, "the certificate shown there is not valid: unable to get local issuer"),
         (("first", "second"), OPERATOR_NAME, "our certificate may not be trusted there"),
         (("first", "first"), "sluice-operator.elsewhere.svc", f"this port serves {OPERATOR_NAME} only"),
     ],

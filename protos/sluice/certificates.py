@@ -1,12 +1,8 @@
-"""Certificates of a program: read from a folder, tried before they are used, read again when the folder changes.
+"""TLS certificates of a program: read from a folder, tested, and read again when the folder changes.
 
-A folder is a mounted Secret of Kubernetes' kind ``kubernetes.io/tls``, or looks like one: ``tls.crt`` (the certificate,
-then what chains it to its authority), ``tls.key``, and, where both sides show a certificate, ``ca.crt`` (one authority or
-several, one after the other, so that a new one can be trusted before the old one is gone).
-
-What is read is tried by a handshake in memory: key and certificate belong together, the certificate is in its time, and,
-with ``ca.crt``, it passes for server and client alike. What fails is not used: a program does not start with it, and one
-that runs keeps what it has. Connections keep the certificate they began with; new ones get the newest.
+A folder is a mounted Secret of type ``kubernetes.io/tls``: ``tls.crt`` (the certificate and its chain), ``tls.key``,
+and, for mutual TLS, ``ca.crt`` (one certificate authority or several, so that a new one is trusted before the old one
+goes).
 """
 
 from __future__ import annotations
@@ -26,9 +22,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHAIN, KEY, AUTHORITIES = "tls.crt", "tls.key", "ca.crt"
-# The kubelet puts a new version of a Secret beside the old one, and then turns this link.
+# The kubelet writes a new version of a Secret beside the old one, and then points this link at it.
 VERSION_LINK = "..data"
-# The kubelet itself looks once a minute.
+# Seconds between two checks of a folder; the kubelet itself updates once a minute.
 REFRESH_S = 1.0
 
 
@@ -38,14 +34,14 @@ class CertificateError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """What one version of a folder holds, tried.
+    """The tested contents of one version of a folder.
 
     Args:
         chain: The certificate and its chain, as PEM.
         key: Its private key, as PEM.
-        authorities: Whose certificates the other side may show, as PEM; empty: it shows none.
+        authorities: Certificate authorities of the other side, as PEM; empty: the other side shows no certificate.
         names: DNS names that the certificate is for.
-        expires_unix_s: End of its time, as Unix time.
+        expires_unix_s: When it expires, as Unix time.
     """
 
     chain: bytes
@@ -56,11 +52,14 @@ class Certificates:
 
 
 def read_certificates(folder: Path, *, is_mutual: bool) -> Certificates:
-    """Reads a folder and tries what it holds.
+    """Reads a folder and tests its contents by a handshake in memory.
+
+    The test shows that key and certificate belong together, that the certificate is in its time, and, with ``ca.crt``,
+    that it is valid for server and client alike.
 
     Args:
         folder: The folder.
-        is_mutual: Both sides show a certificate: ``ca.crt`` is needed.
+        is_mutual: Mutual TLS: ``ca.crt`` is required.
 
     Raises:
         CertificateError: Something is missing or cannot be used.
@@ -76,9 +75,9 @@ def read_certificates(folder: Path, *, is_mutual: bool) -> Certificates:
         name = Path(error.filename or folder).name
         raise CertificateError(f"{folder}: {name} cannot be read: {error.strerror}") from error
     if is_mutual and not certificates.authorities.strip():
-        raise CertificateError(f"{folder}: {AUTHORITIES} is empty; both sides show a certificate, so it must be there")
+        raise CertificateError(f"{folder}: {AUTHORITIES} is empty; mutual TLS requires it")
     try:
-        shown = _try(certificates)
+        shown = _shake_hands(certificates)
     except (ssl.SSLError, ValueError) as error:
         raise CertificateError(f"{folder}: {describe_fault(error)}") from error
     return Certificates(
@@ -91,13 +90,13 @@ def read_certificates(folder: Path, *, is_mutual: bool) -> Certificates:
 
 
 def find_version(folder: Path) -> Path:
-    """The folder that holds a mounted Secret's files of one version, all of them; the folder itself if it has no versions."""
+    """The folder with one whole version of a mounted Secret; the folder itself where there are no versions."""
     link = folder / VERSION_LINK
     return link.resolve() if link.is_symlink() else folder
 
 
 def stamp_folder(folder: Path) -> tuple[object, ...]:
-    """What changes when a folder's files do: its version, and name, time, size and inode of each file."""
+    """A value that changes when a folder's files do: its version, and name, time, size and inode of each file."""
     version = find_version(folder)
     try:
         entries = sorted((entry.name, entry.stat()) for entry in os.scandir(version) if entry.is_file())
@@ -107,17 +106,20 @@ def stamp_folder(folder: Path) -> tuple[object, ...]:
 
 
 class CertificateFolder:
-    """A folder's newest certificates that can be used.
+    """The newest usable certificates of a folder.
+
+    Certificates that fail the test are not used: a program does not start with them, and one that runs keeps what it
+    has. Connections keep the certificate that they began with; new ones get the newest.
 
     Args:
         folder: The folder.
-        is_mutual: Both sides show a certificate.
+        is_mutual: Mutual TLS.
 
     Attributes:
         current: The certificates in force.
 
     Raises:
-        CertificateError: There are none to begin with.
+        CertificateError: The folder has no usable certificates.
     """
 
     def __init__(self, folder: Path, *, is_mutual: bool) -> None:
@@ -128,14 +130,18 @@ class CertificateFolder:
         self.current = read_certificates(folder, is_mutual=is_mutual)
 
     def refresh(self) -> bool:
-        """Reads the folder again if it has changed, or could not be used the last time; returns what is in force changed."""
+        """Reads the folder again if it has changed, or was not usable the last time.
+
+        Returns:
+            True when other certificates are in force now.
+        """
         stamp = stamp_folder(self.folder)
         if stamp == self._stamp and not self._fault:
             return False
         try:
             newest = read_certificates(self.folder, is_mutual=self._is_mutual)
         except CertificateError as error:
-            # A writer may be half-way, a clock may be behind: it is tried again, and said once.
+            # A writer may be half-way, a clock may be behind: the next call tries again. Each fault is logged once.
             if str(error) != self._fault:
                 logger.warning("the certificate in force stays: %s", error)
             self._fault = str(error)
@@ -153,8 +159,8 @@ async def keep_fresh(refreshes: Sequence[Callable[[], object]], interval_s: floa
     """Calls functions like ``CertificateFolder.refresh`` for ever.
 
     Args:
-        refreshes: The functions; each looks at a few files.
-        interval_s: Pause between two looks, in seconds.
+        refreshes: The functions; each reads a few files.
+        interval_s: Pause between two calls, in seconds.
     """
     while True:
         await asyncio.sleep(interval_s)
@@ -163,21 +169,19 @@ async def keep_fresh(refreshes: Sequence[Callable[[], object]], interval_s: floa
 
 
 def load_chain(context: ssl.SSLContext, certificates: Certificates) -> None:
-    """Has new connections of a context show a certificate; those that exist keep theirs.
-
-    OpenSSL reads files only, so that it gets one that exists in memory alone.
-    """
+    """Sets the certificate of a context's new connections; existing connections keep theirs."""
+    # OpenSSL reads files only: it gets one in memory, so that the key never reaches a disk.
     handle = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
         os.write(handle, certificates.key + b"\n" + certificates.chain)
-        # Without a password a key that needs one is refused; with none at all OpenSSL asks the terminal.
+        # With an empty password an encrypted key is refused; without one OpenSSL prompts on the terminal.
         context.load_cert_chain(f"/proc/self/fd/{handle}", password="")
     finally:
         os.close(handle)
 
 
 def make_server_context(certificates: Certificates) -> ssl.SSLContext:
-    """Makes what a server's connections begin with: TLS 1.2 or newer."""
+    """Makes a server's context: TLS 1.2 or newer, and mutual TLS where there are authorities."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     load_chain(context, certificates)
@@ -188,7 +192,7 @@ def make_server_context(certificates: Certificates) -> ssl.SSLContext:
 
 
 def make_client_context(certificates: Certificates) -> ssl.SSLContext:
-    """Makes what a client's connections begin with: it shows its certificate, and checks the server's and its name."""
+    """Makes a client's context for mutual TLS: it checks the server's certificate and name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     load_chain(context, certificates)
@@ -197,13 +201,13 @@ def make_client_context(certificates: Certificates) -> ssl.SSLContext:
 
 
 def _trust(context: ssl.SSLContext, authorities: bytes) -> None:
-    """Trusts authorities, and those that are not their own root too, as gRPC does."""
+    """Trusts authorities, intermediate ones too, as gRPC does."""
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata=authorities.decode("ascii"))
 
 
 def make_pinned_context(folder: Path) -> ssl.SSLContext:
-    """Makes what a client's connections begin with that trusts the certificate in a folder, whatever its name."""
+    """Makes a client's context that trusts the very certificate in a folder, whatever name it is for."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False
@@ -213,28 +217,28 @@ def make_pinned_context(folder: Path) -> ssl.SSLContext:
 
 
 def describe_fault(error: Exception) -> str:
-    """Says what OpenSSL has against a certificate, without its source lines."""
+    """Describes OpenSSL's complaint about a certificate, without its source lines."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the certificate does not pass: {error.verify_message}"
+        return f"the certificate is not valid: {error.verify_message}"
     known = error.reason if isinstance(error, ssl.SSLError) else None
     reason = known or "not in PEM, or the key asks for a password"
     words = str(reason).replace("_", " ").lower().replace("pem", "PEM")
     return f"certificate, key or authorities cannot be used: {words}"
 
 
-def _try(certificates: Certificates) -> Any:
-    """Shakes hands with itself; returns what the client saw of the server's certificate.
+def _shake_hands(certificates: Certificates) -> Any:
+    """Connects a server and a client in memory; returns the server's certificate as the client sees it.
 
     Raises:
-        ssl.SSLError: It does not work.
-        ValueError: It is not even text.
+        ssl.SSLError: The handshake failed.
+        ValueError: A file is not text.
     """
     server_context = make_server_context(certificates)
     if certificates.authorities:
         client_context = make_client_context(certificates)
     else:
         client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # Whether clients trust it is their matter: here the certificate stands for itself.
+        # Whether clients trust the certificate is not tested here: it counts as its own authority.
         _trust(client_context, certificates.chain)
     client_context.check_hostname = False
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -1,8 +1,8 @@
-"""How gRPC's servers and channels of ours use certificates, and whom a server serves.
+"""TLS credentials of our gRPC servers and channels, and the check of a client's name.
 
-Trust is an authority and a name: a certificate passes that an authority of ``ca.crt`` has signed, for one of the names
-that the other side was told. The authority alone is not enough, as it may sign for others too. Pods have addresses that
-no certificate knows beforehand, so that the names are those of Services.
+A peer is trusted when an authority of ``ca.crt`` has signed its certificate and the certificate is for an expected
+name. The authority alone is not enough, because it may sign for others too. Names are those of Services: no certificate
+knows the addresses of pods beforehand.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ HANDLERS = {
 
 
 def make_server_credentials(folder: CertificateFolder) -> grpc.ServerCredentials:
-    """Makes credentials that follow a folder: gRPC asks for news at each new connection.
+    """Makes credentials that follow a folder: each new connection gets the newest certificate.
 
     Args:
-        folder: Somebody else refreshes it; with authorities in it, clients must show a certificate of theirs.
+        folder: The caller refreshes it. With authorities in it, clients must show a certificate.
     """
     used = folder.current
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        # Called on a thread of gRPC's, which only reads; None: as before.
+        # gRPC calls this on a thread of its own at each new connection, so that it only reads. None: no change.
         nonlocal used
         newest = folder.current
         if newest is used:
@@ -63,13 +63,13 @@ def _configure(certificates: Certificates) -> grpc.ServerCertificateConfiguratio
 def make_channel(
     address: str, certificates: Certificates, server_name: str, options: Collection[tuple[str, Any]] = ()
 ) -> grpc.aio.Channel:
-    """Makes a channel that shows a certificate; a channel keeps it, so that a new one needs a new channel.
+    """Makes a channel with a client certificate. A new certificate needs a new channel.
 
     Args:
         address: host:port.
         certificates: With authorities.
         server_name: Name that the server's certificate must be for, whatever the address.
-        options: Further options of gRPC's.
+        options: Further gRPC options.
     """
     credentials = grpc.ssl_channel_credentials(certificates.authorities, certificates.key, certificates.chain)
     named = [("grpc.ssl_target_name_override", server_name), *options]
@@ -77,17 +77,17 @@ def make_channel(
 
 
 def describe_distrust(error: grpc.aio.AioRpcError, server_name: str) -> str:
-    """Says that one side did not trust the other; empty: the server is merely away.
+    """Says which side did not trust the other; empty when the server is merely away.
 
     Args:
-        error: Of a call over ``make_channel``.
-        server_name: Whom the channel expected.
+        error: Of a call over a channel of ``make_channel``.
+        server_name: Name that the channel expects.
     """
     details = error.details() or ""
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
         return details
     if VERIFY_FAILED in details:
-        return f"the certificate shown there does not pass: {details.rpartition(VERIFY_FAILED)[2].strip(': ')}"
+        return f"the certificate shown there is not valid: {details.rpartition(VERIFY_FAILED)[2].strip(': ')}"
     if "Hostname Verification" in details:
         return f"the certificate shown there is not for {server_name}"
     if "Socket closed" in details:
@@ -96,10 +96,10 @@ def describe_distrust(error: grpc.aio.AioRpcError, server_name: str) -> str:
 
 
 class PeerCheck(grpc.aio.ServerInterceptor):
-    """Serves those only whose certificate is for one of some names.
+    """Refuses clients whose certificate is for none of the allowed names.
 
     Args:
-        names: The names.
+        names: Allowed DNS names.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -110,7 +110,7 @@ class PeerCheck(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """See gRPC's."""
+        """See ``grpc.aio.ServerInterceptor``."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -119,7 +119,7 @@ class PeerCheck(grpc.aio.ServerInterceptor):
         return make(self._guard(behavior), handler.request_deserializer, handler.response_serializer)
 
     def _guard(self, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Puts the check before a call; its messages do not come through here."""
+        """Puts the check before a call."""
         if not inspect.isasyncgenfunction(behavior):
 
             async def call(request: Any, context: Any) -> Any:

@@ -16,7 +16,7 @@ _numbers = itertools.count(1)
 
 
 def mount_secret(folder: Path, files: dict[str, bytes]) -> Path:
-    """Makes a folder's content ``files``, all at once: in a version of its own, to which a link is turned."""
+    """Replaces a folder's files all at once, as the kubelet does: in a new version, to which a link then points."""
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "..data"
     old = link.resolve() if link.is_symlink() else None

@@ -84,8 +84,8 @@ WRONG = {
     "no PEM": ({"tls.crt": b"canary-7281"}, "not in PEM"),
     "no text": ({"ca.crt": b"\xff\xfe"}, "not in PEM"),
     "nothing in it": ({"ca.crt": b"\n"}, "ca.crt is empty"),
-    "signed by somebody else": ({"ca.crt": b"STRANGER"}, "does not pass: unable to get local issuer"),
-    "over": ({"tls.crt": b"EXPIRED", "tls.key": b"EXPIRED"}, "does not pass: certificate has expired"),
+    "signed by somebody else": ({"ca.crt": b"STRANGER"}, "is not valid: unable to get local issuer"),
+    "over": ({"tls.crt": b"EXPIRED", "tls.key": b"EXPIRED"}, "is not valid: certificate has expired"),
 }
 
 

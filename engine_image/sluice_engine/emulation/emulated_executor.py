@@ -1,10 +1,8 @@
 """An emulated GPU: vLLM's real scheduler and KV manager, with a clock in place of the forward pass.
 
-``EmulatedExecutor`` stands where vLLM's workers would. An iteration ends at the later of now and the end of the one
-before, plus its modelled time; with asynchronous scheduling the next one is scheduled meanwhile, as on a GPU. The engine's
-own CPU time is part of that time and not added to it, as long as it is no more than the host's part of the profile.
-
-Tokens are those of ``emulated_tokens``; they have no logprobs.
+An iteration ends at the later of now and the end of the one before, plus its modelled time. With asynchronous
+scheduling the next one is scheduled meanwhile, as on a GPU. Tokens are those of ``emulated_tokens``; they have no
+logprobs.
 """
 
 from __future__ import annotations
@@ -35,12 +33,13 @@ if TYPE_CHECKING:
 
 # Bytes of KV cache when neither the profile nor the settings say.
 DEFAULT_KV_BYTES = 1 << 30
-# Host's time within a modelled iteration: an iteration scheduled so late after the one before began when that one ended.
+# Host's part of a modelled iteration, in seconds. An iteration scheduled no later than that after the one before began
+# when that one ended: the engine's own CPU time is part of the modelled time, and not added to it.
 HOST_S = DEFAULT_ASSUMPTIONS.host_iteration_s
 
 
 class ClockFuture(Future[ModelRunnerOutput]):
-    """An iteration's output; whoever asks for it waits until the iteration's end.
+    """An iteration's output; its reader waits until the iteration's end.
 
     Args:
         end_s: End of the iteration (``time.perf_counter``).

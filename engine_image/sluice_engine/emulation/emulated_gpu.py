@@ -1,6 +1,6 @@
-"""What an emulated GPU is: the core's profile of a model on a GPU, or explicit coefficients, or the first with some of the second.
+"""What an emulated GPU is: the core's profile of a model on a GPU, explicit coefficients, or a mix of both.
 
-The profile contains the host's time, so an emulated engine's own CPU time is not added to it.
+The profile contains the host's time, so that an emulated engine's own CPU time is not added to it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """KV transfers of emulated engines: nothing is copied, everything else happens.
 
-The source holds the blocks of a handed-off request until its reader has them or the lease ends. The reader asks the
-source first, so that a dead source is noticed; then the transfer takes its turn on the link and its modelled time; then
-the source is told. Engines talk in datagrams on their KV ports, in a thread, because a network card does not wait for an
-iteration either.
+The source holds the blocks of a handed-off request until its reader has them or the lease ends. The reader first asks
+the source, so that it notices a dead one; then the transfer takes its turn on the link and its modelled time.
 """
 
 from __future__ import annotations
@@ -60,12 +58,12 @@ class KvRead:
 
 @dataclass
 class EmulatedMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler's half tells the executor.
+    """What the scheduler's half passes to the executor.
 
     Args:
         reads: Transfers to start.
         holds: Handed-off requests whose blocks wait from now on.
-        notices: Sources to tell that nobody reads, and their requests.
+        notices: Sources to notify that nobody reads, and their requests.
     """
 
     reads: list[KvRead] = field(default_factory=list)
@@ -75,7 +73,7 @@ class EmulatedMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class FinishedTransfers:
-    """Transfers that ended, since the last look.
+    """Transfers that ended since the last call.
 
     Args:
         received: Requests that need not wait any more.
@@ -93,7 +91,7 @@ class FinishedTransfers:
 
 
 class KvPort:
-    """An engine's KV port: answers readers at once, whatever the engine computes.
+    """An engine's KV port: a thread answers readers at once, as a network card does not wait for an iteration either.
 
     Args:
         address: Where to listen.
@@ -119,7 +117,7 @@ class KvPort:
             self._held.discard(request_id)
 
     def take_read(self) -> set[str]:
-        """Requests that readers were done with since the last look."""
+        """Requests that readers were done with since the last call."""
         with self._lock:
             done, self._read = self._read, set()
         return done
@@ -131,7 +129,7 @@ class KvPort:
             self._answered.discard(remote_request_id)
         return is_answered
 
-    def tell(self, address: Address, verb: str, request_id: str) -> None:
+    def send(self, address: Address, verb: str, request_id: str) -> None:
         """Sends a datagram; one that cannot be sent is one that was lost."""
         try:
             self._socket.sendto(json.dumps([verb, request_id]).encode(), address)
@@ -152,7 +150,7 @@ class KvPort:
                 elif verb == "held":
                     self._answered.add(request_id)
             if verb == "read" and is_held:
-                self.tell(sender, "held", request_id)
+                self.send(sender, "held", request_id)
 
 
 class EmulatedTransfers:
@@ -177,7 +175,7 @@ class EmulatedTransfers:
     def advance(self, metadata: EmulatedMetadata, now_s: float) -> FinishedTransfers:
         """Starts what the scheduler wants and returns what has ended."""
         for address, request_id in metadata.notices:
-            self._port.tell(address, "done", request_id)
+            self._port.send(address, "done", request_id)
         for request_id in metadata.holds:
             self._leases[request_id] = now_s + LEASE_S
             self._port.hold(request_id)
@@ -193,7 +191,7 @@ class EmulatedTransfers:
         for request_id, (read, began_s, ask_s) in list(self._asking.items()):
             if self._port.has_answer(read.remote_request_id):
                 del self._asking[request_id]
-                # The answer came between two looks; a link would have begun with it, and did not wait for this one.
+                # The answer came between two iterations. A link begins with it, and does not wait for the iteration.
                 self._link_free_s = max(began_s, self._link_free_s) + read.num_bytes / self._bytes_per_s
                 heapq.heappush(self._moving, (self._link_free_s + self._latency_s, began_s, request_id, read))
             elif now_s >= began_s + ASK_FOR_S:
@@ -202,7 +200,7 @@ class EmulatedTransfers:
                 finished.failed.add(request_id)
             elif now_s >= ask_s:
                 self._asking[request_id] = (read, began_s, now_s + ASK_EVERY_S)
-                self._port.tell(read.source, "read", read.remote_request_id)
+                self._port.send(read.source, "read", read.remote_request_id)
 
     def _move(self, now_s: float, finished: FinishedTransfers) -> None:
         while self._moving and self._moving[0][0] <= now_s:
@@ -210,7 +208,7 @@ class EmulatedTransfers:
             finished.received.add(request_id)
             finished.num_bytes.append(read.num_bytes)
             finished.durations_s.append(end_s - start_s)
-            self._port.tell(read.source, "done", read.remote_request_id)
+            self._port.send(read.source, "done", read.remote_request_id)
 
     def _end_leases(self, now_s: float, finished: FinishedTransfers) -> None:
         over = self._port.take_read()
@@ -244,7 +242,7 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._metadata = EmulatedMetadata()
 
-    # --- KvConnector ---------------------------------------------------------------------------------------------------
+    # --- KvConnector -----------------------------------------------------------------------------------------------
 
     def start_pull(self, request: Request, transfer_params: str) -> None:
         """See ``KvConnector``."""
@@ -263,7 +261,7 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._notify(params)
 
     def announce_hand_off(self, request_id: str) -> None:
-        """A reader that comes early asks again."""
+        """Nothing to do: a reader that comes early asks again."""
 
     def retract_hand_off(self, request_id: str) -> None:
         """See ``announce_hand_off``."""
@@ -288,7 +286,7 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return (count, True) if count > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:  # noqa: ARG002
-        """Starts the pull, or tells the source that the prefix cache had it all."""
+        """Starts the pull, or notifies the source that the prefix cache had it all."""
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return
@@ -321,7 +319,7 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Decides whether blocks stay for a reader, and tells where they lie."""
+        """Decides whether blocks stay for a reader, and returns where they lie."""
         params = request.kv_transfer_params
         if params and params.get("do_remote_prefill"):
             self._notify(params)

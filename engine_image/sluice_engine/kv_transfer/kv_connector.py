@@ -1,4 +1,4 @@
-"""What Sluice's scheduler asks of its KV connector: the NIXL connector and the emulated one both answer it."""
+"""The interface of a KV connector to Sluice's scheduler; the NIXL connector and the emulated one implement it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""KV handles: what one engine tells another about blocks that wait to be read.
+"""KV handles: where the blocks of a handed-off request lie, checked before vLLM sees them.
 
-A handle comes from a router, so every part of it is checked before vLLM sees it: a malformed one makes NIXL's worker
-raise, which kills the engine with all its requests, or read shifted blocks without an error. The two sides count exactly:
-at an iteration boundary a request of n tokens has the KV of n - 1, and the reader asks for those and no block more.
+A handle comes from a router. A malformed one would make NIXL's worker raise, which ends the engine with all its
+requests, or read shifted blocks without an error.
 """
 
 from __future__ import annotations
@@ -100,6 +99,7 @@ def _check_blocks(handle: _Handle, block_size: int) -> list[int]:
     blocks = handle.remote_block_ids[0]
     if len(blocks) != blocks_for_tokens(handle.num_tokens, block_size) or len(set(blocks)) != len(blocks):
         raise MalformedHandleError(
-            f"KV handle: {len(blocks)} blocks ({len(set(blocks))} distinct) for {handle.num_tokens} tokens of {block_size} a block"
+            f"KV handle: {len(blocks)} blocks ({len(set(blocks))} distinct) for {handle.num_tokens} tokens, "
+            f"{block_size} to a block"
         )
     return blocks

@@ -1,15 +1,4 @@
-"""NIXL pull connector with exact token counts, bounded leases and hand-off of a running decode.
-
-Over vLLM's own pull connector it changes this:
-
-- the reader asks for exactly the tokens whose KV exists (``handles.py``), and stock code never sees an unchecked handle;
-- a request becomes readable by ``announce_hand_off``, one iteration before it ends, because with asynchronous scheduling the
-  reader's completion notice can arrive before the worker has heard of the request, and is then dropped;
-- nobody sends heartbeats and nobody listens to them: a lease ends after ``LEASE_S``, whatever the reader does;
-- ``release`` ends it at once;
-- engines of one machine use all of its cores;
-- NIXL's progress thread sleeps between polls (``nixl_pace.py``).
-"""
+"""vLLM's NIXL pull connector with exact token counts, bounded leases and hand-off of a running decode."""
 
 from __future__ import annotations
 
@@ -56,18 +45,20 @@ class SluiceConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc
     """The scheduler's half."""
 
     def on_new_request(self, request: Request) -> None:
-        """Keeps the stock connector from sending heartbeats."""
+        """Sends no heartbeats: they would extend leases for as long as a request waits at the reader."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens to pull beyond those in the prefix cache, and whether the pull runs beside iterations."""
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return 0, False
+        # At an iteration boundary a request of n tokens has the KV of n - 1. vLLM's own connector asks for n, which can
+        # be a block more than the source has.
         count = params[NUM_TOKENS_KEY] - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Decides whether blocks stay for a reader, and tells where they lie."""
+        """Decides whether blocks stay for a reader, and returns where they lie."""
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_decode"):
             return super().request_finished(request, block_ids)  # type: ignore[no-any-return]
@@ -81,6 +72,8 @@ class SluiceConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc
 
     def announce_hand_off(self, request_id: str) -> None:
         """See ``KvConnector``."""
+        # One iteration early: with asynchronous scheduling the reader's completion notice can arrive before the worker
+        # has heard of the request, and would be dropped.
         self._reqs_not_processed.discard(request_id)
         self._reqs_in_batch.add(request_id)
 

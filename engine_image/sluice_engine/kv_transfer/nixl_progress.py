@@ -1,7 +1,7 @@
 """Makes NIXL's progress thread pause between polls.
 
-nixl 1.5.1 hard-codes a pause of 0, which burns most of a core per engine while nothing moves. 100 microseconds cost the
-hand-off nothing over TCP; with RDMA they would be a good part of a small read, so that the pause is a setting.
+nixl 1.5.1 hard-codes a pause of 0, which takes most of a core per engine while nothing moves. A pause of 100
+microseconds costs a hand-off nothing over TCP, but a good part of a small read over RDMA, so that it is a setting.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Requests on their way out: told to hand off, and handed off but neither read nor released (architecture 4.3).
-
-A request is made to hand off by lowering its ``max_tokens`` to the next token: vLLM then ends it at the next iteration
-boundary by its own length rule, in asynchronous scheduling too, without a wasted token, and reports the connector's
-parameters with its last output. What a request ends with tells whether it was handed off or done anyway.
-"""
+"""Requests on their way out: those that will end with a hand-off, and those whose KV waits for a reader."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OutgoingHandOffs:
-    """Both groups of one engine.
+    """Hand-offs of one engine.
 
     Args:
         connector: The scheduler's connector.
@@ -49,9 +44,11 @@ class OutgoingHandOffs:
         return HandOffAnswer(request_id=request_id, is_accepted=not reason, reason=reason)
 
     def begin(self, request: Request) -> None:
-        """Makes a running decode end with a hand-off; once or often is the same."""
+        """Makes a running decode end with a hand-off; a second call changes nothing."""
         if request.request_id in self._max_tokens_of:
             return
+        # vLLM ends the request by its own length rule at the next iteration boundary, in asynchronous scheduling too
+        # and without a wasted token, and reports the connector's parameters with its last output.
         self._max_tokens_of[request.request_id] = request.max_tokens
         self._connector.announce_hand_off(request.request_id)
         request.max_tokens = min(

@@ -1,8 +1,7 @@
-"""``python -m sluice_engine.kv_transfer.rdma_preflight``: can KV go over RDMA here? Runs before the engine, which loads for minutes.
+"""``python -m sluice_engine.kv_transfer.rdma_preflight``: checks before the engine loads whether KV can go over RDMA.
 
-Standard library only. What it finds goes to the pod's termination message, from where the operator takes it into the
-condition NetworkReady. With ``--require`` a finding ends the pod's start; otherwise it is a warning, and the engine
-reports the transport that it really uses.
+Standard library only. The result goes to the pod's termination message, and from there into the condition NetworkReady.
+With ``--require`` a problem ends the pod's start; otherwise it is a warning.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def find_problems(devices: Path, memlock_bytes: int, library: str = "") -> list[
         )
     if memlock_bytes != resource.RLIM_INFINITY and memlock_bytes < LEAST_MEMLOCK_BYTES:
         problems.append(
-            f"at most {memlock_bytes} bytes can be locked in memory; set LimitMEMLOCK=infinity for the node's container "
-            "runtime (the capability IPC_LOCK does nothing for a container that is not root)"
+            f"at most {memlock_bytes} bytes can be locked in memory; set LimitMEMLOCK=infinity for the node's "
+            "container runtime (the capability IPC_LOCK does nothing for a container that is not root)"
         )
     if library and not is_loadable(library):
         problems.append(f"{library} cannot be loaded, which NIXL needs for EFA; build it into the engine's image")

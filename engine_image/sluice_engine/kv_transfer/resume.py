@@ -1,13 +1,8 @@
-"""Lets a request go on in the middle: the tokens of its earlier part are outputs here too, with all that hangs on them.
+"""Resumes a request in the middle: the tokens of its earlier part are outputs here too.
 
-In the scheduler the tokens become the request's output, so that ``max_tokens``, stop rules and logprobs count on. The
-grammar of a constrained request is replayed when it is compiled. In the worker, vLLM's V2 model runner needs nothing: its
-noise is a function of seed and position. The V1 runner, which CPUs use, needs its request state filled, for penalties,
-``min_tokens`` and bad words, and its generator advanced by one draw per earlier token.
-
-The V1 runner has a defect on the CPU besides: after an iteration that ends inside a seeded prompt it takes back the draw
-of the discarded sample by ``set_offset``, which CPU generators do not have, and the engine dies. ``ReplayGenerator`` has
-it: going back means starting over and drawing once per output token.
+In the scheduler they become the request's output, so that ``max_tokens``, stop rules and logprobs count on, and the
+grammar is replayed. vLLM's V2 model runner needs nothing more. The V1 runner, which CPUs use, needs its request state
+filled.
 """
 
 from __future__ import annotations
@@ -33,6 +28,10 @@ class GrammarReplayError(RuntimeError):
 
 class ReplayGenerator(torch.Generator):  # type: ignore[misc]
     """A CPU generator that finds its place again by counting output tokens.
+
+    vLLM's V1 runner takes back the draw of a discarded sample by ``set_offset``, which CPU generators do not have: a
+    seeded prompt of several chunks would end the engine. Here going back means starting over, one draw per output
+    token.
 
     Args:
         seed: Seed of the request.

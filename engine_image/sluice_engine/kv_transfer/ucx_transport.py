@@ -1,17 +1,11 @@
-"""How KV really goes: the transports that UCX has chosen, as it writes them to its log.
+"""The KV transports in use, as UCX writes them to its log: NIXL has no call that names them.
 
-NIXL has no call that names them: ``query_xfer_backend`` answers "UCX", and its telemetry has times and bytes. UCX tells
-at log level ``info``, a line for each kind of connection that it makes, and not for each connection:
+At log level ``info`` UCX writes a line for each kind of connection that it makes::
 
     ... UCX  INFO    left intra-node cfg#1 rma_am(tcp/lo)  amo_am(tcp/lo)  am(tcp/lo cma/memory)  ka(tcp/lo)
 
-KV goes by the lanes ``rma*``; the others carry control messages. Before an engine has met another one there is only the
-connection to itself, which says what would be chosen: where it is TCP, there is nothing better.
-
-UCX's log is buffered, and not written before kilobytes have come together: the process that has UCX in it flushes it by
-``keep_flushed``.
-
-NIXL's other backend, LIBFABRIC (for EFA), writes nothing of the kind: the provider is told by the devices that are there.
+KV goes by the lanes ``rma*``. Until an engine has met another, only its connection to itself is there; where that is
+TCP, there is nothing better. NIXL's other backend, LIBFABRIC (for EFA), logs no such line: there the devices decide.
 """
 
 from __future__ import annotations
@@ -47,7 +41,7 @@ FLUSH_S = 1.0
 
 
 def keep_flushed() -> None:
-    """Has this process's C library write out its buffers, now and every second."""
+    """Has this process's C library write out its buffers, now and every second: UCX writes by the kilobyte."""
     library = ctypes.CDLL(None)
 
     def keep() -> None:
@@ -60,7 +54,7 @@ def keep_flushed() -> None:
 
 
 class TransportLog:
-    """What UCX has told so far.
+    """UCX's log so far.
 
     Args:
         folder: Folder of the log files, one per process that loads UCX.
@@ -119,7 +113,7 @@ def find_transport(settings: EngineSettings, log: TransportLog, devices: Path = 
         devices: Where Linux lists RDMA devices.
 
     Returns:
-        UCX's names with commas (``rc_mlx5``, ``tcp``, ``cma,tcp``), ``efa``, or ``emulated``; empty while it is not known.
+        UCX's names with commas (``rc_mlx5``, ``tcp``, ``cma,tcp``), ``efa``, or ``emulated``; empty while unknown.
     """
     if settings.emulation is not None:
         return "emulated"
@@ -151,9 +145,10 @@ def check_transport(settings: EngineSettings, transport: str) -> None:
         RdmaError: Names the transports that UCX has chosen.
     """
     if settings.require_rdma and TCP in transport.split(","):
-        told = {name: value for name in ("UCX_TLS", "UCX_NET_DEVICES") if (value := os.environ.get(name))}
+        variables = {name: value for name in ("UCX_TLS", "UCX_NET_DEVICES") if (value := os.environ.get(name))}
         raise RdmaError(
-            f"RDMA is required, and KV would go over {transport}; check the device's state, its memory limit and {told or 'UCX_TLS'}"
+            f"RDMA is required, and KV would go over {transport}; check the device's state, its memory limit and "
+            f"{variables or 'UCX_TLS'}"
         )
 
 

@@ -1,15 +1,10 @@
-"""Room for requests that are on their way to this engine (architecture 4.3).
+"""Blocks reserved for requests that are on their way to this engine.
 
-A grant takes real KV blocks out of vLLM's pool at once, so that all routers compete for the same room and no two of them
-can be promised the same block. It has three states:
+A grant takes real KV blocks out of vLLM's pool at once, so that no two routers are promised the same block. States::
 
     open     reserved for a key; lapses after its time to live
     claimed  a request named the key; kept until that request is admitted or ends
     closed   the blocks are the request's own, or free again
-
-While its request is being admitted the blocks are lifted: given to the pool and taken by the request in one call of
-vLLM's allocator, during which nobody else can take them. What the request did not need yet (its KV is one token shorter
-than the grant) is reserved again until it runs.
 """
 
 from __future__ import annotations
@@ -53,12 +48,15 @@ class GrantTable:
 
     Args:
         pool: vLLM's pool of KV blocks.
+
+    Attributes:
+        key_of_request: Key of the grant that each request has claimed; read it, and change it through the methods.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._by_key: dict[str, _Reservation] = {}
-        self._key_of: dict[str, str] = {}
+        self.key_of_request: dict[str, str] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -68,7 +66,7 @@ class GrantTable:
     @property
     def num_open(self) -> int:
         """Grants that no request has claimed yet; each keeps a seat in the batch."""
-        return len(self._by_key) - len(self._key_of)
+        return len(self._by_key) - len(self.key_of_request)
 
     def reserve(self, key: str, num_blocks: int, expires_s: float) -> bool:
         """Takes blocks out of the pool for ``key``.
@@ -92,33 +90,36 @@ class GrantTable:
         if grant is None or grant.request_id:
             return False
         grant.request_id = request_id
-        self._key_of[request_id] = key
+        self.key_of_request[request_id] = key
         return True
 
     def is_claimed_by(self, request_id: str) -> bool:
         """True when the request has a reservation."""
-        return request_id in self._key_of
+        return request_id in self.key_of_request
 
     def lift(self, request_id: str) -> None:
-        """Gives the request's reserved blocks to the pool, for the allocation that follows at once."""
-        grant = self._by_key[self._key_of[request_id]]
+        """Gives the request's reserved blocks to the pool, for the allocation that follows at once.
+
+        Both happen in one call of vLLM's allocator, during which nobody else can take the blocks.
+        """
+        grant = self._by_key[self.key_of_request[request_id]]
         self._pool.free_blocks(grant.blocks)
         grant.blocks = []
 
     def lower(self, request_id: str, num_held_blocks: int) -> None:
-        """Reserves again what the request did not take.
+        """Reserves again what the request did not take: its KV is one token shorter than the grant.
 
         Args:
             request_id: The request.
             num_held_blocks: Blocks that it holds now.
         """
-        grant = self._by_key[self._key_of[request_id]]
+        grant = self._by_key[self.key_of_request[request_id]]
         missing = min(grant.num_blocks - num_held_blocks, self._pool.get_num_free_blocks())
         grant.blocks = self._pool.get_new_blocks(missing) if missing > 0 else []
 
     def close(self, request_id: str) -> None:
         """Ends the request's reservation, if it has one."""
-        key = self._key_of.get(request_id)
+        key = self.key_of_request.get(request_id)
         if key is not None:
             self.release(key)
 
@@ -127,7 +128,7 @@ class GrantTable:
         grant = self._by_key.pop(key, None)
         if grant is None:
             return
-        self._key_of.pop(grant.request_id, None)
+        self.key_of_request.pop(grant.request_id, None)
         if grant.blocks:
             self._pool.free_blocks(grant.blocks)
 
@@ -139,7 +140,7 @@ class GrantTable:
 
     def expire(self, now_s: float) -> None:
         """Ends open grants whose time is over."""
-        if len(self._by_key) == len(self._key_of):
+        if len(self._by_key) == len(self.key_of_request):
             return
         lapsed = [key for key, grant in self._by_key.items() if not grant.request_id and grant.expires_s <= now_s]
         for key in lapsed:

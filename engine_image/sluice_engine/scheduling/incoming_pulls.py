@@ -1,4 +1,4 @@
-"""Requests that arrive with KV on another engine: the pull starts, arrives, fails, or is cancelled when it comes too late.
+"""Requests that arrive with KV on another engine: their pull starts, arrives, fails, or is cancelled when it is late.
 
 A request whose pull does not succeed recomputes its prompt and output here, so that no request depends on its source.
 """

@@ -1,15 +1,16 @@
-"""A record of every iteration, for comparisons with the simulator (``benchmarks/fidelity``); off unless it is asked for.
+"""A record of every iteration, for comparisons with the simulator (``benchmarks/fidelity``); off by default.
 
-With ``SLUICE_RECORD`` in an engine's environment, its scheduler writes a file into that folder. A line is a JSON array:
+With ``SLUICE_RECORD`` in an engine's environment, its scheduler writes a file into that folder. Each line is a JSON
+array:
 
-- ``["request", at_s, request_id, kind, num_tokens, max_tokens, arrival_s]``: a request came to the scheduler;
+- ``["request", at_s, request_id, kind, num_tokens, max_tokens, arrival_s]``: a request arrived at the scheduler;
 - ``["batch", at_s, num_decodes, decode_context_tokens, [[request_id, num_computed_tokens, num_tokens], ...],
-  [request_id, ...]]``: an iteration was scheduled, with its prefill chunks and the requests whose KV had come;
+  [request_id, ...]]``: an iteration was scheduled, with its prefill chunks and the requests whose KV had arrived;
 - ``["hand-off", at_s, request_id]``: a request ended here, and its KV waits for a reader;
-- ``["end", at_s, duration_s]``: the oldest iteration that has not ended did;
+- ``["end", at_s, duration_s]``: the oldest iteration under way ended;
 - ``["plan", at_s, role, chunk_size_tokens]``: a plan came into force.
 
-``at_s`` is the machine's monotonic clock, alike in all processes; so is ``arrival_s``, when the request arrived at its router.
+``at_s`` and ``arrival_s`` (arrival at the router) are on the machine's monotonic clock, alike in all processes.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class IterationRecorder:
     """Writes one engine's file.
 
     Args:
-        path: The file; what it held is gone.
+        path: The file; it is overwritten.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # By the line: engines are killed.
+        # Line by line, because engines are killed.
         self._file = path.open("w", buffering=1)
 
     def close(self) -> None:
@@ -89,13 +90,13 @@ class IterationRecorder:
 
 
 def open_recorder(name: str) -> IterationRecorder | None:
-    """Opens the record that the environment asks for.
+    """Opens the record if the environment names a folder.
 
     Args:
         name: The engine's.
 
     Returns:
-        None: it asks for none.
+        None when the environment names none.
     """
     folder = os.environ.get(VARIABLE)
     return IterationRecorder(Path(folder) / f"{name}.jsonl") if folder else None

@@ -1,4 +1,7 @@
-"""The engine's part of the plan, and the decodes that it makes leave (TaiChi, Algorithm 1, in ``sluice_core.scheduling.decode_flow``)."""
+"""The plan in force, and the decodes that should leave.
+
+Source: TaiChi, Algorithm 1; ``sluice_core.scheduling.decode_flow`` has it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from sluice_engine.scheduling.request_tracker import TrackedRequest
 
 
-# Stands for no objective: nobody is late by it, and it can be reckoned with.
+# Stands for no objective: a finite number, by which no decode is ever late.
 NO_OBJECTIVE_S = 1e9
 
 

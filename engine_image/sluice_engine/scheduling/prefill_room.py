@@ -1,4 +1,4 @@
-"""Tokens of an iteration for prefills: set by the batch policy before ``schedule()``, handed out chunk by chunk during it."""
+"""Prefill room: the batch policy sets it before vLLM's ``schedule()``, which hands it out chunk by chunk."""
 
 from __future__ import annotations
 

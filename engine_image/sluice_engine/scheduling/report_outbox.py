@@ -1,4 +1,4 @@
-"""What waits to go up with the next iteration, and the reserved output that carries it (``core_messages.SchedulerReport``)."""
+"""What waits to be reported with the next iteration, and the reserved output that carries it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ReportOutbox:
 
     @property
     def has_news(self) -> bool:
-        """True while something waits that an idle engine has to tell too."""
+        """True while something waits that an idle engine has to report too."""
         return bool(self._returned or self._refused)
 
     def note_submit(self, extras: core_messages.RequestExtras) -> None:
@@ -41,7 +41,7 @@ class ReportOutbox:
         iteration: core_messages.IterationReport | None,
         proposals: list[core_messages.ProposedMove],
     ) -> None:
-        """Adds a report to an iteration's outputs, unless there is nothing to tell.
+        """Adds a report to an iteration's outputs, unless nothing has changed.
 
         Args:
             outputs: vLLM's outputs by client; the serving process is client 0.

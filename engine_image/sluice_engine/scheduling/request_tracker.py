@@ -1,8 +1,7 @@
 """What the scheduler knows of each request beyond vLLM's own record: its class, its place in the order, its sums.
 
-vLLM keeps waiting requests in a heap ordered by ``(priority, arrival_time)`` and preempts the running request with the
-largest such pair. ``place`` puts the batch policy's order into those two fields while a request waits, and its victim
-order while it runs; a request's fields change only while no heap holds it.
+vLLM keeps waiting requests in a heap ordered by ``(priority, arrival_time)``, and preempts the running request with the
+largest pair. The tracker writes the batch policy's order into those two fields, only while no heap holds the request.
 """
 
 from __future__ import annotations

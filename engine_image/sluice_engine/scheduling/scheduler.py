@@ -217,10 +217,10 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         return output
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ARG002
-        """Answers vLLM, which asks this of every request before it gives it tokens: here prefill room is handed out."""
+        """Hands out prefill room: vLLM calls this for every request before it gives it tokens."""
         kind = self._tracker.by_id[request.request_id].kind
         if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
-            return num_new_tokens  # the stock method is about speculative decoding, which is refused at start
+            return num_new_tokens  # decodes are never cut; speculative decoding, the method's purpose, is refused
         if kind is RequestKind.NEW_PROMPT and not self._has_seat():
             return 0
         return self._prefill_room.take(kind, num_new_tokens, self.waiting)
@@ -277,7 +277,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def _order_running(self) -> None:
         """Puts the running list in the batch policy's order, where it makes a difference.
 
-        When a decode finds no block, vLLM preempts the last request, and gives nothing to those behind the one that asked.
+        When a decode finds no block, vLLM preempts the last request, and gives nothing to those behind that decode.
         """
         may_preempt = self.kv_cache_manager.block_pool.get_num_free_blocks() < len(self.running)
         if may_preempt or len(self.running) != self._tracker.count(RequestKind.DECODE):

@@ -1,4 +1,4 @@
-"""What the serving process counts; changed by ``EngineServer``, read by ``metrics``."""
+"""Counters of the serving process: the server's handlers change them, ``metrics`` reads them."""
 
 from __future__ import annotations
 

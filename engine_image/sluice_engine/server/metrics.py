@@ -1,7 +1,6 @@
-"""Prometheus metrics and probes over HTTP, beside the engine stream.
+"""Prometheus metrics and probes over HTTP, in threads of their own: a probe answers while the event loop is busy.
 
-Nothing is counted twice: the collector reads the server's counters and its newest load when it is scraped, so that an
-iteration pays nothing for it. The HTTP server has threads of its own; a probe answers while the event loop is busy.
+Nothing is counted twice: the collector reads the server's counters and its newest load when it is scraped.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def reason_label(reason: int) -> str:
 
 
 class QuietHandler(WSGIRequestHandler):
-    """Writes no line per probe."""
+    """Logs no line per probe."""
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the standard library's name
         """Drops the line."""

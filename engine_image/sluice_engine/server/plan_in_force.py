@@ -1,8 +1,7 @@
-"""Which part of which plan this engine is under.
+"""The part of the plan that this engine is under.
 
-Routers may be on different generations for a second; the highest (cluster uid, generation) wins, whoever brings it. The
-EngineCore knows nothing of clusters: it is given this process's own count of accepted parts as the generation, so that a
-plan of another cluster and the drain of this process are newer to it than anything before.
+Routers may be on different generations for a second: the highest (cluster uid, generation) wins, whichever router
+brings it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class PlanInForce:
         """Takes a router's part.
 
         Returns:
-            What the EngineCore is to be told; None when the part is not newer than the newest.
+            The command for the EngineCore; None when the part is not newer than the newest.
 
         Raises:
             ValueError: A field has no meaning here.
@@ -50,12 +49,14 @@ class PlanInForce:
         plan = (message.cluster_uid, message.generation)
         if plan <= self._newest:
             return None
+        # The EngineCore knows nothing of clusters: it gets a count of this process. So the plan of another cluster, or
+        # the drain of this process, is newer to it than anything before.
         self._command = wire_conversion.configure_command(message, self._command.generation + 1, self._is_leaving)
         self._newest = plan
         return self._command
 
     def leave(self) -> ConfigureCommand:
-        """Starts a drain that no plan can end; returns what the EngineCore is to be told."""
+        """Starts a drain that no plan can end; returns the command for the EngineCore."""
         self._is_leaving = True
         self._command = msgspec.structs.replace(
             self._command, generation=self._command.generation + 1, is_draining=True
@@ -66,7 +67,7 @@ class PlanInForce:
         """Takes the EngineCore's answer to a part.
 
         Returns:
-            What every router is told; None when a newer part is in force already.
+            The message for every router; None when a newer part is in force already.
         """
         plan = (message.cluster_uid, message.generation)
         in_force = (self._in_force.cluster_uid, self._in_force.generation)
@@ -84,7 +85,7 @@ class PlanInForce:
         """A part cannot be taken: the old one stays, and is the newest again unless a newer one came meanwhile.
 
         Returns:
-            What the router that brought it is told.
+            The answer to the router that brought it.
         """
         if self._newest == (message.cluster_uid, message.generation):
             self._newest = (self._in_force.cluster_uid, self._in_force.generation)

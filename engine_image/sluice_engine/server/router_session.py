@@ -1,37 +1,25 @@
-"""One router's session: its requests here, the pending of the message under way, and its stream.
+"""One router as the engine sees it: its stream, its requests here, and the message under way to it.
 
-A session outlives its streams: when one is lost, its requests go on for a lease, are listed in the hello of the next
-stream of the same router, and are resumed there from the token that the router names; those that are not end with the
-lease. What a router has received is not known here, so that a request's tokens are kept as long as it is. All methods are synchronous; only ``AttachStream.write`` waits, and it is
-the one writer of its stream, because two writes at once kill a grpc.aio stream.
+A session outlives its streams. When a stream is lost, its requests run on for a lease, and the hello of the router's
+next stream lists them. The router resumes them from the token that it needs, so that a request's tokens are kept until
+it ends.
 """
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import sampling_pb2
 from sluice_engine.server import wire_conversion
+from sluice_engine.server.pending_response import PendingResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from sluice_engine import core_messages
-
-# Messages that may wait for a router that does not read; its stream is cut beyond that.
-MAX_WAITING_MESSAGES = 4096
-
-
-class MessageWriter(Protocol):
-    """The part of grpc.aio's context that a stream uses."""
-
-    async def write(self, message: wire.AttachResponse) -> None:
-        """Sends one message, and returns when the next may be sent."""
+    from sluice_engine.server.attach_stream import AttachStream
 
 
 @dataclass(slots=True, eq=False)
@@ -83,66 +71,6 @@ class KvSource:
     engine_id: str
     epoch: int
     fingerprint: str
-
-
-class AttachStream:
-    """One Attach stream: messages wait here for its one writer."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[wire.AttachResponse] = deque()
-        self._has_news = asyncio.Event()
-        self._is_written = asyncio.Event()
-        self._is_closed = False
-
-    def send(self, message: wire.AttachResponse) -> None:
-        """Hands a message to the writer; a router that does not read loses its stream."""
-        if self._is_closed:
-            return
-        if len(self._waiting) >= MAX_WAITING_MESSAGES:
-            self.close()
-            return
-        self._waiting.append(message)
-        self._has_news.set()
-
-    def close(self) -> None:
-        """Lets the writer end after what waits."""
-        self._is_closed = True
-        self._has_news.set()
-
-    async def write(self, writer: MessageWriter) -> None:
-        """Sends messages until the stream is closed and empty."""
-        try:
-            while True:
-                while self._waiting:
-                    await writer.write(self._waiting.popleft())
-                if self._is_closed:
-                    return
-                self._has_news.clear()
-                await self._has_news.wait()
-        finally:
-            self._is_closed = True
-            self._is_written.set()
-
-    async def wait_written(self) -> None:
-        """Waits until everything is sent, or can no longer be."""
-        await self._is_written.wait()
-
-
-@dataclass(slots=True)
-class PendingResponse:
-    """The message under way: what one iteration has for one router."""
-
-    slots: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    output_indexes: list[int] = field(default_factory=list)
-    logprobs: list[wire.TokenLogprobs] = field(default_factory=list)
-    finished: list[wire.Finished] = field(default_factory=list)
-    proposals: list[wire.Proposal] = field(default_factory=list)
-    refused: list[wire.HandOffRefused] = field(default_factory=list)
-
-    def is_empty(self) -> bool:
-        """Nothing happened for this router."""
-        return not (self.slots or self.finished or self.proposals or self.refused)
 
 
 class RouterSession:
@@ -224,7 +152,7 @@ class RouterSession:
         for offset, logprobs in enumerate(request.logprobs[start:]):
             logprobs.column = len(pending.slots) + offset
             pending.logprobs.append(logprobs)
-        self._add_columns(resume.slot, request.token_ids[start:], resume.next_output_index)
+        self._pending.add_tokens(resume.slot, request.token_ids[start:], resume.next_output_index)
         if request.ended is not None:
             request.ended.slot = resume.slot
             pending.finished.append(request.ended)
@@ -236,7 +164,7 @@ class RouterSession:
         return self._take_out([request for request in self.held.values() if request.request_id == request_id])
 
     def take_expired(self, held_until_s: float) -> list[RouterRequest]:
-        """Takes the requests that are held since then or before out of the session, whether it has a new stream or not."""
+        """Takes requests out of the session that have been held since then or longer, new stream or not."""
         since = ((request, request.held_since_s) for request in self.held.values())
         return self._take_out([request for request, held_s in since if held_s is None or held_s <= held_until_s])
 
@@ -244,6 +172,16 @@ class RouterSession:
         for request in requests:
             del self.held[request.core_id]
         return requests
+
+    # --- grants ----------------------------------------------------------------------------------------------------
+
+    def make_grant_key(self, grant_id: int) -> str:
+        """Key of a grant in the EngineCore: grant ids are unique on a stream only."""
+        return f"{self.number}.{grant_id}"
+
+    def read_grant_key(self, key: str) -> int:
+        """Reverse of ``make_grant_key``."""
+        return int(key.partition(".")[2])
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -291,16 +229,7 @@ class RouterSession:
             if request.slot is not None:
                 pending.logprobs += rows
         if request.slot is not None:
-            self._add_columns(request.slot, token_ids, index)
-
-    def _add_columns(self, slot: int, token_ids: Iterable[int], index: int) -> None:
-        """Adds tokens of a slot, the first of which has this index in the whole output."""
-        pending = self._pending
-        for token_id in token_ids:
-            pending.slots.append(slot)
-            pending.token_ids.append(token_id)
-            pending.output_indexes.append(index)
-            index += 1
+            self._pending.add_tokens(request.slot, token_ids, index)
 
     def add_finished(
         self,
@@ -367,18 +296,7 @@ class RouterSession:
             return 0
         if load is not None:
             load.last_submit_number = self.last_submit_number
-        self.stream.send(
-            wire.AttachResponse(
-                slots=pending.slots,
-                token_ids=pending.token_ids,
-                output_indexes=pending.output_indexes,
-                logprobs=pending.logprobs,
-                finished=pending.finished,
-                proposals=pending.proposals,
-                hand_offs_refused=pending.refused,
-                load=load,
-            )
-        )
+        self.stream.send(pending.make_message(load))
         self.last_sent_s = now_s
         return len(pending.slots)
 
@@ -386,8 +304,3 @@ class RouterSession:
         """Sends a message of its own, beside the iterations' ones."""
         if self.stream is not None:
             self.stream.send(message)
-
-
-def count_requests(sessions: Iterable[RouterSession]) -> int:
-    """Requests of all sessions that have not ended."""
-    return sum(len(session.by_slot) + sum(held.ended is None for held in session.held.values()) for session in sessions)

@@ -1,7 +1,7 @@
-"""The edge between the wire (protobuf), the EngineCore's contract (``control``) and vLLM's outputs.
+"""Converts between the wire (protobuf), ``core_messages`` and vLLM's outputs.
 
-Both directions but one: ``request_builder`` makes vLLM's request out of a ``Submit``, because that alone needs vLLM's
-code. Here outputs are read by attribute, so that nothing heavy is imported.
+``request_builder`` alone makes vLLM's requests, because that needs vLLM's code. Here outputs are read by attribute, so
+that nothing heavy is imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Who an engine is: its epoch and its fingerprint.
+"""The identity of an engine: its epoch and its fingerprint.
 
-KV moves only between engines of equal fingerprints, so the fingerprint holds whatever makes the same tokens into other
-bytes: the weights, their type, the block size and layout, the split over GPUs, vLLM itself. Its parts are readable, for
-people who wonder why two engines do not match; the model's own part is a hash.
+KV moves only between engines of equal fingerprints. So a fingerprint holds whatever changes the bytes of the KV:
+weights, their type, block size and layout, the split over GPUs, vLLM itself. Its parts are readable; the model's part
+is a hash.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from sluice_engine.settings import EngineSettings
 
-# Bytes read at each of so many places of a weight file: enough to tell two trainings of one architecture apart, and
-# quick for any size.
+# Samples of a weight file: enough to distinguish two trainings of one architecture, and quick for any size.
 SAMPLE_BYTES = 65536
 NUM_SAMPLES = 16
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".gguf"})
@@ -37,7 +36,7 @@ def make_epoch() -> int:
 
 
 def make_hello(settings: EngineSettings, config: VllmConfig, epoch: int) -> wire.EngineHello:
-    """What routers are told first.
+    """First message to each router.
 
     Args:
         settings: The engine's.
@@ -80,7 +79,7 @@ def name_model(settings: EngineSettings, config: VllmConfig) -> str:
 
 
 def find_layout(config: VllmConfig) -> str:
-    """Order of the KV cache's axes that the connector asks for."""
+    """Order of the KV cache's axes that the connector requires."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (  # noqa: PLC0415 - loads NIXL
         NixlPullConnector,
     )
@@ -89,7 +88,7 @@ def find_layout(config: VllmConfig) -> str:
 
 
 def hash_model(model: str, revision: str | None) -> str:
-    """Tells models apart, by their files and not by where they lie.
+    """Identifies a model by its files, wherever they lie.
 
     Args:
         model: Directory, or name on the hub.

@@ -1,6 +1,6 @@
 """The CPU executor: runs vLLM's worker inside the EngineCore process.
 
-vLLM gives a CPU engine's worker a process of its own. Running it in the EngineCore process saves 300 MiB and a second of
+vLLM gives a CPU engine's worker a process of its own. In the EngineCore process it saves 300 MiB and a second of
 start-up, and lets one process be forked into any number of engines.
 """
 

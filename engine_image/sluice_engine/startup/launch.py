@@ -1,8 +1,8 @@
-"""How a vLLM engine is configured and started.
+"""Configures vLLM and starts the EngineCore.
 
-On the CPU, and for an emulated GPU, the EngineCore is forked off this process with the model inside it: 3 s instead of
-16, and half the memory. On a GPU vLLM's own ways are kept (spawned, its executors, CUDA graphs).
-What the environment already says about threads, logging and the network is left as it is.
+On the CPU, and for an emulated GPU, the EngineCore is a fork of this process with the model inside it: it starts in 3 s
+instead of 16, with half the memory. On a GPU vLLM's defaults stay (spawn, its executors, CUDA graphs). Variables of the
+environment for threads, logging and the network keep their values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sluice_engine.startup import model_classes
 if TYPE_CHECKING:
     from sluice_engine.settings import EngineSettings
 
-# CPU defaults (design: vllm-cpu.md). vLLM's own block of 128 tokens hides block-boundary errors; 32 is the least it likes.
+# CPU defaults. vLLM's own block of 128 tokens hides errors at block boundaries; 32 is the smallest that it recommends.
 CPU_BLOCK_SIZE = 32
 CPU_KV_CACHE_BYTES = 64 << 20
 EMULATED_BLOCK_SIZE = 16
@@ -183,8 +183,8 @@ def emulated_arguments(settings: EngineSettings, arguments: dict[str, Any]) -> d
 def become_core() -> None:
     """Makes a fork of this process one that is ended by its parent alone.
 
-    The scheduler ties an EngineCore to its parent too, but seconds later: a parent that is killed while it starts would
-    leave it behind. A process group of its own keeps the terminal's Ctrl-C away, which is for the parent to drain first.
+    The scheduler calls ``die_with_parent`` too, but seconds later: a parent that is killed meanwhile would leave it
+    behind. In a process group of its own it does not get the terminal's Ctrl-C, on which the parent drains first.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,9 +1,7 @@
-"""Tells vLLM what a model's class can do, without the process that vLLM starts to find out.
+"""Registers model classes with vLLM, so that it need not start a process to inspect them.
 
-vLLM asks a model's class, before anything is loaded, whether it generates, pools, sees images. It does so in a process of
-its own, so that CUDA is not touched before a fork, and keeps the answer in a cache that a new pod does not have: on the
-CPU that is half of an engine's start (10 of 20 s of a core). There the class is imported anyway, so that vLLM may as
-well look at it here.
+Before it loads anything, vLLM inspects a model's class in a process of its own, to keep CUDA untouched before a fork.
+On the CPU that is half of an engine's start (10 of 20 s of a core), and the class is imported later anyway.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs the first iterations before anybody waits for them.
+"""Runs the first iterations before the engine serves.
 
-The first iteration of a kind costs up to 1.5 s on a CPU (lazy imports, kernels that are prepared at first use). It would
-be a client's TTFT, and an absurd measurement for the routers' latency models.
+The first iteration of a kind takes up to 1.5 s on a CPU (lazy imports, kernels prepared at first use): too long for a
+client's TTFT, and misleading for the routers' latency models.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     ENGINE_STATE_READY: _EngineState.ValueType  # 2
     """Serves."""
     ENGINE_STATE_DRAINING: _EngineState.ValueType  # 3
-    """Serves what it has; gets nothing new."""
+    """Runs the requests that it has and gets no new ones."""
     ENGINE_STATE_DRAINED: _EngineState.ValueType  # 4
     """Draining and empty."""
     ENGINE_STATE_LOST: _EngineState.ValueType  # 5
@@ -51,7 +51,7 @@ ENGINE_STATE_CONNECTING: EngineState.ValueType  # 1
 ENGINE_STATE_READY: EngineState.ValueType  # 2
 """Serves."""
 ENGINE_STATE_DRAINING: EngineState.ValueType  # 3
-"""Serves what it has; gets nothing new."""
+"""Runs the requests that it has and gets no new ones."""
 ENGINE_STATE_DRAINED: EngineState.ValueType  # 4
 """Draining and empty."""
 ENGINE_STATE_LOST: EngineState.ValueType  # 5
@@ -86,7 +86,7 @@ Global___ApplyPlanRequest: _TypeAlias = ApplyPlanRequest  # noqa: Y015
 
 @_typing.final
 class ApplyPlanResponse(_message.Message):
-    """What became of it."""
+    """Result of ApplyPlan."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -116,14 +116,14 @@ Global___ApplyPlanResponse: _TypeAlias = ApplyPlanResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
-    """Long poll."""
+    """A long poll."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     AFTER_VERSION_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     after_version: _builtins.int
-    """Version of the last answer; 0: answer at once."""
+    """Version of the caller's last answer; 0: answer at once."""
     timeout_s: _builtins.float
     """Longest wait for a newer version, in seconds; at most 60."""
     def __init__(
@@ -168,7 +168,7 @@ class GetStatusResponse(_message.Message):
     acknowledged_generation: _builtins.int
     """Lowest generation that every connected engine acknowledged."""
     num_requests: _builtins.int
-    """Requests in the router, placed or not."""
+    """Requests in the router, waiting ones included."""
     num_waiting: _builtins.int
     """Requests that wait for an engine."""
     is_ready: _builtins.bool
@@ -179,7 +179,7 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassCounters]:
-        """Counters since the start, per SLO class."""
+        """Counters since the router's start, per SLO class."""
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestSample]:
@@ -255,7 +255,7 @@ class EngineStatus(_message.Message):
     acknowledged_generation: _builtins.int
     """Generation it acknowledged."""
     running_decodes: _builtins.int
-    """Decodes that run."""
+    """Running decodes."""
     waiting_requests: _builtins.int
     """Requests that wait for prefill."""
     queued_prefill_tokens: _builtins.int
@@ -277,7 +277,7 @@ class EngineStatus(_message.Message):
     fingerprint: _builtins.str
     """Fingerprint it reported."""
     last_fault: _builtins.str
-    """Last fault, for people."""
+    """Text of the last fault."""
     num_fitted_iterations: _builtins.int
     """Iterations the latency model was fitted on."""
     latency_error_ratio: _builtins.float
@@ -334,7 +334,9 @@ Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
 
 @_typing.final
 class LatencyCoefficients(_message.Message):
-    """An iteration takes the sum of these, each times what there is of it; all are non-negative."""
+    """Coefficients of a linear latency model: an iteration takes the sum of each coefficient times its quantity. None is
+    negative.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -388,7 +390,7 @@ class ClassCounters(_message.Message):
     name: _builtins.str
     """Class; empty for the default."""
     num_finished: _builtins.int
-    """Finished, failed and rejected ones included, cancelled ones not."""
+    """Finished requests. Failed and rejected ones count, cancelled ones do not."""
     num_met_ttft: _builtins.int
     """Of these, met TTFT."""
     num_met_tpot: _builtins.int

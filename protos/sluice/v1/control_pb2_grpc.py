@@ -57,21 +57,21 @@ class ControlServicer:
     """
 
     def ApplyPlan(self, request, context):
-        """Hands over a plan. Applied whole or refused with a reason.
+        """Applies a plan, whole or not at all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Long-polls the state of this router and of the engines as it sees them.
+        """Returns the state of this router and of the engines as it sees them; waits for a change (long poll).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Move(self, request, context):
-        """Asks for a move of a running decode, for people and tests; it goes the way of every move (grant, hand-off).
+        """Moves a running decode, for people and tests; by grant and hand-off, as every move.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

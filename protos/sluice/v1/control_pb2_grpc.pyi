@@ -34,11 +34,11 @@ class ControlStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ControlAsyncStub: ...
     ApplyPlan: _grpc.UnaryUnaryMultiCallable[_control_pb2.ApplyPlanRequest, _control_pb2.ApplyPlanResponse]
-    """Hands over a plan. Applied whole or refused with a reason."""
+    """Applies a plan, whole or not at all."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetStatusRequest, _control_pb2.GetStatusResponse]
-    """Long-polls the state of this router and of the engines as it sees them."""
+    """Returns the state of this router and of the engines as it sees them; waits for a change (long poll)."""
     Move: _grpc.UnaryUnaryMultiCallable[_control_pb2.MoveRequest, _control_pb2.MoveResponse]
-    """Asks for a move of a running decode, for people and tests; it goes the way of every move (grant, hand-off)."""
+    """Moves a running decode, for people and tests; by grant and hand-off, as every move."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -46,11 +46,11 @@ class ControlAsyncStub(ControlStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ApplyPlan: _aio.UnaryUnaryMultiCallable[_control_pb2.ApplyPlanRequest, _control_pb2.ApplyPlanResponse]  # type: ignore[assignment]
-    """Hands over a plan. Applied whole or refused with a reason."""
+    """Applies a plan, whole or not at all."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.GetStatusRequest, _control_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """Long-polls the state of this router and of the engines as it sees them."""
+    """Returns the state of this router and of the engines as it sees them; waits for a change (long poll)."""
     Move: _aio.UnaryUnaryMultiCallable[_control_pb2.MoveRequest, _control_pb2.MoveResponse]  # type: ignore[assignment]
-    """Asks for a move of a running decode, for people and tests; it goes the way of every move (grant, hand-off)."""
+    """Moves a running decode, for people and tests; by grant and hand-off, as every move."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     """Served by each router, for the control plane (operator or launcher) only."""
@@ -61,7 +61,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ApplyPlanRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ApplyPlanResponse, _abc.Awaitable[_control_pb2.ApplyPlanResponse]]:
-        """Hands over a plan. Applied whole or refused with a reason."""
+        """Applies a plan, whole or not at all."""
 
     @_abc_1.abstractmethod
     def GetStatus(
@@ -69,7 +69,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.GetStatusResponse, _abc.Awaitable[_control_pb2.GetStatusResponse]]:
-        """Long-polls the state of this router and of the engines as it sees them."""
+        """Returns the state of this router and of the engines as it sees them; waits for a change (long poll)."""
 
     @_abc_1.abstractmethod
     def Move(
@@ -77,6 +77,6 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.MoveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.MoveResponse, _abc.Awaitable[_control_pb2.MoveResponse]]:
-        """Asks for a move of a running decode, for people and tests; it goes the way of every move (grant, hand-off)."""
+        """Moves a running decode, for people and tests; by grant and hand-off, as every move."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -30,15 +30,15 @@ class _MoveCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MoveCause.V
     MOVE_CAUSE_UNSPECIFIED: _MoveCause.ValueType  # 0
     """Never sent."""
     MOVE_CAUSE_PREFILL_DONE: _MoveCause.ValueType  # 1
-    """Its prefill is complete and decode belongs on a D-heavy engine."""
+    """Its prefill is complete, and its decode belongs on a D-heavy engine."""
     MOVE_CAUSE_DEGRADE: _MoveCause.ValueType  # 2
-    """KV above the watermark: the longest output flows to a P-heavy engine."""
+    """KV is above the watermark: the longest output flows to a P-heavy engine (TaiChi, Algorithm 1)."""
     MOVE_CAUSE_BACKFLOW: _MoveCause.ValueType  # 3
-    """Its TPOT nears the objective: it flows back to a D-heavy engine."""
+    """Its TPOT nears the objective: it flows back to a D-heavy engine (TaiChi, Algorithm 1)."""
     MOVE_CAUSE_DRAIN: _MoveCause.ValueType  # 4
     """The engine drains."""
     MOVE_CAUSE_MANUAL: _MoveCause.ValueType  # 5
-    """Asked for by an operator or a test."""
+    """Requested by a person or a test (Control.Move)."""
 
 class MoveCause(_MoveCause, metaclass=_MoveCauseEnumTypeWrapper):
     """Why a request should leave an engine."""
@@ -46,20 +46,20 @@ class MoveCause(_MoveCause, metaclass=_MoveCauseEnumTypeWrapper):
 MOVE_CAUSE_UNSPECIFIED: MoveCause.ValueType  # 0
 """Never sent."""
 MOVE_CAUSE_PREFILL_DONE: MoveCause.ValueType  # 1
-"""Its prefill is complete and decode belongs on a D-heavy engine."""
+"""Its prefill is complete, and its decode belongs on a D-heavy engine."""
 MOVE_CAUSE_DEGRADE: MoveCause.ValueType  # 2
-"""KV above the watermark: the longest output flows to a P-heavy engine."""
+"""KV is above the watermark: the longest output flows to a P-heavy engine (TaiChi, Algorithm 1)."""
 MOVE_CAUSE_BACKFLOW: MoveCause.ValueType  # 3
-"""Its TPOT nears the objective: it flows back to a D-heavy engine."""
+"""Its TPOT nears the objective: it flows back to a D-heavy engine (TaiChi, Algorithm 1)."""
 MOVE_CAUSE_DRAIN: MoveCause.ValueType  # 4
 """The engine drains."""
 MOVE_CAUSE_MANUAL: MoveCause.ValueType  # 5
-"""Asked for by an operator or a test."""
+"""Requested by a person or a test (Control.Move)."""
 Global___MoveCause: _TypeAlias = MoveCause  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):
-    """Commands of one router tick. The first message of a stream carries hello alone."""
+    """Commands of one router tick. The first message of a stream carries only hello."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -74,7 +74,7 @@ class AttachRequest(_message.Message):
     RESUMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
-        """Who calls; first message only."""
+        """Identity of the router; first message only."""
 
     @_builtins.property
     def submits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Submit]:
@@ -86,11 +86,11 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def grant_requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___GrantRequest]:
-        """Room asked for moves to this engine."""
+        """Requests for room, for moves to this engine."""
 
     @_builtins.property
     def hand_offs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandOff]:
-        """Requests that shall end here and keep their KV for another engine."""
+        """Requests that end here and keep their KV for another engine."""
 
     @_builtins.property
     def released_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -106,7 +106,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def resumes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resume]:
-        """Requests kept from an earlier stream of this router that go on on this one; carried out before all else."""
+        """Requests held from an earlier stream of this router, to continue on this one; carried out before all else."""
 
     def __init__(
         self,
@@ -174,15 +174,15 @@ class Submit(_message.Message):
     OUTPUT_TOKENS_SINCE_RESET_FIELD_NUMBER: _builtins.int
     IS_RECOVERY_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """Index in the router's stream table for this link. Free again after the slot's Finished (and, for a
-    hand-off, after its release).
+    """Number of the request on this stream, chosen by the router. It is free again after the slot's Finished, and for a
+    hand-off after its release.
     """
     request_id: _builtins.str
     """The router's id of the request; unique within the router."""
     fence: _builtins.int
     """Fencing number: grows with every change of owner of the request."""
     submit_number: _builtins.int
-    """Counts this link's submits from 1; load reports echo the last one they include."""
+    """Counts the submits of this stream from 1; load reports echo the last one that they include."""
     grant_id: _builtins.int
     """Grant that reserves the room; 0 if none."""
     priority: _builtins.int
@@ -198,7 +198,7 @@ class Submit(_message.Message):
     output_tokens_since_reset: _builtins.int
     """Output tokens since the last move that reset the length (Algorithm 1 sorts by it)."""
     is_recovery: _builtins.bool
-    """True: put it ahead of other prefills (recovery of a stream that has started)."""
+    """True: it goes ahead of other prefills, because its client's stream has started (recovery)."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, without generated tokens."""
@@ -209,7 +209,7 @@ class Submit(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
-        """Sampling state that goes with the request; counts and seeds cover output_token_ids too."""
+        """Sampling parameters of the whole request; penalties, limits and seed cover output_token_ids too."""
 
     @_builtins.property
     def kv(self) -> Global___KvHandle:
@@ -247,7 +247,7 @@ Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
 @_typing.final
 class KvHandle(_message.Message):
-    """Where the KV cache of a request lies and how to read it. Opaque to the router."""
+    """Where the KV cache of a request lies and how to read it. The router passes it on as it is."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -285,7 +285,7 @@ Global___KvHandle: _TypeAlias = KvHandle  # noqa: Y015
 
 @_typing.final
 class Abort(_message.Message):
-    """Ends a request on this engine. Always answered by the slot's Finished, or by nothing if that was already sent."""
+    """Ends a request on this engine. The answer is the slot's Finished, unless that was already sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -311,8 +311,8 @@ Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """Binds a request that hello.held named to a slot, with its fence: the engine goes on as if no stream had ended. Answered
-    by the tokens from next_output_index on, or by Finished with ABORTED if they are not to be had any more.
+    """Binds a request of hello.held to a slot: the engine continues as if no stream had ended. The answer is the tokens
+    from next_output_index on, or Finished with ABORTED if the engine does not have them any more.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -347,7 +347,9 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class GrantRequest(_message.Message):
-    """Asks for room in this engine's scheduler, so that a move cannot deadlock. Answered by Grant."""
+    """Requests room in this engine's scheduler before a move. Without it, two full engines that hand requests over to each
+    other would wait for ever. The answer is Grant.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -359,7 +361,7 @@ class GrantRequest(_message.Message):
     num_tokens: _builtins.int
     """Tokens the request will hold when it arrives, one more included."""
     cause: Global___MoveCause.ValueType
-    """Why it comes."""
+    """Why the request moves."""
     def __init__(
         self,
         *,
@@ -377,7 +379,7 @@ Global___GrantRequest: _TypeAlias = GrantRequest  # noqa: Y015
 
 @_typing.final
 class HandOff(_message.Message):
-    """Tells the source to end its part at the next iteration boundary and keep the KV."""
+    """Ends the source's part at the next iteration boundary; the engine keeps the KV for the next one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -417,7 +419,7 @@ class Configure(_message.Message):
     cluster_uid: _builtins.str
     """Uid of the ServingCluster."""
     generation: _builtins.int
-    """Generation of the plan; lower ones than the one in force are ignored."""
+    """Generation of the plan; one lower than that in force is ignored."""
     role: _plan_pb2.Role.ValueType
     """This engine's role."""
     chunk_size_tokens: _builtins.int
@@ -451,7 +453,9 @@ Global___Configure: _TypeAlias = Configure  # noqa: Y015
 
 @_typing.final
 class AttachResponse(_message.Message):
-    """What one iteration produced for this router. Columns slots, token_ids and output_indexes are parallel."""
+    """What one iteration produced for this router. slots, token_ids and output_indexes are parallel columns: one entry per
+    token.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -471,7 +475,7 @@ class AttachResponse(_message.Message):
     """Fault text when the engine is about to end the stream."""
     @_builtins.property
     def hello(self) -> Global___EngineHello:
-        """Who answers; first message only."""
+        """Identity of the engine; first message only."""
 
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -483,7 +487,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def output_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Index of each token in its request's output, from 0, generated-before tokens included."""
+        """Index of each token in its request's whole output, from 0, tokens of other engines included."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
@@ -503,7 +507,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def hand_offs_refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandOffRefused]:
-        """Hand-offs that cannot be done now; the request goes on here."""
+        """Hand-offs that are not possible now; the requests run on here."""
 
     @_builtins.property
     def load(self) -> Global___LoadReport:
@@ -573,12 +577,12 @@ class EngineHello(_message.Message):
     version: _builtins.str
     """Software versions, for status pages."""
     model: _builtins.str
-    """Model and revision: what a stream never changes. Engines of one model serve together; those with different
-    fingerprints exchange no KV, so that requests that go from one to the other are recomputed. Empty: the fingerprint.
+    """Model and revision. Engines of one model serve together. Those with different fingerprints exchange no KV: a
+    request that moves between them is recomputed. Empty: the fingerprint identifies the model.
     """
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
-        """Requests kept from an earlier stream of this router, until it resumes or aborts them or their lease ends."""
+        """Requests held from an earlier stream of this router, until it resumes or aborts them or their lease ends."""
 
     def __init__(
         self,
@@ -727,7 +731,7 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class Proposal(_message.Message):
-    """A request that should leave; it keeps running until it is told to hand off."""
+    """A request that should leave. It runs on until its HandOff."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -772,7 +776,7 @@ class Grant(_message.Message):
     grant_id: _builtins.int
     """Its id."""
     is_granted: _builtins.bool
-    """False: no room; the request stays where it is."""
+    """False: there is no room, and the request stays where it is."""
     reason: _builtins.str
     """Why not: kv, seqs, draining, watermark."""
     ttl_s: _builtins.float
@@ -821,7 +825,7 @@ Global___HandOffRefused: _TypeAlias = HandOffRefused  # noqa: Y015
 
 @_typing.final
 class LoadReport(_message.Message):
-    """Sums, not queues."""
+    """Load of the engine as sums over its requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -850,13 +854,17 @@ class LoadReport(_message.Message):
     last_submit_number: _builtins.int
     """Last submit of this router that the report includes."""
     queued_prefill_tokens: _builtins.int
-    """Prefill tokens not yet computed, waiting and running, pulls left out; other routers' submits are in it at once."""
+    """Prefill tokens not yet computed, waiting and running, without requests that pull KV. It includes submits of other
+    routers as soon as they arrive.
+    """
     queued_requests: _builtins.int
     """Requests with such tokens."""
     queued_attention_work: _builtins.float
-    """Sum over them of c * (context + c / 2), c = remaining tokens, context = computed ones (attention work)."""
+    """Attention work, in token pairs: sum over them of c * (context + c / 2), where c is the remaining tokens and context
+    the computed ones.
+    """
     running_decodes: _builtins.int
-    """Decodes that run."""
+    """Running decodes."""
     decode_context_tokens: _builtins.int
     """Sum of their contexts, in tokens."""
     pulling_requests: _builtins.int
@@ -868,7 +876,7 @@ class LoadReport(_message.Message):
     kv_blocks_granted: _builtins.int
     """Blocks reserved by grants."""
     kv_blocks_pinned: _builtins.int
-    """Blocks of handed-off requests that no one has read or released yet."""
+    """Blocks of handed-off requests that are neither read nor released."""
     iteration_age_s: _builtins.float
     """Seconds since the last iteration ended, at sending."""
     chunk_size_tokens: _builtins.int
@@ -888,7 +896,9 @@ class LoadReport(_message.Message):
     num_recomputed_pulls: _builtins.int
     """Pulls that failed or came too late and were recomputed, since the start."""
     is_of_others: _builtins.bool
-    """True: another router that is attached looks at this engine first. Each engine is in the share of one of its routers."""
+    """True: the engine is in the share of another attached router, which places on it first. Each engine is in the share
+    of one of its routers.
+    """
     @_builtins.property
     def iteration(self) -> Global___Iteration:
         """The iteration that this message follows; absent in idle reports."""

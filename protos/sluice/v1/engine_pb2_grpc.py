@@ -47,8 +47,8 @@ class EngineServicer:
     """
 
     def Attach(self, request_iterator, context):
-        """One stream per router process and engine. Down: batches of commands. Up: one message per engine
-        iteration. Durations cross it, timestamps never do.
+        """One stream per router process and engine. The router sends batches of commands; the engine sends one message per
+        iteration. Durations cross the stream, timestamps never: the clocks of pods differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,8 +34,8 @@ class EngineStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EngineAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_engine_pb2.AttachRequest, _engine_pb2.AttachResponse]
-    """One stream per router process and engine. Down: batches of commands. Up: one message per engine
-    iteration. Durations cross it, timestamps never do.
+    """One stream per router process and engine. The router sends batches of commands; the engine sends one message per
+    iteration. Durations cross the stream, timestamps never: the clocks of pods differ.
     """
 
 @_typing.type_check_only
@@ -44,8 +44,8 @@ class EngineAsyncStub(EngineStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_engine_pb2.AttachRequest, _engine_pb2.AttachResponse]  # type: ignore[assignment]
-    """One stream per router process and engine. Down: batches of commands. Up: one message per engine
-    iteration. Durations cross it, timestamps never do.
+    """One stream per router process and engine. The router sends batches of commands; the engine sends one message per
+    iteration. Durations cross the stream, timestamps never: the clocks of pods differ.
     """
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
@@ -57,8 +57,8 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_engine_pb2.AttachRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.AttachResponse], _abc.AsyncIterator[_engine_pb2.AttachResponse]]:
-        """One stream per router process and engine. Down: batches of commands. Up: one message per engine
-        iteration. Durations cross it, timestamps never do.
+        """One stream per router process and engine. The router sends batches of commands; the engine sends one message per
+        iteration. Durations cross the stream, timestamps never: the clocks of pods differ.
         """
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

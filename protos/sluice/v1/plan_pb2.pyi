@@ -28,19 +28,19 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
     """The plan does not name the engine: it serves with the D-heavy setting."""
     ROLE_PREFILL_HEAVY: _Role.ValueType  # 1
-    """Large chunks: prefills fast, decodes with interference."""
+    """P-heavy, large chunks: prefills are fast, and they slow decodes down."""
     ROLE_DECODE_HEAVY: _Role.ValueType  # 2
-    """Small chunks: decodes with little interference."""
+    """D-heavy, small chunks: prefills slow decodes down little."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What an engine is at the moment. All engines run the same software; see chunk_size_tokens."""
+    """Role of an engine. All engines run the same software: a role differs by chunk_size_tokens alone."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """The plan does not name the engine: it serves with the D-heavy setting."""
 ROLE_PREFILL_HEAVY: Role.ValueType  # 1
-"""Large chunks: prefills fast, decodes with interference."""
+"""P-heavy, large chunks: prefills are fast, and they slow decodes down."""
 ROLE_DECODE_HEAVY: Role.ValueType  # 2
-"""Small chunks: decodes with little interference."""
+"""D-heavy, small chunks: prefills slow decodes down little."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _Strategy:
@@ -54,7 +54,7 @@ class _StrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Strategy.Val
     STRATEGY_TAICHI: _Strategy.ValueType  # 1
     """Hybrid: length-aware prefill placement, flowing decode (TaiChi, sections 3.3 and 3.4)."""
     STRATEGY_AGGREGATED: _Strategy.ValueType  # 2
-    """Every engine alike, decode in place, no flow."""
+    """All engines are alike, and requests decode where they were prefilled."""
     STRATEGY_DISAGGREGATED: _Strategy.ValueType  # 3
     """Prefill only on P-heavy engines, decode only on D-heavy ones."""
 
@@ -66,7 +66,7 @@ STRATEGY_UNSPECIFIED: Strategy.ValueType  # 0
 STRATEGY_TAICHI: Strategy.ValueType  # 1
 """Hybrid: length-aware prefill placement, flowing decode (TaiChi, sections 3.3 and 3.4)."""
 STRATEGY_AGGREGATED: Strategy.ValueType  # 2
-"""Every engine alike, decode in place, no flow."""
+"""All engines are alike, and requests decode where they were prefilled."""
 STRATEGY_DISAGGREGATED: Strategy.ValueType  # 3
 """Prefill only on P-heavy engines, decode only on D-heavy ones."""
 Global___Strategy: _TypeAlias = Strategy  # noqa: Y015
@@ -84,7 +84,7 @@ class _EarlyRejectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyR
     EARLY_REJECTION_RANDOM: _EarlyRejection.ValueType  # 2
     """Place it on a uniformly random engine (TaiChi, section 3.4)."""
     EARLY_REJECTION_REJECT: _EarlyRejection.ValueType  # 3
-    """Answer 429 with Retry-After."""
+    """Answer HTTP 429 with Retry-After."""
 
 class EarlyRejection(_EarlyRejection, metaclass=_EarlyRejectionEnumTypeWrapper):
     """What happens to a request that no engine can serve within its TTFT objective."""
@@ -96,7 +96,7 @@ EARLY_REJECTION_OFF: EarlyRejection.ValueType  # 1
 EARLY_REJECTION_RANDOM: EarlyRejection.ValueType  # 2
 """Place it on a uniformly random engine (TaiChi, section 3.4)."""
 EARLY_REJECTION_REJECT: EarlyRejection.ValueType  # 3
-"""Answer 429 with Retry-After."""
+"""Answer HTTP 429 with Retry-After."""
 Global___EarlyRejection: _TypeAlias = EarlyRejection  # noqa: Y015
 
 @_typing.final
@@ -182,11 +182,11 @@ class EnginePlan(_message.Message):
     role: Global___Role.ValueType
     """Role, in force once the engine has acknowledged the chunk size."""
     chunk_size_tokens: _builtins.int
-    """Most tokens that one iteration may process, decodes included; 0: no new prompts. An engine that cannot run as many
-    runs as many as it can.
+    """Most tokens that one iteration may process, decodes included; 0: no new prompts. An engine with a lower limit uses
+    that.
     """
     is_draining: _builtins.bool
-    """True: no placements, decodes are moved away, the engine reports when it is empty."""
+    """True: the engine gets no new requests, its decodes move away, and it reports when it is empty."""
     def __init__(
         self,
         *,
@@ -205,8 +205,8 @@ Global___EnginePlan: _TypeAlias = EnginePlan  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):
-    """The only thing the control plane hands to the data plane. Applied whole or not at all; the highest
-    generation of the cluster wins.
+    """Everything that the control plane gives the data plane. A plan is applied whole or not at all; the highest generation
+    of the cluster wins.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -229,7 +229,7 @@ class Plan(_message.Message):
     strategy: Global___Strategy.ValueType
     """Strategy in force."""
     attainment_percent: _builtins.int
-    """Share of requests that shall meet their objectives, in percent."""
+    """Share of requests that should meet their objectives, in percent."""
     unnamed_chunk_size_tokens: _builtins.int
     """Chunk size of an engine that the plan does not name (the D-heavy setting), in tokens."""
     served_model_name: _builtins.str

@@ -176,7 +176,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A delta; the last one has finish_reason and usage."""
+    """A part of the output; the last one has finish_reason and usage."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -194,7 +194,7 @@ class GenerateResponse(_message.Message):
     first_output_index: _builtins.int
     """Index of the first of them in the output."""
     finish_reason: _sampling_pb2.FinishReason.ValueType
-    """Set in the last delta."""
+    """Set in the last part."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens, in order."""
@@ -205,7 +205,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Set in the last delta."""
+        """Set in the last part."""
 
     def __init__(
         self,

@@ -34,13 +34,13 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 3
     """Aborted by the router or the client."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
-    """The engine could not go on; see the error text."""
+    """The engine failed to continue; see the error text."""
     FINISH_REASON_HANDED_OFF: _FinishReason.ValueType  # 5
     """The request's part on this engine ended; its KV blocks wait for the next engine."""
     FINISH_REASON_RETURNED: _FinishReason.ValueType  # 6
     """A prompt that had not started goes back to its router (chunk size 0, drain)."""
     FINISH_REASON_REFUSED: _FinishReason.ValueType  # 7
-    """The request itself is wrong, so that no engine will run it; see the error text."""
+    """The request is invalid on any engine; see the error text."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended on an engine or for a client."""
@@ -54,19 +54,19 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
 """Aborted by the router or the client."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
-"""The engine could not go on; see the error text."""
+"""The engine failed to continue; see the error text."""
 FINISH_REASON_HANDED_OFF: FinishReason.ValueType  # 5
 """The request's part on this engine ended; its KV blocks wait for the next engine."""
 FINISH_REASON_RETURNED: FinishReason.ValueType  # 6
 """A prompt that had not started goes back to its router (chunk size 0, drain)."""
 FINISH_REASON_REFUSED: FinishReason.ValueType  # 7
-"""The request itself is wrong, so that no engine will run it; see the error text."""
+"""The request is invalid on any engine; see the error text."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How to pick the next token. Field names and meanings are vLLM's; an absent optional field means the
-    model's own default (generation_config.json), resolved by the router before it submits.
+    """How the next token is sampled. Names and meanings are vLLM's. The router fills absent optional fields with the
+    model's own defaults (generation_config.json) before it submits.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -108,9 +108,9 @@ class SamplingParams(_message.Message):
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most output tokens of the whole request, moves and recoveries included."""
+    """Most output tokens of the whole request, over all engines."""
     min_tokens: _builtins.int
-    """Output tokens before which EOS and stop tokens are suppressed."""
+    """Output tokens before which EOS and stop tokens cannot end the request."""
     temperature: _builtins.float
     """0 is greedy."""
     top_p: _builtins.float
@@ -126,8 +126,8 @@ class SamplingParams(_message.Message):
     repetition_penalty: _builtins.float
     """Multiplicative penalty over prompt and output, > 0."""
     seed: _builtins.int
-    """Seed of the request's own generator. The router assigns one when sampling without a seed,
-    so that a recovered request goes on with the draws it would have had.
+    """Seed of the request's own generator. The router assigns one where a sampling request has none, so that a recovered
+    request continues with the same draws.
     """
     ignore_eos: _builtins.bool
     """True: EOS does not end the request."""

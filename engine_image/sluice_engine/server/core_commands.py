@@ -1,0 +1,128 @@
+"""Grants, hand-offs, releases and plans: a router's messages become the EngineCore's commands, its answers messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice.v1 import engine_pb2 as wire
+from sluice_engine import core_messages
+from sluice_engine.server import wire_conversion
+
+if TYPE_CHECKING:
+    from sluice_engine.core_client import CoreClient
+    from sluice_engine.server.plan_in_force import PlanInForce
+    from sluice_engine.server.router_session import RouterSession
+    from sluice_engine.server.session_table import SessionTable
+
+
+class CoreCommands:
+    """Commands to the EngineCore.
+
+    Args:
+        client: The EngineCore.
+        sessions: The engine's routers and requests.
+        plan: The engine's part of the plan.
+    """
+
+    def __init__(self, client: CoreClient, sessions: SessionTable, plan: PlanInForce) -> None:
+        self._client = client
+        self._sessions = sessions
+        self._plan = plan
+
+    async def call(self, commands: list[core_messages.Command]) -> list[core_messages.Answer]:
+        """Has commands carried out between two iterations.
+
+        Raises:
+            Exception: vLLM's client raises a plain one for whatever goes wrong in the EngineCore.
+        """
+        encoded = await self._client.call_utility_async(core_messages.UTILITY, core_messages.encode_commands(commands))
+        return core_messages.decode_answers(encoded)
+
+    # --- from a router ---------------------------------------------------------------------------------------------
+
+    def make(self, session: RouterSession, message: wire.AttachRequest) -> list[core_messages.Command]:
+        """Makes the commands of a router's message; what needs no EngineCore is answered at once."""
+        commands: list[core_messages.Command] = []
+        for grant in message.grant_requests:
+            commands += self._make_grant(session, grant)
+        for hand_off in message.hand_offs:
+            commands += self._make_hand_off(session, hand_off)
+        released = [session.handed_off.pop(slot, "") for slot in message.released_slots]
+        commands += [core_messages.ReleaseCommand(request_id=core_id) for core_id in released if core_id]
+        commands += [
+            core_messages.ReleaseGrantCommand(key=session.make_grant_key(number))
+            for number in message.released_grant_ids
+        ]
+        if message.HasField("configure"):
+            commands += self._make_configure(session, message.configure)
+        return commands
+
+    def _make_grant(self, session: RouterSession, grant: wire.GrantRequest) -> list[core_messages.Command]:
+        cause = wire_conversion.CAUSES.get(grant.cause)
+        if cause is None:
+            session.send(wire.AttachResponse(grants=[wire.Grant(grant_id=grant.grant_id, reason="cause")]))
+            return []
+        key = session.make_grant_key(grant.grant_id)
+        return [core_messages.GrantCommand(key=key, num_tokens=grant.num_tokens, cause=cause)]
+
+    def _make_hand_off(self, session: RouterSession, hand_off: wire.HandOff) -> list[core_messages.Command]:
+        request = session.by_slot.get(hand_off.slot)
+        if request is None or request.fence != hand_off.fence:
+            session.add_hand_off_refused(hand_off.slot, "unknown" if request is None else "fence")
+            return []
+        return [core_messages.HandOffCommand(request_id=request.core_id)]
+
+    def _make_configure(self, session: RouterSession, message: wire.Configure) -> list[core_messages.Command]:
+        """Takes a plan part if it is newer than the newest; the others are answered with what is in force."""
+        try:
+            command = self._plan.take(message)
+        except ValueError as error:
+            session.send(wire.AttachResponse(configured=self._plan.refuse(message, str(error))))
+            return []
+        if command is not None:
+            return [command]
+        if self._plan.in_force is not None:
+            session.send(wire.AttachResponse(configured=self._plan.in_force))
+        return []
+
+    # --- to the router ---------------------------------------------------------------------------------------------
+
+    async def carry_out(
+        self, session: RouterSession, commands: list[core_messages.Command], configure: wire.Configure
+    ) -> None:
+        """Has a router's commands carried out, and answers them.
+
+        Args:
+            session: The router's.
+            commands: In order.
+            configure: The plan part among them, if there is one.
+        """
+        number = session.number
+        for answer in await self.call(commands):
+            if isinstance(answer, core_messages.ConfigureAnswer):
+                self._answer_configure(session, configure, answer)
+            elif session.number == number:  # otherwise the router has another stream by now, and its grants lapse
+                self._answer(session, answer)
+
+    def _answer(self, session: RouterSession, answer: core_messages.Answer) -> None:
+        if isinstance(answer, core_messages.GrantAnswer):
+            grant = wire.Grant(
+                grant_id=session.read_grant_key(answer.key),
+                is_granted=answer.is_granted,
+                reason=answer.reason,
+                ttl_s=answer.ttl_s,
+            )
+            session.send(wire.AttachResponse(grants=[grant]))
+        elif isinstance(answer, core_messages.HandOffAnswer) and not answer.is_accepted:
+            request = self._sessions.requests.get(answer.request_id)
+            if request is not None and request.slot is not None:
+                session.add_hand_off_refused(request.slot, answer.reason)
+
+    def _answer_configure(
+        self, session: RouterSession, message: wire.Configure, answer: core_messages.ConfigureAnswer
+    ) -> None:
+        if answer.error:
+            session.send(wire.AttachResponse(configured=self._plan.refuse(message, answer.error)))
+        elif configured := self._plan.acknowledge(message, answer):
+            for other in self._sessions:
+                other.send(wire.AttachResponse(configured=configured))
