@@ -49,7 +49,7 @@ ENGINES = (8, 64, 256, 1024)
 DECODES = (64, 256, 1024)
 LOAD_CASES = ("idle", "steady", "nothing")
 MOVES_PER_ITERATION = 8
-TARGET_P99_US = {64: 20.0, 1024: 200.0}  # router.md section 6
+TARGET_P99_US = {64: 20.0, 1024: 200.0}  # by number of engines
 _SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=256, max_batch_tokens=8192)
 _NS_PER_US = 1000.0
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from sluice_core.records import Slo
 
-ATTAINMENT_WINDOW_S = 300.0  # architecture.md 4.5: met / finished over five minutes
+ATTAINMENT_WINDOW_S = 300.0  # met / finished over five minutes
 _BUCKET_S = 5.0  # resolution of the window: memory is bounded whatever the request rate
 
 
@@ -57,7 +57,7 @@ def compute_tpot_s(first_token_s: float, last_token_s: float, output_tokens: int
     Raises:
         ValueError: No token, or the last one before the first.
 
-    Source: house-style.md, Names: (last - first token) / (output_tokens - 1).
+    Source: (last - first token) / (output_tokens - 1), as vLLM's benchmarks define it.
     """
     if output_tokens < 1:
         raise ValueError(f"output_tokens is {output_tokens}, at least 1 is needed for a TPOT")
@@ -155,7 +155,7 @@ class AttainmentCounters:
             slo_classes: Classes to sum; all when None.
 
         Returns:
-            A fresh sum; its ``attainment`` is what architecture.md 4.5 calls attainment.
+            A fresh sum; its ``attainment`` is that of the window.
         """
         self._expire(now)
         wanted = None if slo_classes is None else frozenset(slo_classes)

@@ -1,4 +1,4 @@
-"""The profiles against simulation.md section 1: its tables, its capacities, and what papers measured."""
+"""The profiles against a reference computed apart: tables, capacities, and what papers measured."""
 
 import json
 from itertools import pairwise
@@ -12,7 +12,7 @@ from sluice_core.latency.profile import TABLE_STEP_TOKENS
 
 TOKENS = (8, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 KERNELS, VIDUR, DISTSERVE = ProfileKind.KERNELS, ProfileKind.VIDUR, ProfileKind.DISTSERVE
-# Model, GPU, GPUs, kind; then linear(n) in ms, and p0 in us, p1, p2 in ns, d0 in us, d1, d2 in ns of simulation.md.
+# Model, GPU, GPUs, kind; then linear(n) in ms, and p0 in us, p1, p2 in ns, d0 in us, d1, d2 in ns.
 TABLES = [
     (("llama-2-70b", "a100-80g", 4, VIDUR), (37.0, 38.2, 44.6, 67.8, 118, 219, 388, 739, 1476), (203, 5.43, 5.09, 1248, 0.23, 56.5)),
     (("llama-2-70b", "a100-80g", 4, KERNELS), (31.1, 35.1, 41.4, 69.9, 115, 197, 368, 706, 1389), (681, 2.12, 3.46, 1624, 0.08, 59.8)),

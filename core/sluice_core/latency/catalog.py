@@ -1,4 +1,4 @@
-"""The profile of a model on a GPU, from the package's measurements: see simulation.md section 1 and docs/latency.md.
+"""The profile of a model on a GPU, from the measurements in ``data/`` (data/NOTICE.md).
 
 Three kinds. ``kernels`` adds up measured kernels (aiconfigurator) for any dense model on any of four GPUs. ``vidur`` has
 whole layers of two models on the A100, as the paper's own simulator measured them. ``distserve`` has the closed forms
@@ -35,7 +35,7 @@ from sluice_core.latency.profile import (
 GPUS = ("a100-80g", "h100-80g", "h200-141g", "l40s-48g")
 TABLE_TOKENS = 16_384
 _GPUS = re.compile(r"(?P<gpu>.+?)(?:x(?P<number>[1-9]\d*))?")
-# Share of a GPU's memory that vLLM may fill, and what its activations take of it (simulation.md section 1).
+# Share of a GPU's memory that vLLM may fill, and what its activations take of it.
 MEMORY_SHARE = 0.9
 ACTIVATION_BYTES = 3_000_000_000
 
@@ -50,7 +50,7 @@ class ProfileKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What no kernel measurement says. Source: simulation.md section 1.
+    """What no kernel measurement says.
 
     Args:
         host_iteration_s: The host's work per iteration, where kernels do not hide it (assumed for vLLM v1).
@@ -58,7 +58,7 @@ class Assumptions:
         layer_s: Launch gaps of a layer's element-wise kernels.
         memory_efficiency: Share of the peak bandwidth that element-wise kernels and the lm_head reach.
         lm_head_s: The lm_head beyond reading its weights.
-        reduce_element_bytes: Unit in which message sizes of the all-reduce table are read: 1 as in simulation.md. The
+        reduce_element_bytes: Unit in which message sizes of the all-reduce table are read: 1 by default. The
             table's source counts elements, which is 2; then all-reduces take about half (docs/latency.md).
     """
 
@@ -72,7 +72,7 @@ class Assumptions:
 
 DEFAULT_ASSUMPTIONS = Assumptions()
 
-# Per layer and all-reduce, vidur's own launch overhead (simulation.md section 1).
+# Per layer and all-reduce, vidur's own launch overhead.
 _VIDUR_REDUCE_S = 0.02e-3
 _VIDUR_NOISE_TOKENS = 150  # below it all-reduces are noise around their median
 _VIDUR_SMOOTHING = 9  # neighbouring message sizes whose median counts
@@ -169,7 +169,7 @@ def compute_kv_capacity_tokens(shape: Architecture, memory_bytes: int, tensor_pa
     Raises:
         UnknownModelError: The weights do not fit.
 
-    Source: simulation.md section 1, KV capacity.
+    Source: as vLLM sizes its cache: the share of the memory that it may fill, less weights and activations.
     """
     free_bytes = MEMORY_SHARE * memory_bytes * tensor_parallel - ACTIVATION_BYTES * tensor_parallel
     room_bytes = free_bytes - shape.compute_weight_bytes()

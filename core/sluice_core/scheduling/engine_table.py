@@ -1,14 +1,13 @@
 """The engines as one router knows them: reports plus its own placements since.
 
 ``EngineTable`` owns the state; its methods are the only writers. Engines that can take a prefill stand in ``order``:
-immutable ``Entry`` tuples, ascending by queued prefill tokens (other routers' engines ``SHARE_MARGIN_TOKENS`` later), P-heavy
-first among equals. An entry is replaced, never
-changed, so a decision record is a copy of pointers. Engines that can take none stand in ``blocked``, with the reason.
+immutable ``Entry`` tuples, ascending by queued prefill tokens (other routers' engines ``SHARE_MARGIN_TOKENS`` later),
+P-heavy first among equals. An entry is replaced, never changed, so a decision record is a copy of pointers. Engines that can take none stand in ``blocked``, with the reason.
 
 Invariants: every engine is in exactly one of the two; ``queued_prefill_tokens``, ``free_at_s`` and
 ``reserved_kv_blocks`` are the last report's plus those of ``in_flight``, the own placements that it does not include.
 
-Reports come far more often than requests, so what follows from them is computed when somebody looks: a changed engine
+Reports come far more often than requests, so what follows from them is computed when it is read: a changed engine
 is *stale* until then. Whoever reads ``order``, ``blocked`` or a state gets it up to date; ``peek`` and ``list_loads``
 spare the work for those that need loads and settings only.
 """
@@ -41,7 +40,7 @@ __all__ = [
     "Entry",
 ]
 
-PROVEN_OBSERVATIONS: Final = 100  # router.md section 3: with fewer fitted iterations an estimate justifies no rejection
+PROVEN_OBSERVATIONS: Final = 100  # with fewer fitted iterations an estimate justifies no rejection
 # Queued prefill tokens by which an engine of one's own share may be busier than one of another router's and still be
 # taken. Routers that see the same idle engines then do not all take the same. Two routers and 16 engines (FIFO queues, load
 # 0.85, prompts of 1000 tokens, reports every 30 ms): p99 of the queueing delay 0.8 s without, 0.4 s with 300 tokens, and
@@ -259,7 +258,7 @@ class EngineTable:
             self._stale[engine_id] = state
 
     def _check_roles(self) -> None:
-        """Recompute whether roles are void; a change alters the rank and the transfer time of every engine."""
+        """Recompute whether chunk sizes differ; a change alters the rank and the transfer time of every engine."""
         chunk_sizes = {state.chunk_size_tokens for state in self._states.values() if not state.is_draining}
         has_uniform_chunk_size = len(chunk_sizes) <= 1
         if has_uniform_chunk_size != self._has_uniform_chunk_size:

@@ -11,9 +11,9 @@ from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EngineId, FlowParameters, Role, Slo
 from sluice_core.strategies import Strategy
 
-BLOCK_SIZE_TOKENS = 16  # simulation.md section 1
-MAX_NUM_SEQS = 256  # simulation.md section 1; 128 in the cells made with Vidur
-MAX_BATCH_TOKENS = 16_384  # simulation.md section 3: batch of an unchunked prefill engine
+BLOCK_SIZE_TOKENS = 16  # as in vLLM
+MAX_NUM_SEQS = 256  # 128, Vidur's default, in the cells made with Vidur
+MAX_BATCH_TOKENS = 16_384  # batch of an unchunked prefill engine
 MESSAGE_S = 0.0037  # with four busy engines and a router on two cores: docs/simulator.md, section Fidelity
 # For processes that simulate: new containers between two collections. A run makes many and hardly a cycle; the default costs a
 # tenth of its time.
@@ -21,14 +21,14 @@ GC_THRESHOLD = 200_000
 
 
 class NoGrant(StrEnum):
-    """What a finished prefill does when no engine grants it blocks (simulation.md, section 2.8)."""
+    """What a finished prefill does when no engine grants it blocks."""
 
     IN_PLACE = "in_place"
     WAIT = "wait"
 
 
 class TtftEnd(StrEnum):
-    """When TTFT ends (simulation.md, section 2.9)."""
+    """When TTFT ends."""
 
     FIRST_TOKEN = "first_token"  # noqa: S105 - no password
     DECODE_JOIN = "decode_join"
@@ -41,7 +41,7 @@ class SimOptions:
     Args:
         no_grant: What a finished prefill does without a grant.
         ttft_end: When TTFT ends.
-        counts_decodes: The chunk size counts decodes; False: prefill tokens only (simulation.md, section 2.3).
+        counts_decodes: The chunk size counts decodes; False: prefill tokens only, as some papers count.
         schedules_ahead: Engines schedule an iteration while another runs, as vLLM does on GPUs: whatever comes to an
             engine meanwhile waits for both. False: papers, whose simulators know no such delay.
         hash_block_tokens: Tokens that each of a request's ``block_hashes`` names: requests reuse KV blocks that an engine

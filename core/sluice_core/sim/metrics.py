@@ -1,4 +1,4 @@
-"""What a run is judged by, in the words of house-style: attainment, TTFT, TPOT, ITL, goodput.
+"""The metrics of a run: attainment, TTFT, TPOT, ITL, moves, use of engines.
 
 Percentiles are nearest-rank over all finished requests of all runs; a one-token answer has no TPOT and meets it. A rejected
 request met nothing. A request whose prompt is among the longest tenth of its run counts for

@@ -1,4 +1,4 @@
-"""The event loop, and the router's part: placement, moves, failures (simulation.md, section 2).
+"""The event loop, and the router's part: placement, moves, failures.
 
 Events are arrivals, ends of iterations, arrivals of KV transfers and of messages between engines, and what is asked to
 happen to the cluster. Those of one moment are handled in the order in which they were scheduled, arrivals first. The

@@ -1,7 +1,7 @@
 """Requests to simulate: lengths from a trace, arrivals from a Poisson process or from the trace.
 
 One seed fixes the lengths and the gaps at one request per second; a rate divides the gaps. So attainment is nearly
-monotone in the rate, and strategies are compared on the same requests (simulation.md, section 4).
+monotone in the rate, and strategies are compared on the same requests.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def scale_trace(
 ) -> list[Arrival]:
     """Make requests at the trace's own times, from its start, stretched to a mean rate.
 
-    That keeps the shape of bursts and changes their time scale (simulation.md, section 4).
+    That keeps the shape of bursts and changes their time scale.
 
     Args:
         rows: The trace, with times.

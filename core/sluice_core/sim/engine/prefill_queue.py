@@ -1,7 +1,7 @@
 """The prefills of a simulated engine: prompts and recomputes that wait or run, and what of them an iteration computes.
 
-A prompt is admitted when all its blocks and a seat are free. Either it reserves all blocks then (simulation.md, sections
-2.4 and 2.5), or, as in vLLM, it takes those of each chunk, and may find too few later (``preemption``). The first prompt that
+A prompt is admitted when all its blocks and a seat are free. Either it reserves all blocks then, as in
+papers' simulators, or, as in vLLM, it takes those of each chunk, and may find too few later (``preemption``). The first prompt that
 does not fit keeps those behind it waiting.
 """
 
