@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks.mutation.mutate [MODULE ...]        # batching, decodes, flowing, placement
 
-mutmut (pinned in pyproject.toml) works on a copy under build/mutation with the fast tests that cover these modules. A mutant
-that no test notices is either listed in ``equivalent.toml``, with the reason why nothing can notice it, or a fault: the exit
-status is 1. So it is where one is listed that does not exist any more. A second run tests the mutants that were left, those
-that nothing noticed, and those of functions that changed; ``--anew`` tests all (half an hour on one core).
+mutmut (pinned in pyproject.toml) works on a copy under build/mutation with the fast tests that cover these modules. A
+mutant that no test notices is either listed in ``equivalent.toml``, with the reason why nothing can notice it, or a
+fault: the exit status is 1. So it is where one is listed that does not exist any more. A second run tests the mutants
+that were left, those that nothing noticed, and those of functions that changed; ``--anew`` tests all (half an hour on one core).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def make_folder() -> None:
 
 
 def forget_survivors(modules: list[str]) -> None:
-    """Has mutmut test survivors again: there may be new tests. Those listed as equivalent stay, as does what was noticed."""
+    """Has mutmut test survivors again, except those listed as equivalent: there may be new tests."""
     equivalent = read_equivalent()
     for module in modules:
         meta = FOLDER / "mutants" / PACKAGE / f"{module}.py.meta"

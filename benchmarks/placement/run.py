@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/placement/run.py [--json OUT] [--decisions N] [--repeats N]
 
-Placement: one ``assign`` of one request with its bookkeeping and decision record, the submit number noted. The report of an
-engine that includes the placement is timed apart. Load cases: ``idle`` (all queues empty, so all engines tie), ``steady``
-(queues of every length, some engines feasible), ``nothing`` (no engine is feasible, so every engine is looked at).
+Placement: one ``assign`` of one request with its bookkeeping and decision record, the submit number noted. The report
+of an engine that includes the placement is timed apart. Load cases: ``idle`` (all queues empty, so all engines tie),
+``steady`` (queues of every length, some engines feasible), ``nothing`` (no engine is feasible, so every engine is
+checked).
 
 Flow: ``advance`` and ``propose`` of one engine that has ``n`` decodes, with no move, and with 8 moves, per iteration.
 O(moved) shows as times that do not grow with ``n``; a plain scan of all decodes stands beside them.

@@ -1,7 +1,8 @@
 """The records that policies read and return.
 
 Frozen records are facts at one moment; the mutable state that policies keep lives in the modules that own it
-(``scheduling.engine_table.EngineTable``, ``scheduling.decode_order.DecodeSet``). Times are seconds on the caller's monotonic clock.
+(``scheduling.engine_table.EngineTable``, ``scheduling.decode_order.DecodeSet``). Times are seconds on the caller's
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ class PlacementCandidate:
         transfer_s: T, seconds to move the KV; 0 on D-heavy engines.
         is_feasible: Q + E + T within what is left of the TTFT SLO.
         reason: ``feasible``, ``ttft``, ``kv``, ``room``, ``draining`` or ``excluded``.
-        is_of_others: It belongs to the share of another router: it stands behind one's own by ``engine_table.SHARE_MARGIN_TOKENS``.
+        is_of_others: It belongs to the share of another router: it stands behind one's own by
+            ``engine_table.SHARE_MARGIN_TOKENS``.
     """
 
     engine_id: EngineId

@@ -270,7 +270,7 @@ def test_engines_of_other_routers_are_taken_when_ones_own_are_busier(own_queue, 
 
 
 def test_share_is_a_preference_and_no_permission():
-    """What is infeasible or full on one's own engines goes to the others', and an idle one is never a reason to reject."""
+    """What one's own engines cannot take goes to the others', and an idle one is never a reason to reject."""
     late, full = {"iteration_remaining_s": 60.0}, {"kv_blocks_used": 10_000}
     policy = make_policy(EarlyRejection.REJECT)
     decision = decide(make_table(late, full, {"is_of_others": True}), make_request(), policy)

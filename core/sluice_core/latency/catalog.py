@@ -1,8 +1,8 @@
 """The profile of a model on a GPU, from the measurements in ``data/`` (data/NOTICE.md).
 
-Three kinds. ``kernels`` adds up measured kernels (aiconfigurator) for any dense model on any of four GPUs. ``vidur`` has
-whole layers of two models on the A100, as the paper's own simulator measured them. ``distserve`` has the closed forms
-that DistServe fitted to OPT-13B, for iterations that hold prefills or decodes and never both.
+Three kinds. ``kernels`` adds up measured kernels (aiconfigurator) for any dense model on any of four GPUs. ``vidur``
+has whole layers of two models on the A100, as the paper's own simulator measured them. ``distserve`` has the closed
+forms that DistServe fitted to OPT-13B, for iterations that hold prefills or decodes and never both.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ def _check_tensor_parallel(name: str, shape: Architecture, tensor_parallel: int)
     divides = tensor_parallel >= 1 and shape.num_heads % tensor_parallel == 0
     if not divides or max(shape.num_kv_heads, tensor_parallel) % min(shape.num_kv_heads, tensor_parallel):
         raise UnknownModelError(
-            f"{name} has {shape.num_heads} heads and {shape.num_kv_heads} KV heads, which {tensor_parallel} GPUs cannot share"
+            f"{name} has {shape.num_heads} heads and {shape.num_kv_heads} KV heads, "
+            f"which {tensor_parallel} GPUs cannot share"
         )
 
 
@@ -263,8 +264,8 @@ class _LayerTimes:
         keys = max(1.0, shape.num_kv_heads / tensor_parallel) * shape.head_size
         gemms = ((queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner))
         curves = [kernels.make_gemm_curve(outputs, inputs) for outputs, inputs in gemms]
-        # Two norms read and write activations and residual; the activation reads two parts and writes one; rotation reads
-        # and writes queries and keys; keys and values go to the cache.
+        # Two norms read and write activations and residual; the activation reads two parts and writes one; rotation
+        # reads and writes queries and keys; keys and values go to the cache.
         values = 8 * hidden + 3 * inner + 2 * (queries + keys) + 4 * keys
         bytes_per_s = assumptions.memory_efficiency * kernels.memory_bytes_per_s
         return _LayerTimes(
@@ -377,8 +378,8 @@ def _smooth_reduces(
 def build_distserve_profile(model: str, gpu: str, tensor_parallel: int) -> tuple[IterationProfile, int]:
     """Write DistServe's closed forms as a profile; returns it and the KV capacity in tokens.
 
-    A prefill takes ``a + b * tokens + c * sum of squares``, an iteration of decodes ``a + b * contexts + c * decodes``, with
-    other coefficients for large batches.
+    A prefill takes ``a + b * tokens + c * sum of squares``, an iteration of decodes ``a + b * contexts + c * decodes``,
+    with other coefficients for large batches.
 
     Raises:
         UnknownModelError: DistServe has no such profile.

@@ -44,8 +44,9 @@ class LinkSpeed:
         return free_at, free_at + self.latency_s
 
 
-# NVLink: a quarter of the 600 GB/s that papers name, assumed; 100 and 25 GbE: 96 % of the wire. Assumed: InfiniBand is HDR, 200 Gb/s, with
-# the same share; PCIe 4.0 x16 reaches 25 of 32 GB/s; TCP is one stream of the kernel's on a 10 Gb/s network.
+# NVLink: a quarter of the 600 GB/s that papers name, assumed; 100 and 25 GbE: 96 % of the wire. Assumed: InfiniBand is
+# HDR, 200 Gb/s, with the same share; PCIe 4.0 x16 reaches 25 of 32 GB/s; TCP is one stream of the kernel's on a 10 Gb/s
+# network.
 LINKS = {
     "nvlink": LinkSpeed(bytes_per_s=150e9),
     "pcie": LinkSpeed(bytes_per_s=25e9),

@@ -1,7 +1,7 @@
 """What a plan may choose, within bounds.
 
-Sliders lie on a lattice: chunk sizes at powers of two and halfway between, P-heavy engines at whole numbers. Neighbours on
-it differ by a few percent of goodput near the best, which is what a search can tell apart.
+Sliders lie on a lattice: chunk sizes at powers of two and halfway between, P-heavy engines at whole numbers. Neighbours
+on it differ by a few percent of goodput near the best, which is what a search can tell apart.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 ``rank`` ranks many: whoever passes at a rate goes on to the next higher one, until nobody passes. So those that fall
 behind cost one run each, which gives up early, and the goodput of those in front is known from both sides. Candidates
-whose runs have ended at the very same moment so far, such as those whose chunk sizes no prompt fills, share the next run.
-``locate_goodput`` finds where to begin, ``measure_goodputs`` the goodput of a few, of each seed by itself.
+whose runs have ended at the very same moment so far, such as those whose chunk sizes no prompt fills, share the next
+run. ``locate_goodput`` finds where to begin, ``measure_goodputs`` the goodput of a few, of each seed by itself.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class CandidateComparison:
             start_rps: Where to begin; as shorter runs have it, which flatter.
 
         Returns:
-            The highest rate that it is known to pass; ``start_rps`` if that is far below, so that others may pass there.
+            The highest rate that it is known to pass; ``start_rps`` if that is far below, so that others may pass
+            there.
         """
         self._measure_goodputs({(candidate, fidelity.seeds[0]): start_rps}, fidelity, _RANKING_MISSES)
         rate_rps = self.find_passing_rate(candidate, fidelity) or 0.0
@@ -235,7 +236,7 @@ class CandidateComparison:
         fidelity: Fidelity,
         misses: float = _MEASURING_MISSES,
     ) -> None:
-        """Find the goodput of pairs of candidate and seed; runs give up after so many times the misses that are allowed."""
+        """Find the goodput of pairs of candidate and seed; runs give up after ``misses`` times the allowed misses."""
         open_ = list(starts_rps)
         for _ in range(_MOST_STEPS):
             trials = [

@@ -1,7 +1,7 @@
 """A plan for a goal: the highest goodput of some GPUs, or the fewest GPUs for a rate.
 
-Goodput grows a little faster than the engines (larger clusters even bursts out), so the number for a rate is guessed from
-what an engine does in a small cluster and then tried one by one.
+Goodput grows a little faster than the engines (larger clusters even bursts out), so the number for a rate is guessed
+from what an engine does in a small cluster and then tried one by one.
 """
 
 from __future__ import annotations
@@ -232,9 +232,10 @@ class Planner:
         needed = [pair for detail in prediction.details for pair in detail.latencies_s]
         medians = [f"{1e3 * statistics.median(values):.4g} ms" for values in zip(*needed, strict=True)]
         return (
-            f"no plan within the bounds meets a TTFT of {1e3 * slo.ttft_s:.4g} ms and a TPOT of {1e3 * slo.tpot_s:.4g} ms for "
-            f"{goal.target:.4g} of the requests at any rate; at {prediction.rate_rps:.2g} requests/s the best attains "
-            f"{prediction.attainment.mean:.4g}, with a median TTFT and TPOT of {' and '.join(medians) or 'nothing finished'}"
+            f"no plan within the bounds meets a TTFT of {1e3 * slo.ttft_s:.4g} ms "
+            f"and a TPOT of {1e3 * slo.tpot_s:.4g} ms for {goal.target:.4g} of the requests at any rate; at {prediction.rate_rps:.2g} requests/s the best attains "
+            f"{prediction.attainment.mean:.4g}, "
+            f"with a median TTFT and TPOT of {' and '.join(medians) or 'nothing finished'}"
         )
 
     def _describe(
@@ -286,8 +287,8 @@ def estimate_start_rps(problem: PlanningProblem, replicas: int, tensor_parallel:
 def estimate_response_s(problem: PlanningProblem) -> float:
     """Estimate how long an answer takes on an engine as full as it gets; no longer than its objective allows.
 
-    So long a cluster takes to fill. With as many decodes as there are seats or KV blocks for, each iteration has the prompts
-    that take the place of the answers that end in it.
+    So long a cluster takes to fill. With as many decodes as there are seats or KV blocks for, each iteration has the
+    prompts that take the place of the answers that end in it.
     """
     return max(_estimate_engine_response_s(problem, engine) for engine in problem.engines.values())
 
@@ -310,7 +311,7 @@ def _estimate_engine_response_s(problem: PlanningProblem, engine: EngineSetup) -
 
 
 def _has_goodput(found: SearchResult) -> bool:
-    """Say whether anything meets the objectives: of less than a request in a whole run nothing is known but that it is little."""
+    """Say whether anything meets the objectives; less than one request in a whole run counts as nothing."""
     return found.best.goodput_rps * found.fidelity.duration_s >= 1.0
 
 

@@ -1,11 +1,12 @@
 """The search: successive halving over runs of growing length.
 
 Rounds: the order of magnitude of the rate; candidates all over the space, on short runs; the neighbours of the best, on
-longer ones; M and alpha; and the best few of each strategy on whole runs over several seeds. A round starts at the rate at
-which the best candidate so far is about to fail, which is where candidates differ; shorter runs flatter, so with longer ones
-that is found anew. Of candidates that did the same one is looked at.
+longer ones; M and alpha; and the best few of each strategy on whole runs over several seeds. A round starts at the rate
+at which the best candidate so far is about to fail, which is where candidates differ; shorter runs flatter, so with
+longer ones that is found anew. Of candidates that did the same one is looked at.
 
-Engines of a large cluster do what those of a smaller one do, so all rounds but the last are run on ``MOST_EXPLORED_ENGINES`` at most.
+Engines of a large cluster do what those of a smaller one do, so all rounds but the last are run on
+``MOST_EXPLORED_ENGINES`` at most.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class SearchEffort:
         num_requests: Requests of a whole run, and of one that ranks before it is shortened.
         least_duration_s: Least length of a whole run: what an overload needs to show.
         most_duration_s: Most length of a whole run.
-        most_requests: Whole runs have no more for the sake of ``least_duration_s``: where so many come sooner, a smaller overload
-            may stay unseen.
-        filled_s: Least length of a whole run, and of one that ranks before it is shortened: what engines need to be full most
-            of the time; down to 0.6 of it where that is more than ``most_requests``. Of engines that are still filling up
-            the goodput is up to twice what it is in the long run.
+        most_requests: Whole runs have no more for the sake of ``least_duration_s``: where so many come sooner, a
+            smaller overload may stay unseen.
+        filled_s: Least length of a whole run, and of one that ranks before it is shortened: what engines need to be
+            full most of the time; down to 0.6 of it where that is more than ``most_requests``. Of engines that are
+            still filling up the goodput is up to twice what it is in the long run.
         num_compared: Candidates of the last round.
     """
 
@@ -87,8 +88,8 @@ class SearchResult:
     Args:
         ranking: Whole runs of the best, best first.
         fidelity: Of these runs.
-        explored: Every candidate that was tried, with the goodput that short runs gave it; in a large cluster what that of
-            fewer engines makes one expect.
+        explored: Every candidate that was tried, with the goodput that short runs gave it; in a large cluster what that
+            of fewer engines makes one expect.
     """
 
     ranking: tuple[RankedCandidate, ...]
@@ -170,7 +171,7 @@ class Search:
         return explored, self._drop_duplicates(refined, len(refined), fidelity)
 
     def _scale_up(self, ranking: Sequence[RankedCandidate], replicas: int) -> list[RankedCandidate]:
-        """Give candidates more engines at the same share, and as much more goodput; those out of bounds are left out."""
+        """Give candidates more engines at the same share, and as much more goodput; leave out those out of bounds."""
         enlarged: dict[SliderCandidate, RankedCandidate] = {}
         for ranked in ranking:
             candidate = resize(ranked.candidate, replicas, self._space)
@@ -223,7 +224,7 @@ class Search:
         return ranking
 
     def _refine(self, centres: Sequence[SliderCandidate], rate_rps: float, fidelity: Fidelity) -> list[RankedCandidate]:
-        """Go from the best to their neighbours, as long as that gains something, or any of the first few was not expanded."""
+        """Go from the best to their neighbours while that gains something, or any of the first few was not expanded."""
         rate_rps = self._comparison.locate_goodput(centres[0], fidelity, rate_rps)
         ranking = self._comparison.rank(centres, fidelity, rate_rps, _FINE_FACTOR)
         expanded: list[SliderCandidate] = []

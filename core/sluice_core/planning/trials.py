@@ -1,7 +1,7 @@
 """One simulated run of one candidate, and what is learned from it.
 
-Common random numbers: a seed fixes lengths and unit-rate gaps, so all candidates serve the same requests, and a shorter run
-serves the first of a longer one's.
+Common random numbers: a seed fixes lengths and unit-rate gaps, so all candidates serve the same requests, and a shorter
+run serves the first of a longer one's.
 """
 
 from __future__ import annotations

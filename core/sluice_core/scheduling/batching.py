@@ -10,7 +10,8 @@ No class starves:
 - decodes and joining requests always have their token;
 - recompute goes ahead of other prefills;
 - within a class the order is by arrival, and priority is worth a bounded head start, so every request becomes first;
-- where decodes fill the chunk, prefills still get a small chunk now and then (minimum progress, ``ChunkedPrefillPolicy``);
+- where decodes fill the chunk, prefills still get a small chunk now and then (minimum progress,
+  ``ChunkedPrefillPolicy``);
 - the victim of a preemption is the request that comes last in that same order, so the first one is never preempted
   and always ends.
 """
@@ -71,7 +72,9 @@ class EngineBatch:
 
 
 class BatchLimits:
-    """Knobs for one iteration. A plain class, because compiled it takes a tenth of the time that a record takes to make.
+    """Limits of one iteration.
+
+    A plain class: compiled, it takes a tenth of the time that a record takes to make.
 
     Args:
         token_budget: Most tokens of the iteration; never under decodes + joining.
@@ -211,8 +214,8 @@ def _desired_room(engine: EngineBatch, ahead: int) -> int:
     """Compute the room that the chunk size leaves beside ``ahead`` tokens; the engine's maximum is not applied."""
     if engine.chunk_size_tokens > 0:
         return engine.chunk_size_tokens - ahead
-    # Chunk size 0 (TaiChi, section 3.1: disaggregation): no new prompts, but what has started must end, and requests that
-    # lost their KV are recomputed here.
+    # Chunk size 0 (TaiChi, section 3.1: disaggregation): no new prompts, but what has started must end, and requests
+    # that lost their KV are recomputed here.
     started = (engine.last_chunk_size_tokens or RECOMPUTE_TOKENS) - ahead if engine.num_started_prefills else 0
     return max(started, RECOMPUTE_TOKENS if engine.num_recomputing else 0)
 

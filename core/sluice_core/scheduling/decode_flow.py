@@ -107,12 +107,17 @@ class FlowPolicy:
             proposals += [_propose(now, engine, decode, MoveCause.PREFILL_DONE) for decode in prefilled_here]
         return proposals
 
-    def target(self, now: float, request: FlowRequest, engines: EngineTable) -> EngineId | None:  # noqa: ARG002 - a policy may look at the time
+    def target(
+        self,
+        now: float,  # noqa: ARG002 - another policy may need the time
+        request: FlowRequest,
+        engines: EngineTable,
+    ) -> EngineId | None:
         """Pick the engine to ask for a grant.
 
         First decode and backflow: the D-heavy engine with the least KV used, grants included, and physical room.
-        Degradation: the P-heavy engine with the fewest used blocks, bounded by the watermark. Drain and manual: the same
-        role first, then any with room. Where all chunk sizes are equal only drain and manual find a target.
+        Degradation: the P-heavy engine with the fewest used blocks, bounded by the watermark. Drain and manual: the
+        same role first, then any with room. Where all chunk sizes are equal only drain and manual find a target.
 
         Args:
             now: Seconds on the caller's clock.
@@ -139,7 +144,8 @@ class FlowPolicy:
         """
         # Line 2, r_tpot > tau_tpot * alpha.
         slow = engine.list_near_tpot_slo(now, limit)
-        # Beyond the paper: a decode that has just come goes back only when it misses its SLO, else it would move to and fro.
+        # Beyond the paper: a decode that has just come goes back only when it misses its SLO, else it would move to and
+        # fro.
         slow += [decode for decode in engine.list_recently_moved() if engine.has_tpot_above(decode, now, 1.0)]
         if not slow:
             return []
@@ -149,8 +155,8 @@ class FlowPolicy:
     def _degrade(self, now: float, engine: DecodeSet, limit: int) -> list[MoveProposal]:
         """Select the longest outputs until usage is down to the watermark.
 
-        Source: TaiChi, section 3.3, Algorithm 1, lines 4 to 12; usage is that of KV blocks, and beyond the paper that of
-        ``max_num_seqs``, which binds first where outputs are short.
+        Source: TaiChi, section 3.3, Algorithm 1, lines 4 to 12; usage is that of KV blocks, and beyond the paper that
+        of ``max_num_seqs``, which binds first where outputs are short.
         """
         watermark, alpha = self.parameters.watermark, self.parameters.approaching_factor
         max_blocks, max_seqs = watermark * engine.kv_blocks_total, watermark * engine.max_num_seqs

@@ -7,9 +7,9 @@ All decodes of an engine gain one token per iteration, so both orders of Algorit
   ``output_tokens = k - k0`` (k counts iterations) is ``alpha * tau * (k0 + 1) - t_first > alpha * tau * k - now``,
   whose left side never changes; one order per TPOT SLO.
 
-A decode is in exactly one state: *recently moved* (it came by a move fewer than ``min_tokens`` tokens ago), *ranked* (in
-both orders), or *backing off* (proposed, or put back, until a time). Recently moved ones are few, because each is so for
-``min_tokens`` iterations only.
+A decode is in exactly one state: *recently moved* (it came by a move fewer than ``min_tokens`` tokens ago), *ranked*
+(in both orders), or *backing off* (proposed, or put back, until a time). Recently moved ones are few, because each is
+so for ``min_tokens`` iterations only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _ROUNDING_S: Final = 1e-6
 
 
 class Decode:
-    """One running decode; mutable, changed by ``DecodeSet`` only. Compiled, a plain class is several times as fast to make.
+    """One running decode; mutable, changed by ``DecodeSet`` only.
+
+    A plain class: compiled, it is several times as fast to make as a record.
 
     Args:
         request_id: The request.

@@ -2,7 +2,8 @@
 
 ``EngineTable`` owns the state; its methods are the only writers. Engines that can take a prefill stand in ``order``:
 immutable ``Entry`` tuples, ascending by queued prefill tokens (other routers' engines ``SHARE_MARGIN_TOKENS`` later),
-P-heavy first among equals. An entry is replaced, never changed, so a decision record is a copy of pointers. Engines that can take none stand in ``blocked``, with the reason.
+P-heavy first among equals. An entry is replaced, never changed, so a decision record is a copy of pointers. Engines
+that can take none stand in ``blocked``, with the reason.
 
 Invariants: every engine is in exactly one of the two; ``queued_prefill_tokens``, ``free_at_s`` and
 ``reserved_kv_blocks`` are the last report's plus those of ``in_flight``, the own placements that it does not include.
@@ -42,9 +43,9 @@ __all__ = [
 
 PROVEN_OBSERVATIONS: Final = 100  # with fewer fitted iterations an estimate justifies no rejection
 # Queued prefill tokens by which an engine of one's own share may be busier than one of another router's and still be
-# taken. Routers that see the same idle engines then do not all take the same. Two routers and 16 engines (FIFO queues, load
-# 0.85, prompts of 1000 tokens, reports every 30 ms): p99 of the queueing delay 0.8 s without, 0.4 s with 300 tokens, and
-# worse again with 2000, because the shares are never quite equal.
+# taken. Routers that see the same idle engines then do not all take the same. Two routers and 16 engines (FIFO queues,
+# load 0.85, prompts of 1000 tokens, reports every 30 ms): p99 of the queueing delay 0.8 s without, 0.4 s with 300
+# tokens, and worse again with 2000, because the shares are never quite equal.
 SHARE_MARGIN_TOKENS: Final = 256
 RECOVERY_SHARE: Final = 0.5  # of an engine's prefill time, while other prefills wait there
 RECOVERY_BURST_S: Final = 0.5  # recovery work that an engine takes ahead of that share
@@ -233,7 +234,12 @@ class EngineTable:
             raise ValueError(f"no placement of request {request_id!r} on engine {engine_id!r} to mark as submitted")
         placement.submit_number = submit_number
 
-    def cancel_placement(self, engine_id: EngineId, request_id: RequestId, now: float) -> None:  # noqa: ARG002 - see Args
+    def cancel_placement(
+        self,
+        engine_id: EngineId,
+        request_id: RequestId,
+        now: float,  # noqa: ARG002 - see Args
+    ) -> None:
         """Forget a placement that was not sent, or was aborted before a report included it. Unknown ones are ignored.
 
         Args:

@@ -1,7 +1,7 @@
 """Where prefills run: length-aware prefill scheduling (TaiChi, section 3.4, Algorithm 2) as an ordered walk.
 
-``EngineTable.order`` lists the engines by queued prefill tokens, so the first feasible one is the one that lines 10 to 12
-of Algorithm 2 return. Decisions are kept in a bounded ring as tuples and formatted on demand (``explain``).
+``EngineTable.order`` lists the engines by queued prefill tokens, so the first feasible one is the one that lines 10 to
+12 of Algorithm 2 return. Decisions are kept in a bounded ring as tuples and formatted on demand (``explain``).
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ class LengthAwarePlacement:
         """Place one new prefill (TaiChi, section 3.4, Algorithm 2)."""
         deadline_s = request.arrival_s + request.slo.ttft_s
         candidates = assign_pass.list_candidates(request)
-        # Lines 1 to 11: in ascending order of queued prefill tokens the first feasible engine is the arg min of line 11.
+        # Lines 1 to 11: in ascending order of queued prefill tokens the first feasible engine is the arg min of line
+        # 11.
         found = assign_pass.walk(request, candidates, deadline_s)
         if found.feasible >= 0:
             # Line 12. The paper does not say which of equal queues is taken; see ``_break_tie``.
@@ -314,8 +315,8 @@ class _AssignPass:
         self._holds.add(hold.reason)
         if hold.reason == "kv":
             self._least_kv_held = min(self._least_kv_held, request.prompt_tokens)
-            # A prompt that waits for KV beyond its TTFT SLO is not overtaken any more: large prompts would starve behind
-            # small ones, which always find room first.
+            # A prompt that waits for KV beyond its TTFT SLO is not overtaken any more: large prompts would starve
+            # behind small ones, which always find room first.
             due_s = request.next_token_due_s if request.is_recovery else request.arrival_s
             is_overdue = self.now > due_s + request.slo.ttft_s
             self._is_blocked_by_kv = self._is_blocked_by_kv or (is_overdue and self._can_ever_fit(request))

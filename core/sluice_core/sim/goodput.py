@@ -1,7 +1,7 @@
 """Goodput: the highest request rate at the wanted attainment.
 
-Attainment falls from 0.95 to 0.5 within a tenth of the rate, so goodputs are compared, or attainments on the same requests;
-never single runs at one rate.
+Attainment falls from 0.95 to 0.5 within a tenth of the rate, so goodputs are compared, or attainments on the same
+requests; never single runs at one rate.
 """
 
 from __future__ import annotations

@@ -7,12 +7,14 @@ iterations (of an engine at work; an idle one does everything at once):
                     ──► source hands off  after 2 of its own: the one scheduled already still has the request
                     ──► target pulls      after 1: the KV goes over the link
                     ──► target notices    after 1 from the KV's arrival
-                    ──► request joins     after 3 more: notices come up with the output of the iteration that was scheduled
+                    ──► request joins     after 3 more: notices come up with the output of the iteration that was
+                    scheduled
                                           then, after which another one is scheduled already
                     ──► source is free    after 3 of its own
 
 The first three steps begin with a message from one engine to the router and on to the other one, which takes twice
-``SimOptions.message_s``. The request goes on where it is until it is handed off, and pauses from then until it has joined.
+``SimOptions.message_s``. The request goes on where it is until it is handed off, and pauses from then until it has
+joined.
 
 Source: vLLM 0.32, ``EngineCore.step_with_batch_queue`` with a queue of 2; ``benchmarks/fidelity`` compares.
 """

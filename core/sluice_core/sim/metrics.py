@@ -1,7 +1,7 @@
 """The metrics of a run: attainment, TTFT, TPOT, ITL, moves, use of engines.
 
-Percentiles are nearest-rank over all finished requests of all runs; a one-token answer has no TPOT and meets it. A rejected
-request met nothing. A request whose prompt is among the longest tenth of its run counts for
+Percentiles are nearest-rank over all finished requests of all runs; a one-token answer has no TPOT and meets it. A
+rejected request met nothing. A request whose prompt is among the longest tenth of its run counts for
 ``attainment_longest_tenth``: an average hides that strategies give up long prompts.
 """
 
@@ -167,8 +167,8 @@ def compute_percentile(values: Sequence[float], share: float) -> float | None:
 def make_report(runs: Sequence[RunSummary]) -> dict[str, object]:
     """Make the metrics of some runs of one cell, as ``sluice simulate --json`` prints them.
 
-    Attainments are means over the runs, percentiles are over all their requests, counts are sums; engines are those of the
-    first run.
+    Attainments are means over the runs, percentiles are over all their requests, counts are sums; engines are those of
+    the first run.
 
     Args:
         runs: At least one.

@@ -17,9 +17,9 @@ from sluice_core.sim.traces import TraceRow
 class PoissonWorkload:
     """Lengths of a trace at Poisson arrivals; mutable only in what it has drawn so far.
 
-    Lengths are drawn without replacement, independently of the arrivals; a run that needs more than the trace has starts
-    over in a new order. Where rows have hashes their order is what says which prompts are still in a cache: it is kept, from a
-    row on that is drawn, and to a run that starts over all prompts are new ones.
+    Lengths are drawn without replacement, independently of the arrivals; a run that needs more than the trace has
+    starts over in a new order. Where rows have hashes their order is what says which prompts are still in a cache: it
+    is kept, from a row on that is drawn, and to a run that starts over all prompts are new ones.
 
     Args:
         rows: The trace.

@@ -1,11 +1,11 @@
 """What preempted requests find again of their KV blocks where prompts share nothing (``prefix_cache``: where they do).
 
-An engine keeps free blocks in a queue and takes them from its front. Blocks that are full and thus cached are put behind
-all others when they become free, a request's last one first; a block that is not full is put before all others. So a
-preempted request finds its first blocks again, as many as nobody has taken meanwhile.
+An engine keeps free blocks in a queue and takes them from its front. Blocks that are full and thus cached are put
+behind all others when they become free, a request's last one first; a block that is not full is put before all others.
+So a preempted request finds its first blocks again, as many as nobody has taken meanwhile.
 
-Only requests that were preempted here look for blocks, so the queue is kept while one of them waits, and holds how many blocks
-lie between theirs: it costs what is taken and freed, once each, and nothing where nobody was preempted.
+Only requests that were preempted here look for blocks, so the queue is kept while one of them waits, and holds how many
+blocks lie between theirs: it costs what is taken and freed, once each, and nothing where nobody was preempted.
 
 Source: vLLM 0.32, ``v1/core/block_pool.py``: ``free_blocks``, ``get_new_blocks``.
 """
@@ -25,7 +25,9 @@ class _BlockRun:
 
 
 class FreedBlocks:
-    """The free blocks of an engine while preempted requests wait; mutable, changed by the engine and its ``PrefillQueue``.
+    """The free blocks of an engine while preempted requests wait.
+
+    Mutable, changed by the engine and its ``PrefillQueue``.
 
     Args:
         num_free: Free blocks when the first of them is preempted, its own left out; negative: ``num_overdrawn``.
@@ -52,8 +54,8 @@ class FreedBlocks:
     def take(self, num_blocks: int) -> None:
         """Take free blocks; whoever does has made sure that there are so many.
 
-        Those that became free while an iteration ran are given back here when the next one is scheduled. A transfer may be
-        granted them before: they are owed until then.
+        Those that became free while an iteration ran are given back here when the next one is scheduled. A transfer may
+        be granted them before: they are owed until then.
         """
         if num_blocks <= self._num_first:
             self._num_first -= num_blocks

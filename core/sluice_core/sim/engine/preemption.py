@@ -1,20 +1,22 @@
 """What a simulated engine does when it has too few KV blocks for what runs: it preempts, and recomputes later.
 
-The victim is what comes last in the batch policy's order. Its blocks are free at once; what is left of them when its turn
-comes again is not recomputed (``freed_blocks``).
+The victim is what comes last in the batch policy's order. Its blocks are free at once; what is left of them when its
+turn comes again is not recomputed (``freed_blocks``).
 
-In step, as papers' simulators do, a prompt has reserved all its blocks, so only decodes run out of them and only decodes
-are preempted. Engines that schedule ahead do as vLLM's ``schedule`` does: blocks are taken by the chunk, and a prompt that has
-started is promised none. So decodes may take what it needs next, and then the last of *all* that runs goes:
+In step, as papers' simulators do, a prompt has reserved all its blocks, so only decodes run out of them and only
+decodes are preempted. Engines that schedule ahead do as vLLM's ``schedule`` does: blocks are taken by the chunk, and a
+prompt that has started is promised none. So decodes may take what it needs next, and then the last of *all* that runs
+goes:
 
 - decodes have their turn in order, then the prefills that have started;
 - whoever finds no block preempts the last of all, which may be itself;
-- but what the iteration under way holds, also a last token, may still be written to: it is not preempted. Whoever asked and all
-  behind it are left out of one iteration, after which the last one, left out as well, is preempted;
-- in an iteration with a preemption nothing is admitted; in one without, prompts that are small enough are, beside the room
-  that a chunk has been given for which there were no blocks.
+- but what the iteration under way holds, also a last token, may still be written to: it is not preempted. Whoever asked
+  and all behind it are left out of one iteration, after which the last one, left out as well, is preempted;
+- in an iteration with a preemption nothing is admitted; in one without, prompts that are small enough are, beside the
+  room that a chunk has been given for which there were no blocks.
 
-Source: vLLM 0.32, ``v1/core/sched/scheduler.py``, with a connector for KV (``defer_block_free``); ``benchmarks/fidelity`` compares.
+Source: vLLM 0.32, ``v1/core/sched/scheduler.py``, with a connector for KV (``defer_block_free``);
+    ``benchmarks/fidelity`` compares.
 """
 
 from __future__ import annotations

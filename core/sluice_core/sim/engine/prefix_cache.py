@@ -1,10 +1,10 @@
 """The KV blocks of a simulated engine by what is in them, as vLLM keeps them with prefix caching.
 
-A block that a prompt has filled is *cached* under a hash of its tokens and of all before them; a prompt that begins with
-the same tokens refers to it instead of computing it.
+A block that a prompt has filled is *cached* under a hash of its tokens and of all before them; a prompt that begins
+with the same tokens refers to it instead of computing it.
 
-- Only full blocks are found, from the start of the prompt up to the first that is missing, and never all tokens: the last
-  one is computed, for its logits.
+- Only full blocks are found, from the start of the prompt up to the first that is missing, and never all tokens: the
+  last one is computed, for its logits.
 - A block is found as soon as the chunk that fills it is scheduled, before it is computed: in its layers a batch writes
   KV before it reads any.
 - What two requests computed at the same time is there twice. The block that was cached first is found.
