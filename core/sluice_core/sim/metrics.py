@@ -111,21 +111,22 @@ def summarize(simulation: Simulation) -> RunSummary:
     if not requests:
         raise ValueError("a run without requests has no metrics")
     finished = [request for request in requests if request.state is RequestState.FINISHED]
-    tpots_s = [(request, request.tpot_s) for request in finished]
+    outcomes = [request.slo_outcome for request in requests]
+    tpots_s = [request.tpot_s for request in finished]
     longest = list_longest_tenth(requests)
     served_s = sum(request.last_token_s - request.arrival_s for request in finished)
     caches = [engine.cache for engine in simulation.engines if engine.cache is not None]
     return RunSummary(
         num_requests=len(requests),
         duration_s=simulation.now,
-        num_met=sum(request.has_met_slo for request in requests),
-        num_met_ttft=sum(request.ttft_s <= request.ttft_slo_s for request in finished),
-        num_met_tpot=sum(tpot_s is None or tpot_s <= request.tpot_slo_s for request, tpot_s in tpots_s),
+        num_met=sum(outcome.met_both for outcome in outcomes),
+        num_met_ttft=sum(outcome.met_ttft for outcome in outcomes),
+        num_met_tpot=sum(outcome.met_tpot for outcome in outcomes),
         num_rejected=len(requests) - len(finished),
         num_longest=len(longest),
         num_met_longest=sum(request.has_met_slo for request in longest),
         ttfts_s=tuple(request.ttft_s for request in finished),
-        tpots_s=tuple(tpot_s for _, tpot_s in tpots_s if tpot_s is not None),
+        tpots_s=tuple(tpot_s for tpot_s in tpots_s if tpot_s is not None),
         itl_s=_list_gaps(simulation.gaps),
         moves={cause.value: number for cause, number in simulation.num_moves.items() if number},
         num_blocked_moves=simulation.num_blocked_moves,

@@ -9,6 +9,7 @@ from sluice_core.records import EngineId, PrefillRequest, RequestId
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cell import Arrival
+from sluice_core.slo import MET_NOTHING, SloOutcome, check_slo, compute_tpot_s
 
 
 class RequestState(IntEnum):
@@ -128,17 +129,19 @@ class SimRequest:
     @property
     def tpot_s(self) -> float | None:
         """Time per output token; None for one token."""
-        if self.output_tokens == 1:
-            return None
-        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+        return compute_tpot_s(self.first_token_s, self.last_token_s, self.output_tokens)
+
+    @property
+    def slo_outcome(self) -> SloOutcome:
+        """Which objectives it met; none before it has finished."""
+        if self.state is not RequestState.FINISHED:
+            return MET_NOTHING
+        return check_slo(self.slo, self.ttft_s, self.tpot_s)
 
     @property
     def has_met_slo(self) -> bool:
         """Finished within both objectives."""
-        if self.state is not RequestState.FINISHED or self.ttft_s > self.ttft_slo_s:
-            return False
-        tpot_s = self.tpot_s
-        return tpot_s is None or tpot_s <= self.tpot_slo_s
+        return self.slo_outcome.met_both
 
     def describe_prefill(self) -> PrefillRequest:
         """Describe what is to be computed to the placement policy."""
