@@ -159,9 +159,8 @@ class LengthAwarePlacement:
         chosen, assign_pass.chosen = assign_pass.chosen, None
         if chosen is not None and len(entries) == MAX_RECORDED_ENGINES and chosen not in entries:
             entries = (*entries, chosen)
-        blocked = (
-            tuple(assign_pass.engines.blocked.values())[:MAX_RECORDED_ENGINES] if assign_pass.engines.blocked else ()
-        )
+        all_blocked = assign_pass.engines.blocked
+        blocked = tuple(all_blocked.values())[:MAX_RECORDED_ENGINES] if all_blocked else ()
         cached: tuple[int, ...] = ()
         if assign_pass.cached_tokens is not None:
             views = (*(get_view(entry) for entry in entries), *blocked)
