@@ -4,8 +4,9 @@
 
 mutmut (pinned in pyproject.toml) works on a copy under build/mutation with the fast tests that cover these modules. A
 mutant that no test notices is either listed in ``equivalent.toml``, with the reason why nothing can notice it, or a
-fault: the exit status is 1. So it is where one is listed that does not exist any more. A second run tests the mutants
-that were left, those that nothing noticed, and those of functions that changed; ``--anew`` tests all (half an hour on one core).
+fault: the exit status is 1. It is also 1 where one is listed that no longer exists. A second run tests the mutants that
+were left, those that nothing noticed, and those of functions that changed; ``--anew`` tests all (half an hour on one
+core).
 """
 
 from __future__ import annotations

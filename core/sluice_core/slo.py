@@ -136,7 +136,8 @@ def count_outcome(outcome: SloOutcome) -> SloCounts:
 class SloWindow:
     """Counts per SLO class over a sliding window; mutable.
 
-    Counts of five seconds share a step, so that memory is bounded whatever the request rate. A step leaves with its last
+    Counts of five seconds share a step, so that memory is bounded whatever the request rate. A step leaves with its
+    last
     request: every request of the window counts, and none counts for more than five seconds beyond it.
 
     Args:

@@ -59,7 +59,7 @@ def test_an_arrival_at_an_engine_that_will_idle_is_scheduled_at_once():
 
 
 def test_blocks_that_an_iteration_frees_are_not_in_the_next_one():
-    """Twelve blocks, of which either long prompt needs seven; the first ends with iteration 1, the short one does not."""
+    """Twelve blocks, of which a long prompt needs seven; the first ends with iteration 1, the short one decodes on."""
     (setup,) = make_engines(((1, 200),), blocks=12)
     engine = SimEngine(setup, ChunkedPrefillPolicy(), GapHistogram(), [], schedules_ahead=True)
     lengths = ((100, 2), (30, 9), (100, 1))

@@ -206,7 +206,7 @@ def test_of_equal_blocks_the_one_that_was_cached_first_is_found():
 
 
 def test_a_preempted_request_finds_its_own_blocks():
-    """Two decodes in blocks for one and a half: the later one goes and computes little again, with or without hashes."""
+    """Two decodes in blocks for one and a half: the later one goes and recomputes little, with or without hashes."""
     arrivals = [
         Arrival(at_s=0.0, prompt_tokens=100, output_tokens=60, slo=SLO),
         Arrival(at_s=0.01, prompt_tokens=100, output_tokens=60, slo=SLO),

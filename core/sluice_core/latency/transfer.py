@@ -1,6 +1,6 @@
 """How long a KV transfer takes.
 
-Transfers that share a link go one after the other: whoever models them keeps the time from which the link is free
+Transfers that share a link go one after the other: a model of them keeps the time from which the link is free
 (``LinkSpeed.schedule``). Without it slow networks look far too good, because transfers in flight do not share the
 bandwidth.
 """

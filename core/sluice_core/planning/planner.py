@@ -104,7 +104,7 @@ class Planner:
         space: What may be chosen.
         effort: How much is simulated.
         run_trials: Makes runs.
-        report: Is told how far the planning is, from 0 to 1, and what it does.
+        report: Called with the progress, from 0 to 1, and the stage.
     """
 
     def __init__(
@@ -233,8 +233,8 @@ class Planner:
         medians = [f"{1e3 * statistics.median(values):.4g} ms" for values in zip(*needed, strict=True)]
         return (
             f"no plan within the bounds meets a TTFT of {1e3 * slo.ttft_s:.4g} ms "
-            f"and a TPOT of {1e3 * slo.tpot_s:.4g} ms for {goal.target:.4g} of the requests at any rate; at {prediction.rate_rps:.2g} requests/s the best attains "
-            f"{prediction.attainment.mean:.4g}, "
+            f"and a TPOT of {1e3 * slo.tpot_s:.4g} ms for {goal.target:.4g} of the requests at any rate; "
+            f"at {prediction.rate_rps:.2g} requests/s the best attains {prediction.attainment.mean:.4g}, "
             f"with a median TTFT and TPOT of {' and '.join(medians) or 'nothing finished'}"
         )
 

@@ -3,7 +3,7 @@
 Rounds: the order of magnitude of the rate; candidates all over the space, on short runs; the neighbours of the best, on
 longer ones; M and alpha; and the best few of each strategy on whole runs over several seeds. A round starts at the rate
 at which the best candidate so far is about to fail, which is where candidates differ; shorter runs flatter, so with
-longer ones that is found anew. Of candidates that did the same one is looked at.
+longer ones that is found anew. Of candidates that did the same one is simulated.
 
 Engines of a large cluster do what those of a smaller one do, so all rounds but the last are run on
 ``MOST_EXPLORED_ENGINES`` at most.
@@ -109,7 +109,7 @@ class Search:
         comparison: Compares.
         space: What may be chosen.
         effort: How much is simulated.
-        report: Is told how far the search is, from 0 to 1, and the round.
+        report: Called with the progress, from 0 to 1, and the round.
     """
 
     def __init__(

@@ -1,17 +1,4 @@
-"""The engines as one router knows them: reports plus its own placements since.
-
-``EngineTable`` owns the state; its methods are the only writers. Engines that can take a prefill stand in ``order``:
-immutable ``Entry`` tuples, ascending by queued prefill tokens (other routers' engines ``SHARE_MARGIN_TOKENS`` later),
-P-heavy first among equals. An entry is replaced, never changed, so a decision record is a copy of pointers. Engines
-that can take none stand in ``blocked``, with the reason.
-
-Invariants: every engine is in exactly one of the two; ``queued_prefill_tokens``, ``free_at_s`` and
-``reserved_kv_blocks`` are the last report's plus those of ``in_flight``, the own placements that it does not include.
-
-Reports come far more often than requests, so what follows from them is computed when it is read: a changed engine
-is *stale* until then. Whoever reads ``order``, ``blocked`` or a state gets it up to date; ``peek`` and ``list_loads``
-spare the work for those that need loads and settings only.
-"""
+"""The engines as one router knows them: reports plus its own placements since."""
 
 from __future__ import annotations
 
@@ -52,8 +39,18 @@ RECOVERY_BURST_S: Final = 0.5  # recovery work that an engine takes ahead of tha
 _RATE_GAIN: Final = 0.2  # weight of the newest pull rate in the running mean
 
 
+# Engines that can take a prefill stand in ``order``: immutable ``Entry`` tuples, ascending by queued prefill tokens
+# (other routers' engines ``SHARE_MARGIN_TOKENS`` later), P-heavy first among equals. An entry is replaced, never
+# changed, so a decision record is a copy of pointers. Engines that can take none stand in ``blocked``, with the reason.
+#
+# Invariants: every engine is in exactly one of the two; ``queued_prefill_tokens``, ``free_at_s`` and
+# ``reserved_kv_blocks`` are the last report's plus those of ``in_flight``, the own placements that it does not include.
+#
+# Reports come far more often than requests, so what follows from them is computed when it is read: a changed engine is
+# *stale* until then. ``order``, ``blocked`` and states are read up to date; ``peek`` and ``list_loads`` spare the work
+# for callers that need loads and settings only.
 class EngineTable:
-    """All engines that this router may use.
+    """All engines that this router may use; its methods are the only writers of their state.
 
     Args:
         make_latency_model: Makes the model of a new engine; None: an ``OnlineLatencyModel`` that knows nothing yet.

@@ -34,7 +34,7 @@ CachedTokens = Callable[[PrefillRequest, EngineId], int]
 
 MAX_RECORDED_ENGINES: Final = 64  # per decision: those with the shortest queues, and the chosen one
 NUM_RECORDS: Final = 4096  # decisions kept for explanations
-_MAX_TIE_DRAWS: Final = 8  # random picks among tied engines before all of them are looked at
+_MAX_TIE_DRAWS: Final = 8  # random picks among tied engines before all of them are checked
 
 
 class PlacementPolicy(Protocol):

@@ -35,7 +35,7 @@ class SimRequest:
         generated_tokens: Output tokens so far; while it decodes as of the last time it joined a decode batch.
         reset_tokens: Output tokens when its length was last reset (Algorithm 1).
         start_iteration: While it decodes: iteration of the engine at which it had no output.
-        batch_epoch: Counts how often it left a decode batch: tells entries of an earlier epoch from those of this one.
+        batch_epoch: Counts how often it left a decode batch: distinguishes entries of an earlier epoch.
         num_blocks: Blocks that it holds while it does not decode.
         table: What these are where it is or goes, with prefix reuse.
         source_table: The same where it was handed off, until its KV is released there.

@@ -203,7 +203,7 @@ class Simulation(SimCluster):
                 self._timeline.note_iteration(engine, self.now)
 
     def _hold_returned(self, engine: SimEngine) -> None:
-        """Hold prompts that an engine gave back; a new report tells the table that they are gone."""
+        """Hold prompts that an engine gave back; a new report removes them from the table."""
         returned, engine.prefills.returned = engine.prefills.returned, []
         for request in returned:
             self.hold(request)

@@ -1,6 +1,6 @@
 """Reads traces: who asked for how much, and when. A wrong row is named with its line and field; nothing is guessed.
 
-Four formats, told apart by their first line:
+Four formats, recognized by their first line:
 
 - ours: CSV with ``[arrival_s,] [class,] input_tokens, output_tokens [, ttft_slo_s]``;
 - Azure's public traces: CSV with ``TIMESTAMP,ContextTokens,GeneratedTokens``;
@@ -62,7 +62,7 @@ def parse_trace(lines: Iterable[str], *, skips_unanswered: bool = False, reads_h
         lines: The lines.
         skips_unanswered: Leave out requests whose answer has 0 tokens, such as failed ones of a log; otherwise they are
             wrong rows.
-        reads_hashes: Every row needs ``hash_ids``; otherwise they are not looked at.
+        reads_hashes: Every row needs ``hash_ids``; otherwise they are ignored.
 
     Raises:
         TraceError: Unknown or missing fields, a value that is no number, a count below 1, arrivals out of order, no
