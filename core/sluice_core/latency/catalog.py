@@ -59,7 +59,7 @@ class Assumptions:
         memory_efficiency: Share of the peak bandwidth that element-wise kernels and the lm_head reach.
         lm_head_s: The lm_head beyond reading its weights.
         reduce_element_bytes: Unit in which message sizes of the all-reduce table are read: 1 by default. The
-            table's source counts elements, which is 2; then all-reduces take about half (docs/latency.md).
+            table's source counts elements, which is 2; then all-reduces take about half.
     """
 
     host_iteration_s: float = 0.003

@@ -14,7 +14,7 @@ from sluice_core.strategies import Strategy
 BLOCK_SIZE_TOKENS = 16  # as in vLLM
 MAX_NUM_SEQS = 256  # 128, Vidur's default, in the cells made with Vidur
 MAX_BATCH_TOKENS = 16_384  # batch of an unchunked prefill engine
-MESSAGE_S = 0.0037  # with four busy engines and a router on two cores: docs/simulator.md, section Fidelity
+MESSAGE_S = 0.0037  # with four busy engines and a router on two cores
 # For processes that simulate: new containers between two collections. A run makes many and hardly a cycle; the default
 # costs a tenth of its time.
 GC_THRESHOLD = 200_000
