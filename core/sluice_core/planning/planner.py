@@ -21,7 +21,7 @@ from sluice_core.planning.prediction import (
     find_bottleneck,
     predict,
 )
-from sluice_core.planning.search import Search, SearchEffort, SearchResult
+from sluice_core.planning.search import CandidateSearchResult, Search, SearchEffort
 from sluice_core.planning.trials import PlanningProblem
 from sluice_core.sim.cell import EngineSetup
 
@@ -91,7 +91,7 @@ class PlanResult:
     alternatives: tuple[Alternative, ...]
     in_force: RankedCandidate | None
     is_met: bool
-    found: SearchResult
+    found: CandidateSearchResult
     num_trials: int
     num_iterations: int
 
@@ -145,11 +145,11 @@ class Planner:
 
     def _find_highest(
         self, comparison: CandidateComparison, goal: Goal, in_force: SliderCandidate | None
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         """Find the highest goodput of as many GPUs as ``goal.most_replicas`` engines have."""
         num_gpus = goal.most_replicas * goal.tensor_parallels[0]
         sizes = [(num_gpus // parallel, parallel) for parallel in goal.tensor_parallels if num_gpus >= parallel]
-        best: SearchResult | None = None
+        best: CandidateSearchResult | None = None
         for position, (replicas, parallel) in enumerate(sizes):
             self._span = (0.9 * position / len(sizes), 0.9 * (position + 1) / len(sizes))
             found = self._search(comparison, replicas, parallel, None, in_force)
@@ -160,9 +160,9 @@ class Planner:
 
     def _find_fewest(
         self, comparison: CandidateComparison, goal: Goal, rate_rps: float, in_force: SliderCandidate | None
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         """Find the fewest GPUs that serve a rate; if none do, what serves most of it."""
-        best: SearchResult | None = None
+        best: CandidateSearchResult | None = None
         for position, parallel in enumerate(goal.tensor_parallels):
             share = 0.9 / len(goal.tensor_parallels)
             self._span = (share * position, share * (position + 1))
@@ -179,7 +179,7 @@ class Planner:
         rate_rps: float,
         tensor_parallel: int,
         in_force: SliderCandidate | None,
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         low, high = goal.least_replicas, goal.most_replicas
         replicas = min(max(low, _FIRST_ENGINES), high)
         found = self._search(comparison, replicas, tensor_parallel, None, in_force)
@@ -210,7 +210,7 @@ class Planner:
         tensor_parallel: int,
         start_rps: float | None,
         in_force: SliderCandidate | None,
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         start, end = self._span
 
         def report(share: float, stage: str) -> None:
@@ -225,7 +225,7 @@ class Planner:
             in_force if is_same else None,
         )
 
-    def _explain_unmet(self, goal: Goal, found: SearchResult) -> str:
+    def _explain_unmet(self, goal: Goal, found: CandidateSearchResult) -> str:
         """Say how far the objectives are from what requests need that hardly share an engine."""
         best, duration_s, slo = found.best.candidate, found.fidelity.duration_s, self._problem.slo
         prediction = predict(self._run_trials, best, _FEW_REQUESTS / duration_s, found.fidelity.seeds[:1], duration_s)
@@ -239,7 +239,11 @@ class Planner:
         )
 
     def _describe(
-        self, comparison: CandidateComparison, goal: Goal, found: SearchResult, in_force: SliderCandidate | None
+        self,
+        comparison: CandidateComparison,
+        goal: Goal,
+        found: CandidateSearchResult,
+        in_force: SliderCandidate | None,
     ) -> PlanResult:
         chosen = found.best
         seeds = [seed + _PREDICTION_SEED_OFFSET for seed in self._effort.seeds]
@@ -310,12 +314,12 @@ def _estimate_engine_response_s(problem: PlanningProblem, engine: EngineSetup) -
     return output * min(iteration_s, problem.slo.tpot_s)
 
 
-def _has_goodput(found: SearchResult) -> bool:
+def _has_goodput(found: CandidateSearchResult) -> bool:
     """Say whether anything meets the objectives; less than one request in a whole run counts as nothing."""
     return found.best.goodput_rps * found.fidelity.duration_s >= 1.0
 
 
-def _rank_for_rate(found: SearchResult, rate_rps: float) -> tuple[bool, float, float]:
+def _rank_for_rate(found: CandidateSearchResult, rate_rps: float) -> tuple[bool, float, float]:
     """Order findings: those that serve the rate by GPUs, the others by goodput."""
     goodput_rps = found.best.goodput_rps
     serves = goodput_rps >= rate_rps

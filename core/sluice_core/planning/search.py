@@ -82,7 +82,7 @@ class SearchEffort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
+class CandidateSearchResult:
     """What a search found.
 
     Args:
@@ -126,7 +126,7 @@ class Search:
 
     def find_best(
         self, replicas: int, tensor_parallel: int, start_rps: float, in_force: SliderCandidate | None = None
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         """Find the best candidate.
 
         Args:
@@ -310,7 +310,7 @@ class Search:
         refined: Sequence[RankedCandidate],
         explored: Sequence[RankedCandidate],
         initial: Sequence[SliderCandidate],
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         """Look closely at the best few, at the best of each strategy, and at the plan in force."""
         best = _select(refined, self._effort.num_compared, initial)
         for strategy in self._space.strategies:
@@ -325,7 +325,7 @@ class Search:
         ranking = self._comparison.measure_goodputs(list(dict.fromkeys(best)), fidelity, starts_rps)
         self._report_stage("compare")
         everything = {ranked.candidate: ranked for ranked in [*ranking, *explored, *refined]}
-        return SearchResult(
+        return CandidateSearchResult(
             ranking=tuple(ranking), fidelity=fidelity, explored=tuple(sorted(everything.values(), key=_negate_goodput))
         )
 
