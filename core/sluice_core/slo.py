@@ -68,6 +68,11 @@ def compute_tpot_s(first_token_s: float, last_token_s: float, output_tokens: int
     return (last_token_s - first_token_s) / (output_tokens - 1)
 
 
+def is_tpot_met(tpot_s: float | None, tpot_slo_s: float) -> bool:
+    """Say whether a TPOT meets its objective; None (one token) does."""
+    return tpot_s is None or tpot_s <= tpot_slo_s
+
+
 def check_slo(slo: Slo, ttft_s: float, tpot_s: float | None) -> SloOutcome:
     """Compare a finished request with its objectives, which are met at equality.
 
@@ -79,7 +84,7 @@ def check_slo(slo: Slo, ttft_s: float, tpot_s: float | None) -> SloOutcome:
     Returns:
         Which objectives were met.
     """
-    return SloOutcome(met_ttft=ttft_s <= slo.ttft_s, met_tpot=tpot_s is None or tpot_s <= slo.tpot_s)
+    return SloOutcome(met_ttft=ttft_s <= slo.ttft_s, met_tpot=is_tpot_met(tpot_s, slo.tpot_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
