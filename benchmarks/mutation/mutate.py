@@ -1,12 +1,12 @@
 """Mutates Algorithm 1, Algorithm 2 and the batch policy line by line, and shows that tests notice every mutant.
 
-    .venv/bin/python -m benchmarks.mutation.mutate [MODULE ...]        # batching, decodes, flowing, placement
+    .venv/bin/python -m benchmarks.mutation.mutate [MODULE ...]        # batching, decode_order, decode_flow, placement
 
 mutmut (pinned in pyproject.toml) works on a copy under build/mutation with the fast tests that cover these modules. A
 mutant that no test notices is either listed in ``equivalent.toml``, with the reason why nothing can notice it, or a
-fault: the exit status is 1. So it is where one is listed that does not exist any more. A second run tests the mutants
-that were left, those that nothing noticed, and those of functions that changed; ``--anew`` tests all (half an hour on
-one core).
+fault: the exit status is 1. It is also 1 where one is listed that no longer exists. A second run tests the mutants that
+were left, those that nothing noticed, and those of functions that changed; ``--anew`` tests all (half an hour on one
+core).
 """
 
 from __future__ import annotations
@@ -28,8 +28,16 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutation"
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 PACKAGE = "sluice_core"
-MODULES = ("batching", "decodes", "flowing", "placement")
-TESTS = ("test_batching", "test_flowing", "test_placement", "test_engines", "test_strategies", "test_balancing")
+SCHEDULING = "scheduling"
+MODULES = ("batching", "decode_order", "decode_flow", "placement")
+TESTS = (
+    "test_batching",
+    "test_decode_flow",
+    "test_placement",
+    "test_engine_table",
+    "test_strategies",
+    "test_baselines",
+)
 # mutmut's exit codes of a mutant's tests: 0 and 5 (no test ran it) are survivors, None was not run.
 SURVIVED = frozenset({0, 5, 33})
 PYPROJECT = f"""
@@ -39,7 +47,7 @@ timeout = 60
 
 [tool.mutmut]
 source_paths = ["{PACKAGE}"]
-only_mutate = {json.dumps([f"{PACKAGE}/{module}.py" for module in MODULES])}
+only_mutate = {json.dumps([f"{PACKAGE}/{SCHEDULING}/{module}.py" for module in MODULES])}
 pytest_add_cli_args = ["-p", "no:cacheprovider", "-p", "no:asyncio"]
 pytest_add_cli_args_test_selection = ["tests/"]
 timeout_multiplier = 4.0
@@ -91,10 +99,10 @@ def make_folder() -> None:
 
 
 def forget_survivors(modules: list[str]) -> None:
-    """Makes mutmut test the survivors again, because tests may be new; killed and equivalent mutants stay."""
+    """Has mutmut test survivors again, except those listed as equivalent: there may be new tests."""
     equivalent = read_equivalent()
     for module in modules:
-        meta = FOLDER / "mutants" / PACKAGE / f"{module}.py.meta"
+        meta = FOLDER / "mutants" / PACKAGE / SCHEDULING / f"{module}.py.meta"
         if meta.exists():
             content = json.loads(meta.read_text())
             codes = content["exit_code_by_key"]
@@ -108,7 +116,7 @@ def forget_survivors(modules: list[str]) -> None:
 def run_mutmut(module: str) -> None:
     """Tests a module's mutants, at low priority."""
     subprocess.run(
-        [Path(sys.executable).with_name("mutmut"), "run", f"{PACKAGE}.{module}*", "--max-children", "1"],
+        [Path(sys.executable).with_name("mutmut"), "run", f"{PACKAGE}.{SCHEDULING}.{module}*", "--max-children", "1"],
         cwd=FOLDER,
         check=False,
         preexec_fn=lambda: os.nice(19),
@@ -119,20 +127,20 @@ def read_results(modules: list[str]) -> dict[str, int | None]:
     """Reads the exit code of each mutant's tests."""
     results: dict[str, int | None] = {}
     for module in modules:
-        meta = json.loads((FOLDER / "mutants" / PACKAGE / f"{module}.py.meta").read_text())
+        meta = json.loads((FOLDER / "mutants" / PACKAGE / SCHEDULING / f"{module}.py.meta").read_text())
         results |= meta["exit_code_by_key"]
     return results
 
 
 def describe(name: str) -> Mutant:
     """Asks mutmut what a mutant changes."""
-    path = Path(PACKAGE) / f"{name.split('.')[1]}.py"
+    path = Path(PACKAGE) / SCHEDULING / f"{name.split('.')[2]}.py"
     with contextlib.chdir(FOLDER):
         lines = get_diff_for_mutant(name, path=path).splitlines()
     body = [line for line in lines if not line.startswith(("---", "+++", "#", "@@"))]
     before = [line[1:].strip() for line in body if line.startswith("-")]
     after = [line[1:].strip() for line in body if line.startswith("+")]
-    function = name.removeprefix(f"{PACKAGE}.").rpartition("__mutmut_")[0]
+    function = name.removeprefix(f"{PACKAGE}.{SCHEDULING}.").rpartition("__mutmut_")[0]
     # mutmut's spelling: x_function, xǁClassǁmethod.
     module, _, rest = function.partition(".")
     parts = rest.removeprefix("x").removeprefix("_").split("ǁ") if "ǁ" not in rest else rest.split("ǁ")[1:]

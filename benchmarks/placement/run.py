@@ -5,7 +5,7 @@
 Placement: one ``assign`` of one request with its bookkeeping and decision record, the submit number noted. The report
 of an engine that includes the placement is timed apart. Load cases: ``idle`` (all queues empty, so all engines tie),
 ``steady`` (queues of every length, some engines feasible), ``nothing`` (no engine is feasible, so every engine is
-looked at).
+checked).
 
 Flow: ``advance`` and ``propose`` of one engine that has ``n`` decodes, with no move, and with 8 moves, per iteration.
 O(moved) shows as times that do not grow with ``n``; a plain scan of all decodes stands beside them.
@@ -50,7 +50,7 @@ ENGINES = (8, 64, 256, 1024)
 DECODES = (64, 256, 1024)
 LOAD_CASES = ("idle", "steady", "nothing")
 MOVES_PER_ITERATION = 8
-TARGET_P99_US = {64: 20.0, 1024: 200.0}  # by the number of engines
+TARGET_P99_US = {64: 20.0, 1024: 200.0}  # by number of engines
 _SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=256, max_batch_tokens=8192)
 _NS_PER_US = 1000.0
 

@@ -65,5 +65,5 @@ class KvBlocks:
 
     @property
     def is_idle(self) -> bool:
-        """True when every block is free and none is reserved (architecture.md, invariant 4)."""
+        """True when every block is free and none is reserved."""
         return self.used == 0 and self.granted == 0

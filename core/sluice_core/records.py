@@ -1,7 +1,8 @@
 """The records that policies read and return.
 
 Frozen records are facts at one moment; the mutable state that policies keep lives in the modules that own it
-(``engines.EngineTable``, ``flowing.DecodeSet``). Times are seconds on the caller's monotonic clock.
+(``scheduling.engine_table.EngineTable``, ``scheduling.decode_order.DecodeSet``). Times are seconds on the caller's
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ EngineId = NewType("EngineId", str)
 
 
 class Role(StrEnum):
-    """What an engine is at the moment (architecture: only its chunk size makes it so)."""
+    """What an engine is at the moment ; only its chunk size makes it so (TaiChi, section 3.1)."""
 
     PREFILL_HEAVY = "P-heavy"
     DECODE_HEAVY = "D-heavy"
@@ -73,7 +74,7 @@ class IterationShape:
 
 @dataclass(slots=True, kw_only=True)
 class EngineLoad:
-    """An engine's load report: sums, not queues (architecture 4.2).
+    """An engine's load report: sums, so that its size does not depend on the queues.
 
     Not frozen, so that a simulated engine can keep one: it changes it when it reports, and at no other time.
 
@@ -90,7 +91,7 @@ class EngineLoad:
         kv_blocks_pinned: Blocks handed off and not yet released.
         iteration_remaining_s: Expected rest of the iteration under way.
         pull_bytes_per_s: Measured rate of KV pulls; 0 when none was measured.
-        is_of_others: Another router looks at the engine first.
+        is_of_others: The engine belongs to the share of another router, which tries it first.
     """
 
     last_submit_number: int = 0
@@ -147,7 +148,8 @@ class PlacementCandidate:
         transfer_s: T, seconds to move the KV; 0 on D-heavy engines.
         is_feasible: Q + E + T within what is left of the TTFT SLO.
         reason: ``feasible``, ``ttft``, ``kv``, ``room``, ``draining`` or ``excluded``.
-        is_of_others: Another router looks at it first: it stands behind one's own by ``engines.SHARE_MARGIN_TOKENS``.
+        is_of_others: It belongs to the share of another router: it stands behind one's own by
+            ``engine_table.SHARE_MARGIN_TOKENS``.
     """
 
     engine_id: EngineId
@@ -266,7 +268,7 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the control plane hands to the data plane (architecture 4.1)."""
+    """What the control plane hands to the data plane."""
 
     cluster_uid: str
     generation: int

@@ -14,8 +14,8 @@ from enum import StrEnum
 
 from sluice_core.records import Slo
 
-ATTAINMENT_WINDOW_S = 300.0  # architecture.md 4.5: met / finished over five minutes
-_BUCKET_S = 5.0  # resolution of the window: memory is bounded whatever the request rate
+ATTAINMENT_WINDOW_S = 300.0  # met / finished over five minutes
+_STEP_S = 5.0  # resolution of the window
 
 
 class RequestEnd(StrEnum):
@@ -57,7 +57,7 @@ def compute_tpot_s(first_token_s: float, last_token_s: float, output_tokens: int
     Raises:
         ValueError: No token, or the last one before the first.
 
-    Source: house-style.md, Names: (last - first token) / (output_tokens - 1).
+    Source: (last - first token) / (output_tokens - 1), as vLLM's benchmarks define it.
     """
     if output_tokens < 1:
         raise ValueError(f"output_tokens is {output_tokens}, at least 1 is needed for a TPOT")
@@ -66,6 +66,11 @@ def compute_tpot_s(first_token_s: float, last_token_s: float, output_tokens: int
     if output_tokens == 1:
         return None
     return (last_token_s - first_token_s) / (output_tokens - 1)
+
+
+def is_tpot_met(tpot_s: float | None, tpot_slo_s: float) -> bool:
+    """Say whether a TPOT meets its objective; None (one token) does."""
+    return tpot_s is None or tpot_s <= tpot_slo_s
 
 
 def check_slo(slo: Slo, ttft_s: float, tpot_s: float | None) -> SloOutcome:
@@ -79,15 +84,15 @@ def check_slo(slo: Slo, ttft_s: float, tpot_s: float | None) -> SloOutcome:
     Returns:
         Which objectives were met.
     """
-    return SloOutcome(met_ttft=ttft_s <= slo.ttft_s, met_tpot=tpot_s is None or tpot_s <= slo.tpot_s)
+    return SloOutcome(met_ttft=ttft_s <= slo.ttft_s, met_tpot=is_tpot_met(tpot_s, slo.tpot_s))
 
 
-@dataclass(slots=True, kw_only=True)
-class ClassCounters:
-    """Counters of one SLO class; mutable, changed by ``AttainmentCounters`` only.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloCounts:
+    """Requests that ended, and which objectives they met.
 
     Args:
-        num_finished: Finished, failed and rejected requests.
+        num_finished: Finished, failed and rejected requests; cancelled ones are left out.
         num_met_ttft: Of these, met TTFT.
         num_met_tpot: Of these, met TPOT.
         num_met_both: Of these, met both.
@@ -98,19 +103,21 @@ class ClassCounters:
     num_met_tpot: int = 0
     num_met_both: int = 0
 
-    def add(self, outcome: SloOutcome) -> None:
-        """Count one ended request."""
-        self.num_finished += 1
-        self.num_met_ttft += outcome.met_ttft
-        self.num_met_tpot += outcome.met_tpot
-        self.num_met_both += outcome.met_both
+    def __add__(self, other: SloCounts) -> SloCounts:
+        return SloCounts(
+            num_finished=self.num_finished + other.num_finished,
+            num_met_ttft=self.num_met_ttft + other.num_met_ttft,
+            num_met_tpot=self.num_met_tpot + other.num_met_tpot,
+            num_met_both=self.num_met_both + other.num_met_both,
+        )
 
-    def add_all(self, other: ClassCounters) -> None:
-        """Add the counts of ``other``."""
-        self.num_finished += other.num_finished
-        self.num_met_ttft += other.num_met_ttft
-        self.num_met_tpot += other.num_met_tpot
-        self.num_met_both += other.num_met_both
+    def __sub__(self, other: SloCounts) -> SloCounts:
+        return SloCounts(
+            num_finished=self.num_finished - other.num_finished,
+            num_met_ttft=self.num_met_ttft - other.num_met_ttft,
+            num_met_tpot=self.num_met_tpot - other.num_met_tpot,
+            num_met_both=self.num_met_both - other.num_met_both,
+        )
 
     @property
     def attainment(self) -> float | None:
@@ -118,19 +125,94 @@ class ClassCounters:
         return self.num_met_both / self.num_finished if self.num_finished else None
 
 
-class AttainmentCounters:
-    """Counts ended requests per SLO class, since the start and over a sliding window.
+NO_REQUESTS = SloCounts()
 
-    The window is kept in buckets of five seconds, so a request leaves it between 300 and 305 seconds after its end.
+
+def count_outcome(outcome: SloOutcome) -> SloCounts:
+    """Count one ended request."""
+    return SloCounts(
+        num_finished=1,
+        num_met_ttft=int(outcome.met_ttft),
+        num_met_tpot=int(outcome.met_tpot),
+        num_met_both=int(outcome.met_both),
+    )
+
+
+class SloWindow:
+    """Counts per SLO class over a sliding window; mutable.
+
+    Counts of five seconds share a step, so that memory is bounded whatever the request rate. A step leaves with its
+    last
+    request: every request of the window counts, and none counts for more than five seconds beyond it.
 
     Args:
         window_s: Length of the window, in seconds.
     """
 
+    __slots__ = ("_steps", "window_s")
+
     def __init__(self, window_s: float = ATTAINMENT_WINDOW_S) -> None:
         self.window_s = window_s
-        self.totals: dict[str, ClassCounters] = {}
-        self._buckets: deque[tuple[int, dict[str, ClassCounters]]] = deque()
+        self._steps: deque[_WindowStep] = deque()
+
+    def add(self, now: float, slo_class: str, counts: SloCounts) -> None:
+        """Add what ended; calls come in the order of ``now``.
+
+        Args:
+            now: Seconds on the caller's monotonic clock.
+            slo_class: Its class; empty for the default.
+            counts: What ended.
+        """
+        if not self._steps or now - self._steps[-1].first_s >= _STEP_S:
+            self._expire(now)
+            self._steps.append(_WindowStep(now))
+        step = self._steps[-1]
+        step.last_s = now
+        step.by_class[slo_class] = step.by_class.get(slo_class, NO_REQUESTS) + counts
+
+    def sum_by_class(self, now: float) -> dict[str, SloCounts]:
+        """Sum the window by class; classes without requests are left out.
+
+        Args:
+            now: Seconds on the caller's monotonic clock.
+        """
+        self._expire(now)
+        totals: dict[str, SloCounts] = {}
+        for step in self._steps:
+            for slo_class, counts in step.by_class.items():
+                totals[slo_class] = totals.get(slo_class, NO_REQUESTS) + counts
+        return totals
+
+    def _expire(self, now: float) -> None:
+        while self._steps and self._steps[0].last_s < now - self.window_s:
+            self._steps.popleft()
+
+
+class _WindowStep:
+    """Counts by class of at most five seconds; mutable, changed by ``SloWindow`` only."""
+
+    __slots__ = ("by_class", "first_s", "last_s")
+
+    def __init__(self, first_s: float) -> None:
+        self.first_s = self.last_s = first_s
+        self.by_class: dict[str, SloCounts] = {}
+
+
+class AttainmentCounters:
+    """Counts ended requests per SLO class, since the start and over a sliding window; mutable.
+
+    Args:
+        window_s: Length of the window, in seconds.
+
+    Attributes:
+        totals: Counts since the start, by class.
+    """
+
+    __slots__ = ("_window", "totals")
+
+    def __init__(self, window_s: float = ATTAINMENT_WINDOW_S) -> None:
+        self.totals: dict[str, SloCounts] = {}
+        self._window = SloWindow(window_s)
 
     def record(self, now: float, slo_class: str, end: RequestEnd, outcome: SloOutcome = MET_NOTHING) -> None:
         """Count a request that ended; calls come in the order of ``now``.
@@ -143,36 +225,21 @@ class AttainmentCounters:
         """
         if end is RequestEnd.CANCELLED:
             return
-        counted = outcome if end is RequestEnd.FINISHED else MET_NOTHING
-        self.totals.setdefault(slo_class, ClassCounters()).add(counted)
-        self._bucket(now).setdefault(slo_class, ClassCounters()).add(counted)
+        counts = count_outcome(outcome if end is RequestEnd.FINISHED else MET_NOTHING)
+        self.totals[slo_class] = self.totals.get(slo_class, NO_REQUESTS) + counts
+        self._window.add(now, slo_class, counts)
 
-    def window(self, now: float, slo_classes: Iterable[str] | None = None) -> ClassCounters:
-        """Sum the counters of the last ``window_s`` seconds.
+    def window(self, now: float, slo_classes: Iterable[str] | None = None) -> SloCounts:
+        """Sum the counts of the window.
 
         Args:
             now: Seconds on the caller's monotonic clock.
             slo_classes: Classes to sum; all when None.
-
-        Returns:
-            A fresh sum; its ``attainment`` is what architecture.md 4.5 calls attainment.
         """
-        self._expire(now)
-        wanted = None if slo_classes is None else frozenset(slo_classes)
-        total = ClassCounters()
-        for _, classes in self._buckets:
-            for name, counters in classes.items():
-                if wanted is None or name in wanted:
-                    total.add_all(counters)
+        by_class = self._window.sum_by_class(now)
+        wanted = by_class.keys() if slo_classes is None else frozenset(slo_classes)
+        total = NO_REQUESTS
+        for slo_class, counts in by_class.items():
+            if slo_class in wanted:
+                total += counts
         return total
-
-    def _bucket(self, now: float) -> dict[str, ClassCounters]:
-        number = int(now // _BUCKET_S)
-        if not self._buckets or self._buckets[-1][0] < number:
-            self._expire(now)
-            self._buckets.append((number, {}))
-        return self._buckets[-1][1]
-
-    def _expire(self, now: float) -> None:
-        while self._buckets and (self._buckets[0][0] + 1) * _BUCKET_S <= now - self.window_s:
-            self._buckets.popleft()

@@ -46,7 +46,7 @@ class Strategy:
             raise ValueError(f"placement {self.placement!r} is unknown; known are {', '.join(PLACEMENTS)}")
 
     def vary(self, *, placement: str | None = None, flows: bool | None = None) -> Strategy:
-        """Make a variant, for comparisons (taichi.txt, section 4.4: the breakdown of Figure 18).
+        """Make a variant, for comparisons (TaiChi, section 4.4: the breakdown of its Figure 18).
 
         Args:
             placement: Key of ``PLACEMENTS``; None: as it is.

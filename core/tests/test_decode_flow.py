@@ -75,7 +75,7 @@ class Naive:
 
 
 def algorithm_1(decodes, role, used, total, max_num_seqs, watermark, alpha, now):
-    """Lines 1 to 13; requests at stake are not degraded, and max_num_seqs has the watermark too (router.md section 3)."""
+    """Lines 1 to 13; requests at stake are not degraded, and max_num_seqs has the watermark too."""
     if role is P:
         return {r.name for r in decodes if r.tpot(now) > r.tau * alpha}
     degrading, rest = [], sorted(decodes, key=lambda r: (-r.length, r.number))
@@ -644,7 +644,7 @@ DONE, DEGRADE, BACKFLOW, DRAIN, MANUAL = MoveCause
         "first decode: not to a draining engine",
         "first decode: no D-heavy engine",
         "first decode: stays on D-heavy",
-        "first decode: roles are void",
+        "first decode: equal chunk sizes",
         "first decode: disaggregated",
         "backflow: D-heavy at the watermark",
         "degrade: least used P-heavy",
@@ -652,11 +652,11 @@ DONE, DEGRADE, BACKFLOW, DRAIN, MANUAL = MoveCause
         "degrade: not beyond it",
         "degrade: seats up to the watermark",
         "degrade: seats not beyond it",
-        "degrade: roles are void",
+        "degrade: equal chunk sizes",
         "drain: same role first",
         "drain: any with room",
         "drain: P-heavy to P-heavy",
-        "drain: though roles are void",
+        "drain: though chunk sizes are equal",
         "drain: P-heavy is bounded by the watermark",
         "manual: as drain",
     ],

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
+from sluice_core.scheduling.engine_state import get_queue_rank, get_view
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 
 SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
@@ -68,7 +69,7 @@ def test_an_engine_takes_placements_from_its_first_report_on():
 def test_an_engine_that_can_take_nothing_leaves_the_order(table, change, reason):
     change(table)
     assert table.blocked[A].blocked_reason == reason
-    assert [entry[-1].engine_id for entry in table.order] == [B]
+    assert [get_view(entry).engine_id for entry in table.order] == [B]
 
 
 def test_own_placements_count_until_a_report_includes_them(table):
@@ -129,7 +130,7 @@ def test_a_removed_engine_is_forgotten(table):
     table.remove(A)
     assert A not in table
     assert table.get(A) is None
-    assert [entry[-1].engine_id for entry in table.order] == [B]
+    assert [get_view(entry).engine_id for entry in table.order] == [B]
 
 
 def test_equal_chunk_sizes_are_uniform_whatever_the_roles(table):
@@ -138,7 +139,7 @@ def test_equal_chunk_sizes_are_uniform_whatever_the_roles(table):
     table.configure(B, role=Role.DECODE_HEAVY, chunk_size_tokens=2048)
     assert table.has_uniform_chunk_size
     assert table[A].view.transfer_per_token_s == table[A].view.transfer_latency_s == 0
-    assert {entry[1] for entry in table.order} == {0}
+    assert {get_queue_rank(entry)[1] for entry in table.order} == {0}
 
 
 def test_a_draining_engine_does_not_keep_roles_alive(table):

@@ -1,4 +1,4 @@
-"""The profiles against simulation.md section 1: its tables, its capacities, and what papers measured."""
+"""The profiles against a reference computed apart: tables, capacities, and what papers measured."""
 
 import json
 from itertools import pairwise
@@ -12,16 +12,48 @@ from sluice_core.latency.profile import TABLE_STEP_TOKENS
 
 TOKENS = (8, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 KERNELS, VIDUR, DISTSERVE = ProfileKind.KERNELS, ProfileKind.VIDUR, ProfileKind.DISTSERVE
-# Model, GPU, GPUs, kind; then linear(n) in ms, and p0 in us, p1, p2 in ns, d0 in us, d1, d2 in ns of simulation.md.
+# Model, GPU, GPUs, kind; then linear(n) in ms, and p0 in us, p1, p2 in ns, d0 in us, d1, d2 in ns.
 TABLES = [
-    (("llama-2-70b", "a100-80g", 4, VIDUR), (37.0, 38.2, 44.6, 67.8, 118, 219, 388, 739, 1476), (203, 5.43, 5.09, 1248, 0.23, 56.5)),
-    (("llama-2-70b", "a100-80g", 4, KERNELS), (31.1, 35.1, 41.4, 69.9, 115, 197, 368, 706, 1389), (681, 2.12, 3.46, 1624, 0.08, 59.8)),
-    (("qwen2.5-14b", "a100-80g", 1, KERNELS), (22.7, 24.5, 28.0, 39.5, 66.9, 115, 211, 419, 812), (358, 2.18, 5.16, 902, 1.86, 132)),
-    (("qwen2.5-14b", "a100-80g", 2, KERNELS), (15.1, 15.6, 18.7, 27.2, 46.5, 83.7, 142, 268, 529), (378, 1.53, 2.66, 944, 0.92, 66.1)),
-    (("qwen2.5-32b", "a100-80g", 2, KERNELS), (27.1, 29.8, 33.6, 51.4, 86.5, 155, 285, 560, 1084), (503, 2.04, 3.55, 1259, 1.22, 88.1)),
-    (("llama-3-8b", "a100-80g", 1, KERNELS), (13.8, 14.3, 16.2, 22.0, 35.6, 63.4, 118, 231, 463), (248, 1.40, 2.73, 611, 1.33, 84.9)),
-    (("codellama-34b", "a100-80g", 2, VIDUR), (31.1, 31.9, 37.2, 52.1, 93.2, 186, 334, 657, 1308), (122, 6.52, 6.11, 749, 0.28, 67.8)),
-    (("qwen2.5-14b", "h100-80g", 1, KERNELS), (14.3, 15.5, 16.0, 17.3, 23.8, 41.8, 79.0, 162, 326), (550, 0.89, 1.43, 525, 4.17, 69.0)),
+    (
+        ("llama-2-70b", "a100-80g", 4, VIDUR),
+        (37.0, 38.2, 44.6, 67.8, 118, 219, 388, 739, 1476),
+        (203, 5.43, 5.09, 1248, 0.23, 56.5),
+    ),
+    (
+        ("llama-2-70b", "a100-80g", 4, KERNELS),
+        (31.1, 35.1, 41.4, 69.9, 115, 197, 368, 706, 1389),
+        (681, 2.12, 3.46, 1624, 0.08, 59.8),
+    ),
+    (
+        ("qwen2.5-14b", "a100-80g", 1, KERNELS),
+        (22.7, 24.5, 28.0, 39.5, 66.9, 115, 211, 419, 812),
+        (358, 2.18, 5.16, 902, 1.86, 132),
+    ),
+    (
+        ("qwen2.5-14b", "a100-80g", 2, KERNELS),
+        (15.1, 15.6, 18.7, 27.2, 46.5, 83.7, 142, 268, 529),
+        (378, 1.53, 2.66, 944, 0.92, 66.1),
+    ),
+    (
+        ("qwen2.5-32b", "a100-80g", 2, KERNELS),
+        (27.1, 29.8, 33.6, 51.4, 86.5, 155, 285, 560, 1084),
+        (503, 2.04, 3.55, 1259, 1.22, 88.1),
+    ),
+    (
+        ("llama-3-8b", "a100-80g", 1, KERNELS),
+        (13.8, 14.3, 16.2, 22.0, 35.6, 63.4, 118, 231, 463),
+        (248, 1.40, 2.73, 611, 1.33, 84.9),
+    ),
+    (
+        ("codellama-34b", "a100-80g", 2, VIDUR),
+        (31.1, 31.9, 37.2, 52.1, 93.2, 186, 334, 657, 1308),
+        (122, 6.52, 6.11, 749, 0.28, 67.8),
+    ),
+    (
+        ("qwen2.5-14b", "h100-80g", 1, KERNELS),
+        (14.3, 15.5, 16.0, 17.3, 23.8, 41.8, 79.0, 162, 326),
+        (550, 0.89, 1.43, 525, 4.17, 69.0),
+    ),
 ]  # fmt: skip
 TABLE_IDS = [f"{model} {gpu} x{gpus} {kind}" for (model, gpu, gpus, kind), _, _ in TABLES]
 GRID = [("qwen2.5-14b", gpu) for gpu in GPUS] + [("llama-3-8b", gpu) for gpu in GPUS]

@@ -79,7 +79,7 @@ def decide(table, request, policy=None, now=0.0, cached_tokens=None):
     return (policy or make_policy()).assign(now, [request], table, cached_tokens)[0]
 
 
-# The paper's Algorithm 2, line by line, from the table's raw state; KV fit and room are router.md's.
+# The paper's Algorithm 2, line by line, from the table's raw state; KV fit and room are beyond the paper.
 def estimate_by_the_book(state, table, request, now):
     """Q, E and T: lines 3 to 5."""
     if state.load.running_decodes >= state.chunk_size_tokens or state.is_draining:
@@ -133,7 +133,7 @@ def choose_by_the_book(table, request, now):
 
     def key(state):
         queue = state.load.queued_prefill_tokens + sum(p.tokens for p in state.in_flight.values())
-        queue += SHARE_MARGIN_TOKENS if state.load.is_of_others else 0  # beyond the paper: router.md, section 2
+        queue += SHARE_MARGIN_TOKENS if state.load.is_of_others else 0  # beyond the paper
         return queue, is_ranked and state.role is D
 
     least = min(map(key, feasible), default=None)
@@ -270,7 +270,7 @@ def test_engines_of_other_routers_are_taken_when_ones_own_are_busier(own_queue, 
 
 
 def test_share_is_a_preference_and_no_permission():
-    """What is infeasible or full on one's own engines goes to the others', and an idle one is never a reason to reject."""
+    """What one's own engines cannot take goes to the others', and an idle one is never a reason to reject."""
     late, full = {"iteration_remaining_s": 60.0}, {"kv_blocks_used": 10_000}
     policy = make_policy(EarlyRejection.REJECT)
     decision = decide(make_table(late, full, {"is_of_others": True}), make_request(), policy)
@@ -366,7 +366,7 @@ OFF, RANDOM, REJECT = EarlyRejection
 SHORT, GONE = 0.2, 0.001
 
 
-# Which engine wins, or the kind of decision, when nothing is feasible (router.md section 3).
+# Which engine wins, or the kind of decision, when nothing is feasible.
 @pytest.mark.parametrize(
     ("policy", "engines", "ttft_s", "expected"),
     [

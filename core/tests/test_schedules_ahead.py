@@ -59,7 +59,7 @@ def test_an_arrival_at_an_engine_that_will_idle_is_scheduled_at_once():
 
 
 def test_blocks_that_an_iteration_frees_are_not_in_the_next_one():
-    """Twelve blocks of which either long prompt needs seven; the first ends with iteration 1, the short one decodes on."""
+    """Twelve blocks, of which a long prompt needs seven; the first ends with iteration 1, the short one decodes on."""
     (setup,) = make_engines(((1, 200),), blocks=12)
     engine = SimEngine(setup, ChunkedPrefillPolicy(), GapHistogram(), [], schedules_ahead=True)
     lengths = ((100, 2), (30, 9), (100, 1))
@@ -81,8 +81,8 @@ def count_ends(times, after_s, before_s):
 def test_a_move_pauses_the_request_for_as_many_iterations_as_messages_take():
     """One engine prefills, the other decodes another request meanwhile; the link takes no time.
 
-    From the last token on the source: 1 end of the target's iterations until it pulls, 1 until it notices, 3 until the request
-    joins, and the iteration of its next token.
+    From the last token on the source: 1 end of the target's iterations until it pulls, 1 until it notices, 3 until the
+    request joins, and the iteration of its next token.
     """
     slo = Slo(ttft_s=9.0, tpot_s=9.0)
     arrivals = [

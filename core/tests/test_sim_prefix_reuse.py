@@ -179,8 +179,8 @@ def test_the_longest_unused_blocks_are_evicted_first_and_the_end_of_a_prompt_bef
     ]
     simulation = run(make_cell(blocks=24), arrivals)
     (engine,) = simulation.engines
-    # The first: 9 blocks, then 12, then 6 of which 3 blank; left of the first 6, computed again 3 blocks, which evict three
-    # of the second; of that one 9 are left.
+    # The first: 9 blocks, then 12, then 6 of which 3 blank; left of the first 6, computed again 3 blocks, which evict
+    # three of the second; of that one 9 are left.
     assert count_hits(simulation) == [6 * 16 + 9 * 16]
     engine.cache.check_idle()
 
@@ -206,7 +206,7 @@ def test_of_equal_blocks_the_one_that_was_cached_first_is_found():
 
 
 def test_a_preempted_request_finds_its_own_blocks():
-    """Two decodes in blocks for one and a half: the later one goes, and computes little again, told by hashes or not."""
+    """Two decodes in blocks for one and a half: the later one goes and recomputes little, with or without hashes."""
     arrivals = [
         Arrival(at_s=0.0, prompt_tokens=100, output_tokens=60, slo=SLO),
         Arrival(at_s=0.01, prompt_tokens=100, output_tokens=60, slo=SLO),

@@ -29,7 +29,7 @@ from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
-# Qwen2.5-14B on an A100: simulation.md section 1, linear interpolation between its points.
+# Qwen2.5-14B on an A100, linear interpolation between its points.
 POINTS_MS = ((0, 22.7), (8, 22.7), (64, 24.5), (128, 28.0), (256, 39.5), (512, 66.9), (1024, 115), (2048, 211))
 
 

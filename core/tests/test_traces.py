@@ -109,7 +109,10 @@ WRONG_HASHES: dict[str, tuple[list[str], str]] = {
     "no list": ([HASHED.replace("[7, 8, 9]", "7")], "line 1: hash_ids is 7, a list of whole numbers is needed"),
     "texts": ([HASHED, HASHED.replace("8", '"8"')], "line 2: hash_ids is [7, '8', 9], a list of whole numbers"),
     "truth": ([HASHED.replace("8", "true")], "line 1: hash_ids is [7, True, 9], a list of whole numbers is needed"),
-    "too few": ([HASHED.replace("8, ", "")], "line 1: hash_ids has 2 entries; one is needed for each 512 of 1030 tokens: 3"),
+    "too few": (
+        [HASHED.replace("8, ", "")],
+        "line 1: hash_ids has 2 entries; one is needed for each 512 of 1030 tokens: 3",
+    ),
 }  # fmt: skip
 
 
@@ -136,7 +139,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "count missing": ([LOG, '{"timestamp": 6, "prompt_tokens": 4}'], "line 2: completion_tokens is missing"),
     "count is true": ([LOG.replace("10", "true")], "line 1: prompt_tokens is True"),
     "usage": (['{"timestamp": 6, "usage": 4}'], "line 1: usage is 4, an object is needed"),
-    "milliseconds": ([LOG.replace('"timestamp": 5', '"timestamp": 1700000000000')], "line 1: timestamp is 1700000000000;"),
+    "milliseconds": (
+        [LOG.replace('"timestamp": 5', '"timestamp": 1700000000000')],
+        "line 1: timestamp is 1700000000000;",
+    ),
     "time missing": ([LOG, '{"prompt_tokens": 4, "completion_tokens": 3}'], "line 2: has no timestamp, unlike"),
     "mooncake time": ([MOONCAKE, '{"input_length": 4, "output_length": 3}'], "line 2: timestamp is missing"),
     "mooncake count": ([MOONCAKE, MOONCAKE.replace("10", '"x"')], "line 2: input_length is 'x'"),

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.v1 import control_pb2
-from sluice_core.slo import ATTAINMENT_WINDOW_S
-from sluice_operator.routers.attainment import AttainmentWindow, Counts, format_share
+from sluice_core.slo import ATTAINMENT_WINDOW_S, SloCounts
+from sluice_operator.routers.attainment import AttainmentWindow, format_share
 
 
 def status(router_id: str, num_finished: int, num_met: int, name: str = "") -> control_pb2.GetStatusResponse:
@@ -22,7 +22,7 @@ def test_the_first_status_is_only_a_beginning() -> None:
     window.take(0.0, status("a", 100, 50))
     assert window.sum_up(0.0) == {}
     window.take(1.0, status("a", 110, 59))
-    assert window.sum_up(1.0) == {"": Counts(num_finished=10, num_met_ttft=9, num_met_tpot=9, num_met_both=9)}
+    assert window.sum_up(1.0) == {"": SloCounts(num_finished=10, num_met_ttft=9, num_met_tpot=9, num_met_both=9)}
 
 
 def test_a_class_that_appears_later_counts_from_its_first_request() -> None:

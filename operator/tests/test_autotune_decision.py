@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice_core.slo import SloCounts
 from sluice_operator.api.conditions import REASONS, ConditionType, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders
@@ -24,7 +25,6 @@ from sluice_operator.autotune.decision import (
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
 from sluice_operator.autotune.workload import WorkloadSample
-from sluice_operator.routers.attainment import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,7 @@ class Plant:
     state: TunerState = field(default_factory=TunerState)
     stored: StoredSliders | None = None
     now: float = 1000.0
-    counts: Counts = field(default_factory=Counts)
+    counts: SloCounts = field(default_factory=SloCounts)
     is_settled: bool = True
     has_sample: bool = True
     due_s: float | None = None
@@ -114,7 +114,7 @@ class Plant:
         self.now += duration_s
         num_finished = round(self.rate_rps * duration_s)
         num_met = round(self.attainment(self.sliders) * num_finished)
-        self.counts += Counts(num_finished=num_finished, num_met_both=num_met)
+        self.counts += SloCounts(num_finished=num_finished, num_met_both=num_met)
         if self.state.is_searching and self.due_s is not None and self.now >= self.due_s:
             self.state = decision.record_result(self.state, self.answer(self.state.last_request), self.now)
         before, sliders = self.state, self.sliders
@@ -348,11 +348,11 @@ def test_edited_stored_sliders_are_ignored(text: str) -> None:
 
 
 def test_attainment_falls_only_beyond_chance() -> None:
-    before = Counts(num_finished=200, num_met_both=190)
-    assert not has_attainment_fallen(before, Counts(num_finished=19, num_met_both=0)), "too few to say"
-    assert not has_attainment_fallen(before, Counts(num_finished=40, num_met_both=37))
-    assert has_attainment_fallen(before, Counts(num_finished=40, num_met_both=30))
-    assert not has_attainment_fallen(before, Counts(num_finished=200, num_met_both=200))
+    before = SloCounts(num_finished=200, num_met_both=190)
+    assert not has_attainment_fallen(before, SloCounts(num_finished=19, num_met_both=0)), "too few to say"
+    assert not has_attainment_fallen(before, SloCounts(num_finished=40, num_met_both=37))
+    assert has_attainment_fallen(before, SloCounts(num_finished=40, num_met_both=30))
+    assert not has_attainment_fallen(before, SloCounts(num_finished=200, num_met_both=200))
 
 
 @settings(max_examples=25, deadline=None)

@@ -8,6 +8,7 @@ import pytest
 from fake_kubernetes import make_cluster
 
 from sluice.v1 import control_pb2, plan_pb2
+from sluice_core.slo import SloCounts
 from sluice_operator.api.conditions import REASONS, ConditionType, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.controller.condition_rules import decide_conditions
@@ -15,7 +16,6 @@ from sluice_operator.controller.status import is_warning, list_transitions, make
 from sluice_operator.controller.status_inputs import StatusInputs
 from sluice_operator.planning.scale_down import ScaleDecision
 from sluice_operator.resources.pod_status import read_pod
-from sluice_operator.routers.attainment import Counts
 from sluice_operator.routers.engine_reports import EngineReport
 
 
@@ -193,8 +193,8 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, str]]] = {
         "NetworkReady",
         ("False", "PreflightFailed"),
     ),
-    "met": ({"attainment": {"": Counts(num_finished=10, num_met_both=9)}}, "SLOMet", ("True", "Met")),
-    "missed": ({"attainment": {"": Counts(num_finished=100, num_met_both=89)}}, "SLOMet", ("False", "Missed")),
+    "met": ({"attainment": {"": SloCounts(num_finished=10, num_met_both=9)}}, "SLOMet", ("True", "Met")),
+    "missed": ({"attainment": {"": SloCounts(num_finished=100, num_met_both=89)}}, "SLOMet", ("False", "Missed")),
     "no-traffic": ({}, "SLOMet", ("Unknown", "NoTraffic")),
 }
 
@@ -243,7 +243,7 @@ def test_a_patch_holds_what_differs_and_nothing_else() -> None:
 
 def test_transitions_make_events_and_measurements_do_not() -> None:
     calm, busy = render_status(find(), "t0"), render_status(find(refusals={"r1": "chunk"}), "t1")
-    missed = render_status(find(attainment={"": Counts(num_finished=9)}), "t1")
+    missed = render_status(find(attainment={"": SloCounts(num_finished=9)}), "t1")
     assert [item["type"] for item in list_transitions(calm, busy)] == ["Degraded"]
     assert is_warning(list_transitions(calm, busy)[0])
     assert list_transitions(calm, missed) == []

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from sluice.v1 import control_pb2
     from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
+    from sluice_core.slo import SloCounts
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.autotune.search_messages import SearchResult
     from sluice_operator.autotune.search_process import RunSearch
     from sluice_operator.autotune.tuner import TunerInputs
-    from sluice_operator.routers.attainment import Counts
 
 
 class LocalTuning:
@@ -58,7 +58,7 @@ class LocalTuning:
             self._window.take(self._clock(), status)
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> SloCounts:
         """Requests that the routers finished so far."""
         return self._window.total
 

@@ -1,8 +1,8 @@
-"""The profile of a model on a GPU, from the package's measurements: see simulation.md section 1 and docs/latency.md.
+"""The profile of a model on a GPU, from the measurements in ``data/`` (data/NOTICE.md).
 
-Three kinds. ``kernels`` adds up measured kernels (aiconfigurator) for any dense model on any of four GPUs. ``vidur`` has
-whole layers of two models on the A100, as the paper's own simulator measured them. ``distserve`` has the closed forms
-that DistServe fitted to OPT-13B, for iterations that hold prefills or decodes and never both.
+Three kinds. ``kernels`` adds up measured kernels (aiconfigurator) for any dense model on any of four GPUs. ``vidur``
+has whole layers of two models on the A100, as the paper's own simulator measured them. ``distserve`` has the closed
+forms that DistServe fitted to OPT-13B, for iterations that hold prefills or decodes and never both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sluice_core.latency.profile import (
 GPUS = ("a100-80g", "h100-80g", "h200-141g", "l40s-48g")
 TABLE_TOKENS = 16_384
 _GPUS = re.compile(r"(?P<gpu>.+?)(?:x(?P<number>[1-9]\d*))?")
-# Share of a GPU's memory that vLLM may fill, and what its activations take of it (simulation.md section 1).
+# Share of a GPU's memory that vLLM may fill, and what its activations take of it.
 MEMORY_SHARE = 0.9
 ACTIVATION_BYTES = 3_000_000_000
 
@@ -50,7 +50,7 @@ class ProfileKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What no kernel measurement says. Source: simulation.md section 1.
+    """What no kernel measurement says.
 
     Args:
         host_iteration_s: The host's work per iteration, where kernels do not hide it (assumed for vLLM v1).
@@ -58,8 +58,8 @@ class Assumptions:
         layer_s: Launch gaps of a layer's element-wise kernels.
         memory_efficiency: Share of the peak bandwidth that element-wise kernels and the lm_head reach.
         lm_head_s: The lm_head beyond reading its weights.
-        reduce_element_bytes: Unit in which message sizes of the all-reduce table are read: 1 as in simulation.md. The
-            table's source counts elements, which is 2; then all-reduces take about half (docs/latency.md).
+        reduce_element_bytes: Unit in which message sizes of the all-reduce table are read: 1 by default. The
+            table's source counts elements, which is 2; then all-reduces take about half.
     """
 
     host_iteration_s: float = 0.003
@@ -72,7 +72,7 @@ class Assumptions:
 
 DEFAULT_ASSUMPTIONS = Assumptions()
 
-# Per layer and all-reduce, vidur's own launch overhead (simulation.md section 1).
+# Per layer and all-reduce, vidur's own launch overhead.
 _VIDUR_REDUCE_S = 0.02e-3
 _VIDUR_NOISE_TOKENS = 150  # below it all-reduces are noise around their median
 _VIDUR_SMOOTHING = 9  # neighbouring message sizes whose median counts
@@ -169,7 +169,7 @@ def compute_kv_capacity_tokens(shape: Architecture, memory_bytes: int, tensor_pa
     Raises:
         UnknownModelError: The weights do not fit.
 
-    Source: simulation.md section 1, KV capacity.
+    Source: as vLLM sizes its cache: the share of the memory that it may fill, less weights and activations.
     """
     free_bytes = MEMORY_SHARE * memory_bytes * tensor_parallel - ACTIVATION_BYTES * tensor_parallel
     room_bytes = free_bytes - shape.compute_weight_bytes()
@@ -190,7 +190,8 @@ def _check_tensor_parallel(name: str, shape: Architecture, tensor_parallel: int)
     divides = tensor_parallel >= 1 and shape.num_heads % tensor_parallel == 0
     if not divides or max(shape.num_kv_heads, tensor_parallel) % min(shape.num_kv_heads, tensor_parallel):
         raise UnknownModelError(
-            f"{name} has {shape.num_heads} heads and {shape.num_kv_heads} KV heads, which {tensor_parallel} GPUs cannot share"
+            f"{name} has {shape.num_heads} heads and {shape.num_kv_heads} KV heads, "
+            f"which {tensor_parallel} GPUs cannot share"
         )
 
 
@@ -263,8 +264,8 @@ class _LayerTimes:
         keys = max(1.0, shape.num_kv_heads / tensor_parallel) * shape.head_size
         gemms = ((queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner))
         curves = [kernels.make_gemm_curve(outputs, inputs) for outputs, inputs in gemms]
-        # Two norms read and write activations and residual; the activation reads two parts and writes one; rotation reads
-        # and writes queries and keys; keys and values go to the cache.
+        # Two norms read and write activations and residual; the activation reads two parts and writes one; rotation
+        # reads and writes queries and keys; keys and values go to the cache.
         values = 8 * hidden + 3 * inner + 2 * (queries + keys) + 4 * keys
         bytes_per_s = assumptions.memory_efficiency * kernels.memory_bytes_per_s
         return _LayerTimes(
@@ -377,8 +378,8 @@ def _smooth_reduces(
 def build_distserve_profile(model: str, gpu: str, tensor_parallel: int) -> tuple[IterationProfile, int]:
     """Write DistServe's closed forms as a profile; returns it and the KV capacity in tokens.
 
-    A prefill takes ``a + b * tokens + c * sum of squares``, an iteration of decodes ``a + b * contexts + c * decodes``, with
-    other coefficients for large batches.
+    A prefill takes ``a + b * tokens + c * sum of squares``, an iteration of decodes ``a + b * contexts + c * decodes``,
+    with other coefficients for large batches.
 
     Raises:
         UnknownModelError: DistServe has no such profile.

@@ -153,8 +153,8 @@ def _find_heads(
 ) -> list[float | None]:
     """Times for any heads: between the measured numbers of heads, at the measured numbers of KV heads.
 
-    A head size that was not measured counts as so many heads of 128, which read and compute as much. KV heads beyond the
-    measured ones count as several groups of the largest measured number.
+    A head size that was not measured counts as so many heads of 128, which read and compute as much. KV heads beyond
+    the measured ones count as several groups of the largest measured number.
     """
     if all(size != head_size for size, _, _ in table):
         num_heads *= head_size / _MEASURED_HEAD_SIZE

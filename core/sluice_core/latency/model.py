@@ -100,6 +100,6 @@ def compute_attention_work(tokens: int, context_tokens: int) -> float:
     Returns:
         Token pairs: ``tokens * (context + tokens / 2)``.
 
-    Source: simulation.md section 1 (``p2``).
+    Source: causal attention: token i of the chunk reads ``context + i`` tokens.
     """
     return tokens * (context_tokens + tokens / 2)

@@ -1,7 +1,7 @@
 """The model that learns from the iterations of the engine itself.
 
 An iteration's time is linear in its shape: tokens (prefill and decode alike), attention work, chunks, decodes and
-their contexts, plus a constant (simulation.md section 1, with one straight line for the GEMMs). All coefficients are
+their contexts, plus a constant: ``IterationProfile`` with one straight line for its table. All coefficients are
 non-negative.
 """
 
@@ -16,7 +16,7 @@ from sluice_core.latency.profile import IterationProfile
 from sluice_core.records import IterationShape
 
 # Seconds per unit of each feature: constant, token, token pair of attention, chunk, decode, token of decode context.
-# A 14B model on one A100 (simulation.md section 1, the line through 8 and 2048 tokens), where no profile is given; only the
+# A 14B model on one A100 (the line through 8 and 2048 tokens of its profile), where no profile is given; only the
 # ratios matter after the first measured iteration.
 _PRIOR = (0.021, 9.2e-5, 5.2e-9, 3.7e-4, 1.2e-5, 1.3e-7)
 _NUM_FEATURES = len(_PRIOR)

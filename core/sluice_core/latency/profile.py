@@ -1,6 +1,6 @@
 """A latency model as a table: the time of an iteration of one model on one kind of GPU.
 
-An iteration of n tokens takes (simulation.md section 1)
+An iteration of n tokens takes
 
     linear(n)                                                 GEMMs, norms, all-reduces, lm_head, the host's constant
       + sum over chunks ( p0 + p1 * c + p2 * c * (ctx + c / 2) )   prefill attention

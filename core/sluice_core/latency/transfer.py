@@ -1,6 +1,6 @@
 """How long a KV transfer takes.
 
-Transfers that share a link go one after the other: whoever models them keeps the time from which the link is free
+Transfers that share a link go one after the other: a model of them keeps the time from which the link is free
 (``LinkSpeed.schedule``). Without it slow networks look far too good, because transfers in flight do not share the
 bandwidth.
 """
@@ -13,7 +13,7 @@ from typing import Final
 
 from sluice_core.latency.model import UnknownModelError
 
-TRANSFER_LATENCY_S: Final = 0.002  # simulation.md section 1: per transfer, whatever its size
+TRANSFER_LATENCY_S: Final = 0.002  # per transfer, whatever its size
 DEFAULT_TRANSFER_BYTES_PER_S: Final = 10e9  # until an engine has measured a pull: a 100 Gb/s link, less overhead
 
 
@@ -44,8 +44,9 @@ class LinkSpeed:
         return free_at, free_at + self.latency_s
 
 
-# NVLink: simulation.md section 1; 100 and 25 GbE: section 8 (96 % of the wire). Assumed: InfiniBand is HDR, 200 Gb/s, with
-# the same share; PCIe 4.0 x16 reaches 25 of 32 GB/s; TCP is one stream of the kernel's on a 10 Gb/s network.
+# NVLink: a quarter of the 600 GB/s that papers name, assumed; 100 and 25 GbE: 96 % of the wire. Assumed: InfiniBand is
+# HDR, 200 Gb/s, with the same share; PCIe 4.0 x16 reaches 25 of 32 GB/s; TCP is one stream of the kernel's on a 10 Gb/s
+# network.
 LINKS = {
     "nvlink": LinkSpeed(bytes_per_s=150e9),
     "pcie": LinkSpeed(bytes_per_s=25e9),
@@ -79,7 +80,7 @@ def estimate_transfer_s(num_tokens: int, kv_bytes_per_token: int, bytes_per_s: f
     Returns:
         Seconds.
 
-    Source: simulation.md section 1, KV transfer.
+    Source: TaiChi, section 3.4: size / bandwidth, plus a fixed latency.
     """
     rate = bytes_per_s if bytes_per_s > 0 and math.isfinite(bytes_per_s) else DEFAULT_TRANSFER_BYTES_PER_S
     return TRANSFER_LATENCY_S + num_tokens * kv_bytes_per_token / rate

@@ -1,7 +1,7 @@
 """What a plan may choose, within bounds.
 
-Sliders lie on a lattice: chunk sizes at powers of two and halfway between, P-heavy engines at whole numbers. Neighbours on
-it differ by a few percent of goodput near the best, which is what a search can tell apart.
+Sliders lie on a lattice: chunk sizes at powers of two and halfway between, P-heavy engines at whole numbers. Neighbours
+on it differ by a few percent of goodput near the best, which is what a search can distinguish.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def list_chunk_sizes(low: int, high: int, extra: Iterable[int] = ()) -> tuple[in
     while power <= high:
         sizes |= {size for size in (power, power * 3 // 2) if low <= size <= high}
         power *= 2
-    # The bounds themselves: somebody chose them. Below the lattice an engine makes hardly any progress.
+    # The bounds themselves, which a user chose. Below the lattice an engine makes hardly any progress.
     sizes |= {size for size in (low, high) if size == 0 or size >= LEAST_CHUNK_TOKENS}
     if not sizes or low > high:
         raise ValueError(f"no chunk size is within {low} to {high} tokens; {LEAST_CHUNK_TOKENS} is the least, or 0")

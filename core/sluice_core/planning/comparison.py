@@ -1,9 +1,9 @@
 """Compares candidates on common random numbers: the same rates, the same requests.
 
-``rank`` ranks many: whoever passes at a rate goes on to the next higher one, until nobody passes. So those that fall
+``rank`` ranks many: candidates that pass at a rate go on to the next higher one, until none passes. So those that fall
 behind cost one run each, which gives up early, and the goodput of those in front is known from both sides. Candidates
-whose runs have ended at the very same moment so far, such as those whose chunk sizes no prompt fills, share the next run.
-``locate_goodput`` finds where to begin, ``measure_goodputs`` the goodput of a few, of each seed by itself.
+whose runs have ended at the very same moment so far, such as those whose chunk sizes no prompt fills, share the next
+run. ``locate_goodput`` finds where to begin, ``measure_goodputs`` the goodput of a few, of each seed by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RANKING_MISSES, _MEASURING_MISSES = 2.0, 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fidelity:
-    """How well a candidate is looked at.
+    """How much of a candidate is simulated.
 
     Args:
         seeds: One run for each.
@@ -83,7 +83,7 @@ class CandidateComparison:
 
         Args:
             candidates: The candidates.
-            fidelity: How well to look.
+            fidelity: How much is simulated.
             rate_rps: Where to begin; best where some pass and most do not.
             factor: From a rate to the next.
         """
@@ -113,7 +113,7 @@ class CandidateComparison:
 
         Args:
             candidates: The candidates, one of the best first.
-            fidelity: How well to look.
+            fidelity: How much is simulated.
             starts_rps: Where to begin, by candidate.
         """
         leader, first = candidates[0], fidelity.seeds[0]
@@ -138,11 +138,12 @@ class CandidateComparison:
 
         Args:
             candidate: The candidate.
-            fidelity: How well to look; at the first seed.
+            fidelity: How much is simulated; of the seeds the first.
             start_rps: Where to begin; as shorter runs have it, which flatter.
 
         Returns:
-            The highest rate that it is known to pass; ``start_rps`` if that is far below, so that others may pass there.
+            The highest rate that it is known to pass; ``start_rps`` if that is far below, so that others may pass
+            there.
         """
         self._measure_goodputs({(candidate, fidelity.seeds[0]): start_rps}, fidelity, _RANKING_MISSES)
         rate_rps = self.find_passing_rate(candidate, fidelity) or 0.0
@@ -235,7 +236,7 @@ class CandidateComparison:
         fidelity: Fidelity,
         misses: float = _MEASURING_MISSES,
     ) -> None:
-        """Find the goodput of pairs of candidate and seed; runs give up after so many times the misses that are allowed."""
+        """Find the goodput of pairs of candidate and seed; runs give up after ``misses`` times the allowed misses."""
         open_ = list(starts_rps)
         for _ in range(_MOST_STEPS):
             trials = [

@@ -1,6 +1,6 @@
 """Attainment against the rate, as far as it is known, and the goodput that follows from it.
 
-Attainment falls from 0.95 to 0.5 within a tenth of the rate (simulation.md, section 5), so between two rates a few percent
+Attainment falls from 0.95 to 0.5 within a tenth of the rate, so between two rates a few percent
 apart a straight line over the logarithm of the rate is as good as more runs.
 """
 
@@ -30,10 +30,7 @@ class AttainmentCurve:
         return low, min(above) if above else None
 
     def estimate_goodput_rps(self, target: float) -> float:
-        """Estimate the rate at which attainment crosses the target; 0 without points.
-
-        Source: simulation.md, section 5.
-        """
+        """Estimate the rate at which attainment crosses the target; 0 without points."""
         low, high = self.find_bracket(target)
         if low is None and high is None:
             return 0.0

@@ -1,7 +1,7 @@
 """A plan for a goal: the highest goodput of some GPUs, or the fewest GPUs for a rate.
 
-Goodput grows a little faster than the engines (larger clusters even bursts out), so the number for a rate is guessed from
-what an engine does in a small cluster and then tried one by one.
+Goodput grows a little faster than the engines (larger clusters even bursts out), so the number for a rate is guessed
+from what an engine does in a small cluster and then tried one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sluice_core.planning.prediction import (
     find_bottleneck,
     predict,
 )
-from sluice_core.planning.search import Search, SearchEffort, SearchResult
+from sluice_core.planning.search import CandidateSearchResult, Search, SearchEffort
 from sluice_core.planning.trials import PlanningProblem
 from sluice_core.sim.cell import EngineSetup
 
@@ -91,7 +91,7 @@ class PlanResult:
     alternatives: tuple[Alternative, ...]
     in_force: RankedCandidate | None
     is_met: bool
-    found: SearchResult
+    found: CandidateSearchResult
     num_trials: int
     num_iterations: int
 
@@ -104,7 +104,7 @@ class Planner:
         space: What may be chosen.
         effort: How much is simulated.
         run_trials: Makes runs.
-        report: Is told how far the planning is, from 0 to 1, and what it does.
+        report: Called with the progress, from 0 to 1, and the stage.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class Planner:
 
     def _find_highest(
         self, comparison: CandidateComparison, goal: Goal, in_force: SliderCandidate | None
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         """Find the highest goodput of as many GPUs as ``goal.most_replicas`` engines have."""
         num_gpus = goal.most_replicas * goal.tensor_parallels[0]
         sizes = [(num_gpus // parallel, parallel) for parallel in goal.tensor_parallels if num_gpus >= parallel]
-        best: SearchResult | None = None
+        best: CandidateSearchResult | None = None
         for position, (replicas, parallel) in enumerate(sizes):
             self._span = (0.9 * position / len(sizes), 0.9 * (position + 1) / len(sizes))
             found = self._search(comparison, replicas, parallel, None, in_force)
@@ -160,9 +160,9 @@ class Planner:
 
     def _find_fewest(
         self, comparison: CandidateComparison, goal: Goal, rate_rps: float, in_force: SliderCandidate | None
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         """Find the fewest GPUs that serve a rate; if none do, what serves most of it."""
-        best: SearchResult | None = None
+        best: CandidateSearchResult | None = None
         for position, parallel in enumerate(goal.tensor_parallels):
             share = 0.9 / len(goal.tensor_parallels)
             self._span = (share * position, share * (position + 1))
@@ -179,7 +179,7 @@ class Planner:
         rate_rps: float,
         tensor_parallel: int,
         in_force: SliderCandidate | None,
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         low, high = goal.least_replicas, goal.most_replicas
         replicas = min(max(low, _FIRST_ENGINES), high)
         found = self._search(comparison, replicas, tensor_parallel, None, in_force)
@@ -210,7 +210,7 @@ class Planner:
         tensor_parallel: int,
         start_rps: float | None,
         in_force: SliderCandidate | None,
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         start, end = self._span
 
         def report(share: float, stage: str) -> None:
@@ -225,20 +225,25 @@ class Planner:
             in_force if is_same else None,
         )
 
-    def _explain_unmet(self, goal: Goal, found: SearchResult) -> str:
+    def _explain_unmet(self, goal: Goal, found: CandidateSearchResult) -> str:
         """Say how far the objectives are from what requests need that hardly share an engine."""
         best, duration_s, slo = found.best.candidate, found.fidelity.duration_s, self._problem.slo
         prediction = predict(self._run_trials, best, _FEW_REQUESTS / duration_s, found.fidelity.seeds[:1], duration_s)
         needed = [pair for detail in prediction.details for pair in detail.latencies_s]
         medians = [f"{1e3 * statistics.median(values):.4g} ms" for values in zip(*needed, strict=True)]
         return (
-            f"no plan within the bounds meets a TTFT of {1e3 * slo.ttft_s:.4g} ms and a TPOT of {1e3 * slo.tpot_s:.4g} ms for "
-            f"{goal.target:.4g} of the requests at any rate; at {prediction.rate_rps:.2g} requests/s the best attains "
-            f"{prediction.attainment.mean:.4g}, with a median TTFT and TPOT of {' and '.join(medians) or 'nothing finished'}"
+            f"no plan within the bounds meets a TTFT of {1e3 * slo.ttft_s:.4g} ms "
+            f"and a TPOT of {1e3 * slo.tpot_s:.4g} ms for {goal.target:.4g} of the requests at any rate; "
+            f"at {prediction.rate_rps:.2g} requests/s the best attains {prediction.attainment.mean:.4g}, "
+            f"with a median TTFT and TPOT of {' and '.join(medians) or 'nothing finished'}"
         )
 
     def _describe(
-        self, comparison: CandidateComparison, goal: Goal, found: SearchResult, in_force: SliderCandidate | None
+        self,
+        comparison: CandidateComparison,
+        goal: Goal,
+        found: CandidateSearchResult,
+        in_force: SliderCandidate | None,
     ) -> PlanResult:
         chosen = found.best
         seeds = [seed + _PREDICTION_SEED_OFFSET for seed in self._effort.seeds]
@@ -286,8 +291,8 @@ def estimate_start_rps(problem: PlanningProblem, replicas: int, tensor_parallel:
 def estimate_response_s(problem: PlanningProblem) -> float:
     """Estimate how long an answer takes on an engine as full as it gets; no longer than its objective allows.
 
-    So long a cluster takes to fill. With as many decodes as there are seats or KV blocks for, each iteration has the prompts
-    that take the place of the answers that end in it.
+    So long a cluster takes to fill. With as many decodes as there are seats or KV blocks for, each iteration has the
+    prompts that take the place of the answers that end in it.
     """
     return max(_estimate_engine_response_s(problem, engine) for engine in problem.engines.values())
 
@@ -309,12 +314,12 @@ def _estimate_engine_response_s(problem: PlanningProblem, engine: EngineSetup) -
     return output * min(iteration_s, problem.slo.tpot_s)
 
 
-def _has_goodput(found: SearchResult) -> bool:
-    """Say whether anything meets the objectives: of less than a request in a whole run nothing is known but that it is little."""
+def _has_goodput(found: CandidateSearchResult) -> bool:
+    """Say whether anything meets the objectives; less than one request in a whole run counts as nothing."""
     return found.best.goodput_rps * found.fidelity.duration_s >= 1.0
 
 
-def _rank_for_rate(found: SearchResult, rate_rps: float) -> tuple[bool, float, float]:
+def _rank_for_rate(found: CandidateSearchResult, rate_rps: float) -> tuple[bool, float, float]:
     """Order findings: those that serve the rate by GPUs, the others by goodput."""
     goodput_rps = found.best.goodput_rps
     serves = goodput_rps >= rate_rps

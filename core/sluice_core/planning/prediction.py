@@ -1,7 +1,7 @@
 """What to expect of a plan, on requests that did not choose it, and what holds it back.
 
-A candidate that won on some seeds was lucky on them; predictions use others. What binds is found by trying: a little more of
-each resource, on the same requests, and whose addition helps most.
+A candidate that won on some seeds was lucky on them; predictions use others. What binds is found by trying: a little
+more of each resource, on the same requests, and whose addition helps most.
 """
 
 from __future__ import annotations
@@ -159,36 +159,11 @@ def find_bottleneck(
         target: Attainment of the goodput.
         fidelity: Of the runs.
     """
-
-    def run(variant: SliderCandidate, rate_rps: float, kv_scale: float = 1.0) -> tuple[float, list[TrialDetails]]:
-        outcomes = run_trials(
-            [
-                SearchTrial(
-                    candidate=variant,
-                    seed=seed,
-                    rate_rps=rate_rps,
-                    duration_s=fidelity.duration_s,
-                    kv_scale=kv_scale,
-                    is_detailed=True,
-                )
-                for seed in fidelity.seeds
-            ]
-        )
-        details = [outcome.detail for outcome in outcomes if outcome.detail is not None]
-        return statistics.fmean([outcome.attainment for outcome in outcomes]), details
-
-    rate_rps = start_rps
-    attainment = 1.0
-    details: list[TrialDetails] = []
-    for _ in range(_MOST_OVERLOADS):
-        rate_rps *= _OVERLOAD
-        attainment, details = run(candidate, rate_rps)
-        if attainment < target:
-            break
+    rate_rps, attainment, details = _overload(run_trials, candidate, start_rps, target, fidelity)
     missed = _sum_missed(details)
     objective = "ttft" if missed["ttft"] >= missed["tpot"] else "tpot"
     attainment_gains = {
-        resource: run(variant, rate_rps, kv_scale)[0] - attainment
+        resource: _run_variant(run_trials, variant, rate_rps, fidelity, kv_scale)[0] - attainment
         for resource, variant, kv_scale in _list_relaxations(candidate, objective)
     }
     return Bottleneck(
@@ -200,8 +175,43 @@ def find_bottleneck(
     )
 
 
+def _overload(
+    run_trials: RunTrials, candidate: SliderCandidate, start_rps: float, target: float, fidelity: Fidelity
+) -> tuple[float, float, list[TrialDetails]]:
+    """Raise the rate until the target is missed; returns that rate, its attainment and the details of its runs."""
+    rate_rps = start_rps
+    attainment = 1.0
+    details: list[TrialDetails] = []
+    for _ in range(_MOST_OVERLOADS):
+        rate_rps *= _OVERLOAD
+        attainment, details = _run_variant(run_trials, candidate, rate_rps, fidelity)
+        if attainment < target:
+            break
+    return rate_rps, attainment, details
+
+
+def _run_variant(
+    run_trials: RunTrials, variant: SliderCandidate, rate_rps: float, fidelity: Fidelity, kv_scale: float = 1.0
+) -> tuple[float, list[TrialDetails]]:
+    """Run a candidate at a rate; returns its mean attainment and the details of its runs."""
+    trials = [
+        SearchTrial(
+            candidate=variant,
+            seed=seed,
+            rate_rps=rate_rps,
+            duration_s=fidelity.duration_s,
+            kv_scale=kv_scale,
+            is_detailed=True,
+        )
+        for seed in fidelity.seeds
+    ]
+    outcomes = run_trials(trials)
+    details = [outcome.detail for outcome in outcomes if outcome.detail is not None]
+    return statistics.fmean([outcome.attainment for outcome in outcomes]), details
+
+
 def _list_relaxations(candidate: SliderCandidate, objective: str) -> list[tuple[str, SliderCandidate, float]]:
-    """List a little more of each resource: its name, the candidate with more engines, and the scale of the KV capacity."""
+    """List a little more of each resource: its name, the candidate with more engines, the scale of KV capacity."""
     extra = max(1, candidate.replicas // _EXTRA_SHARE)
     more_prefill = replace(candidate, num_prefill_heavy=candidate.num_prefill_heavy + extra)
     more_decode = replace(candidate, num_decode_heavy=candidate.num_decode_heavy + extra)

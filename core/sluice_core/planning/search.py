@@ -1,11 +1,12 @@
 """The search: successive halving over runs of growing length.
 
 Rounds: the order of magnitude of the rate; candidates all over the space, on short runs; the neighbours of the best, on
-longer ones; M and alpha; and the best few of each strategy on whole runs over several seeds. A round starts at the rate at
-which the best candidate so far is about to fail, which is where candidates differ; shorter runs flatter, so with longer ones
-that is found anew. Of candidates that did the same one is looked at.
+longer ones; M and alpha; and the best few of each strategy on whole runs over several seeds. A round starts at the rate
+at which the best candidate so far is about to fail, which is where candidates differ; shorter runs flatter, so with
+longer ones that is found anew. Of candidates that did the same one is simulated.
 
-Engines of a large cluster do what those of a smaller one do, so all rounds but the last are run on ``MOST_EXPLORED_ENGINES`` at most.
+Engines of a large cluster do what those of a smaller one do, so all rounds but the last are run on
+``MOST_EXPLORED_ENGINES`` at most.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class SearchEffort:
         num_requests: Requests of a whole run, and of one that ranks before it is shortened.
         least_duration_s: Least length of a whole run: what an overload needs to show.
         most_duration_s: Most length of a whole run.
-        most_requests: Whole runs have no more for the sake of ``least_duration_s``: where so many come sooner, a smaller overload
-            may stay unseen.
-        filled_s: Least length of a whole run, and of one that ranks before it is shortened: what engines need to be full most
-            of the time; down to 0.6 of it where that is more than ``most_requests``. Of engines that are still filling up
-            the goodput is up to twice what it is in the long run.
+        most_requests: Whole runs have no more for the sake of ``least_duration_s``: where so many come sooner, a
+            smaller overload may stay unseen.
+        filled_s: Least length of a whole run, and of one that ranks before it is shortened: what engines need to be
+            full most of the time; down to 0.6 of it where that is more than ``most_requests``. Of engines that are
+            still filling up the goodput is up to twice what it is in the long run.
         num_compared: Candidates of the last round.
     """
 
@@ -81,14 +82,14 @@ class SearchEffort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
+class CandidateSearchResult:
     """What a search found.
 
     Args:
         ranking: Whole runs of the best, best first.
         fidelity: Of these runs.
-        explored: Every candidate that was tried, with the goodput that short runs gave it; in a large cluster what that of
-            fewer engines makes one expect.
+        explored: Every candidate that was tried, with the goodput that short runs gave it; in a large cluster what that
+            of fewer engines makes one expect.
     """
 
     ranking: tuple[RankedCandidate, ...]
@@ -108,7 +109,7 @@ class Search:
         comparison: Compares.
         space: What may be chosen.
         effort: How much is simulated.
-        report: Is told how far the search is, from 0 to 1, and the round.
+        report: Called with the progress, from 0 to 1, and the round.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Search:
 
     def find_best(
         self, replicas: int, tensor_parallel: int, start_rps: float, in_force: SliderCandidate | None = None
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         """Find the best candidate.
 
         Args:
@@ -170,7 +171,7 @@ class Search:
         return explored, self._drop_duplicates(refined, len(refined), fidelity)
 
     def _scale_up(self, ranking: Sequence[RankedCandidate], replicas: int) -> list[RankedCandidate]:
-        """Give candidates more engines at the same share, and as much more goodput; those out of bounds are left out."""
+        """Give candidates more engines at the same share, and as much more goodput; leave out those out of bounds."""
         enlarged: dict[SliderCandidate, RankedCandidate] = {}
         for ranked in ranking:
             candidate = resize(ranked.candidate, replicas, self._space)
@@ -223,7 +224,7 @@ class Search:
         return ranking
 
     def _refine(self, centres: Sequence[SliderCandidate], rate_rps: float, fidelity: Fidelity) -> list[RankedCandidate]:
-        """Go from the best to their neighbours, as long as that gains something, or any of the first few was not expanded."""
+        """Go from the best to their neighbours while that gains something, or any of the first few was not expanded."""
         rate_rps = self._comparison.locate_goodput(centres[0], fidelity, rate_rps)
         ranking = self._comparison.rank(centres, fidelity, rate_rps, _FINE_FACTOR)
         expanded: list[SliderCandidate] = []
@@ -309,7 +310,7 @@ class Search:
         refined: Sequence[RankedCandidate],
         explored: Sequence[RankedCandidate],
         initial: Sequence[SliderCandidate],
-    ) -> SearchResult:
+    ) -> CandidateSearchResult:
         """Look closely at the best few, at the best of each strategy, and at the plan in force."""
         best = _select(refined, self._effort.num_compared, initial)
         for strategy in self._space.strategies:
@@ -324,7 +325,7 @@ class Search:
         ranking = self._comparison.measure_goodputs(list(dict.fromkeys(best)), fidelity, starts_rps)
         self._report_stage("compare")
         everything = {ranked.candidate: ranked for ranked in [*ranking, *explored, *refined]}
-        return SearchResult(
+        return CandidateSearchResult(
             ranking=tuple(ranking), fidelity=fidelity, explored=tuple(sorted(everything.values(), key=_negate_goodput))
         )
 

@@ -1,7 +1,7 @@
 """One simulated run of one candidate, and what is learned from it.
 
-Common random numbers: a seed fixes lengths and unit-rate gaps, so all candidates serve the same requests, and a shorter run
-serves the first of a longer one's.
+Common random numbers: a seed fixes lengths and unit-rate gaps, so all candidates serve the same requests, and a shorter
+run serves the first of a longer one's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from sluice_core.records import EngineId, FlowParameters, Role, Slo, SloClass
 from sluice_core.sim.cell import Arrival, Cell, EngineSetup, SimOptions
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.pickling import register
-from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow
 from sluice_core.sim.workload import PoissonWorkload
@@ -172,19 +171,10 @@ class TrialEvaluator:
 
 
 def _describe(simulation: Simulation) -> TrialDetails:
-    late = slow = both = 0
-    for request in simulation.requests:
-        if request.state is not RequestState.FINISHED:
-            both += 1
-            continue
-        tpot_s = request.tpot_s
-        schedules_late, is_slow = (
-            request.ttft_s > request.ttft_slo_s,
-            tpot_s is not None and tpot_s > request.tpot_slo_s,
-        )
-        late += schedules_late and not is_slow
-        slow += is_slow and not schedules_late
-        both += schedules_late and is_slow
+    outcomes = [request.slo_outcome for request in simulation.requests]
+    late = sum(outcome.met_tpot and not outcome.met_ttft for outcome in outcomes)
+    slow = sum(outcome.met_ttft and not outcome.met_tpot for outcome in outcomes)
+    both = sum(not outcome.met_ttft and not outcome.met_tpot for outcome in outcomes)
     return TrialDetails(
         summary=summarize(simulation),
         latencies_s=list_latencies(simulation.requests),

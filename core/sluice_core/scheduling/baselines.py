@@ -1,4 +1,4 @@
-"""Placements that look at no objective: round robin, and the least prefill work. The baselines of the papers.
+"""Placements that ignore objectives: round robin, and the least prefill work. The baselines of the papers.
 
 A prompt goes to an engine whatever its KV blocks and its TTFT; there it waits in the queue.
 """
@@ -18,9 +18,9 @@ class _SloBlindPlacement:
     """What both share: every request in the order of urgency to the engine that ``_pick`` names.
 
     Args:
-        parameters: Not looked at.
-        rng: Not looked at.
-        num_records: Not looked at: there is nothing to explain.
+        parameters: Not used.
+        rng: Not used.
+        num_records: Not used: there is nothing to explain.
     """
 
     def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:

@@ -1,6 +1,6 @@
-"""What an engine may put into its next iteration.
+"""What an engine may put into its next iteration: chunked prefill beside decodes (TaiChi, sections 3.1 and 3.5).
 
-Architecture.md section 2, in one place. The chunk size is the most tokens of an iteration, decodes included. Decodes
+The chunk size is the most tokens of an iteration, decodes included. Decodes
 are never cut; requests that arrive with their KV (joining) come next; local prefills get the rest, the *prefill
 room*: ``max(0, chunk size - decodes - joining)``. Chunk size 0 means no new prompts: prefills that have started
 finish at the last non-zero size, unstarted ones return to their router, recompute always runs, 2048 tokens at a time.
@@ -10,7 +10,8 @@ No class starves:
 - decodes and joining requests always have their token;
 - recompute goes ahead of other prefills;
 - within a class the order is by arrival, and priority is worth a bounded head start, so every request becomes first;
-- where decodes fill the chunk, prefills still get a small chunk now and then (minimum progress, ``ChunkedPrefillPolicy``);
+- where decodes fill the chunk, prefills still get a small chunk now and then (minimum progress,
+  ``ChunkedPrefillPolicy``);
 - the victim of a preemption is the request that comes last in that same order, so the first one is never preempted
   and always ends.
 """
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol
 
-RECOMPUTE_TOKENS: Final = 2048  # architecture.md 2: per iteration, where the chunk size is 0
+RECOMPUTE_TOKENS: Final = 2048  # per iteration, where the chunk size is 0; chosen for a 14B model on an A100
 PRIORITY_HEAD_START_S: Final = 10.0  # one level of priority is worth this much earlier arrival
 MIN_PROGRESS_INTERVAL_S: Final = 0.25  # longest time without prefill progress while prefills wait
 MIN_PROGRESS_TOKENS: Final = 128  # 4 times a second: 512 tokens/s, for about 1 ms of TPOT on an A100 with a 14B model
@@ -71,7 +72,9 @@ class EngineBatch:
 
 
 class BatchLimits:
-    """Knobs for one iteration. A plain class, because compiled it takes a tenth of the time that a record takes to make.
+    """Limits of one iteration.
+
+    A plain class: compiled, it takes a tenth of the time that a record takes to make.
 
     Args:
         token_budget: Most tokens of the iteration; never under decodes + joining.
@@ -161,7 +164,7 @@ class BatchPolicy(Protocol):
 
 
 class ChunkedPrefillPolicy:
-    """Architecture.md section 2: decodes first, prefills in what the chunk size leaves.
+    """Decodes first, prefills in what the chunk size leaves (TaiChi, section 3.1).
 
     Minimum progress: with prefills waiting, room 0, and no prefill token computed for ``MIN_PROGRESS_INTERVAL_S``,
     the iteration gets ``MIN_PROGRESS_TOKENS`` (at most the chunk size, at least a KV block) on top of its decodes.
@@ -176,12 +179,14 @@ class ChunkedPrefillPolicy:
 
     def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
         """See ``BatchPolicy.limits``."""
-        ahead = engine.num_decodes + engine.num_joining
+        ahead = engine.num_decodes + engine.num_joining  # one token each, never cut
         takes_new_prompts = engine.chunk_size_tokens > 0 and not engine.is_draining
         counted = ahead if self._counts_decodes else 0
+        # The prefill room: what the chunk size leaves beside decodes, within the engine's largest batch.
         room = max(0, min(_desired_room(engine, counted), engine.max_batch_tokens - ahead))
         is_minimum_progress = room == 0 and _is_progress_due(now, engine, takes_new_prompts=takes_new_prompts)
         if is_minimum_progress:
+            # Decodes fill the chunk. Without this room prompts would wait until decodes end, however long that takes.
             chunk = engine.chunk_size_tokens or engine.last_chunk_size_tokens or MIN_PROGRESS_TOKENS
             least = max(engine.block_size_tokens, min(MIN_PROGRESS_TOKENS, chunk))
             room = max(0, min(least, engine.max_batch_tokens - ahead))
@@ -206,9 +211,11 @@ class ChunkedPrefillPolicy:
 
 
 def _desired_room(engine: EngineBatch, ahead: int) -> int:
-    """Compute the room that the chunk size leaves beside ``ahead`` tokens; the engine's maximum is not looked at."""
+    """Compute the room that the chunk size leaves beside ``ahead`` tokens; the engine's maximum is not applied."""
     if engine.chunk_size_tokens > 0:
         return engine.chunk_size_tokens - ahead
+    # Chunk size 0 (TaiChi, section 3.1: disaggregation): no new prompts, but what has started must end, and requests
+    # that lost their KV are recomputed here.
     started = (engine.last_chunk_size_tokens or RECOMPUTE_TOKENS) - ahead if engine.num_started_prefills else 0
     return max(started, RECOMPUTE_TOKENS if engine.num_recomputing else 0)
 

@@ -1,11 +1,7 @@
-"""Which decodes move, and where to: TaiChi's Algorithm 1 in O(moved).
+"""Which decodes move, and where to: flowing decode scheduling (TaiChi, section 3.3, Algorithm 1) in O(moved).
 
-The engine keeps its decodes in a ``DecodeSet`` and asks ``FlowPolicy.propose`` after each iteration; the router asks
+The engine keeps its decodes in a ``DecodeSet`` and calls ``FlowPolicy.propose`` after each iteration; the router calls
 ``FlowPolicy.target`` for the engine that shall take a proposed request.
-
-Beyond the paper (router.md section 3), against ping-pong: a request moves again only ``min_tokens_between_moves`` output
-tokens after its last move, unless its TPOT has passed the SLO itself; a request that would flow back at once is not
-degraded; proposals stand and are not repeated until their back-off has passed; an engine has a bounded number of them.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ __all__ = ["DecodeSet", "FlowPolicy", "FlowRequest"]
 
 MAX_STANDING_PROPOSALS: Final = 16  # of one engine at a time
 PROPOSAL_BACKOFF_S: Final = 0.25  # before an unanswered proposal is made again; doubles each time
-MAX_PROPOSAL_BACKOFF_S: Final = 2.0  # the life of a grant (architecture.md 4.3)
+MAX_PROPOSAL_BACKOFF_S: Final = 2.0  # as long as an engine keeps a grant that nobody uses
 # Compiled, a name of the module costs less than an attribute of the enumeration; these are asked for in each iteration.
 _PREFILL_HEAVY: Final = Role.PREFILL_HEAVY
 _DECODE_HEAVY: Final = Role.DECODE_HEAVY
@@ -50,9 +46,14 @@ class FlowRequest:
 
 
 class FlowPolicy:
-    """Algorithm 1 (taichi.txt, section 3.3) with router.md section 3's rules on room and ping-pong.
+    """Algorithm 1 and the choice of targets (TaiChi, section 3.3), with rules against ping-pong.
 
-    Routers tell engines the strategy ``aggregated`` where roles are void, so that nothing is proposed there.
+    Beyond the paper: a request moves again only ``min_tokens_between_moves`` output tokens after its last move, unless
+    its TPOT has passed the SLO itself; a request that would flow back at once is not degraded; an engine has a bounded
+    number of standing proposals, which are not repeated until their back-off has passed.
+
+    Routers configure engines with the strategy ``aggregated`` where all chunk sizes are equal, so that nothing is
+    proposed there.
 
     Args:
         parameters: Live parameters; replace the attribute on a plan change.
@@ -95,22 +96,28 @@ class FlowPolicy:
         limit = MAX_STANDING_PROPOSALS - engine.num_proposed
         if limit <= 0:
             return []
-        if engine.is_draining:
+        if engine.is_draining:  # beyond the paper: the engine is about to go, so every decode leaves
             return [_propose(now, engine, decode, MoveCause.DRAIN) for decode in engine.list_without_proposal(limit)]
-        if engine.role is _DECODE_HEAVY:
+        if engine.role is _DECODE_HEAVY:  # line 4
             return self._degrade(now, engine, limit) if self.degrades else []
-        proposals = self._flow_back(now, engine, limit) if self.flows_back else []
+        proposals = self._flow_back(now, engine, limit) if self.flows_back else []  # line 1
+        # Stage 1 of section 3.3: a decode begins on a D-heavy engine, wherever its prompt was computed.
         if self.moves_first_decodes:
             prefilled_here = engine.list_prefilled_here(limit - len(proposals))
             proposals += [_propose(now, engine, decode, MoveCause.PREFILL_DONE) for decode in prefilled_here]
         return proposals
 
-    def target(self, now: float, request: FlowRequest, engines: EngineTable) -> EngineId | None:  # noqa: ARG002 - a policy may look at the time
+    def target(
+        self,
+        now: float,  # noqa: ARG002 - another policy may need the time
+        request: FlowRequest,
+        engines: EngineTable,
+    ) -> EngineId | None:
         """Pick the engine to ask for a grant.
 
         First decode and backflow: the D-heavy engine with the least KV used, grants included, and physical room.
-        Degradation: the P-heavy engine with the fewest used blocks, bounded by the watermark. Drain and manual: the same
-        role first, then any with room. Void roles: no flow, drain and manual alone find a target.
+        Degradation: the P-heavy engine with the fewest used blocks, bounded by the watermark. Drain and manual: the
+        same role first, then any with room. Where all chunk sizes are equal only drain and manual find a target.
 
         Args:
             now: Seconds on the caller's clock.
@@ -131,8 +138,14 @@ class FlowPolicy:
         return self._pick_least_used(self._list_with_room(request, engines, role))
 
     def _flow_back(self, now: float, engine: DecodeSet, limit: int) -> list[MoveProposal]:
-        """Algorithm 1, lines 1 to 3: decodes whose TPOT so far nears the SLO, the furthest beyond it first."""
+        """Select decodes whose TPOT so far nears the SLO, the furthest beyond it first.
+
+        Source: TaiChi, section 3.3, Algorithm 1, lines 1 to 3.
+        """
+        # Line 2, r_tpot > tau_tpot * alpha.
         slow = engine.list_near_tpot_slo(now, limit)
+        # Beyond the paper: a decode that has just come goes back only when it misses its SLO, else it would move to and
+        # fro.
         slow += [decode for decode in engine.list_recently_moved() if engine.has_tpot_above(decode, now, 1.0)]
         if not slow:
             return []
@@ -140,21 +153,27 @@ class FlowPolicy:
         return [_propose(now, engine, decode, MoveCause.BACKFLOW) for decode in slow[:limit]]
 
     def _degrade(self, now: float, engine: DecodeSet, limit: int) -> list[MoveProposal]:
-        """Algorithm 1, lines 4 to 12: the longest outputs until usage is down to the watermark."""
+        """Select the longest outputs until usage is down to the watermark.
+
+        Source: TaiChi, section 3.3, Algorithm 1, lines 4 to 12; usage is that of KV blocks, and beyond the paper that
+        of ``max_num_seqs``, which binds first where outputs are short.
+        """
         watermark, alpha = self.parameters.watermark, self.parameters.approaching_factor
         max_blocks, max_seqs = watermark * engine.kv_blocks_total, watermark * engine.max_num_seqs
-        used = engine.kv_blocks_held
+        used_blocks = engine.kv_blocks_held
         proposals: list[MoveProposal] = []
+        # Line 7, m - m_release > M: what proposals that stand will release counts as released.
         while len(proposals) < limit and (
-            used - engine.proposed_blocks > max_blocks or len(engine) - engine.num_proposed > max_seqs
+            used_blocks - engine.proposed_blocks > max_blocks or len(engine) - engine.num_proposed > max_seqs
         ):
-            decode = engine.get_longest()
+            decode = engine.get_longest()  # line 8
             if decode is None:
                 break
             if engine.has_tpot_above(decode, now, alpha):
+                # Beyond the paper: on a P-heavy engine it would be above alpha at once and flow back.
                 engine.back_off(decode, now + PROPOSAL_BACKOFF_S)
             else:
-                proposals.append(_propose(now, engine, decode, MoveCause.DEGRADE))
+                proposals.append(_propose(now, engine, decode, MoveCause.DEGRADE))  # lines 9 and 10
         return proposals
 
     def _list_with_room(

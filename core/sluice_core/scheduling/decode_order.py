@@ -1,4 +1,4 @@
-"""The running decodes of one engine, ordered for Algorithm 1 at no cost per iteration.
+"""The running decodes of one engine, ordered for Algorithm 1 (TaiChi, section 3.3) at no cost per iteration.
 
 All decodes of an engine gain one token per iteration, so both orders of Algorithm 1 are static:
 
@@ -7,9 +7,9 @@ All decodes of an engine gain one token per iteration, so both orders of Algorit
   ``output_tokens = k - k0`` (k counts iterations) is ``alpha * tau * (k0 + 1) - t_first > alpha * tau * k - now``,
   whose left side never changes; one order per TPOT SLO.
 
-A decode is in exactly one state: *fresh* (it came by a move fewer than ``min_tokens`` tokens ago), *ranked* (in both
-orders), or *resting* (proposed, or set aside, until a time). Only ranked ones are looked up by order; fresh ones are
-few, because each is there for ``min_tokens`` iterations after a move.
+A decode is in exactly one state: *recently moved* (it came by a move fewer than ``min_tokens`` tokens ago), *ranked*
+(in both orders), or *backing off* (proposed, or put back, until a time). Recently moved ones are few, because each is
+so for ``min_tokens`` iterations only.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Final
 from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import RequestId, Role
 
-_ROUNDING_S: Final = (
-    1e-6  # the static key and the plain formula differ by rounding; candidates are checked by the latter
-)
+# The static key and the plain formula differ by rounding; candidates are checked by the latter.
+_ROUNDING_S: Final = 1e-6
 
 
 class Decode:
-    """One running decode; mutable, changed by ``DecodeSet`` only. Compiled, a plain class is several times as fast to make.
+    """One running decode; mutable, changed by ``DecodeSet`` only.
+
+    A plain class: compiled, it is several times as fast to make as a record.
 
     Args:
         request_id: The request.
@@ -131,7 +132,7 @@ class DecodeSet:
         self._recently_moved: deque[Decode] = deque()
         self._longest: list[tuple[int, int, Decode]] = []
         self._by_tpot_key: dict[float, list[tuple[float, int, Decode]]] = {}  # by TPOT SLO; the most urgent is last
-        self._backing_off: list[tuple[float, int, Decode]] = []  # a heap by the end of the rest
+        self._backing_off: list[tuple[float, int, Decode]] = []  # a heap by the end of the back-off
 
     def __len__(self) -> int:
         return len(self._members)
@@ -239,7 +240,7 @@ class DecodeSet:
         return (now - decode.first_token_s) / (num_gaps * decode.tpot_slo_s) if num_gaps > 0 else 0.0
 
     def refresh_ranking(self, now: float, *, min_tokens: int, alpha: float) -> None:
-        """Rank what may be proposed (again): O(woken), and O(members) when alpha changes.
+        """Rank what may be proposed (again): O(ranked anew), and O(members) when alpha changes.
 
         Args:
             now: Seconds on the caller's clock.

@@ -44,7 +44,7 @@ class EngineView:
         transfer_per_token_s: Part of T per prompt token; 0 where decode stays.
         is_proven: Its latency model has seen ``PROVEN_OBSERVATIONS`` iterations.
         blocked_reason: Why it takes no prefill: ``draining``, ``no_report`` or ``room``; empty when it does.
-        is_of_others: Another router looks at it first.
+        is_of_others: It belongs to the share of another router, which tries it first.
     """
 
     __slots__ = (
@@ -98,14 +98,32 @@ class EngineView:
         self.is_of_others = is_of_others
 
 
-Entry: TypeAlias = tuple[int, int, int, float, float, float, float, float, int, int, float, EngineView]
-"""An engine in ``EngineTable.order``, sorted by its first three fields.
+# An engine in ``EngineTable.order``. A plain tuple: the walk of a placement unpacks it once per engine, several times
+# faster than it could read the attributes of a class.
+Entry: TypeAlias = tuple[
+    int,  # queued prefill tokens, plus the margin for an engine of another router's share
+    int,  # rank among equal queues: 0 for P-heavy engines and where all chunk sizes are equal, 1 for D-heavy ones
+    int,  # number, unique per engine; the order ends here
+    float,  # free_at_s: when the prefill queue is empty, on the caller's clock
+    float,  # least_token_s: seconds per prompt token at least, with transfer and the share of a full iteration
+    float,  # square_s: seconds per squared prompt token (attention)
+    float,  # token_s: seconds per prompt token, with transfer
+    float,  # iteration_s: seconds per iteration beside its prefill tokens
+    int,  # room_tokens: prefill room
+    int,  # available_tokens: tokens of a prompt for which KV blocks are left
+    float,  # latency_s: fixed part of the transfer time
+    EngineView,
+]
 
-Queued prefill tokens, with the margin for an engine of another router's share; rank (0: P-heavy, or roles are void; 1: D-heavy); a number unique per engine; then what the walk
-of a placement computes with: when the queue is empty, seconds per token at least (transfer and a full iteration's share
-included), seconds per token squared, seconds per token (transfer included), seconds per iteration, room, tokens that
-the KV blocks have room for, fixed transfer time; and the view. A plain tuple: Python unpacks it several times faster than a class.
-"""
+
+def get_view(entry: Entry) -> EngineView:
+    """Return the engine of an entry by field names."""
+    return entry[-1]
+
+
+def get_queue_rank(entry: Entry) -> tuple[int, int]:
+    """Return what engines are tied by: queued prefill tokens, and rank."""
+    return entry[0], entry[1]
 
 
 class InFlight:

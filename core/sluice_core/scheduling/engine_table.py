@@ -1,17 +1,4 @@
-"""The engines as one router knows them: reports plus its own placements since.
-
-``EngineTable`` owns the state; its methods are the only writers. Engines that can take a prefill stand in ``order``:
-immutable ``Entry`` tuples, ascending by queued prefill tokens (other routers' engines ``SHARE_MARGIN_TOKENS`` later), P-heavy
-first among equals. An entry is replaced, never
-changed, so a decision record is a copy of pointers. Engines that can take none stand in ``blocked``, with the reason.
-
-Invariants: every engine is in exactly one of the two; ``queued_prefill_tokens``, ``free_at_s`` and
-``reserved_kv_blocks`` are the last report's plus those of ``in_flight``, the own placements that it does not include.
-
-Reports come far more often than requests, so what follows from them is computed when somebody looks: a changed engine
-is *stale* until then. Whoever reads ``order``, ``blocked`` or a state gets it up to date; ``peek`` and ``list_loads``
-spare the work for those that need loads and settings only.
-"""
+"""The engines as one router knows them: reports plus its own placements since."""
 
 from __future__ import annotations
 
@@ -41,19 +28,29 @@ __all__ = [
     "Entry",
 ]
 
-PROVEN_OBSERVATIONS: Final = 100  # router.md section 3: with fewer fitted iterations an estimate justifies no rejection
+PROVEN_OBSERVATIONS: Final = 100  # with fewer fitted iterations an estimate justifies no rejection
 # Queued prefill tokens by which an engine of one's own share may be busier than one of another router's and still be
-# taken. Routers that see the same idle engines then do not all take the same. Two routers and 16 engines (FIFO queues, load
-# 0.85, prompts of 1000 tokens, reports every 30 ms): p99 of the queueing delay 0.8 s without, 0.4 s with 300 tokens, and
-# worse again with 2000, because the shares are never quite equal.
+# taken. Routers that see the same idle engines then do not all take the same. Two routers and 16 engines (FIFO queues,
+# load 0.85, prompts of 1000 tokens, reports every 30 ms): p99 of the queueing delay 0.8 s without, 0.4 s with 300
+# tokens, and worse again with 2000, because the shares are never quite equal.
 SHARE_MARGIN_TOKENS: Final = 256
 RECOVERY_SHARE: Final = 0.5  # of an engine's prefill time, while other prefills wait there
 RECOVERY_BURST_S: Final = 0.5  # recovery work that an engine takes ahead of that share
 _RATE_GAIN: Final = 0.2  # weight of the newest pull rate in the running mean
 
 
+# Engines that can take a prefill stand in ``order``: immutable ``Entry`` tuples, ascending by queued prefill tokens
+# (other routers' engines ``SHARE_MARGIN_TOKENS`` later), P-heavy first among equals. An entry is replaced, never
+# changed, so a decision record is a copy of pointers. Engines that can take none stand in ``blocked``, with the reason.
+#
+# Invariants: every engine is in exactly one of the two; ``queued_prefill_tokens``, ``free_at_s`` and
+# ``reserved_kv_blocks`` are the last report's plus those of ``in_flight``, the own placements that it does not include.
+#
+# Reports come far more often than requests, so what follows from them is computed when it is read: a changed engine is
+# *stale* until then. ``order``, ``blocked`` and states are read up to date; ``peek`` and ``list_loads`` spare the work
+# for callers that need loads and settings only.
 class EngineTable:
-    """All engines that this router may use.
+    """All engines that this router may use; its methods are the only writers of their state.
 
     Args:
         make_latency_model: Makes the model of a new engine; None: an ``OnlineLatencyModel`` that knows nothing yet.
@@ -234,7 +231,12 @@ class EngineTable:
             raise ValueError(f"no placement of request {request_id!r} on engine {engine_id!r} to mark as submitted")
         placement.submit_number = submit_number
 
-    def cancel_placement(self, engine_id: EngineId, request_id: RequestId, now: float) -> None:  # noqa: ARG002 - see Args
+    def cancel_placement(
+        self,
+        engine_id: EngineId,
+        request_id: RequestId,
+        now: float,  # noqa: ARG002 - see Args
+    ) -> None:
         """Forget a placement that was not sent, or was aborted before a report included it. Unknown ones are ignored.
 
         Args:
@@ -259,7 +261,7 @@ class EngineTable:
             self._stale[engine_id] = state
 
     def _check_roles(self) -> None:
-        """Recompute whether roles are void; a change alters the rank and the transfer time of every engine."""
+        """Recompute whether chunk sizes differ; a change alters the rank and the transfer time of every engine."""
         chunk_sizes = {state.chunk_size_tokens for state in self._states.values() if not state.is_draining}
         has_uniform_chunk_size = len(chunk_sizes) <= 1
         if has_uniform_chunk_size != self._has_uniform_chunk_size:

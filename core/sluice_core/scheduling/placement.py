@@ -1,18 +1,7 @@
-"""Where prefills run: TaiChi's Algorithm 2 as an ordered walk.
+"""Where prefills run: length-aware prefill scheduling (TaiChi, section 3.4, Algorithm 2) as an ordered walk.
 
-Algorithm 2 takes, among the engines whose Q + E + T stays within the TTFT SLO, the one with the fewest queued prefill
-tokens. That is the first feasible engine in ascending order of queued prefill tokens. Ties go to P-heavy engines, then
-to the one with more KV left of two feasible ones drawn at random: at low load ties are the common case, and where
-decodes stay they would pile up by chance (in the simulator one draw costs aggregation 7 % of its goodput). Aggregation
-and disaggregation are the same code: with equal chunk sizes roles are void and nothing is transferred; an engine with
-chunk size 0 has no room and is never feasible.
-
-Beyond the paper (router.md sections 2 and 3): several routers prefer different engines by a small margin; the prompt's KV must fit; nothing feasible is handled by ``EarlyRejection``;
-recoveries go first, but take only a share of an engine's time while other prefills wait there; a prompt that waits for
-KV beyond its TTFT SLO is not overtaken any more, so that large prompts do not starve behind small ones (unless late
-ones are rejected anyway).
-
-Decisions are kept in a bounded ring as tuples and formatted on demand (``explain``).
+``EngineTable.order`` lists the engines by queued prefill tokens, so the first feasible one is the one that lines 10 to
+12 of Algorithm 2 return. Decisions are kept in a bounded ring as tuples and formatted on demand (``explain``).
 """
 
 from __future__ import annotations
@@ -37,14 +26,15 @@ from sluice_core.records import (
     Reject,
     RequestId,
 )
-from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable, EngineView, Entry
+from sluice_core.scheduling.engine_state import EngineView, Entry, get_queue_rank, get_view
+from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable
 
 CachedTokens = Callable[[PrefillRequest, EngineId], int]
 """Prompt tokens expected in an engine's prefix cache; the seam for prefix-aware routing."""
 
 MAX_RECORDED_ENGINES: Final = 64  # per decision: those with the shortest queues, and the chosen one
 NUM_RECORDS: Final = 4096  # decisions kept for explanations
-_MAX_TIE_DRAWS: Final = 8  # random picks among tied engines before all of them are looked at
+_MAX_TIE_DRAWS: Final = 8  # random picks among tied engines before all of them are checked
 
 
 class PlacementPolicy(Protocol):
@@ -107,7 +97,10 @@ class _Walk(NamedTuple):
 
 
 class LengthAwarePlacement:
-    """Algorithm 2 (taichi.txt, section 3.4) with early rejection, KV fit and recoveries (router.md, section 3).
+    """Algorithm 2 (TaiChi, section 3.4), with early rejection, KV fit and recoveries.
+
+    Aggregation and disaggregation are the same code: with equal chunk sizes nothing is transferred, and an engine with
+    chunk size 0 has no prefill room and is never feasible.
 
     Args:
         parameters: Live parameters; replace the attribute on a plan change.
@@ -166,23 +159,27 @@ class LengthAwarePlacement:
         chosen, assign_pass.chosen = assign_pass.chosen, None
         if chosen is not None and len(entries) == MAX_RECORDED_ENGINES and chosen not in entries:
             entries = (*entries, chosen)
-        blocked = (
-            tuple(assign_pass.engines.blocked.values())[:MAX_RECORDED_ENGINES] if assign_pass.engines.blocked else ()
-        )
+        all_blocked = assign_pass.engines.blocked
+        blocked = tuple(all_blocked.values())[:MAX_RECORDED_ENGINES] if all_blocked else ()
         cached: tuple[int, ...] = ()
         if assign_pass.cached_tokens is not None:
-            views = (*(entry[-1] for entry in entries), *blocked)
+            views = (*(get_view(entry) for entry in entries), *blocked)
             cached = tuple(assign_pass.cached_tokens(request, view.engine_id) for view in views)
         self.records.append(PlacementRecord(assign_pass.now, request, decision, entries, blocked, cached))
 
     def _place(self, assign_pass: _AssignPass, request: PrefillRequest) -> Decision:
-        """Algorithm 2 for one new prefill."""
+        """Place one new prefill (TaiChi, section 3.4, Algorithm 2)."""
         deadline_s = request.arrival_s + request.slo.ttft_s
         candidates = assign_pass.list_candidates(request)
+        # Lines 1 to 11: in ascending order of queued prefill tokens the first feasible engine is the arg min of line
+        # 11.
         found = assign_pass.walk(request, candidates, deadline_s)
         if found.feasible >= 0:
+            # Line 12. The paper does not say which of equal queues is taken; see ``_break_tie``.
             entry = self._break_tie(assign_pass, request, candidates, found.feasible, deadline_s)
             return assign_pass.place(request, entry, "feasible", is_feasible=True)
+        # Lines 13 to 15: no engine is feasible. The paper returns nothing and lets its experiments place the request at
+        # random; here ``EarlyRejection`` says what happens.
         if not candidates:
             return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
         if self.parameters.early_rejection is EarlyRejection.REJECT:
@@ -190,9 +187,10 @@ class LengthAwarePlacement:
         if found.least_late < 0:
             return Hold(request_id=request.request_id, reason="kv")
         if self.parameters.early_rejection is EarlyRejection.RANDOM:
-            fitting = [entry for entry in candidates if entry[-1].available_tokens >= request.prompt_tokens]
+            fitting = [entry for entry in candidates if get_view(entry).available_tokens >= request.prompt_tokens]
             chosen = fitting[int(self._rng.random() * len(fitting))]
             return assign_pass.place(request, chosen, "random", is_feasible=False)
+        # Deviation from the paper, which takes a random engine: on the least late one the request misses by the least.
         return assign_pass.place(request, candidates[found.least_late], "least_late", is_feasible=False)
 
     def _break_tie(
@@ -206,42 +204,45 @@ class LengthAwarePlacement:
         """Pick among the feasible engines that are tied with the first feasible one.
 
         Of two drawn at random the one with more KV left: where the decode stays that is the one with fewer decodes, and
-        two draws keep routers that see the same reports from all choosing one engine.
+        two draws keep routers that see the same reports from all choosing one engine. At low load ties are the common
+        case; a single draw costs aggregation 7 % of its goodput in the simulator, because decodes pile up by chance.
         """
         first = candidates[index]
+        queued_tokens, rank = get_queue_rank(first)
         end = index + 1
-        if end < len(candidates) and candidates[end][:2] == first[:2]:
-            end = bisect_left(candidates, (first[0], first[1] + 1), end)
+        if end < len(candidates) and get_queue_rank(candidates[end]) == (queued_tokens, rank):
+            end = bisect_left(candidates, (queued_tokens, rank + 1), end)
         if end == index + 1:
             return first
         tied = candidates[index:end]
         one = self._draw_feasible(assign_pass, request, tied, deadline_s)
         other = self._draw_feasible(assign_pass, request, tied, deadline_s)
-        return other if other[9] > one[9] else one
+        return other if get_view(other).available_tokens > get_view(one).available_tokens else one
 
     def _draw_feasible(
         self, assign_pass: _AssignPass, request: PrefillRequest, tied: Sequence[Entry], deadline_s: float
     ) -> Entry:
         """Draw uniformly among the feasible of tied engines, of which the first is feasible.
 
-        Random picks until one is feasible are uniform over the feasible ones; when many fail, all are looked at.
+        Random picks until one is feasible are uniform over the feasible ones; when many fail, all are checked.
         """
         for _ in range(_MAX_TIE_DRAWS):
             entry = tied[int(self._rng.random() * len(tied))]
-            if entry is tied[0] or assign_pass.is_feasible(request, entry, deadline_s):
+            if entry is tied[0] or assign_pass.is_feasible(request, get_view(entry), deadline_s):
                 return entry
-        feasible = [entry for entry in tied if assign_pass.is_feasible(request, entry, deadline_s)]
+        feasible = [entry for entry in tied if assign_pass.is_feasible(request, get_view(entry), deadline_s)]
         return feasible[int(self._rng.random() * len(feasible))]
 
     def _reject(
         self, assign_pass: _AssignPass, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float
     ) -> Decision:
         """Reject, unless an engine may do better than its estimate, or will once it has KV blocks."""
-        done_s = [assign_pass.estimate_done_s(request, entry[-1]) for entry in candidates]
-        unproven = [
-            i for i, entry in enumerate(candidates) if entry[-1].queued_prefill_tokens == 0 or not entry[-1].is_proven
-        ]
-        fitting = [i for i in unproven if candidates[i][-1].available_tokens >= request.prompt_tokens]
+        views = [get_view(entry) for entry in candidates]
+        done_s = [assign_pass.estimate_done_s(request, view) for view in views]
+        # An idle engine will never be faster, and an estimate that few iterations were fitted to may be wrong: neither
+        # justifies a rejection.
+        unproven = [i for i, view in enumerate(views) if view.queued_prefill_tokens == 0 or not view.is_proven]
+        fitting = [i for i in unproven if views[i].available_tokens >= request.prompt_tokens]
         if fitting:
             chosen = min(fitting, key=done_s.__getitem__)
             return assign_pass.place(request, candidates[chosen], "unproven", is_feasible=False)
@@ -255,13 +256,14 @@ class LengthAwarePlacement:
         candidates = assign_pass.list_candidates(request)
         if not candidates:
             return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
-        fitting = [entry for entry in candidates if entry[-1].available_tokens >= request.prompt_tokens]
+        fitting = [entry for entry in candidates if get_view(entry).available_tokens >= request.prompt_tokens]
         if not fitting:
             return Hold(request_id=request.request_id, reason="kv")
-        open_ = [entry for entry in fitting if assign_pass.is_open_to_recoveries(entry[-1])]
+        # New prompts wait on most engines: recoveries get a share of an engine's time, so that they cannot starve them.
+        open_ = [entry for entry in fitting if assign_pass.is_open_to_recoveries(get_view(entry))]
         if not open_:
             return Hold(request_id=request.request_id, reason="recovery_cap")
-        entry = min(open_, key=lambda candidate: assign_pass.estimate_done_s(request, candidate[-1]))
+        entry = min(open_, key=lambda candidate: assign_pass.estimate_done_s(request, get_view(candidate)))
         return assign_pass.place(request, entry, "recovery", is_feasible=True)
 
 
@@ -304,14 +306,16 @@ class _AssignPass:
         return None
 
     def note_hold(self, request: PrefillRequest, hold: Hold) -> None:
-        """Learn from a hold. Requests that exclude engines say nothing about others."""
+        """Learn from a hold what cannot fit either in the rest of this pass."""
         if request.excluded:
-            return
+            return  # it could not use every engine, so it says nothing about other requests
         if hold.reason == "kv" and self._may_reject:
             return  # those behind it may have to be rejected, and soon
         self._holds.add(hold.reason)
         if hold.reason == "kv":
             self._least_kv_held = min(self._least_kv_held, request.prompt_tokens)
+            # A prompt that waits for KV beyond its TTFT SLO is not overtaken any more: large prompts would starve
+            # behind small ones, which always find room first.
             due_s = request.next_token_due_s if request.is_recovery else request.arrival_s
             is_overdue = self.now > due_s + request.slo.ttft_s
             self._is_blocked_by_kv = self._is_blocked_by_kv or (is_overdue and self._can_ever_fit(request))
@@ -320,7 +324,7 @@ class _AssignPass:
         """List the engines that can take a prefill and are not excluded, in ascending order of their queues."""
         if not request.excluded:
             return self.engines.order
-        return [entry for entry in self.engines.order if entry[-1].engine_id not in request.excluded]
+        return [entry for entry in self.engines.order if get_view(entry).engine_id not in request.excluded]
 
     def explain_no_candidate(self) -> str:
         """Say why there is no candidate."""
@@ -328,7 +332,7 @@ class _AssignPass:
         return "room" if is_full else "no_engine"
 
     def walk(self, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float) -> _Walk:
-        """Find the first feasible engine.
+        """Find the first feasible engine (TaiChi, section 3.4, Algorithm 2, lines 2 to 9).
 
         The hot loop: it repeats ``estimate_done_s`` in place, and only where a bound from below, which needs half the
         arithmetic, does not already exclude the engine.
@@ -338,15 +342,31 @@ class _AssignPass:
         now, tokens = self.now, request.prompt_tokens
         least_late, least_late_s = -1, math.inf  # an infeasible engine is done at the deadline or later
         for position, entry in enumerate(candidates):
-            free_at_s = entry[3]
+            (
+                _queued_tokens,
+                _rank,
+                _number,
+                free_at_s,
+                least_token_s,
+                square_s,
+                token_s,
+                iteration_s,
+                room_tokens,
+                available_tokens,
+                latency_s,
+                _view,
+            ) = entry
+            # Line 3: Q ends when the queue is empty, or now.
             start_s = free_at_s if free_at_s > now else now  # noqa: FURB136 - calling max() costs a third of the loop
-            if start_s + tokens * (entry[4] + entry[5] * tokens) >= least_late_s:
+            if start_s + tokens * (least_token_s + square_s * tokens) >= least_late_s:
                 continue
-            _, _, _, _, _, square_s, token_s, iteration_s, room, available, latency_s, _ = entry
-            if available < tokens:
+            # Beyond the paper: without KV blocks for the prompt the engine could not run it.
+            if available_tokens < tokens:
                 continue
-            done_s = start_s + tokens * (token_s + square_s * tokens) + -(-tokens // room) * iteration_s + latency_s
-            if done_s < deadline_s:
+            # Lines 4 and 5: E, of which each iteration of the prompt is a part, and T.
+            num_iterations = -(-tokens // room_tokens)
+            done_s = start_s + tokens * (token_s + square_s * tokens) + num_iterations * iteration_s + latency_s
+            if done_s < deadline_s:  # line 6: Q + E + T < the TTFT SLO
                 return _Walk(position, -1)
             if done_s < least_late_s:
                 least_late, least_late_s = position, done_s
@@ -356,18 +376,18 @@ class _AssignPass:
         """``walk`` with expected prefix-cache hits."""
         least_late, least_late_s = -1, math.inf
         for position, entry in enumerate(candidates):
-            if entry[-1].available_tokens < request.prompt_tokens:
+            view = get_view(entry)
+            if view.available_tokens < request.prompt_tokens:
                 continue
-            done_s = self.estimate_done_s(request, entry[-1])
+            done_s = self.estimate_done_s(request, view)
             if done_s < deadline_s:
                 return _Walk(position, -1)
             if done_s < least_late_s:
                 least_late, least_late_s = position, done_s
         return _Walk(-1, least_late)
 
-    def is_feasible(self, request: PrefillRequest, entry: Entry, deadline_s: float) -> bool:
+    def is_feasible(self, request: PrefillRequest, view: EngineView, deadline_s: float) -> bool:
         """Say whether an engine has the KV blocks and meets the deadline."""
-        view = entry[-1]
         return view.available_tokens >= request.prompt_tokens and self.estimate_done_s(request, view) < deadline_s
 
     def is_open_to_recoveries(self, view: EngineView) -> bool:
@@ -384,9 +404,10 @@ class _AssignPass:
 
     def place(self, request: PrefillRequest, entry: Entry, reason: str, *, is_feasible: bool) -> Place:
         """Record a placement in the table and make the decision."""
-        engine_id = entry[-1].engine_id
+        view = get_view(entry)
+        engine_id = view.engine_id
         cached = self.cached_tokens(request, engine_id) if self.cached_tokens is not None else 0
-        queue_s, execute_s, transfer_s = _estimate(self.now, request.prompt_tokens, entry[-1], cached)
+        queue_s, execute_s, transfer_s = _estimate(self.now, request.prompt_tokens, view, cached)
         self.chosen = entry
         self.engines.record_placement(
             engine_id,
@@ -422,7 +443,7 @@ def explain(record: PlacementRecord) -> list[PlacementCandidate]:
     Returns:
         One candidate per engine recorded.
     """
-    views = (*(entry[-1] for entry in record.entries), *record.blocked)
+    views = (*(get_view(entry) for entry in record.entries), *record.blocked)
     cached = record.cached or (0,) * len(views)
     return [_explain_view(record, view, hits) for view, hits in zip(views, cached, strict=True)]
 
@@ -454,7 +475,10 @@ def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> Pla
 def _estimate(now: float, prompt_tokens: int, view: EngineView, cached: int) -> tuple[float, float, float]:
     """Estimate Q, E and T of a prompt on an engine, in seconds.
 
-    Source: taichi.txt, Algorithm 2, lines 3 to 5; router.md section 3 for the closed form.
+    The closed form of a prefill: its tokens, its attention work, and the rest of each of its ``ceil(tokens / room)``
+    iterations; decodes that run beside it are part of the coefficients (``EngineView``).
+
+    Source: TaiChi, section 3.4, Algorithm 2, lines 3 to 5.
     """
     tokens = _uncached(prompt_tokens, cached)
     if view.room_tokens <= 0:

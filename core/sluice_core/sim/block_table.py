@@ -14,7 +14,8 @@ class BlockTable:
 
     Attributes:
         num_found: Cached blocks that it began with.
-        num_blocks: Blocks that were taken for it or found, ``entries`` included; those of decodes as of ``cache_filled_blocks``.
+        num_blocks: Blocks that were taken for it or found, ``entries`` included; those of decodes as of
+            ``cache_filled_blocks``.
     """
 
     __slots__ = ("entries", "hashes", "index", "num_blocks", "num_found", "prompt_tokens")

@@ -11,24 +11,24 @@ from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EngineId, FlowParameters, Role, Slo
 from sluice_core.strategies import Strategy
 
-BLOCK_SIZE_TOKENS = 16  # simulation.md section 1
-MAX_NUM_SEQS = 256  # simulation.md section 1; 128 in the cells made with Vidur
-MAX_BATCH_TOKENS = 16_384  # simulation.md section 3: batch of an unchunked prefill engine
-MESSAGE_S = 0.0037  # with four busy engines and a router on two cores: docs/simulator.md, section Fidelity
-# For processes that simulate: new containers between two collections. A run makes many and hardly a cycle; the default costs a
-# tenth of its time.
+BLOCK_SIZE_TOKENS = 16  # as in vLLM
+MAX_NUM_SEQS = 256  # 128, Vidur's default, in the cells made with Vidur
+MAX_BATCH_TOKENS = 16_384  # batch of an unchunked prefill engine
+MESSAGE_S = 0.0037  # with four busy engines and a router on two cores
+# For processes that simulate: new containers between two collections. A run makes many and hardly a cycle; the default
+# costs a tenth of its time.
 GC_THRESHOLD = 200_000
 
 
 class NoGrant(StrEnum):
-    """What a finished prefill does when no engine grants it blocks (simulation.md, section 2.8)."""
+    """What a finished prefill does when no engine grants it blocks."""
 
     IN_PLACE = "in_place"
     WAIT = "wait"
 
 
 class TtftEnd(StrEnum):
-    """When TTFT ends (simulation.md, section 2.9)."""
+    """When TTFT ends."""
 
     FIRST_TOKEN = "first_token"  # noqa: S105 - no password
     DECODE_JOIN = "decode_join"
@@ -41,11 +41,11 @@ class SimOptions:
     Args:
         no_grant: What a finished prefill does without a grant.
         ttft_end: When TTFT ends.
-        counts_decodes: The chunk size counts decodes; False: prefill tokens only (simulation.md, section 2.3).
+        counts_decodes: The chunk size counts decodes; False: prefill tokens only, as some papers count.
         schedules_ahead: Engines schedule an iteration while another runs, as vLLM does on GPUs: whatever comes to an
             engine meanwhile waits for both. False: papers, whose simulators know no such delay.
-        hash_block_tokens: Tokens that each of a request's ``block_hashes`` names: requests reuse KV blocks that an engine
-            still has (``sim.prefix_cache``). None: they do not.
+        hash_block_tokens: Tokens that each of a request's ``block_hashes`` names: requests reuse KV blocks that an
+            engine still has (``sim.prefix_cache``). None: they do not.
         wait_limit_s: Longest time that the router keeps a request before it refuses it. None: for ever.
         message_s: Time of a message from an engine's scheduler to a router, or back, where engines schedule ahead.
 
@@ -75,7 +75,7 @@ class SimOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferLink:
-    """What KV transfers out of an engine go over. Engines with a link of the same name share it, first come first served.
+    """The link that KV leaves an engine by; engines share a link of the same name, first come first served.
 
     Args:
         name: Empty: a link of the engine's own.
@@ -139,8 +139,9 @@ class Arrival:
         output_tokens: Answer length, at least 1; no policy sees it.
         slo: Its objectives.
         priority: Higher goes first.
-        block_hashes: One for each ``SimOptions.hash_block_tokens`` of the prompt, a partial block at its end included. It
-            names these tokens and all before them: equal ones mean equal prompts up to there. Empty: unlike any other.
+        block_hashes: One for each ``SimOptions.hash_block_tokens`` of the prompt, a partial block at its end included.
+            It names these tokens and all before them: equal ones mean equal prompts up to there. Empty: unlike any
+            other.
     """
 
     at_s: float

@@ -123,7 +123,7 @@ class SimCluster:
         return None if target_id is None else self._by_id[target_id]
 
     def send(self, request: SimRequest, source: SimEngine, cause: MoveCause, move: object | None) -> None:
-        """Send the KV over the source's link; with a move, ``SimHandOffs`` hears of its arrival."""
+        """Send the KV over the source's link; with a move, ``SimHandOffs.receive`` gets its arrival."""
         request.num_moves += 1
         self.num_moves[cause] += 1
         link = source.setup.link
@@ -144,7 +144,7 @@ class SimCluster:
             self._timeline.note_transfer(request, cause, self.now, arrives_at_s)
 
     def send_message(self, move: object, duration_s: float) -> None:
-        """Send what ``SimMove.step`` says from one engine of a move to the other; ``SimHandOffs`` hears of its arrival."""
+        """Send a message from one engine of a move to the other; ``SimHandOffs.receive`` gets it."""
         self._push(self.now + duration_s, MOVE_STEP, move)
 
     def _add_engine(self, setup: EngineSetup) -> None:

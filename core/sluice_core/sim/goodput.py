@@ -1,7 +1,7 @@
-"""Goodput: the highest request rate at the wanted attainment (simulation.md, section 5).
+"""Goodput: the highest request rate at the wanted attainment.
 
-Attainment falls from 0.95 to 0.5 within a tenth of the rate, so goodputs are compared, or attainments on the same requests;
-never single runs at one rate.
+Attainment falls from 0.95 to 0.5 within a tenth of the rate, so goodputs are compared, or attainments on the same
+requests; never single runs at one rate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def search_goodput(
     Args:
         cell: The cluster.
         workload: The requests.
-        duration_s: Length of each run; a number of requests would let an overloaded system pass (simulation.md, 5).
+        duration_s: Length of each run; a number of requests would let an overloaded system pass.
         start_rps: Where to begin.
         target: Least attainment.
 

@@ -1,18 +1,4 @@
-"""How long a move takes where engines schedule ahead: each step of the hand-off waits for an iteration's end.
-
-An engine looks at what it is told between two iterations, when the next one is scheduled already. So, counting ends of
-iterations (of an engine at work; an idle one does everything at once):
-
-    source proposes ──► target grants     after 1 of the target's
-                    ──► source hands off  after 2 of its own: the one scheduled already still has the request
-                    ──► target pulls      after 1: the KV goes over the link
-                    ──► target notices    after 1 from the KV's arrival
-                    ──► request joins     after 3 more: notices come up with the output of the iteration that was scheduled
-                                          then, after which another one is scheduled already
-                    ──► source is free    after 3 of its own
-
-The first three steps begin with a message from one engine to the router and on to the other one, which takes twice
-``SimOptions.message_s``. The request goes on where it is until it is handed off, and pauses from then until it has joined.
+"""Hand-offs where engines schedule ahead: each step waits for the end of an iteration.
 
 Source: vLLM 0.32, ``EngineCore.step_with_batch_queue`` with a queue of 2; ``benchmarks/fidelity`` compares.
 """
@@ -29,7 +15,7 @@ from sluice_core.sim.requests import RequestState, SimRequest
 
 
 class HandOffStep(IntEnum):
-    """What an engine is told about a move."""
+    """The steps of a move, each carried out by its source or its target."""
 
     GRANT = 0
     HAND_OFF = 1
@@ -39,6 +25,20 @@ class HandOffStep(IntEnum):
     RELEASE = 5
 
 
+# An engine handles messages between two iterations, when the next one is scheduled already. So, counting ends of
+# iterations (of an engine at work; an idle one does everything at once):
+#
+#     source proposes ──► target grants     after 1 of the target's
+#                     ──► source hands off  after 2 of its own: the one scheduled already still has the request
+#                     ──► target pulls      after 1: the KV goes over the link
+#                     ──► target notices    after 1 from the KV's arrival
+#                     ──► request joins     after 3 more: notices come up with the output of the iteration that was
+#                                           scheduled then, after which another one is scheduled already
+#                     ──► source is free    after 3 of its own
+#
+# The first three steps begin with a message from one engine to the router and on to the other one, which takes twice
+# ``SimOptions.message_s``. The request decodes where it is until it is handed off, and pauses until it has joined.
+#
 # Ends of iterations that each step waits for, on an engine at work.
 ITERATION_ENDS = {
     HandOffStep.GRANT: 1,
@@ -94,7 +94,7 @@ class SimMove:
         self.cause = cause
         self.num_blocks = num_blocks
         self.is_granted = False
-        self.step = HandOffStep.GRANT  # that an engine is told by what is under way
+        self.step = HandOffStep.GRANT  # the step that the message or the KV under way leads to
         self.num_kv_tokens = 0  # that the source holds, once it was handed off
         self.table: BlockTable | None = None  # what the source holds, with prefix reuse
 
@@ -121,7 +121,7 @@ class SimHandOffs:
         self._at_boundary = outer
 
     def end_iteration(self, engine: SimEngine) -> None:
-        """Carry out what an engine was told long enough ago."""
+        """Run the steps of an engine that have waited for enough iterations."""
         pending = self._pending_steps.get(engine.engine_id)
         if pending:
             due = [entry for entry in pending if entry[0] <= engine.iteration]
@@ -130,7 +130,7 @@ class SimHandOffs:
                 self._run_steps(engine, due)
 
     def run_pending_steps(self, engine: SimEngine) -> bool:
-        """Carry out all that an engine was told, since it has nothing else to do; say whether there was anything."""
+        """Run all steps of an engine that has nothing else to do; returns whether there was any."""
         due = self._pending_steps.pop(engine.engine_id, None)
         if not due:
             return False
@@ -138,12 +138,12 @@ class SimHandOffs:
         return True
 
     def fail(self, engine: SimEngine) -> None:
-        """Settle what a dead engine was told."""
+        """Drop the steps of a dead engine."""
         for _, step, move in self._pending_steps.pop(engine.engine_id, []):
             self._drop_step(step, move)
 
     def receive(self, move: SimMove) -> None:
-        """What ``SimMove.step`` says has arrived: a message, or the KV."""
+        """Take what ``SimMove.step`` says: a message, or the KV."""
         step = move.step
         if step is HandOffStep.NOTICE and self._recover_from_dead_engine(move):
             return
@@ -176,7 +176,7 @@ class SimHandOffs:
         self._send(HandOffStep.GRANT, move)
 
     def _send(self, step: HandOffStep, move: SimMove) -> None:
-        """Tell the other engine of a move what to do, by way of the router."""
+        """Send a step to the other engine of a move, through the router."""
         move.step = step
         if self._relay_s:
             self._cluster.send_message(move, self._relay_s)
@@ -184,7 +184,7 @@ class SimHandOffs:
             self.receive(move)
 
     def _drop_step(self, step: HandOffStep, move: SimMove) -> None:
-        """Settle what a dead engine was told."""
+        """Drop a step of a dead engine: the request stays, is recovered, or is recomputed."""
         if step is HandOffStep.HAND_OFF or step is HandOffStep.GRANT:
             self._cancel(move)
         elif step is HandOffStep.SUBMIT or step is HandOffStep.NOTICE:
@@ -193,7 +193,7 @@ class SimHandOffs:
             self._cluster.recover(move.request)
 
     def _queue_step(self, engine: SimEngine, step: HandOffStep, move: SimMove) -> None:
-        """Tell an engine what to do; an idle one does it at once."""
+        """Queue a step of an engine; an idle one runs it at once."""
         if engine.is_running or engine is self._at_boundary:
             self._pending_steps.setdefault(engine.engine_id, []).append(
                 (engine.iteration + ITERATION_ENDS[step], step, move)
@@ -279,7 +279,7 @@ class SimHandOffs:
         )
 
     def _cancel(self, move: SimMove) -> None:
-        """The request stays where it is, or has ended there."""
+        """Cancel a move; the request stays where it is, or has ended there."""
         move.request.is_leaving = False
         target = move.target
         if move.is_granted and not target.is_dead:

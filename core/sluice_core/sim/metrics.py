@@ -1,7 +1,7 @@
-"""What a run is judged by, in the words of house-style: attainment, TTFT, TPOT, ITL, goodput.
+"""The metrics of a run: attainment, TTFT, TPOT, ITL, moves, use of engines.
 
-Percentiles are nearest-rank over all finished requests of all runs; a one-token answer has no TPOT and meets it. A rejected
-request met nothing. A request whose prompt is among the longest tenth of its run counts for
+Percentiles are nearest-rank over all finished requests of all runs; a one-token answer has no TPOT and meets it. A
+rejected request met nothing. A request whose prompt is among the longest tenth of its run counts for
 ``attainment_longest_tenth``: an average hides that strategies give up long prompts.
 """
 
@@ -111,21 +111,22 @@ def summarize(simulation: Simulation) -> RunSummary:
     if not requests:
         raise ValueError("a run without requests has no metrics")
     finished = [request for request in requests if request.state is RequestState.FINISHED]
-    tpots_s = [(request, request.tpot_s) for request in finished]
+    outcomes = [request.slo_outcome for request in requests]
+    tpots_s = [request.tpot_s for request in finished]
     longest = list_longest_tenth(requests)
     served_s = sum(request.last_token_s - request.arrival_s for request in finished)
     caches = [engine.cache for engine in simulation.engines if engine.cache is not None]
     return RunSummary(
         num_requests=len(requests),
         duration_s=simulation.now,
-        num_met=sum(request.has_met_slo for request in requests),
-        num_met_ttft=sum(request.ttft_s <= request.ttft_slo_s for request in finished),
-        num_met_tpot=sum(tpot_s is None or tpot_s <= request.tpot_slo_s for request, tpot_s in tpots_s),
+        num_met=sum(outcome.met_both for outcome in outcomes),
+        num_met_ttft=sum(outcome.met_ttft for outcome in outcomes),
+        num_met_tpot=sum(outcome.met_tpot for outcome in outcomes),
         num_rejected=len(requests) - len(finished),
         num_longest=len(longest),
         num_met_longest=sum(request.has_met_slo for request in longest),
         ttfts_s=tuple(request.ttft_s for request in finished),
-        tpots_s=tuple(tpot_s for _, tpot_s in tpots_s if tpot_s is not None),
+        tpots_s=tuple(tpot_s for tpot_s in tpots_s if tpot_s is not None),
         itl_s=_list_gaps(simulation.gaps),
         moves={cause.value: number for cause, number in simulation.num_moves.items() if number},
         num_blocked_moves=simulation.num_blocked_moves,
@@ -167,8 +168,8 @@ def compute_percentile(values: Sequence[float], share: float) -> float | None:
 def make_report(runs: Sequence[RunSummary]) -> dict[str, object]:
     """Make the metrics of some runs of one cell, as ``sluice simulate --json`` prints them.
 
-    Attainments are means over the runs, percentiles are over all their requests, counts are sums; engines are those of the
-    first run.
+    Attainments are means over the runs, percentiles are over all their requests, counts are sums; engines are those of
+    the first run.
 
     Args:
         runs: At least one.

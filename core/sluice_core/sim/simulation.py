@@ -1,4 +1,4 @@
-"""The event loop, and the router's part: placement, moves, failures (simulation.md, section 2).
+"""The event loop, and the router's part: placement, moves, failures.
 
 Events are arrivals, ends of iterations, arrivals of KV transfers and of messages between engines, and what is asked to
 happen to the cluster. Those of one moment are handled in the order in which they were scheduled, arrivals first. The
@@ -203,7 +203,7 @@ class Simulation(SimCluster):
                 self._timeline.note_iteration(engine, self.now)
 
     def _hold_returned(self, engine: SimEngine) -> None:
-        """Hold prompts that an engine gave back; a new report tells the table that they are gone."""
+        """Hold prompts that an engine gave back; a new report removes them from the table."""
         returned, engine.prefills.returned = engine.prefills.returned, []
         for request in returned:
             self.hold(request)

@@ -1,7 +1,7 @@
 """What happened when, in the Chrome trace format, which Perfetto (ui.perfetto.dev) opens.
 
-Each engine is a track: its iterations, with what they computed, and counters of running decodes and KV use. Requests and
-transfers are asynchronous spans. Times are microseconds of the simulated clock.
+Each engine is a track: its iterations, with what they computed, and counters of running decodes and KV use. Requests
+and transfers are asynchronous spans. Times are microseconds of the simulated clock.
 
 Source: Trace Event Format, "Complete", "Async" and "Counter" events.
 """

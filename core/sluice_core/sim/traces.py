@@ -1,14 +1,14 @@
 """Reads traces: who asked for how much, and when. A wrong row is named with its line and field; nothing is guessed.
 
-Four formats, told apart by their first line:
+Four formats, recognized by their first line:
 
 - ours: CSV with ``[arrival_s,] [class,] input_tokens, output_tokens [, ttft_slo_s]``;
 - Azure's public traces: CSV with ``TIMESTAMP,ContextTokens,GeneratedTokens``;
 - Mooncake's: a JSON object per line with ``timestamp`` (milliseconds), ``input_length``, ``output_length``, and where
   asked for ``hash_ids``, an id for each 512 tokens of the prompt;
 - request logs of vLLM and OpenAI-compatible gateways: a JSON object per line with ``prompt_tokens`` and
-  ``completion_tokens``, at its top or under ``usage``, and ``timestamp`` or ``created`` (seconds since 1970, or ISO 8601).
-  Gateways write when they are done, so the lines need not be in the order of the times.
+  ``completion_tokens``, at its top or under ``usage``, and ``timestamp`` or ``created`` (seconds since 1970, or ISO
+  8601). Gateways write when they are done, so the lines need not be in the order of the times.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def parse_trace(lines: Iterable[str], *, skips_unanswered: bool = False, reads_h
         lines: The lines.
         skips_unanswered: Leave out requests whose answer has 0 tokens, such as failed ones of a log; otherwise they are
             wrong rows.
-        reads_hashes: Every row needs ``hash_ids``; otherwise they are not looked at.
+        reads_hashes: Every row needs ``hash_ids``; otherwise they are ignored.
 
     Raises:
-        TraceError: Unknown or missing fields, a value that is no number, a count below 1, arrivals out of order, no row.
+        TraceError: Unknown or missing fields, a value that is no number, a count below 1, arrivals out of order, no
+            row.
     """
     numbered = iter(enumerate(lines, start=1))
     first = next(((number, line) for number, line in numbered if line.strip()), None)

@@ -1,7 +1,7 @@
 """Requests to simulate: lengths from a trace, arrivals from a Poisson process or from the trace.
 
 One seed fixes the lengths and the gaps at one request per second; a rate divides the gaps. So attainment is nearly
-monotone in the rate, and strategies are compared on the same requests (simulation.md, section 4).
+monotone in the rate, and strategies are compared on the same requests.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sluice_core.sim.traces import TraceRow
 class PoissonWorkload:
     """Lengths of a trace at Poisson arrivals; mutable only in what it has drawn so far.
 
-    Lengths are drawn without replacement, independently of the arrivals; a run that needs more than the trace has starts
-    over in a new order. Where rows have hashes their order is what says which prompts are still in a cache: it is kept, from a
-    row on that is drawn, and to a run that starts over all prompts are new ones.
+    Lengths are drawn without replacement, independently of the arrivals; a run that needs more than the trace has
+    starts over in a new order. Where rows have hashes their order is what says which prompts are still in a cache: it
+    is kept, from a row on that is drawn, and to a run that starts over all prompts are new ones.
 
     Args:
         rows: The trace.
@@ -112,7 +112,7 @@ def scale_trace(
 ) -> list[Arrival]:
     """Make requests at the trace's own times, from its start, stretched to a mean rate.
 
-    That keeps the shape of bursts and changes their time scale (simulation.md, section 4).
+    That keeps the shape of bursts and changes their time scale.
 
     Args:
         rows: The trace, with times.

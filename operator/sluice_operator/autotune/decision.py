@@ -12,9 +12,9 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from sluice_core.slo import SloCounts
 from sluice_operator.api.conditions import Reason
 from sluice_operator.api.sliders import Sliders
-from sluice_operator.routers.attainment import Counts
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingClusterSpec
@@ -84,7 +84,7 @@ class TunerObservation:
     cooldown_s: float
     request: SearchRequest | None
     missing: tuple[Reason, str] = (Reason.NO_SAMPLE, "")
-    counts: Counts = field(default_factory=Counts)
+    counts: SloCounts = field(default_factory=SloCounts)
     is_settled: bool = True
     stored: StoredSliders | None = None
 
@@ -101,9 +101,9 @@ class AutotuneTrial:
     """
 
     former: Sliders | None
-    before: Counts
+    before: SloCounts
     started_s: float
-    start: Counts | None = None
+    start: SloCounts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class TunerState:
     search_ended_s: float = 0.0
     result: SearchResult | None = None
     failure: str = ""
-    baseline: Counts = field(default_factory=Counts)
+    baseline: SloCounts = field(default_factory=SloCounts)
     trial: AutotuneTrial | None = None
     rejected: frozenset[Sliders] = frozenset()
 
@@ -214,7 +214,7 @@ def compute_wait_s(state: TunerState, observation: TunerObservation) -> float:
     return max(0.0, free_s - observation.now)
 
 
-def has_attainment_fallen(before: Counts, after: Counts) -> bool:
+def has_attainment_fallen(before: SloCounts, after: SloCounts) -> bool:
     """Whether attainment fell, by more than ``MIN_FALL`` and chance."""
     if min(before.num_finished, after.num_finished) < MIN_MEASURED_REQUESTS:
         return False

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sluice.v1 import control_pb2
+    from sluice_core.slo import SloCounts
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.api.sliders import Sliders
     from sluice_operator.autotune.search_messages import SearchResult
     from sluice_operator.autotune.search_process import RunSearch
-    from sluice_operator.routers.attainment import Counts
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class TunerInputs:
 
     cluster: ServingCluster
     statuses: Sequence[control_pb2.GetStatusResponse]
-    counts: Counts
+    counts: SloCounts
     is_settled: bool
     stored: StoredSliders | None = None
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sluice_core.slo import SloCounts
 from sluice_operator.api import names
 from sluice_operator.api.conditions import REASONS, ConditionType, Reason
 from sluice_operator.controller.status_inputs import ROLLOUT_FAILURES
 from sluice_operator.resources.pod_status import Failure
-from sluice_operator.routers.attainment import Counts
 from sluice_operator.routers.engine_reports import find_refused_engines
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _decide_slo(inputs: StatusInputs) -> Condition:
     def condition(reason: Reason, message: str, *, is_true: bool | None) -> Condition:
         return Condition(type=ConditionType.SLO_MET, is_true=is_true, reason=reason, message=message)
 
-    total = sum(inputs.attainment.values(), Counts())
+    total = sum(inputs.attainment.values(), SloCounts())
     if inputs.plan is None or not inputs.statuses:
         return condition(Reason.NO_REPORT, "no router answers", is_true=None)
     wanted = inputs.plan.attainment_percent

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sluice_core.records import Role
+from sluice_core.slo import SloCounts
 from sluice_operator.api import names
 from sluice_operator.api.conditions import ConditionType, Reason
 from sluice_operator.api.proto_enums import STRATEGY_NAMES
 from sluice_operator.controller.condition_rules import MAX_MESSAGE_CHARACTERS, Condition, decide_conditions
-from sluice_operator.routers.attainment import Counts, format_share
+from sluice_operator.routers.attainment import format_share
 
 if TYPE_CHECKING:
     from sluice_operator.controller.status_inputs import StatusInputs
@@ -184,7 +185,7 @@ def _render_recommended(inputs: StatusInputs, old: Object | None, now_text: str)
 
 
 def _render_attainment(inputs: StatusInputs) -> Object:
-    total = sum(inputs.attainment.values(), Counts())
+    total = sum(inputs.attainment.values(), SloCounts())
     if total.num_finished == 0:
         return {}
     known = {item.name for item in inputs.cluster.spec.slo.classes} if inputs.cluster else set()
@@ -194,7 +195,7 @@ def _render_attainment(inputs: StatusInputs) -> Object:
     return {**_render_counts(total), **({"classes": classes} if classes else {})}
 
 
-def _render_counts(counts: Counts) -> Object:
+def _render_counts(counts: SloCounts) -> Object:
     return {
         "requests": counts.num_finished,
         "ttft": format_share(counts.num_met_ttft, counts.num_finished),

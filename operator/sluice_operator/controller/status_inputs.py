@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from sluice.v1 import control_pb2, plan_pb2
     from sluice_core.records import EngineId
+    from sluice_core.slo import SloCounts
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.autotune.decision import AutotuneStatus
     from sluice_operator.autotune.search_messages import SearchResult
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.resources.pod_status import Pod
-    from sluice_operator.routers.attainment import Counts
     from sluice_operator.routers.engine_reports import EngineReport
 
 ROLLOUT_FAILURES = frozenset(
@@ -67,7 +67,7 @@ class StatusInputs:
     reports: Mapping[EngineId, EngineReport] = field(default_factory=dict)
     statuses: Mapping[str, control_pb2.GetStatusResponse] = field(default_factory=dict)
     refusals: Mapping[str, str] = field(default_factory=dict)
-    attainment: Mapping[str, Counts] = field(default_factory=dict)
+    attainment: Mapping[str, SloCounts] = field(default_factory=dict)
     autotune: AutotuneStatus | None = None
     recommended: SearchResult | None = None
 

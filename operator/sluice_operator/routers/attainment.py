@@ -2,52 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sluice_core.slo import ATTAINMENT_WINDOW_S
+from sluice_core.slo import NO_REQUESTS, SloCounts, SloWindow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sluice.v1 import control_pb2
-
-# Counts are kept in steps of this length; shorter ones cost memory without use.
-STEP_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """Requests of one SLO class.
-
-    Args:
-        num_finished: Finished, failed and rejected ones; cancelled ones are left out.
-        num_met_ttft: Of these, met TTFT.
-        num_met_tpot: Of these, met TPOT.
-        num_met_both: Of these, met both.
-    """
-
-    num_finished: int = 0
-    num_met_ttft: int = 0
-    num_met_tpot: int = 0
-    num_met_both: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            num_finished=self.num_finished + other.num_finished,
-            num_met_ttft=self.num_met_ttft + other.num_met_ttft,
-            num_met_tpot=self.num_met_tpot + other.num_met_tpot,
-            num_met_both=self.num_met_both + other.num_met_both,
-        )
-
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(
-            num_finished=self.num_finished - other.num_finished,
-            num_met_ttft=self.num_met_ttft - other.num_met_ttft,
-            num_met_tpot=self.num_met_tpot - other.num_met_tpot,
-            num_met_both=self.num_met_both - other.num_met_both,
-        )
 
 
 @dataclass(slots=True)
@@ -60,9 +23,9 @@ class AttainmentWindow:
         total: What they finished since this began; only grows.
     """
 
-    total: Counts = field(default_factory=Counts)
-    _totals: dict[str, dict[str, Counts]] = field(default_factory=dict)
-    _steps: deque[tuple[float, dict[str, Counts]]] = field(default_factory=deque)
+    total: SloCounts = field(default_factory=SloCounts)
+    _totals: dict[str, dict[str, SloCounts]] = field(default_factory=dict)
+    _window: SloWindow = field(default_factory=SloWindow)
 
     def take(self, now: float, status: control_pb2.GetStatusResponse) -> None:
         """Adds what a router finished since its last status.
@@ -70,7 +33,7 @@ class AttainmentWindow:
         The first status of a router is a beginning: when the requests in it finished is not known.
         """
         totals = {
-            item.name: Counts(
+            item.name: SloCounts(
                 num_finished=item.num_finished,
                 num_met_ttft=item.num_met_ttft,
                 num_met_tpot=item.num_met_tpot,
@@ -83,7 +46,7 @@ class AttainmentWindow:
         if before is None:
             return
         for name, total in totals.items():
-            last = before.get(name, Counts())
+            last = before.get(name, NO_REQUESTS)
             if total != last:
                 self._add(now, name, total - last)
 
@@ -92,21 +55,12 @@ class AttainmentWindow:
         kept = set(router_ids)
         self._totals = {router_id: totals for router_id, totals in self._totals.items() if router_id in kept}
 
-    def sum_up(self, now: float) -> dict[str, Counts]:
+    def sum_up(self, now: float) -> dict[str, SloCounts]:
         """Sums the last five minutes by class; classes without requests are left out."""
-        while self._steps and self._steps[0][0] < now - ATTAINMENT_WINDOW_S:
-            self._steps.popleft()
-        summed: dict[str, Counts] = {}
-        for _, counts in self._steps:
-            for name, count in counts.items():
-                summed[name] = summed.get(name, Counts()) + count
-        return summed
+        return self._window.sum_by_class(now)
 
-    def _add(self, now: float, name: str, count: Counts) -> None:
-        if not self._steps or now - self._steps[-1][0] >= STEP_S:
-            self._steps.append((now, {}))
-        counts = self._steps[-1][1]
-        counts[name] = counts.get(name, Counts()) + count
+    def _add(self, now: float, name: str, count: SloCounts) -> None:
+        self._window.add(now, name, count)
         self.total += count
 
 

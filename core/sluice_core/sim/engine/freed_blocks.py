@@ -1,11 +1,4 @@
-"""What preempted requests find again of their KV blocks where prompts share nothing (``prefix_cache``: where they do).
-
-An engine keeps free blocks in a queue and takes them from its front. Blocks that are full and thus cached are put behind
-all others when they become free, a request's last one first; a block that is not full is put before all others. So a
-preempted request finds its first blocks again, as many as nobody has taken meanwhile.
-
-Only requests that were preempted here look for blocks, so the queue is kept while one of them waits, and holds how many blocks
-lie between theirs: it costs what is taken and freed, once each, and nothing where nobody was preempted.
+"""The KV blocks that preempted requests find again where prompts share nothing (``prefix_cache``: where they do).
 
 Source: vLLM 0.32, ``v1/core/block_pool.py``: ``free_blocks``, ``get_new_blocks``.
 """
@@ -15,8 +8,14 @@ from __future__ import annotations
 from collections import deque
 
 
+# An engine keeps free blocks in a queue and takes them from its front. Blocks that are full and thus cached are put
+# behind all others when they become free, a request's last one first; a block that is not full is put before all
+# others. So a preempted request finds its first blocks again, as many as have not been taken meanwhile.
+#
+# Only preempted requests search for blocks, so the queue is kept while one of them waits, and holds how many blocks lie
+# between theirs: it costs what is taken and freed, once each, and nothing where no request was preempted.
 class _BlockRun:
-    """Neighbours in the queue, of one request or of nobody's interest; mutable, changed by ``FreedBlocks`` only."""
+    """Neighbours in the queue, of one preempted request or of none; mutable, changed by ``FreedBlocks`` only."""
 
     __slots__ = ("num_blocks",)
 
@@ -25,7 +24,9 @@ class _BlockRun:
 
 
 class FreedBlocks:
-    """The free blocks of an engine while preempted requests wait; mutable, changed by the engine and its ``PrefillQueue``.
+    """The free blocks of an engine while preempted requests wait.
+
+    Mutable, changed by the engine and its ``PrefillQueue``.
 
     Args:
         num_free: Free blocks when the first of them is preempted, its own left out; negative: ``num_overdrawn``.
@@ -50,10 +51,10 @@ class FreedBlocks:
         return max(0, -self._num_last)
 
     def take(self, num_blocks: int) -> None:
-        """Take free blocks; whoever does has made sure that there are so many.
+        """Take free blocks; the caller has checked that there are so many.
 
-        Those that became free while an iteration ran are given back here when the next one is scheduled. A transfer may be
-        granted them before: they are owed until then.
+        Those that became free while an iteration ran are given back here when the next one is scheduled. A transfer may
+        be granted them before: they are owed until then.
         """
         if num_blocks <= self._num_first:
             self._num_first -= num_blocks
@@ -70,7 +71,7 @@ class FreedBlocks:
         self._num_last -= num_blocks
 
     def free(self, num_blocks: int, num_cached: int) -> None:
-        """Free blocks for which nobody will look.
+        """Free blocks that no request will look for.
 
         Args:
             num_blocks: Blocks.

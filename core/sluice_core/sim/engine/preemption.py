@@ -1,20 +1,8 @@
-"""What a simulated engine does when it has too few KV blocks for what runs: it preempts, and recomputes later.
+"""Preemption of a simulated engine that has too few KV blocks: the victim is recomputed later.
 
-The victim is what comes last in the batch policy's order. Its blocks are free at once; what is left of them when its turn
-comes again is not recomputed (``freed_blocks``).
-
-In step, as papers' simulators do, a prompt has reserved all its blocks, so only decodes run out of them and only decodes
-are preempted. Engines that schedule ahead do as vLLM's ``schedule`` does: blocks are taken by the chunk, and a prompt that has
-started is promised none. So decodes may take what it needs next, and then the last of *all* that runs goes:
-
-- decodes have their turn in order, then the prefills that have started;
-- whoever finds no block preempts the last of all, which may be itself;
-- but what the iteration under way holds, also a last token, may still be written to: it is not preempted. Whoever asked and all
-  behind it are left out of one iteration, after which the last one, left out as well, is preempted;
-- in an iteration with a preemption nothing is admitted; in one without, prompts that are small enough are, beside the room
-  that a chunk has been given for which there were no blocks.
-
-Source: vLLM 0.32, ``v1/core/sched/scheduler.py``, with a connector for KV (``defer_block_free``); ``benchmarks/fidelity`` compares.
+The victim is what comes last in the batch policy's order. Its blocks are free at once; what is left of them when it
+runs again is not recomputed (``freed_blocks``). ``make_room_in_step`` does as papers' simulators do, the others as vLLM
+0.32: ``v1/core/sched/scheduler.py``, with a connector for KV (``defer_block_free``); ``benchmarks/fidelity`` compares.
 """
 
 from __future__ import annotations
@@ -30,6 +18,8 @@ from sluice_core.sim.requests import RequestState, SimRequest
 def make_room_in_step(engine: SchedulerState, now: float) -> int:
     """Preempt decodes until the others have blocks for their next tokens.
 
+    A prompt has reserved all its blocks, so only decodes run out of them and only decodes are preempted.
+
     Returns:
         Blocks that they need.
     """
@@ -44,6 +34,10 @@ def make_room_in_step(engine: SchedulerState, now: float) -> int:
 def make_room_for_decodes(engine: SchedulerState, now: float) -> int:
     """Let decodes find blocks for their next tokens, or preempt, where an iteration is scheduled ahead.
 
+    Blocks are taken by the chunk, and a prompt that has started has reserved none. So decodes may take what it needs
+    next, and then the last of all that runs goes. Decodes are served first, then the prefills that have started; one
+    that finds no block preempts the last of all, which may be itself.
+
     Returns:
         Blocks that those take that are in the iteration.
     """
@@ -57,6 +51,8 @@ def make_room_for_decodes(engine: SchedulerState, now: float) -> int:
         while request.state is RequestState.DECODING and num_found >= engine.count_schedulable_blocks():
             victim = _find_victim(engine)
             if _is_in_running_iteration(engine, victim):
+                # The iteration under way may still write to its blocks. The decode that needs one and all behind it are
+                # left out of one iteration, after which the victim, left out as well, is preempted.
                 prefills.max_started = 0
                 batch.pause([other for other in order[position:] if other.state is RequestState.DECODING])
                 return num_found
@@ -138,6 +134,7 @@ def _preempt(engine: SchedulerState, victim: SimRequest, now: float, *, has_grow
         now: Seconds of the simulated clock.
         has_grown: Decodes have taken the blocks of the next iteration.
     """
+    # vLLM admits nothing in an iteration with a preemption.
     engine.prefills.may_admit = not engine.schedules_ahead
     num_grown = 0
     if victim.state is RequestState.DECODING:

@@ -1,8 +1,8 @@
 """The prefills of a simulated engine: prompts and recomputes that wait or run, and what of them an iteration computes.
 
-A prompt is admitted when all its blocks and a seat are free. Either it reserves all blocks then (simulation.md, sections
-2.4 and 2.5), or, as in vLLM, it takes those of each chunk, and may find too few later (``preemption``). The first prompt that
-does not fit keeps those behind it waiting.
+A prompt is admitted when all its blocks and a seat are free. Either it reserves all blocks then, as in
+papers' simulators, or, as in vLLM, it takes those of each chunk, and may find too few later (``preemption``). The first
+prompt that does not fit keeps those behind it waiting.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class PrefillQueue:
         return list(self._started)
 
     def may_run_short(self, free_blocks: int) -> bool:
-        """Say whether prefills that have started may find too few blocks for their next chunks; False: they will not."""
+        """Say whether prefills that have started may find too few blocks for their next chunks."""
         most = max(self.batch.chunk_size_tokens, self.batch.last_chunk_size_tokens, RECOMPUTE_TOKENS)
         return bool(self._started) and free_blocks < most // self._block_size + len(self._started) + 1
 

@@ -1,10 +1,10 @@
 """The KV blocks of a simulated engine by what is in them, as vLLM keeps them with prefix caching.
 
-A block that a prompt has filled is *cached* under a hash of its tokens and of all before them; a prompt that begins with
-the same tokens refers to it instead of computing it.
+A block that a prompt has filled is *cached* under a hash of its tokens and of all before them; a prompt that begins
+with the same tokens refers to it instead of computing it.
 
-- Only full blocks are found, from the start of the prompt up to the first that is missing, and never all tokens: the last
-  one is computed, for its logits.
+- Only full blocks are found, from the start of the prompt up to the first that is missing, and never all tokens: the
+  last one is computed, for its logits.
 - A block is found as soon as the chunk that fills it is scheduled, before it is computed: in its layers a batch writes
   KV before it reads any.
 - What two requests computed at the same time is there twice. The block that was cached first is found.
@@ -32,7 +32,7 @@ _ENDS: Final = 0  # the entry between the last and the first idle one
 class PrefixCache:
     """The blocks of one engine; mutable, changed by the engine and its ``PrefillQueue``.
 
-    Who takes blocks has made sure that there are so many: see ``SimEngine.free_blocks``.
+    Callers have checked that there are so many blocks: see ``SimEngine.free_blocks``.
 
     Args:
         num_blocks: Blocks of the engine.
@@ -103,7 +103,7 @@ class PrefixCache:
         return found
 
     def count_free(self, found: list[int]) -> int:
-        """Count the found blocks that are free: whoever takes them has as many fewer to take."""
+        """Count the found blocks that are free: a request that takes them needs as many fewer."""
         references, num_free_cached = self._references, 0
         for entry in found:
             if references[entry] == 0:
@@ -159,7 +159,7 @@ class PrefixCache:
     def cache_filled_blocks(self, table: BlockTable, num_tokens: int, num_cached_tokens: int | None = None) -> None:
         """Cache the blocks that a request has filled by decoding or that have arrived.
 
-        Their hashes are told late, when the request leaves: nobody else could find them before.
+        They are cached late, when the request leaves: no other request could find them before.
 
         Args:
             table: The request's.

@@ -16,8 +16,8 @@ from sluice_core.sim.requests import SimRequest
 class SchedulerState:
     """The queue, the decodes and the KV blocks of one engine; mutable, changed by the engine and by ``preemption``.
 
-    KV accounting: ``used_blocks`` is what requests hold here, ``pinned_blocks`` the part whose transfer away is under way,
-    ``granted_blocks`` what is reserved for transfers to here.
+    KV accounting: ``used_blocks`` is what requests hold here, ``pinned_blocks`` the part whose transfer away is under
+    way, ``granted_blocks`` what is reserved for transfers to here.
 
     Args:
         setup: What the engine is.
