@@ -12,18 +12,18 @@ from pathlib import Path
 import click
 
 from sluice_cli.commands.bench import bench
-from sluice_cli.commands.demo import Demo, DemoError
-from sluice_cli.commands.down import stop_cluster
-from sluice_cli.commands.explain import UnknownRequestError, fetch_story, make_story
+from sluice_cli.commands.explain import UnknownRequestError, fetch_decision_log, render_decision_log
 from sluice_cli.commands.plan import plan
 from sluice_cli.commands.simulate import simulate
-from sluice_cli.commands.status import read_view
-from sluice_cli.commands.up import UpOptions, read_manifest, run_up
-from sluice_cli.local_cluster.cluster_directory import HOME, AlreadyRunningError, ClusterDirectory, find_clusters
+from sluice_cli.demo.scenario import Demo, DemoError
+from sluice_cli.local_cluster.cluster_directory import SLUICE_HOME, AlreadyRunningError, ClusterDirectory, find_clusters
+from sluice_cli.local_cluster.cluster_status import make_cluster_table, make_curl_line
 from sluice_cli.local_cluster.detached_start import start_detached
-from sluice_cli.output.cluster_display import Display, make_console
-from sluice_cli.output.cluster_view import make_curl_line, make_table
-from sluice_cli.processes.ports import PortBook, PortError
+from sluice_cli.local_cluster.launcher import UpOptions, read_manifest, run_up
+from sluice_cli.local_cluster.shutdown import stop_cluster
+from sluice_cli.local_cluster.status_reader import read_cluster_status
+from sluice_cli.output.cluster_display import ClusterDisplay, make_console
+from sluice_cli.processes.ports import PortAllocator, PortError
 from sluice_operator.api.manifest import ManifestError
 
 
@@ -56,12 +56,14 @@ def _choose_cluster(name: str | None) -> ClusterDirectory:
     if name:
         chosen = [cluster for cluster in clusters if cluster.name == name]
         if not chosen:
-            raise CommandError(f"no cluster {name!r} in {HOME.absolute()}")
+            raise CommandError(f"no cluster {name!r} in {SLUICE_HOME.absolute()}")
         return chosen[0]
     running = [cluster for cluster in clusters if cluster.is_running()]
     if len(running) != 1:
         names = ", ".join(cluster.name for cluster in running) or "none"
-        raise CommandError(f"one cluster must run, or be named with --cluster; running in {HOME.absolute()}: {names}")
+        raise CommandError(
+            f"one cluster must run, or be named with --cluster; running in {SLUICE_HOME.absolute()}: {names}"
+        )
     return running[0]
 
 
@@ -117,7 +119,7 @@ def up(
         if detach:
             directory = ClusterDirectory(read_manifest(options).metadata.name)
             sys.exit(start_detached(directory, options.as_arguments(), click.echo))
-        asyncio.run(run_up(options, Display(make_console())))
+        asyncio.run(run_up(options, ClusterDisplay(make_console())))
     except* (ManifestError, AlreadyRunningError, PortError) as group:
         raise CommandError(str(_first(group))) from group
 
@@ -134,12 +136,12 @@ def _first(error: BaseException) -> BaseException:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(name: str | None, *, as_json: bool) -> None:
     """Shows a cluster's routers and engines."""
-    view = asyncio.run(read_view(_choose_cluster(name)))
+    view = asyncio.run(read_cluster_status(_choose_cluster(name)))
     if as_json:
         click.echo(json.dumps(view.to_dict(), indent=2))
         return
     console = make_console()
-    console.print(make_table(view))
+    console.print(make_cluster_table(view))
     if view.is_ready:
         console.print(f"try: {make_curl_line(view)}", markup=False, soft_wrap=True)
 
@@ -165,18 +167,18 @@ def down(name: str | None, *, is_all: bool, now: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(request_id: str, name: str | None, *, api_key: str, as_json: bool) -> None:
     """Tells why a request (its x-request-id) ran where it ran."""
-    view = asyncio.run(read_view(_choose_cluster(name)))
+    view = asyncio.run(read_cluster_status(_choose_cluster(name)))
     try:
-        story = asyncio.run(fetch_story(view.routers, request_id, api_key))
+        story = asyncio.run(fetch_decision_log(view.routers, request_id, api_key))
     except UnknownRequestError as error:
         raise CommandError(str(error)) from error
     if as_json:
         click.echo(json.dumps(story, indent=2))
     else:
-        make_console().print(make_story(story))
+        make_console().print(render_decision_log(story))
 
 
-DEMO_HOME = HOME / "demo"
+DEMO_HOME = SLUICE_HOME / "demo"
 
 
 @cli.command()
@@ -195,7 +197,7 @@ def demo(manifest: Path, *, keep: bool, ports: range) -> None:
     DEMO_HOME.mkdir(parents=True, exist_ok=True)
     copy = DEMO_HOME / "demo.yaml"
     copy.write_text(re.sub(r"(?m)^  name: \S+$", "  name: demo", manifest.read_text(), count=1))
-    book = PortBook(ports)
+    book = PortAllocator(ports)
     http_port = book.choose([8000])
     book.release(http_port)
     options = UpOptions(manifest=copy, http_port=http_port, volumes={}, ports=ports)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from sluice_cli.main import cli
 from sluice_cli.output.plan_report import format_candidate_engines, make_patch
 from sluice_cli.output.svg_charts import choose_ticks
-from sluice_cli.simulation.cell_settings import format_engines, parse_engines
+from sluice_cli.simulation.cluster_spec import format_engines, parse_engines
 from sluice_cli.simulation.plan_inputs import Flags, make_inputs, parse_range
 from sluice_core.planning.candidates import Candidate
 from sluice_core.sim.traces import TraceRow

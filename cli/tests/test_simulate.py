@@ -9,15 +9,15 @@ import pytest
 from click.testing import CliRunner
 
 from sluice_cli.main import cli
-from sluice_cli.simulation.cell_settings import (
-    CellSettings,
-    CellSpec,
+from sluice_cli.simulation.cluster_spec import (
+    ClusterSpec,
     EngineGroup,
-    build_cell,
+    SimulationSettings,
+    build_cluster,
     change_settings,
-    describe_manifest,
     format_engines,
     parse_engines,
+    read_manifest_spec,
 )
 from sluice_core.records import EarlyRejection, Role, Slo
 from sluice_core.sim.cell import NoGrant, TtftEnd
@@ -142,7 +142,7 @@ def test_flags_win_over_the_manifest() -> None:
 
 
 def test_classes_of_a_manifest_keep_their_objectives() -> None:
-    spec = describe_manifest(parse_manifest(MANIFEST.read_text()), "qwen2.5-14b", "a100-80g")
+    spec = read_manifest_spec(parse_manifest(MANIFEST.read_text()), "qwen2.5-14b", "a100-80g")
     (interactive,) = spec.classes
     assert (interactive.name, interactive.priority, interactive.slo) == ("interactive", 10, Slo(ttft_s=0.5, tpot_s=0.1))
 
@@ -205,16 +205,18 @@ def test_engines_are_written_as_they_are_read(text: str) -> None:
 
 
 def test_groups_become_engines_of_their_roles() -> None:
-    spec = CellSpec(
+    spec = ClusterSpec(
         model="qwen2.5-14b",
         gpu="a100-80g",
         tensor_parallel=1,
         strategy="disaggregated",
         engines=(EngineGroup(count=1, chunk_size_tokens=None), EngineGroup(count=2, chunk_size_tokens=0)),
         slo=Slo(ttft_s=1.0, tpot_s=0.1),
-        settings=change_settings(CellSettings(), ["kv_scale=0.5", "link=25gbe", "link_shared=on", "max_num_seqs=7"]),
+        settings=change_settings(
+            SimulationSettings(), ["kv_scale=0.5", "link=25gbe", "link_shared=on", "max_num_seqs=7"]
+        ),
     )
-    engines = build_cell(spec, seed=1).engines
+    engines = build_cluster(spec, seed=1).engines
     assert [(engine.role, engine.chunk_size_tokens) for engine in engines] == [
         (Role.PREFILL_HEAVY, 16_384),
         (Role.DECODE_HEAVY, 0),
@@ -228,16 +230,16 @@ def test_groups_become_engines_of_their_roles() -> None:
 def test_settings_reach_the_cell() -> None:
     changes = ["no_grant=wait", "ttft_end=decode_join", "budget=prefill", "placement=least_work", "flow=off"]
     changes += ["early_rejection=reject", "approaching_factor=0.9", "watermark=0.8", "min_tokens_between_moves=3"]
-    spec = CellSpec(
+    spec = ClusterSpec(
         model="qwen2.5-14b",
         gpu="a100-80g",
         tensor_parallel=2,
         strategy="taichi",
         engines=parse_engines("2x1024,2x256"),
         slo=Slo(ttft_s=1.0, tpot_s=0.1),
-        settings=change_settings(CellSettings(), changes),
+        settings=change_settings(SimulationSettings(), changes),
     )
-    cell = build_cell(spec, seed=1)
+    cell = build_cluster(spec, seed=1)
     assert (cell.options.no_grant, cell.options.ttft_end, cell.options.counts_decodes) == (
         NoGrant.WAIT,
         TtftEnd.DECODE_JOIN,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from sluice_cli.output.cluster_view import RouterView
+    from sluice_cli.local_cluster.cluster_status import RouterStatusRow
 
 TIMEOUT = aiohttp.ClientTimeout(total=5)
 
@@ -28,7 +28,7 @@ class UnknownRequestError(Exception):
     """No router knows the request."""
 
 
-async def fetch_story(routers: Sequence[RouterView], request_id: str, api_key: str = "") -> dict[str, Any]:
+async def fetch_decision_log(routers: Sequence[RouterStatusRow], request_id: str, api_key: str = "") -> dict[str, Any]:
     """Asks each router for a request.
 
     Args:
@@ -51,7 +51,7 @@ async def fetch_story(routers: Sequence[RouterView], request_id: str, api_key: s
     )
 
 
-async def _ask(session: aiohttp.ClientSession, router: RouterView, request_id: str) -> dict[str, Any] | None:
+async def _ask(session: aiohttp.ClientSession, router: RouterStatusRow, request_id: str) -> dict[str, Any] | None:
     trust = make_pinned_context(Path(router.front_tls)) if router.front_tls else True
     try:
         async with session.get(f"{router.url}/debug/requests/{request_id}", ssl=trust) as response:
@@ -65,7 +65,7 @@ async def _ask(session: aiohttp.ClientSession, router: RouterView, request_id: s
         return None
 
 
-def make_story(story: dict[str, Any]) -> Group:
+def render_decision_log(story: dict[str, Any]) -> Group:
     """Shows a story: one line per event, a table of candidates under each placement."""
     parts: list[RenderableType] = [Text(f"request {story['request_id']}", style="bold")]
     for event in story["events"]:

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sluice_cli.commands.simulate import parse_seeds
 from sluice_cli.output.cluster_display import make_console
-from sluice_cli.output.plan_html import choose_shown, make_page
+from sluice_cli.output.plan_page import choose_shown, make_page
 from sluice_cli.output.plan_report import make_plan_report, make_plan_summary
-from sluice_cli.simulation.cell_settings import read_trace
+from sluice_cli.simulation.cluster_spec import read_trace
 from sluice_cli.simulation.plan_inputs import Flags, make_inputs, parse_range
 from sluice_cli.simulation.trial_pool import TrialPool
 from sluice_core.planning.candidates import PrefillHeavyBounds

@@ -13,13 +13,13 @@ import click
 from rich.table import Table
 
 from sluice_cli.output.cluster_display import make_console
-from sluice_cli.simulation.cell_settings import (
-    CellSpec,
-    build_cell,
+from sluice_cli.simulation.cluster_spec import (
+    ClusterSpec,
+    build_cluster,
     change_settings,
-    describe_manifest,
     format_engines,
     parse_engines,
+    read_manifest_spec,
 )
 from sluice_cli.simulation.worker_processes import load_rows, start_workers
 from sluice_core.records import Slo
@@ -54,7 +54,7 @@ class Run:
         timeline: Where to write what happened; None: nowhere.
     """
 
-    spec: CellSpec
+    spec: ClusterSpec
     trace: Path
     seed: int
     duration_s: float
@@ -67,7 +67,7 @@ class Run:
 def carry_out(run: Run) -> tuple[float | None, RunSummary]:
     """Simulates one seed; returns the goodput if that was asked for, and the run at that rate."""
     rows = load_rows(run.trace, reads_hashes=run.spec.settings.prefix_reuse is not None)
-    cell = build_cell(run.spec, run.seed)
+    cell = build_cluster(run.spec, run.seed)
     workload = PoissonWorkload(rows, run.spec.slo, run.seed, run.spec.classes)
     if run.target is not None:
         start_rps = run.rate_rps or _START_RPS_PER_ENGINE * len(cell.engines)
@@ -124,18 +124,18 @@ def describe_results(runs: Sequence[Run], results: Sequence[tuple[float | None, 
 
 def _choose_spec(
     manifest: Path | None, given: dict[str, object], engines: str | None, changes: Sequence[str]
-) -> CellSpec:
+) -> ClusterSpec:
     """Makes the cell of manifest and flags; flags win."""
     model, gpu = given.pop("model"), given.pop("gpu")
     if manifest is not None:
-        spec = describe_manifest(parse_manifest(manifest.read_text()), _text(model), _text(gpu))
+        spec = read_manifest_spec(parse_manifest(manifest.read_text()), _text(model), _text(gpu))
     else:
         required = {"--model": model, "--gpu": gpu, "--engines": engines}
         required |= {"--ttft-ms": given["ttft_ms"], "--tpot-ms": given["tpot_ms"]}
         missing = [flag for flag, value in required.items() if value is None]
         if missing:
             raise ValueError(f"without a manifest, {', '.join(missing)} must be given")
-        spec = CellSpec(
+        spec = ClusterSpec(
             model=str(model),
             gpu=str(gpu),
             tensor_parallel=1,
@@ -150,7 +150,7 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-def _override(spec: CellSpec, given: dict[str, object], engines: str | None, changes: Sequence[str]) -> CellSpec:
+def _override(spec: ClusterSpec, given: dict[str, object], engines: str | None, changes: Sequence[str]) -> ClusterSpec:
     ttft_ms, tpot_ms = given["ttft_ms"], given["tpot_ms"]
     slo = Slo(
         ttft_s=spec.slo.ttft_s if ttft_ms is None else float(str(ttft_ms)) / 1e3,
@@ -258,7 +258,7 @@ def simulate(
         raise click.UsageError("--goodput searches with Poisson arrivals; --trace-times and --timeline need --rate")
     try:
         spec = _choose_spec(manifest, given, engines, changes)
-        build_cell(spec, seed=0)
+        build_cluster(spec, seed=0)
         runs = [
             Run(
                 spec=spec,

@@ -16,15 +16,21 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2
 from sluice_cli.local_cluster import rollout_steps
-from sluice_cli.local_cluster.endpoints import HOST, Sites
-from sluice_cli.local_cluster.local_autotune import LocalTuning
+from sluice_cli.local_cluster.cluster_plan import ClusterPlan
+from sluice_cli.local_cluster.cluster_status import ClusterStatus, make_cluster_status, pick_engine_status
+from sluice_cli.local_cluster.endpoints import HOST, EndpointAllocator
+from sluice_cli.local_cluster.local_autotune import LocalAutotuner
 from sluice_cli.local_cluster.local_manifest import describe_local_security
-from sluice_cli.local_cluster.local_plan import Planner
-from sluice_cli.local_cluster.process_slots import EngineSlot, RouterSlot, keep_link, list_processes, make_control_tls
-from sluice_cli.output.cluster_view import ClusterView, make_view, pick_engine
-from sluice_cli.processes.child_processes import Launch
+from sluice_cli.local_cluster.managed_processes import (
+    ManagedEngine,
+    ManagedRouter,
+    keep_link,
+    list_processes,
+    make_control_tls,
+)
+from sluice_cli.processes.child_processes import LaunchSpec
 from sluice_cli.processes.ports import PortError
-from sluice_cli.processes.supervisor import Program
+from sluice_cli.processes.supervisor import SupervisedProcess
 from sluice_core.records import EngineId
 from sluice_operator.api import names
 from sluice_operator.api.sliders import resolve_sliders
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 
     from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord
     from sluice_cli.processes.child_processes import Spawner
-    from sluice_cli.processes.ports import PortBook
+    from sluice_cli.processes.ports import PortAllocator
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.autotune.search_process import Ask
 
@@ -52,7 +58,7 @@ class LocalCluster:
     """The processes of one cluster.
 
     Args:
-        manifest: What is wanted.
+        manifest: What is desired.
         directory: Its files.
         ports: Ports to use.
         spawn_engine: Starts engines.
@@ -71,7 +77,7 @@ class LocalCluster:
         directory: ClusterDirectory,
         *,
         manifest_path: Path,
-        ports: PortBook,
+        ports: PortAllocator,
         spawn_engine: Spawner,
         spawn_router: Spawner,
         find_model: Callable[[ServingCluster], Path],
@@ -87,22 +93,22 @@ class LocalCluster:
         self.phase = "starting"
         self._directory = directory
         self._manifest_path = manifest_path
-        self._sites = Sites(ports, directory, http_port)
-        self._planner = Planner(directory)
+        self._endpoints = EndpointAllocator(ports, directory, http_port)
+        self._plan = ClusterPlan(directory)
         self._spawn_engine = spawn_engine
         self._spawn_router = spawn_router
         self._find_model = find_model
         self._find_secret = find_secret
         self._report = report
         self._clock = clock
-        self._engines: dict[EngineId, EngineSlot] = {}
-        self._routers: dict[str, RouterSlot] = {}
+        self._engines: dict[EngineId, ManagedEngine] = {}
+        self._routers: dict[str, ManagedRouter] = {}
         self._plan_s = 0.0
         self._announced_generation = 0
-        self._world = self._wanted().world
+        self._compatibility_key = self._desired_state().compatibility_key
         self._changed = asyncio.Event()
         self._group = asyncio.TaskGroup()
-        self._tuning = LocalTuning(directory, report=report, wake=self._retune, clock=clock, ask=ask)
+        self._autotuner = LocalAutotuner(directory, report=report, wake=self._retune, clock=clock, ask=ask)
 
     # What the outside asks for.
 
@@ -123,25 +129,25 @@ class LocalCluster:
             self.phase = "stopping"
             for task in (converge, watch):
                 task.cancel()
-            self._tuning.stop()
+            self._autotuner.stop()
             await self._stop_all(hurry)
 
     def apply(self, manifest: ServingCluster) -> None:
-        """Makes another manifest the wanted one; live fields are in force at once, the rest follows step by step."""
+        """Makes another manifest the desired one; live fields are in force at once, the rest follows step by step."""
         self.manifest = manifest
         self._publish()
         self._pulse()
 
-    def view(self) -> ClusterView:
+    def status(self) -> ClusterStatus:
         """The cluster at this moment."""
-        return make_view(
+        return make_cluster_status(
             name=self._directory.name,
             phase=self.phase,
             manifest=str(self._manifest_path),
             model=self.manifest.served_name,
             processes=self._list_processes(),
             statuses={name: slot.link.status for name, slot in self._routers.items()},
-            autotune=self._tuning.view,
+            autotune=self._autotuner.status,
         )
 
     async def wait_for_change(self) -> None:
@@ -153,76 +159,80 @@ class LocalCluster:
     async def _converge(self) -> None:
         while True:
             changed = self._changed
-            wanted = self._wanted()
-            step = rollout_steps.next_step(self._running(), wanted)
+            desired = self._desired_state()
+            step = rollout_steps.next_step(self._observe(), desired)
             if step is None:
                 await changed.wait()
             else:
-                await self._do(step, wanted)
+                await self._do(step, desired)
 
-    def _wanted(self) -> rollout_steps.Wanted:
+    def _desired_state(self) -> rollout_steps.DesiredState:
         spec = self.manifest.spec
         nowhere = commands.EngineSite(
             engine_id=EngineId(""), host="", port=0, metrics_port=0, kv_host="", kv_port=0, model_directory=""
         )
-        return rollout_steps.Wanted(
+        return rollout_steps.DesiredState(
             # What speaks in the open and what does not cannot speak with one another.
-            world=spec.model.model_dump_json() + spec.network.tls.model_dump_json(),
-            engine=_digest(commands.render_engine_command(spec, nowhere), commands.render_engine_environment(spec)),
-            router=_digest(
-                self._sites.choose_http_port(spec.router.service.port), asdict(self._security(names.ROUTER))
+            compatibility_key=spec.model.model_dump_json() + spec.network.tls.model_dump_json(),
+            engine_hash=_digest(
+                commands.render_engine_command(spec, nowhere), commands.render_engine_environment(spec)
+            ),
+            router_hash=_digest(
+                self._endpoints.choose_http_port(spec.router.service.port), asdict(self._security(names.ROUTER))
             ),
             num_engines=spec.replicas,
             num_routers=spec.router.replicas,
             num_prefill_heavy=resolve_sliders(self._effective.spec).num_prefill_heavy,
         )
 
-    def _running(self) -> rollout_steps.Running:
-        return rollout_steps.Running(
-            world=self._world,
-            engines={engine_id: slot.identity for engine_id, slot in self._engines.items()},
-            routers={name: slot.identity for name, slot in self._routers.items()},
-            roles=self._planner.roles,
+    def _observe(self) -> rollout_steps.ObservedState:
+        return rollout_steps.ObservedState(
+            compatibility_key=self._compatibility_key,
+            engines={engine_id: slot.spec_hash for engine_id, slot in self._engines.items()},
+            routers={name: slot.spec_hash for name, slot in self._routers.items()},
+            roles=self._plan.roles,
             loads=self._loads(),
         )
 
-    async def _do(self, step: rollout_steps.Step, wanted: rollout_steps.Wanted) -> None:
+    async def _do(self, step: rollout_steps.RolloutStep, desired: rollout_steps.DesiredState) -> None:
         match step:
             case rollout_steps.AddRouters(count):
                 for _ in range(count):
-                    self._add_router(wanted)
+                    self._add_router(desired)
                 self._publish()
             case rollout_steps.AddEngines(count):
                 for _ in range(count):
-                    self._add_engine(wanted)
+                    self._add_engine(desired)
                 self._publish()
             case rollout_steps.RemoveEngines(engine_ids):
                 await self._remove_engines(engine_ids)
             case rollout_steps.RemoveRouter(name):
                 self._report(f"{name} stops once its streams have ended")
                 await self._remove_router(name)
-            case rollout_steps.RollEngine(engine_id):
-                await self._roll_engine(engine_id, wanted)
-            case rollout_steps.RollRouter(name):
-                await self._roll_router(name, wanted)
+            case rollout_steps.RestartEngine(engine_id):
+                await self._roll_engine(engine_id, desired)
+            case rollout_steps.RestartRouter(name):
+                await self._roll_router(name, desired)
             case rollout_steps.Recreate():
                 self._report("the model changes: every router and engine stops, then all start anew")
                 await self._stop_all(asyncio.Event())
-                self._world = wanted.world
+                self._compatibility_key = desired.compatibility_key
 
     # Steps.
 
-    def _add_engine(self, wanted: rollout_steps.Wanted) -> None:
+    def _add_engine(self, desired: rollout_steps.DesiredState) -> None:
         index = next(i for i in range(len(self._engines) + 1) if f"engine-{i}" not in self._engines)
         engine_id = EngineId(f"engine-{index}")
-        site = self._sites.make_engine(engine_id, self._find_model(self.manifest))
-        slot = EngineSlot(site=site, program=self._make_program(engine_id, self._spawn_engine), identity=wanted.engine)
+        site = self._endpoints.make_engine(engine_id, self._find_model(self.manifest))
+        slot = ManagedEngine(
+            site=site, program=self._make_program(engine_id, self._spawn_engine), spec_hash=desired.engine_hash
+        )
         slot.program.launch = self._engine_launch(site)
         self._engines[engine_id] = slot
         self._group.create_task(slot.program.run(), name=engine_id)
 
-    def _engine_launch(self, site: commands.EngineSite) -> Launch:
-        return Launch(
+    def _engine_launch(self, site: commands.EngineSite) -> LaunchSpec:
+        return LaunchSpec(
             command=tuple(commands.render_engine_command(self.manifest.spec, site, self._security(names.ENGINE))),
             environment=commands.render_engine_environment(self.manifest.spec),
             log=self._directory.log_path(site.engine_id),
@@ -236,53 +246,55 @@ class LocalCluster:
             self._forget_engine(engine_id)
         self._publish()
 
-    async def _roll_engine(self, engine_id: EngineId, wanted: rollout_steps.Wanted) -> None:
+    async def _roll_engine(self, engine_id: EngineId, desired: rollout_steps.DesiredState) -> None:
         slot = self._engines[engine_id]
         self._report(f"{engine_id}: handing requests over, then restarting with its new settings")
         await self._drain((engine_id,), is_leaving=False)
         await self._stop_program(slot.program)
         slot.program = self._make_program(engine_id, self._spawn_engine)
         slot.program.launch = self._engine_launch(slot.site)
-        slot.identity = wanted.engine
-        self._planner.resume(engine_id)
+        slot.spec_hash = desired.engine_hash
+        self._plan.resume(engine_id)
         self._group.create_task(slot.program.run(), name=engine_id)
         self._publish()
         # One engine at a time: the next is not touched before this one serves. An edit ends the wait.
-        await self._until(lambda: self._is_serving(engine_id) or self._wanted() != wanted)
+        await self._until(lambda: self._is_serving(engine_id) or self._desired_state() != desired)
         if self._is_serving(engine_id):
             self._report(f"{engine_id} serves again")
 
     async def _drain(self, engine_ids: tuple[EngineId, ...], *, is_leaving: bool) -> None:
-        self._planner.drain(engine_ids, is_leaving=is_leaving)
+        self._plan.drain(engine_ids, is_leaving=is_leaving)
         self._publish()
         timeout_s = float(self.manifest.spec.engine.drain_timeout_seconds)
         if not await self._until(lambda: all(map(self._is_drained, engine_ids)), timeout_s):
             names = ", ".join(engine_id for engine_id in engine_ids if not self._is_drained(engine_id))
             self._report(f"{names} did not drain within {timeout_s:g} s; its requests are recovered elsewhere")
 
-    def _add_router(self, wanted: rollout_steps.Wanted) -> None:
+    def _add_router(self, desired: rollout_steps.DesiredState) -> None:
         index = next(i for i in range(len(self._routers) + 1) if f"router-{i}" not in self._routers)
         name = f"router-{index}"
         model, port = self._find_model(self.manifest), self.manifest.spec.router.service.port
-        site = self._sites.make_first_router(port, model) if index == 0 else self._sites.make_further_router(model)
+        site = (
+            self._endpoints.make_first_router(port, model) if index == 0 else self._endpoints.make_further_router(model)
+        )
         self._write_engines()
         program = self._make_program(name, self._spawn_router)
         security = self._security(names.ROUTER)
         command = commands.render_router_command(self.manifest.spec, site, security)
-        program.launch = Launch(command=tuple(command), log=self._directory.log_path(name))
+        program.launch = LaunchSpec(command=tuple(command), log=self._directory.log_path(name))
         tls = make_control_tls(security)
         address = f"{HOST}:{site.control_port}"
         link = RouterLink(name, address, report=self._report, on_status=self._on_status, tls=tls)
-        self._routers[name] = RouterSlot(
+        self._routers[name] = ManagedRouter(
             site=site,
             program=program,
-            identity=wanted.router,
+            spec_hash=desired.router_hash,
             link=link,
             link_task=self._group.create_task(keep_link(link, tls), name=f"link to {name}"),
             security=security,
         )
-        if self._planner.plan:
-            link.offer(self._planner.plan)
+        if self._plan.plan:
+            link.offer(self._plan.plan)
         self._group.create_task(program.run(), name=name)
 
     async def _remove_router(self, name: str) -> None:
@@ -294,27 +306,27 @@ class LocalCluster:
     def _forget_router(self, name: str) -> None:
         slot = self._routers.pop(name)
         slot.link_task.cancel()
-        self._sites.release(slot.site)
+        self._endpoints.release(slot.site)
         self._on_process_change()
 
     def _forget_engine(self, engine_id: EngineId) -> None:
-        self._sites.release(self._engines.pop(engine_id).site)
-        self._planner.forget(engine_id)
+        self._endpoints.release(self._engines.pop(engine_id).site)
+        self._plan.forget(engine_id)
         self._on_process_change()
 
-    async def _roll_router(self, name: str, wanted: rollout_steps.Wanted) -> None:
+    async def _roll_router(self, name: str, desired: rollout_steps.DesiredState) -> None:
         slot, port = self._routers[name], self.manifest.spec.router.service.port
         # Only the first router's port is in the manifest.
-        is_moving = name == "router-0" and self._sites.choose_http_port(port) != slot.site.http_port
+        is_moving = name == "router-0" and self._endpoints.choose_http_port(port) != slot.site.http_port
         if is_moving:
             try:
-                self._sites.check_http_port(port)
+                self._endpoints.check_http_port(port)
             except PortError as error:
                 self._report(f"{name} stays at its port, and as it is: {error}")
-                slot.identity = wanted.router
+                slot.spec_hash = desired.router_hash
                 return
         if not is_moving and slot.security == self._security(names.ROUTER):
-            slot.identity = wanted.router
+            slot.spec_hash = desired.router_hash
             return
         where = f" on port {port}" if is_moving else ""
         self._report(f"{name} stops once its streams have ended, then starts anew{where}")
@@ -323,13 +335,13 @@ class LocalCluster:
     def _security(self, component: str) -> commands.Security:
         return describe_local_security(self.manifest, component, self._find_secret)
 
-    def _make_program(self, name: str, spawner: Spawner) -> Program:
-        empty = Launch(command=(), log=self._directory.log_path(name))
-        return Program(
+    def _make_program(self, name: str, spawner: Spawner) -> SupervisedProcess:
+        empty = LaunchSpec(command=(), log=self._directory.log_path(name))
+        return SupervisedProcess(
             name, empty, spawner=spawner, report=self._report, on_change=self._on_process_change, clock=self._clock
         )
 
-    async def _stop_program(self, program: Program, hurry: asyncio.Event | None = None) -> None:
+    async def _stop_program(self, program: SupervisedProcess, hurry: asyncio.Event | None = None) -> None:
         drain_s = self.manifest.spec.engine.drain_timeout_seconds
         stopping = asyncio.create_task(program.stop(drain_s + STOP_MARGIN_S))
         hurrying = asyncio.create_task((hurry or asyncio.Event()).wait())
@@ -352,11 +364,11 @@ class LocalCluster:
     # The plan.
 
     def _publish(self) -> None:
-        """Makes the plan of what is wanted and runs; stores and pushes it if it differs from the last one."""
+        """Makes the plan of what is desired and runs; stores and pushes it if it differs from the last one."""
         self._write_engines()
         if self.phase != "stopping":
-            self._effective = self._tuning.look(self._circumstances())
-        plan = self._planner.make_plan(self._effective, self._engines, self._loads())
+            self._effective = self._autotuner.look(self._circumstances())
+        plan = self._plan.make_plan(self._effective, self._engines, self._loads())
         if plan is None:
             return
         self._plan_s = self._clock()
@@ -382,13 +394,13 @@ class LocalCluster:
         return Circumstances(
             cluster=self.manifest,
             statuses=self._statuses(),
-            counts=self._tuning.counts,
+            counts=self._autotuner.counts,
             is_settled=self._is_settled(),
         )
 
     def _is_settled(self) -> bool:
         """Whether every engine serves with the newest plan, and none comes or goes."""
-        plan, statuses = self._planner.plan, self._statuses()
+        plan, statuses = self._plan.plan, self._statuses()
         return (
             plan is not None
             and len(self._engines) == self.manifest.spec.replicas
@@ -406,7 +418,7 @@ class LocalCluster:
         return loads
 
     def _engine_status(self, engine_id: EngineId) -> control_pb2.EngineStatus | None:
-        return pick_engine(self._statuses(), engine_id)
+        return pick_engine_status(self._statuses(), engine_id)
 
     def _is_serving(self, engine_id: EngineId) -> bool:
         slot, status = self._engines[engine_id], self._engine_status(engine_id)
@@ -414,7 +426,7 @@ class LocalCluster:
         return has_process and status is not None and status.state in SERVING and status.epoch != slot.stale_epoch
 
     def _is_drained(self, engine_id: EngineId) -> bool:
-        plan = self._planner.plan
+        plan = self._plan.plan
         for slot in self._routers.values():
             status = slot.link.status
             if status is None or plan is None:
@@ -440,17 +452,17 @@ class LocalCluster:
 
     def _on_status(self) -> None:
         statuses = [slot.link.status for slot in self._routers.values()]
-        plan = self._planner.plan
+        plan = self._plan.plan
         is_acknowledged = plan is not None and all(
             status and status.acknowledged_generation >= plan.generation for status in statuses
         )
-        if plan and is_acknowledged and plan.generation > self._announced_generation and self.view().is_ready:
+        if plan and is_acknowledged and plan.generation > self._announced_generation and self.status().is_ready:
             self._announced_generation = plan.generation
             self._report(f"plan {plan.generation} is in force on all engines ({self._clock() - self._plan_s:.2f} s)")
-        if self.phase == "starting" and self.view().is_ready:
+        if self.phase == "starting" and self.status().is_ready:
             self.phase = "ready"
-        self._tuning.take(self._statuses())
-        if self.phase != "stopping" and self._tuning.is_due(self._circumstances):
+        self._autotuner.take(self._statuses())
+        if self.phase != "stopping" and self._autotuner.is_due(self._circumstances):
             self._publish()
         self._pulse()
 
@@ -467,7 +479,7 @@ class LocalCluster:
                     )
                     slot.program.kill()
 
-    def _has_served(self, slot: EngineSlot, engine_id: EngineId) -> bool:
+    def _has_served(self, slot: ManagedEngine, engine_id: EngineId) -> bool:
         status = self._engine_status(engine_id)
         return status is not None and status.epoch not in (0, slot.stale_epoch)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-HOME = Path(".sluice")
+SLUICE_HOME = Path(".sluice")
 # Clocks that /proc and time.time() read differ by up to a tick.
 START_TIME_TOLERANCE_S = 1.0
 
@@ -68,7 +68,7 @@ class ProcessRecord:
             return None
 
 
-def start_time(pid: int | None) -> float | None:
+def read_start_time(pid: int | None) -> float | None:
     """Start time of a process in seconds since the epoch; None when it has ended."""
     try:
         return psutil.Process(pid).create_time() if pid else None
@@ -88,7 +88,7 @@ class ClusterDirectory:
         home: Sluice's directory.
     """
 
-    def __init__(self, name: str, home: Path = HOME) -> None:
+    def __init__(self, name: str, home: Path = SLUICE_HOME) -> None:
         self.name = name
         self.path = home.absolute() / "clusters" / name
         self.engines_file = self.path / "engines.json"
@@ -161,7 +161,7 @@ class ClusterDirectory:
             facts: Further facts: ``manifest``, ``url``, ``error``.
         """
         facts = (self._read("launcher.json") or {} if phase != "starting" else {}) | facts
-        facts |= {"pid": os.getpid(), "started": start_time(os.getpid()), "phase": phase}
+        facts |= {"pid": os.getpid(), "started": read_start_time(os.getpid()), "phase": phase}
         self._write("launcher.json", facts)
 
     def read_launcher(self) -> tuple[ProcessRecord, dict[str, Any]] | None:
@@ -189,6 +189,6 @@ class ClusterDirectory:
         temporary.replace(self.path / name)
 
 
-def find_clusters(home: Path = HOME) -> list[ClusterDirectory]:
+def find_clusters(home: Path = SLUICE_HOME) -> list[ClusterDirectory]:
     """The clusters that have ever run here, by name."""
     return [ClusterDirectory(path.name, home) for path in sorted((home.absolute() / "clusters").glob("*/"))]

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
-    from sluice_cli.processes.ports import PortBook
+    from sluice_cli.processes.ports import PortAllocator
     from sluice_core.records import EngineId
 
 HOST = "127.0.0.1"
 
 
-class Sites:
+class EndpointAllocator:
     """Hands out sites.
 
     Args:
@@ -25,7 +25,7 @@ class Sites:
         http_port: Port of the first router instead of the manifest's.
     """
 
-    def __init__(self, ports: PortBook, directory: ClusterDirectory, http_port: int | None) -> None:
+    def __init__(self, ports: PortAllocator, directory: ClusterDirectory, http_port: int | None) -> None:
         self._ports = ports
         self._directory = directory
         self._http_port = http_port

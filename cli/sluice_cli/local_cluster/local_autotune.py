@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sluice_cli.output.cluster_view import TuningView
+from sluice_cli.local_cluster.cluster_status import AutotuneStatus
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune.search_process import Searches
 from sluice_operator.autotune.tuner import Tuner
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sluice_operator.routers.attainment import Counts
 
 
-class LocalTuning:
+class LocalAutotuner:
     """The tuner of a local cluster, and what it has said so far.
 
     Args:
@@ -49,7 +49,7 @@ class LocalTuning:
         self._tuner = Tuner(ask or Searches().ask, wake=wake, now=clock)
         self._window = AttainmentWindow()
         self._in_force: tuple[Sliders, Sliders] | None = None
-        self.view: TuningView | None = None
+        self.status: AutotuneStatus | None = None
         directory.write_tuning(None)
 
     def take(self, statuses: Sequence[control_pb2.GetStatusResponse]) -> None:
@@ -83,14 +83,14 @@ class LocalTuning:
 
     def _show(self) -> None:
         """Tells what was decided, where it is another thing than before."""
-        verdict, answer, old = self._tuner.judge(), self._tuner.answer, self.view
+        verdict, answer, old = self._tuner.judge(), self._tuner.answer, self.status
         if verdict is None or verdict.reason == "Off":
             view = None
         else:
-            view = TuningView(reason=verdict.reason, message=verdict.message, **_describe_answer(answer))
+            view = AutotuneStatus(reason=verdict.reason, message=verdict.message, **_describe_answer(answer))
         if view == old:
             return
-        self.view = view
+        self.status = view
         self._directory.write_tuning(None if view is None else asdict(view))
         if view is not None and (old is None or old.reason != view.reason):
             self._report(f"autotune: {view.message}")

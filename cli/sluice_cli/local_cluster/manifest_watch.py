@@ -53,10 +53,10 @@ async def follow_manifest(
         found = _read(path)
         if found is not None and found != last_text:
             last_text = found
-            take_edit(found, path, cluster, check, report)
+            apply_edit(found, path, cluster, check, report)
 
 
-def take_edit(
+def apply_edit(
     text: str,
     path: Path,
     cluster: LocalCluster,

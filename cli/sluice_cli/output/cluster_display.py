@@ -10,11 +10,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from sluice_cli.output.cluster_view import make_curl_line, make_table
+from sluice_cli.local_cluster.cluster_status import make_cluster_table, make_curl_line
 
 if TYPE_CHECKING:
     from sluice_cli.local_cluster.cluster import LocalCluster
-    from sluice_cli.output.cluster_view import ClusterView
+    from sluice_cli.local_cluster.cluster_status import ClusterStatus
 
 REFRESH_S = 0.5
 # Wide enough for the table when output goes to a file, where there is no terminal to ask.
@@ -27,7 +27,7 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
-class Display:
+class ClusterDisplay:
     """What ``sluice up`` prints."""
 
     def __init__(self, console: Console) -> None:
@@ -48,8 +48,8 @@ class Display:
     async def _show_table(self, cluster: LocalCluster) -> None:
         with Live(console=self._console, auto_refresh=False, transient=False) as live:
             while True:
-                view = cluster.view()
-                parts = [make_table(view)]
+                view = cluster.status()
+                parts = [make_cluster_table(view)]
                 hint = Text(
                     f"try: {make_curl_line(view)}" if view.is_ready else f"{view.phase}; Ctrl-C stops", style="dim"
                 )
@@ -61,7 +61,7 @@ class Display:
         seen: dict[str, str] = {}
         was_ready, num_ready = False, 0
         while True:
-            view = cluster.view()
+            view = cluster.status()
             for engine in view.engines:
                 setting = f", {engine.role}, chunk size {engine.chunk_size_tokens} tokens" if engine.role else ""
                 line = f"{engine.engine_id}: {engine.state}{setting}"
@@ -78,7 +78,7 @@ class Display:
             was_ready = view.is_ready
             await cluster.wait_for_change()
 
-    def _print_ready(self, view: ClusterView) -> None:
-        self._console.print(make_table(view))
+    def _print_ready(self, view: ClusterStatus) -> None:
+        self._console.print(make_cluster_table(view))
         self.report(f"{view.name} serves {view.model} on {view.url}")
         self._console.print(Text(f"try: {make_curl_line(view)}"), soft_wrap=True)

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sluice_cli.simulation.cell_settings import EngineGroup, format_engines
+from sluice_cli.simulation.cluster_spec import EngineGroup, format_engines
 from sluice_core.sim.metrics import make_report
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice_cli.papers.trials import Laboratory, Outcome, Trial
-from sluice_cli.simulation.cell_settings import CellSettings, CellSpec, parse_engines
+from sluice_cli.simulation.cluster_spec import ClusterSpec, SimulationSettings, parse_engines
 from sluice_core.records import EarlyRejection
 from sluice_core.sim.cell import NoGrant, TtftEnd
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Semantics of the papers (simulation.md, sections 2.8, 2.9 and 3): a finished prefill waits for its decode engine with its KV on
 # the source, TTFT includes that, and a request that no engine can serve in time goes to any. The product's are the defaults.
-PAPER_SETTINGS = CellSettings(
+PAPER_SETTINGS = SimulationSettings(
     no_grant=NoGrant.WAIT,
     ttft_end=TtftEnd.DECODE_JOIN,
     early_rejection=EarlyRejection.RANDOM,
@@ -79,7 +79,7 @@ class Testbed:
     slo: Slo
     duration_s: float
     start_rps: float
-    settings: CellSettings = PAPER_SETTINGS
+    settings: SimulationSettings = PAPER_SETTINGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class Bench:
         self, testbed: Testbed, system: System, *, rate_rps: float | None, seeds: Sequence[int]
     ) -> list[Trial]:
         """Makes the trials of a system: at a rate, or of its goodput when that is None."""
-        spec = CellSpec(
+        spec = ClusterSpec(
             model=testbed.model,
             gpu=testbed.gpu,
             tensor_parallel=testbed.tensor_parallel,

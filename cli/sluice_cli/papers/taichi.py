@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sluice_cli.papers.experiment import PAPER_SETTINGS, System, Testbed
 from sluice_cli.papers.findings import Band, band, exactly
-from sluice_cli.simulation.cell_settings import CellSpec, parse_engines
+from sluice_cli.simulation.cluster_spec import ClusterSpec, parse_engines
 from sluice_core.latency.catalog import ProfileKind
 from sluice_core.records import Slo
 from sluice_core.sim.cell import MAX_BATCH_TOKENS
@@ -381,10 +381,10 @@ class CapacitySystem:
     paper: Band | None = None
     expected: Band | None = None
 
-    def make_spec(self, testbed: Testbed) -> CellSpec:
+    def make_spec(self, testbed: Testbed) -> ClusterSpec:
         """Makes the cell of one of its engines."""
         engines = f"1x{'max' if self.chunk_size is None else self.chunk_size}"
-        return CellSpec(
+        return ClusterSpec(
             model=testbed.model,
             gpu=testbed.gpu,
             tensor_parallel=testbed.tensor_parallel,

@@ -23,7 +23,7 @@ from sluice_cli.papers.taichi import (
     TABLE2,
     CapacitySystem,
 )
-from sluice_cli.simulation.cell_settings import build_cell
+from sluice_cli.simulation.cluster_spec import build_cluster
 from sluice_cli.simulation.worker_processes import load_rows
 from sluice_core.records import Slo
 from sluice_core.sim.cell import Arrival
@@ -131,7 +131,7 @@ def observe_interference(trial: Trial) -> list[tuple[float, float]]:
     workload = PoissonWorkload(load_rows(trial.trace), trial.spec.slo, trial.seed)
     timeline = Timeline()
     simulation = Simulation(
-        build_cell(trial.spec, trial.seed), workload.make_arrivals(trial.rate_rps, trial.duration_s), timeline
+        build_cluster(trial.spec, trial.seed), workload.make_arrivals(trial.rate_rps, trial.duration_s), timeline
     )
     simulation.run()
     starts_s: dict[str, list[float]] = {}
@@ -384,7 +384,7 @@ def observe_capacity(system: CapacitySystem) -> float:
         Arrival(at_s=0.0, prompt_tokens=CAPACITY_PROMPT_TOKENS, output_tokens=1, slo=slo)
         for _ in range(_NUM_CAPACITY_PROMPTS)
     ]
-    simulation = Simulation(build_cell(spec, seed=1), decodes + prompts)
+    simulation = Simulation(build_cluster(spec, seed=1), decodes + prompts)
     simulation.run()
     ends_s = sorted(request.first_token_s for request in simulation.requests)
     # From the end of the first batch of prompts that no decode's own prefill shares.

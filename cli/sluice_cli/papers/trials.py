@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from sluice_cli.simulation.cell_settings import CellSpec, build_cell
+from sluice_cli.simulation.cluster_spec import ClusterSpec, build_cluster
 from sluice_cli.simulation.worker_processes import load_rows, start_workers
 from sluice_core.sim.goodput import TARGET, NoGoodputError, search_goodput
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
@@ -35,7 +35,7 @@ class Trial:
         is_goodput: Search the highest rate at which nine tenths of the requests meet their objectives.
     """
 
-    spec: CellSpec
+    spec: ClusterSpec
     trace: Path
     seed: int
     duration_s: float
@@ -71,7 +71,7 @@ class Outcome:
 
 def carry_out(trial: Trial) -> Outcome:
     """Carries one trial out."""
-    cell = build_cell(trial.spec, trial.seed)
+    cell = build_cluster(trial.spec, trial.seed)
     workload = PoissonWorkload(load_rows(trial.trace), trial.spec.slo, trial.seed)
     if trial.is_goodput:
         try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from sluice_cli.processes import die_with_parent
-from sluice_cli.processes.child_processes import Child, Launch, ProcessChild, full_environment, spawn
+from sluice_cli.processes.child_processes import ChildProcess, LaunchSpec, PidfdChild, full_environment, spawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -61,7 +61,7 @@ class ForkSpawner:
         self._pids: set[int] = set()
         self._is_usable = True
 
-    async def __call__(self, launch: Launch) -> Child:
+    async def __call__(self, launch: LaunchSpec) -> ChildProcess:
         """Starts a program as a fork, or as a process of its own where that fails."""
         python, option, module, *arguments = launch.command
         if not self._is_usable or (python, option) != ("python", "-m"):
@@ -80,7 +80,7 @@ class ForkSpawner:
         """Ends the fork server."""
         await self._end_server()
 
-    async def _fork(self, request: dict[str, Any], launch: Launch) -> Child:
+    async def _fork(self, request: dict[str, Any], launch: LaunchSpec) -> ChildProcess:
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         server = await self._get_server(launch)
         if server.stdin is None:
@@ -88,11 +88,11 @@ class ForkSpawner:
         server.stdin.write(json.dumps(request).encode() + b"\n")
         answer = await self._read(server, FORK_TIMEOUT_S)
         self._reap_orphans()
-        child = ProcessChild(answer["pid"])
+        child = PidfdChild(answer["pid"])
         self._pids.add(child.pid)
         return child
 
-    async def _get_server(self, launch: Launch) -> Process:
+    async def _get_server(self, launch: LaunchSpec) -> Process:
         """The fork server; a new one where it has ended, or was started with another environment."""
         if self._server and self._server.returncode is None and self._environment == launch.environment:
             return self._server

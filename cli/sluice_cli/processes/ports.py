@@ -27,7 +27,7 @@ class PortError(Exception):
     """A port that cannot be had; the message says which, why, and what to do."""
 
 
-class PortBook:
+class PortAllocator:
     """The ports that this launcher has claimed.
 
     Args:

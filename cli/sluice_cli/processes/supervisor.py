@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from sluice_cli.processes.child_processes import Child, Launch, Spawner
+    from sluice_cli.processes.child_processes import ChildProcess, LaunchSpec, Spawner
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
@@ -33,7 +33,7 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-class Program:
+class SupervisedProcess:
     """A supervised program.
 
     Args:
@@ -49,7 +49,7 @@ class Program:
     def __init__(
         self,
         name: str,
-        launch: Launch,
+        launch: LaunchSpec,
         *,
         spawner: Spawner,
         report: Callable[[str], None],
@@ -66,7 +66,7 @@ class Program:
         self._on_change = on_change
         self._clock = clock
         self._sleep = sleep
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._is_stopping = False
         self._stop = asyncio.Event()
         self._ended = asyncio.Event()

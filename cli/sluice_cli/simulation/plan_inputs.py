@@ -6,14 +6,14 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_cli.simulation.cell_settings import (
-    CellSpec,
+from sluice_cli.simulation.cluster_spec import (
+    ClusterSpec,
     EngineGroup,
     build_engines,
     change_settings,
-    describe_manifest,
     make_options,
     parse_engines,
+    read_manifest_spec,
 )
 from sluice_core.planning.candidates import (
     APPROACHING_FACTORS,
@@ -58,7 +58,7 @@ class Flags:
         rate_rps: Rate to serve.
         target: Attainment.
         changes: Settings, as ``NAME=VALUE``; M and alpha given here are not searched.
-        prefix_reuse: See ``CellSettings``.
+        prefix_reuse: See ``SimulationSettings``.
     """
 
     model: str | None = None
@@ -91,7 +91,7 @@ class PlanInputs:
         manifest: The manifest; None: there is none.
     """
 
-    spec: CellSpec
+    spec: ClusterSpec
     problem: Problem
     space: Space
     goal: Goal
@@ -148,9 +148,9 @@ def make_inputs(manifest: ServingCluster | None, flags: Flags, rows: Sequence[Tr
     )
 
 
-def _choose_spec(manifest: ServingCluster | None, flags: Flags) -> CellSpec:
+def _choose_spec(manifest: ServingCluster | None, flags: Flags) -> ClusterSpec:
     if manifest is not None:
-        spec = describe_manifest(manifest, flags.model, flags.gpu)
+        spec = read_manifest_spec(manifest, flags.model, flags.gpu)
     else:
         needed = {"--model": flags.model, "--gpu": flags.gpu, "--ttft-ms": flags.ttft_ms, "--tpot-ms": flags.tpot_ms}
         missing = [flag for flag, value in needed.items() if value is None]
@@ -158,7 +158,7 @@ def _choose_spec(manifest: ServingCluster | None, flags: Flags) -> CellSpec:
             missing.append("--replicas")
         if missing:
             raise ValueError(f"without a manifest, {', '.join(missing)} must be given")
-        spec = CellSpec(
+        spec = ClusterSpec(
             model=str(flags.model),
             gpu=str(flags.gpu),
             tensor_parallel=1,
@@ -177,12 +177,12 @@ def _choose_spec(manifest: ServingCluster | None, flags: Flags) -> CellSpec:
     )
 
 
-def _with_engine(spec: CellSpec, tensor_parallel: int) -> CellSpec:
+def _with_engine(spec: ClusterSpec, tensor_parallel: int) -> ClusterSpec:
     group = EngineGroup(count=1, chunk_size_tokens=LEAST_CHUNK_TOKENS)
     return replace(spec, tensor_parallel=tensor_parallel, engines=(group,))
 
 
-def _make_candidate(spec: CellSpec) -> Candidate:
+def _make_candidate(spec: ClusterSpec) -> Candidate:
     """Makes the candidate that a cell is; one group of engines is aggregation, whatever the strategy says."""
     most = spec.settings.max_batch_tokens
     sizes = [most if group.chunk_size_tokens is None else group.chunk_size_tokens for group in spec.engines]
@@ -199,7 +199,7 @@ def _make_candidate(spec: CellSpec) -> Candidate:
     )
 
 
-def _make_space(manifest: ServingCluster | None, flags: Flags, spec: CellSpec) -> Space:
+def _make_space(manifest: ServingCluster | None, flags: Flags, spec: ClusterSpec) -> Space:
     most = spec.settings.max_batch_tokens
     bounds = manifest.spec.autotune.bounds if manifest else None
     chunks = bounds.chunk_sizes if bounds else None
@@ -234,7 +234,7 @@ def _choose(values: tuple[float, ...], in_force: float, *, is_fixed: bool) -> tu
 
 
 def _make_goal(
-    manifest: ServingCluster | None, flags: Flags, spec: CellSpec, tensor_parallels: tuple[int, ...]
+    manifest: ServingCluster | None, flags: Flags, spec: ClusterSpec, tensor_parallels: tuple[int, ...]
 ) -> Goal:
     bounds = manifest.spec.autotune.bounds.replicas if manifest else None
     present = sum(group.count for group in spec.engines) or None

@@ -8,7 +8,7 @@ from functools import lru_cache
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from sluice_cli.simulation.cell_settings import read_trace
+from sluice_cli.simulation.cluster_spec import read_trace
 from sluice_core.sim import pickling  # noqa: F401 - cells, trials and summaries go between processes
 from sluice_core.sim.cell import GC_THRESHOLD
 

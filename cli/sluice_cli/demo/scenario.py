@@ -14,9 +14,9 @@ import aiohttp
 from rich.table import Table
 from rich.text import Text
 
-from sluice_cli.commands.explain import fetch_story
-from sluice_cli.commands.status import read_view
-from sluice_cli.openai_client import Stream, stream_completion
+from sluice_cli.commands.explain import fetch_decision_log
+from sluice_cli.demo.openai_client import CompletionStream, stream_completion
+from sluice_cli.local_cluster.status_reader import read_cluster_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
-    from sluice_cli.output.cluster_view import ClusterView, EngineView
+    from sluice_cli.local_cluster.cluster_status import ClusterStatus, EngineStatusRow
 
 # Words of the prompts: the first request is short, the last needs several chunks on any engine.
 PROMPT_WORDS = (4, 10, 20, 40, 80, 160, 240, 320)
@@ -45,7 +45,7 @@ class DemoError(Exception):
 class Totals:
     """What the acts found, for the summary."""
 
-    streams: list[Stream] = field(default_factory=list)
+    streams: list[CompletionStream] = field(default_factory=list)
     moves: Counter[str] = field(default_factory=Counter)
     num_recovered: int = 0
     num_exact: int = 0
@@ -82,13 +82,13 @@ class Demo:
             await self._show_placement(session)
             await self._change_slider(session)
             await self._kill_engine(session)
-        self._print_summary(await read_view(self._directory))
+        self._print_summary(await read_cluster_status(self._directory))
 
     # Act 1.
 
     async def _show_placement(self, session: aiohttp.ClientSession) -> None:
         self._title("1. Eight prompts at once: where each prefill ran, and how its decode moved")
-        view = await read_view(self._directory)
+        view = await read_cluster_status(self._directory)
         self._console.print("the shortest, as it streams: ", end="", style="dim")
         bodies = [self._body(words, SHORT_ANSWER_TOKENS) for words in PROMPT_WORDS]
         streams = await asyncio.gather(
@@ -111,7 +111,7 @@ class Demo:
         self._title(
             f"2. Slider S_D to {NEW_CHUNK_TOKENS} tokens by an edit of the manifest, under four running streams"
         )
-        before = await read_view(self._directory)
+        before = await read_cluster_status(self._directory)
         streams = [
             asyncio.create_task(stream_completion(session, before.url, self._body(30 + index, LONG_ANSWER_TOKENS)))
             for index in range(4)
@@ -137,7 +137,7 @@ class Demo:
 
     async def _kill_engine(self, session: aiohttp.ClientSession) -> None:
         self._title(f"3. SIGKILL to the busiest engine under {NUM_LONG_STREAMS} greedy streams")
-        view = await read_view(self._directory)
+        view = await read_cluster_status(self._directory)
         bodies = [self._body(40 + index, LONG_ANSWER_TOKENS) for index in range(NUM_LONG_STREAMS)]
         expected = await asyncio.gather(*(stream_completion(session, view.url, body) for body in bodies))
         tasks = [asyncio.create_task(stream_completion(session, view.url, body)) for body in bodies]
@@ -181,10 +181,10 @@ class Demo:
         self._console.print()
         self._console.print(Text(text, style="bold"))
 
-    async def _story(self, view: ClusterView, stream: Stream) -> dict[str, Any]:
-        return await fetch_story(view.routers, stream.request_id)
+    async def _story(self, view: ClusterStatus, stream: CompletionStream) -> dict[str, Any]:
+        return await fetch_decision_log(view.routers, stream.request_id)
 
-    def _count(self, stream: Stream, story: dict[str, Any]) -> None:
+    def _count(self, stream: CompletionStream, story: dict[str, Any]) -> None:
         self._totals.streams.append(stream)
         for event in story["events"]:
             if event["event"] == "moved":
@@ -193,17 +193,17 @@ class Demo:
                 self._totals.num_finished += 1
                 self._totals.num_slo_met += bool(event["is_slo_met"])
 
-    async def _wait(self, is_reached: Callable[[ClusterView], bool], failure: str, timeout_s: float) -> ClusterView:
+    async def _wait(self, is_reached: Callable[[ClusterStatus], bool], failure: str, timeout_s: float) -> ClusterStatus:
         deadline_s = time.monotonic() + timeout_s
         while True:
-            view = await read_view(self._directory)
+            view = await read_cluster_status(self._directory)
             if is_reached(view):
                 return view
             if time.monotonic() > deadline_s:
                 raise DemoError(f"{failure} after {timeout_s:g} s; see {self._directory.path / 'logs'}")
             await asyncio.sleep(0.05)
 
-    def _print_summary(self, view: ClusterView) -> None:
+    def _print_summary(self, view: ClusterStatus) -> None:
         totals = self._totals
         self._title("Summary")
         table = Table(show_header=False)
@@ -220,16 +220,16 @@ class Demo:
         self._console.print(table)
 
 
-def _running(view: ClusterView) -> int:
+def _running(view: ClusterStatus) -> int:
     return sum(engine.running_decodes or 0 for engine in view.engines)
 
 
-def _has_new_chunk(view: ClusterView) -> bool:
-    decode_heavy: list[EngineView] = [engine for engine in view.engines if engine.role == "D-heavy"]
+def _has_new_chunk(view: ClusterStatus) -> bool:
+    decode_heavy: list[EngineStatusRow] = [engine for engine in view.engines if engine.role == "D-heavy"]
     return all(engine.chunk_size_tokens == NEW_CHUNK_TOKENS for engine in decode_heavy)
 
 
-def _describe_request(stream: Stream, story: dict[str, Any], view: ClusterView) -> list[str]:
+def _describe_request(stream: CompletionStream, story: dict[str, Any], view: ClusterStatus) -> list[str]:
     roles = {engine.engine_id: engine.role for engine in view.engines}
     events = story["events"]
     placed = next(event for event in events if event["event"] == "placement" and event["decision"]["kind"] == "Place")

@@ -11,20 +11,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sluice_cli.local_cluster.cluster import LocalCluster
-from sluice_cli.local_cluster.cluster_directory import HOME, ClusterDirectory
+from sluice_cli.local_cluster.cluster_directory import SLUICE_HOME, ClusterDirectory
 from sluice_cli.local_cluster.local_manifest import check_local, find_model, find_secret
 from sluice_cli.local_cluster.manifest_watch import follow_manifest
 from sluice_cli.processes.child_processes import spawn
 from sluice_cli.processes.fork_spawner import ENGINE_MODULES, ForkSpawner
-from sluice_cli.processes.ports import DEFAULT_RANGE, PortBook
+from sluice_cli.processes.ports import DEFAULT_RANGE, PortAllocator
 from sluice_operator.api.manifest import ManifestError, parse_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from sluice_cli.output.cluster_display import Display
-    from sluice_cli.processes.child_processes import Child, Launch, Spawner
+    from sluice_cli.output.cluster_display import ClusterDisplay
+    from sluice_cli.processes.child_processes import ChildProcess, LaunchSpec, Spawner
     from sluice_operator.api.serving_cluster import ServingCluster
 
 # Where engines share their cores with everything else on the machine, seconds without an iteration are no hang
@@ -53,7 +53,7 @@ class UpOptions:
     volumes: Mapping[str, Path]
     secrets: Mapping[str, Path] = field(default_factory=dict)
     ports: range = DEFAULT_RANGE
-    home: Path = HOME
+    home: Path = SLUICE_HOME
 
     def as_arguments(self) -> list[str]:
         """Arguments of ``sluice up`` that say the same."""
@@ -84,7 +84,7 @@ def read_manifest(options: UpOptions, text: str | None = None) -> ServingCluster
     return manifest
 
 
-async def run_up(options: UpOptions, display: Display) -> None:
+async def run_up(options: UpOptions, display: ClusterDisplay) -> None:
     """Runs the cluster until SIGINT or SIGTERM.
 
     Args:
@@ -107,7 +107,7 @@ async def run_up(options: UpOptions, display: Display) -> None:
         manifest,
         directory,
         manifest_path=options.manifest,
-        ports=PortBook(options.ports),
+        ports=PortAllocator(options.ports),
         spawn_engine=spawn_engine,
         spawn_router=make_router_spawner(),
         find_model=partial(find_model, home=options.home, volumes=options.volumes),
@@ -124,7 +124,7 @@ async def run_up(options: UpOptions, display: Display) -> None:
 
 
 async def _run(
-    cluster: LocalCluster, text: str, directory: ClusterDirectory, options: UpOptions, display: Display
+    cluster: LocalCluster, text: str, directory: ClusterDirectory, options: UpOptions, display: ClusterDisplay
 ) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
     _handle_signals(stop, hurry, display)
@@ -140,7 +140,7 @@ async def _run(
             follower.cancel()
 
 
-def _handle_signals(stop: asyncio.Event, hurry: asyncio.Event, display: Display) -> None:
+def _handle_signals(stop: asyncio.Event, hurry: asyncio.Event, display: ClusterDisplay) -> None:
     def on_signal() -> None:
         if stop.is_set():
             display.report("stopping at once")
@@ -176,20 +176,20 @@ def make_router_spawner() -> Spawner:
     if not has_cpu_engines():
         return spawn
 
-    async def spawn_patient(launch: Launch) -> Child:
+    async def spawn_patient(launch: LaunchSpec) -> ChildProcess:
         return await spawn(replace(launch, environment={**CPU_PATIENCE, **launch.environment}))
 
     return spawn_patient
 
 
-def make_engine_spawner(directory: ClusterDirectory, display: Display) -> Spawner:
+def make_engine_spawner(directory: ClusterDirectory, display: ClusterDisplay) -> Spawner:
     """Forks where engines compute on the CPU; CUDA does not survive a fork."""
     if not has_cpu_engines():
         return spawn
     return ForkSpawner(ENGINE_MODULES, directory.log_path("forkserver"), display.report)
 
 
-def end_leftovers(directory: ClusterDirectory, display: Display) -> None:
+def end_leftovers(directory: ClusterDirectory, display: ClusterDisplay) -> None:
     """Kills processes that an earlier launcher left behind, if the kernel has not done so."""
     for record in directory.read_processes():
         process = record.find()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.certificates import CertificateError, CertificateFolder
-from sluice_cli.output.cluster_view import ClusterView, TuningView, make_view
+from sluice_cli.local_cluster.cluster_status import AutotuneStatus, ClusterStatus, make_cluster_status
 from sluice_operator.routers.connection import ControlTls, ask_status
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord
 
 
-async def read_view(directory: ClusterDirectory) -> ClusterView:
+async def read_cluster_status(directory: ClusterDirectory) -> ClusterStatus:
     """Asks every router of a cluster, and puts the answers together."""
     launcher = directory.read_launcher()
     facts = launcher[1] if launcher else {}
@@ -24,14 +24,14 @@ async def read_view(directory: ClusterDirectory) -> ClusterView:
     routers = [process for process in processes if process.kind == "router"]
     answers = await asyncio.gather(*map(_ask, routers))
     tuning = directory.read_tuning() if is_running else None
-    return make_view(
+    return make_cluster_status(
         name=directory.name,
         phase=facts.get("phase", "unknown") if is_running else "stopped",
         manifest=facts.get("manifest", ""),
         model=facts.get("model", ""),
         processes=processes,
         statuses={router.name: answer for router, answer in zip(routers, answers, strict=True)},
-        autotune=TuningView(**tuning) if tuning else None,
+        autotune=AutotuneStatus(**tuning) if tuning else None,
     )
 
 

@@ -19,7 +19,7 @@ STATE_STYLES = {"ready": "green", "draining": "yellow", "drained": "yellow", "lo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineView:
+class EngineStatusRow:
     """One engine. Figures are those of the router that reported last; None where no router knows it.
 
     Args:
@@ -62,7 +62,7 @@ class EngineView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterView:
+class RouterStatusRow:
     """One router.
 
     Args:
@@ -93,7 +93,7 @@ class RouterView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassView:
+class ClassAttainment:
     """Requests of one SLO class since the routers' start.
 
     Args:
@@ -112,7 +112,7 @@ class ClassView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningView:
+class AutotuneStatus:
     """What the tuner says.
 
     Args:
@@ -133,17 +133,17 @@ class TuningView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterView:
+class ClusterStatus:
     """A cluster at one moment."""
 
     name: str
     phase: str
     manifest: str
     model: str
-    routers: tuple[RouterView, ...]
-    engines: tuple[EngineView, ...]
-    classes: tuple[ClassView, ...]
-    autotune: TuningView | None = None
+    routers: tuple[RouterStatusRow, ...]
+    engines: tuple[EngineStatusRow, ...]
+    classes: tuple[ClassAttainment, ...]
+    autotune: AutotuneStatus | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -162,7 +162,7 @@ class ClusterView:
         return {**asdict(self), "is_ready": self.is_ready, "url": self.url}
 
 
-def make_view(
+def make_cluster_status(
     *,
     name: str,
     phase: str,
@@ -170,8 +170,8 @@ def make_view(
     model: str,
     processes: Sequence[ProcessRecord],
     statuses: dict[str, control_pb2.GetStatusResponse | None],
-    autotune: TuningView | None = None,
-) -> ClusterView:
+    autotune: AutotuneStatus | None = None,
+) -> ClusterStatus:
     """Puts together what the launcher and the routers know.
 
     Args:
@@ -184,19 +184,23 @@ def make_view(
         autotune: What the tuner says; None: it is off.
     """
     answers = [status for status in statuses.values() if status]
-    return ClusterView(
+    return ClusterStatus(
         name=name,
         phase=phase,
         manifest=manifest,
         model=model,
         routers=tuple(_view_router(p, statuses.get(p.name)) for p in processes if p.kind == "router"),
-        engines=tuple(_view_engine(p, pick_engine(answers, p.name), phase) for p in processes if p.kind == "engine"),
+        engines=tuple(
+            _view_engine(p, pick_engine_status(answers, p.name), phase) for p in processes if p.kind == "engine"
+        ),
         classes=_sum_classes(answers),
         autotune=autotune,
     )
 
 
-def pick_engine(statuses: Sequence[control_pb2.GetStatusResponse], engine_id: str) -> control_pb2.EngineStatus | None:
+def pick_engine_status(
+    statuses: Sequence[control_pb2.GetStatusResponse], engine_id: str
+) -> control_pb2.EngineStatus | None:
     """What is known of an engine: of several routers' views, one with a live link."""
     views = [engine for status in statuses for engine in status.engines if engine.engine_id == engine_id]
     live = (control_pb2.ENGINE_STATE_DRAINING, control_pb2.ENGINE_STATE_DRAINED, control_pb2.ENGINE_STATE_READY)
@@ -208,12 +212,14 @@ def name_state(state: control_pb2.EngineState.ValueType) -> str:
     return control_pb2.EngineState.Name(state).removeprefix("ENGINE_STATE_").lower()
 
 
-def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None, phase: str) -> EngineView:
+def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None, phase: str) -> EngineStatusRow:
     if status is None or process.pid is None:
         state = "restarting" if process.pid is None and process.num_starts else "starting"
         state = "stopping" if phase == "stopping" else state
-        return EngineView(engine_id=process.name, state=state, num_restarts=_count_restarts(process), pid=process.pid)
-    return EngineView(
+        return EngineStatusRow(
+            engine_id=process.name, state=state, num_restarts=_count_restarts(process), pid=process.pid
+        )
+    return EngineStatusRow(
         engine_id=process.name,
         role=ROLE_NAMES.get(status.role, ""),
         state="starting" if status.state == control_pb2.ENGINE_STATE_CONNECTING else name_state(status.state),
@@ -234,8 +240,8 @@ def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None
     )
 
 
-def _view_router(process: ProcessRecord, status: control_pb2.GetStatusResponse | None) -> RouterView:
-    router = RouterView(
+def _view_router(process: ProcessRecord, status: control_pb2.GetStatusResponse | None) -> RouterStatusRow:
+    router = RouterStatusRow(
         name=process.name,
         url=f"{'https' if process.front_tls else 'http'}://127.0.0.1:{process.ports['http']}",
         front_tls=process.front_tls,
@@ -259,13 +265,13 @@ def _count_restarts(process: ProcessRecord) -> int:
     return max(0, process.num_starts - 1)
 
 
-def _sum_classes(statuses: Sequence[control_pb2.GetStatusResponse]) -> tuple[ClassView, ...]:
+def _sum_classes(statuses: Sequence[control_pb2.GetStatusResponse]) -> tuple[ClassAttainment, ...]:
     names = dict.fromkeys(counters.name for status in statuses for counters in status.classes)
     views = []
     for name in names:
         parts = [counters for status in statuses for counters in status.classes if counters.name == name]
         views.append(
-            ClassView(
+            ClassAttainment(
                 name=name or "default",
                 num_finished=sum(part.num_finished for part in parts),
                 num_met_ttft=sum(part.num_met_ttft for part in parts),
@@ -276,7 +282,7 @@ def _sum_classes(statuses: Sequence[control_pb2.GetStatusResponse]) -> tuple[Cla
     return tuple(views)
 
 
-def make_table(view: ClusterView) -> Table:
+def make_cluster_table(view: ClusterStatus) -> Table:
     """The table of engines, with the routers above and the attainment below it."""
     routers = "   ".join(
         f"{router.name} {router.url} ({'ready' if router.is_ready else 'not ready'}, plan {router.generation},"
@@ -314,7 +320,7 @@ def make_table(view: ClusterView) -> Table:
     return table
 
 
-def _describe_tuning(tuning: TuningView) -> str:
+def _describe_tuning(tuning: AutotuneStatus) -> str:
     line = f"autotune: {tuning.reason}: {tuning.message}"
     if tuning.prefill_heavy is None:
         return line
@@ -325,7 +331,7 @@ def _describe_tuning(tuning: TuningView) -> str:
     )
 
 
-def make_curl_line(view: ClusterView) -> str:
+def make_curl_line(view: ClusterStatus) -> str:
     """A line to try."""
     body = '{"model": "%s", "stream": true, "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}'
     options = "-N"
@@ -337,7 +343,7 @@ def make_curl_line(view: ClusterView) -> str:
     return f"curl {options} {url} -H 'Content-Type: application/json' -d '{body % view.model}'"
 
 
-def _share(num_met: int, counters: ClassView) -> str:
+def _share(num_met: int, counters: ClassAttainment) -> str:
     return f"{100 * num_met / counters.num_finished:.0f} %"
 
 

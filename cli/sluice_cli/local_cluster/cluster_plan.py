@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
 
 
-class Planner:
+class ClusterPlan:
     """The plan in force and what it was made from.
 
     Args:

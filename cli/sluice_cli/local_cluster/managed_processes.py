@@ -8,58 +8,60 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.certificates import CertificateFolder, keep_fresh
-from sluice_cli.local_cluster.cluster_directory import ProcessRecord, start_time
+from sluice_cli.local_cluster.cluster_directory import ProcessRecord, read_start_time
 from sluice_cli.local_cluster.endpoints import list_ports
 from sluice_operator.routers.connection import ControlTls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sluice_cli.processes.supervisor import Program
+    from sluice_cli.processes.supervisor import SupervisedProcess
     from sluice_core.records import EngineId
     from sluice_operator.resources import commands
     from sluice_operator.routers.connection import RouterLink
 
 
 @dataclass(slots=True, kw_only=True)
-class EngineSlot:
+class ManagedEngine:
     """An engine's place: what runs there, and whether that serves.
 
     Args:
         site: Its name and ports.
         program: Runs it.
-        identity: Identifies its command and environment.
+        spec_hash: Identifies its command and environment.
         stale_epoch: Epoch of the process before the present one; a status that names it is old.
     """
 
     site: commands.EngineSite
-    program: Program
-    identity: str
+    program: SupervisedProcess
+    spec_hash: str
     stale_epoch: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
-class RouterSlot:
+class ManagedRouter:
     """A router's place.
 
     Args:
         site: Its ports.
         program: Runs it.
-        identity: Identifies its command.
+        spec_hash: Identifies its command.
         link: Our link to it.
         link_task: Runs the link.
         security: Where its keys and certificates are.
     """
 
     site: commands.RouterSite
-    program: Program
-    identity: str
+    program: SupervisedProcess
+    spec_hash: str
     link: RouterLink
     link_task: asyncio.Task[None]
     security: commands.Security
 
 
-def list_processes(routers: Mapping[str, RouterSlot], engines: Mapping[EngineId, EngineSlot]) -> list[ProcessRecord]:
+def list_processes(
+    routers: Mapping[str, ManagedRouter], engines: Mapping[EngineId, ManagedEngine]
+) -> list[ProcessRecord]:
     """Records every program, for other commands."""
     records = [
         replace(
@@ -90,12 +92,12 @@ async def keep_link(link: RouterLink, tls: ControlTls | None) -> None:
             group.create_task(keep_fresh([tls.certificates.refresh]))
 
 
-def _record(name: str, kind: str, program: Program, ports: dict[str, int]) -> ProcessRecord:
+def _record(name: str, kind: str, program: SupervisedProcess, ports: dict[str, int]) -> ProcessRecord:
     return ProcessRecord(
         name=name,
         kind=kind,
         pid=program.pid,
-        started=start_time(program.pid),
+        started=read_start_time(program.pid),
         num_starts=program.num_starts,
         ports=ports,
         log=str(program.launch.log),

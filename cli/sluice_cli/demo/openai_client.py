@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Stream:
+class CompletionStream:
     """One streamed answer.
 
     Args:
@@ -62,7 +62,7 @@ async def stream_completion(
     url: str,
     body: dict[str, Any],
     on_text: Callable[[str], None] | None = None,
-) -> Stream:
+) -> CompletionStream:
     """Streams one answer.
 
     Args:
@@ -75,7 +75,7 @@ async def stream_completion(
         aiohttp.ClientError: The router refused it, or the connection broke.
     """
     path = "chat/completions" if "messages" in body else "completions"
-    stream, started_s = Stream(), time.monotonic()
+    stream, started_s = CompletionStream(), time.monotonic()
     content = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with session.post(f"{url}/v1/{path}", json=content) as response:
         response.raise_for_status()

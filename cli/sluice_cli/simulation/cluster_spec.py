@@ -61,7 +61,7 @@ class EngineGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellSettings:
+class SimulationSettings:
     """Parameters of a cell that ``--set NAME=VALUE`` changes; the defaults are the product's.
 
     Args:
@@ -117,7 +117,7 @@ class CellSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellSpec:
+class ClusterSpec:
     """A cell in words and numbers; what goes to worker processes.
 
     Args:
@@ -137,7 +137,7 @@ class CellSpec:
     strategy: str
     engines: tuple[EngineGroup, ...]
     slo: Slo
-    settings: CellSettings = CellSettings()
+    settings: SimulationSettings = SimulationSettings()
     classes: tuple[SloClass, ...] = ()
 
 
@@ -226,7 +226,7 @@ _READERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def change_settings(settings: CellSettings, changes: Iterable[str]) -> CellSettings:
+def change_settings(settings: SimulationSettings, changes: Iterable[str]) -> SimulationSettings:
     """Applies ``NAME=VALUE`` pairs.
 
     Raises:
@@ -244,7 +244,7 @@ def change_settings(settings: CellSettings, changes: Iterable[str]) -> CellSetti
     return replace(settings, **values)  # type: ignore[arg-type]
 
 
-def describe_manifest(manifest: ServingCluster, model: str | None, gpu: str | None) -> CellSpec:
+def read_manifest_spec(manifest: ServingCluster, model: str | None, gpu: str | None) -> ClusterSpec:
     """Makes the cell of a manifest.
 
     Args:
@@ -270,14 +270,14 @@ def describe_manifest(manifest: ServingCluster, model: str | None, gpu: str | No
     if sliders.prefill_heavy_tokens == sliders.decode_heavy_tokens:
         groups = [EngineGroup(count=spec.replicas, chunk_size_tokens=sliders.prefill_heavy_tokens)]
     parameters = spec.parameters
-    return CellSpec(
+    return ClusterSpec(
         model=model,
         gpu=gpu,
         tensor_parallel=num_gpus,
         strategy=spec.strategy.lower(),
         engines=tuple(group for group in groups if group.count),
         slo=Slo(ttft_s=spec.slo.ttft_milliseconds / 1e3, tpot_s=spec.slo.tpot_milliseconds / 1e3),
-        settings=CellSettings(
+        settings=SimulationSettings(
             watermark=parameters.watermark_percent / 100,
             approaching_factor=parameters.approaching_factor_percent / 100,
             early_rejection=EarlyRejection(parameters.early_rejection),
@@ -297,7 +297,7 @@ def describe_manifest(manifest: ServingCluster, model: str | None, gpu: str | No
     )
 
 
-def build_cell(spec: CellSpec, seed: int) -> Cell:
+def build_cluster(spec: ClusterSpec, seed: int) -> Cell:
     """Builds the cluster.
 
     Raises:
@@ -319,7 +319,7 @@ def build_cell(spec: CellSpec, seed: int) -> Cell:
     )
 
 
-def make_options(settings: CellSettings) -> SimOptions:
+def make_options(settings: SimulationSettings) -> SimOptions:
     """Makes the semantics; prefills that wait for a grant are those of papers, whose engines do not schedule ahead."""
     return SimOptions(
         no_grant=settings.no_grant,
@@ -332,7 +332,7 @@ def make_options(settings: CellSettings) -> SimOptions:
     )
 
 
-def build_engines(spec: CellSpec) -> list[EngineSetup]:
+def build_engines(spec: ClusterSpec) -> list[EngineSetup]:
     """Builds the engines: P-heavy ones first."""
     settings = spec.settings
     target = _load(spec.model, spec.gpu, spec.tensor_parallel, settings.profile, settings.host_iteration_s)
