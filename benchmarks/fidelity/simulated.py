@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.fidelity.records import Batch
 
-from sluice_cli.simulation.cluster_spec import build_cluster, read_manifest_spec
+from sluice_cli.simulation.cluster_builder import build_cluster
+from sluice_cli.simulation.cluster_spec import read_manifest_spec
 from sluice_core.records import Role, Slo
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.sim.cell import Arrival

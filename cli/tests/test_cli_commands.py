@@ -7,10 +7,13 @@ import io
 import json
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 import pytest
 import trustme
 from aiohttp import web
@@ -20,17 +23,17 @@ from rich.console import Console
 
 from sluice.certificates import CertificateFolder, make_server_context
 from sluice.v1 import control_pb2, plan_pb2
-from sluice_cli.commands.explain import UnknownRequestError, fetch_decision_log, render_decision_log
 from sluice_cli.demo.openai_client import CompletionStream
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord, read_start_time
 from sluice_cli.local_cluster.cluster_status import (
     RouterStatusRow,
     make_cluster_status,
-    make_cluster_table,
-    make_curl_line,
 )
+from sluice_cli.local_cluster.decision_log import UnknownRequestError, fetch_decision_log
 from sluice_cli.local_cluster.manifest_watch import follow_manifest
-from sluice_cli.main import cli
+from sluice_cli.main import COMMANDS, cli
+from sluice_cli.output.cluster_table import make_cluster_table, make_curl_line
+from sluice_cli.output.decision_log_view import render_decision_log
 from sluice_operator.api.manifest import parse_manifest
 
 if TYPE_CHECKING:
@@ -50,6 +53,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(cli, list(arguments))
     return result.exit_code, result.output
+
+
+def test_the_help_lists_each_command_with_the_first_line_of_its_own_help() -> None:
+    context = click.Context(cli)
+    assert run("--help")[0] == 0
+    for name, summary in COMMANDS.items():
+        command = cli.get_command(context, name)
+        assert command is not None
+        assert command.name == name
+        assert (command.help or "").splitlines()[0] == summary
+        assert summary.split()[0] in run("--help")[1]
+    assert "No such command 'x'" in run("x")[1]
+
+
+def test_the_help_imports_no_command() -> None:
+    code = "import sys, sluice_cli.main; assert not {'grpc', 'pydantic', 'rich', 'aiohttp'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_up_without_the_model_says_where_it_belongs(home: Path) -> None:
@@ -238,10 +258,10 @@ def test_a_stream_measures_its_first_piece_and_its_longest_gap() -> None:
     stream = CompletionStream()
     for now_s, piece in ((10.5, "a"), (10.6, "b"), (11.6, "c")):
         stream.take({"choices": [{"delta": {"content": piece}}]}, now_s, 10.0)
-    assert not stream.is_whole
+    assert not stream.is_complete
     stream.take({"choices": [{"delta": {}, "finish_reason": "length"}]}, 11.7, 10.0)
     stream.take({"choices": [], "usage": {"completion_tokens": 3}}, 11.7, 10.0)
-    assert (stream.text, stream.output_tokens, stream.is_whole) == ("abc", 3, True)
+    assert (stream.text, stream.output_tokens, stream.is_complete) == ("abc", 3, True)
     assert (stream.ttft_s, round(stream.longest_gap_s, 6)) == (0.5, 1.0)
 
 

@@ -14,7 +14,7 @@ from sluice_cli.main import cli
 from sluice_cli.output.plan_report import format_candidate_engines, make_patch
 from sluice_cli.output.svg_charts import choose_ticks
 from sluice_cli.simulation.cluster_spec import format_engines, parse_engines
-from sluice_cli.simulation.plan_inputs import Flags, make_inputs, parse_range
+from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs, parse_range
 from sluice_core.planning.candidates import Candidate
 from sluice_core.sim.traces import TraceRow
 from sluice_operator.api.manifest import check_manifest, parse_manifest
@@ -153,7 +153,7 @@ def test_a_manifest_gives_bounds_objectives_and_the_plan_in_force() -> None:
         "replicas": {"min": 2, "max": 6},
     }
     manifest = check_manifest(make_manifest(autotune={"mode": "Off", "bounds": bounds}))
-    inputs = make_inputs(manifest, Flags(model="llama-3-8b", gpu="a100", rate_rps=3.0), ROWS)
+    inputs = make_inputs(manifest, PlanFlags(model="llama-3-8b", gpu="a100", rate_rps=3.0), ROWS)
     assert inputs.space.prefill_heavy.resolve(4) == (1, 2)
     assert (inputs.space.prefill_heavy_tokens[0], inputs.space.prefill_heavy_tokens[-1]) == (256, 1024)
     assert (inputs.space.decode_heavy_tokens[0], inputs.space.decode_heavy_tokens[-1]) == (0, 128)
@@ -165,7 +165,7 @@ def test_a_manifest_gives_bounds_objectives_and_the_plan_in_force() -> None:
 
 
 def test_flags_win_over_the_manifest() -> None:
-    flags = Flags(
+    flags = PlanFlags(
         model="llama-3-8b",
         gpu="a100",
         replicas=(6, 6),
@@ -220,9 +220,9 @@ def merge(content: dict, patch: dict) -> dict:
 def test_the_patched_manifest_is_the_plan(candidate: Candidate, present: str | int) -> None:
     content = make_manifest(prefillHeavy=present)
     manifest = check_manifest(content)
-    inputs = make_inputs(manifest, Flags(model="llama-3-8b", gpu="a100"), ROWS)
+    inputs = make_inputs(manifest, PlanFlags(model="llama-3-8b", gpu="a100"), ROWS)
     patched = check_manifest(merge(content, make_patch(candidate, inputs)))
-    again = make_inputs(patched, Flags(model="llama-3-8b", gpu="a100"), ROWS).in_force
+    again = make_inputs(patched, PlanFlags(model="llama-3-8b", gpu="a100"), ROWS).in_force
     assert again is not None
     assert format_candidate_engines(again) == format_candidate_engines(candidate)
     assert again.strategy == candidate.strategy

@@ -9,16 +9,15 @@ import pytest
 from click.testing import CliRunner
 
 from sluice_cli.main import cli
+from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import (
     ClusterSpec,
     EngineGroup,
-    SimulationSettings,
-    build_cluster,
-    change_settings,
     format_engines,
     parse_engines,
     read_manifest_spec,
 )
+from sluice_cli.simulation.simulation_settings import SimulationSettings, change_settings
 from sluice_core.records import EarlyRejection, Role, Slo
 from sluice_core.sim.cell import NoGrant, TtftEnd
 from sluice_operator.api.manifest import parse_manifest

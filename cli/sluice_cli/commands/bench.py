@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from sluice_cli.output.cluster_display import make_console
+from sluice_cli.output.console import make_console
 from sluice_cli.papers.experiment import FULL, QUICK, Bench, MissingTraceError
 from sluice_cli.papers.findings import Results
 from sluice_cli.papers.library import INTRODUCTION, PAPERS

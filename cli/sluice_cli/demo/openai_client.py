@@ -35,7 +35,7 @@ class CompletionStream:
     _last_s: float = field(default=0.0, repr=False)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True when the stream ended as it should."""
         return bool(self.finish_reason)
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from sluice_cli.errors import CommandError
+
 SLUICE_HOME = Path(".sluice")
 # Clocks that /proc and time.time() read differ by up to a tick.
 START_TIME_TOLERANCE_S = 1.0
@@ -76,8 +78,12 @@ def read_start_time(pid: int | None) -> float | None:
         return None
 
 
-class AlreadyRunningError(Exception):
+class AlreadyRunningError(CommandError):
     """The cluster already has a launcher."""
+
+
+class NoClusterError(CommandError):
+    """No running cluster, or several, where one is needed."""
 
 
 class ClusterDirectory:
@@ -192,3 +198,26 @@ class ClusterDirectory:
 def find_clusters(home: Path = SLUICE_HOME) -> list[ClusterDirectory]:
     """The clusters that have ever run here, by name."""
     return [ClusterDirectory(path.name, home) for path in sorted((home.absolute() / "clusters").glob("*/"))]
+
+
+def choose_cluster(name: str | None, home: Path = SLUICE_HOME) -> ClusterDirectory:
+    """Finds the cluster that a command is about.
+
+    Args:
+        name: Its name; None: the only one that runs.
+        home: Sluice's directory.
+
+    Raises:
+        NoClusterError: There is none of this name; or, without a name, not exactly one runs.
+    """
+    clusters = find_clusters(home)
+    if name:
+        chosen = [cluster for cluster in clusters if cluster.name == name]
+        if not chosen:
+            raise NoClusterError(f"no cluster {name!r} in {home.absolute()}")
+        return chosen[0]
+    running = [cluster for cluster in clusters if cluster.is_running()]
+    if len(running) != 1:
+        names = ", ".join(cluster.name for cluster in running) or "none"
+        raise NoClusterError(f"one cluster must run, or be named with --cluster; running in {home.absolute()}: {names}")
+    return running[0]

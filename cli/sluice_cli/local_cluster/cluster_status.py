@@ -1,11 +1,9 @@
-"""What people see of a cluster: one record, made from what the routers say, shown as a table or as JSON."""
+"""The status of a local cluster: one record, made from what its launcher and its routers report."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-from rich.table import Table
 
 from sluice.v1 import control_pb2, plan_pb2
 
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
     from sluice_cli.local_cluster.cluster_directory import ProcessRecord
 
 ROLE_NAMES = {plan_pb2.ROLE_PREFILL_HEAVY: "P-heavy", plan_pb2.ROLE_DECODE_HEAVY: "D-heavy"}
-STATE_STYLES = {"ready": "green", "draining": "yellow", "drained": "yellow", "lost": "red", "refused": "red"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,72 +277,3 @@ def _sum_classes(statuses: Sequence[control_pb2.GetStatusResponse]) -> tuple[Cla
             )
         )
     return tuple(views)
-
-
-def make_cluster_table(view: ClusterStatus) -> Table:
-    """The table of engines, with the routers above and the attainment below it."""
-    routers = "   ".join(
-        f"{router.name} {router.url} ({'ready' if router.is_ready else 'not ready'}, plan {router.generation},"
-        f" {router.num_requests} requests)"
-        for router in view.routers
-    )
-    attained = "   ".join(
-        f"{counters.name}: {counters.num_finished} finished, TTFT {_share(counters.num_met_ttft, counters)},"
-        f" TPOT {_share(counters.num_met_tpot, counters)}, both {_share(counters.num_met_both, counters)}"
-        for counters in view.classes
-        if counters.num_finished
-    )
-    if view.autotune:
-        attained = "\n".join(filter(None, (attained, _describe_tuning(view.autotune))))
-    table = Table(title=f"{view.name}: {view.phase}   {routers}", title_justify="left", caption=attained or None)
-    table.caption_justify = "left"
-    for name in ("engine", "role", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("chunk", "running", "waiting", "KV free/used/total", "moves in/out", "restarts"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for engine in view.engines:
-        style = STATE_STYLES.get(engine.state, "dim")
-        kv = f"{engine.kv_blocks_free}/{engine.kv_blocks_used}/{engine.kv_blocks_total}"
-        table.add_row(
-            engine.engine_id,
-            engine.role,
-            f"[{style}]{engine.state}[/]",
-            _or_dash(engine.chunk_size_tokens),
-            _or_dash(engine.running_decodes),
-            _or_dash(engine.waiting_requests),
-            "-" if engine.kv_blocks_total is None else kv,
-            "-" if engine.num_moved_in is None else f"{engine.num_moved_in}/{engine.num_moved_out}",
-            str(engine.num_restarts),
-        )
-    return table
-
-
-def _describe_tuning(tuning: AutotuneStatus) -> str:
-    line = f"autotune: {tuning.reason}: {tuning.message}"
-    if tuning.prefill_heavy is None:
-        return line
-    return (
-        f"{line}\nrecommended: prefillHeavy {tuning.prefill_heavy}, chunks"
-        f" {tuning.prefill_heavy_tokens}/{tuning.decode_heavy_tokens}, predicted attainment"
-        f" {100 * (tuning.predicted_attainment or 0.0):.0f} %"
-    )
-
-
-def make_curl_line(view: ClusterStatus) -> str:
-    """A line to try."""
-    body = '{"model": "%s", "stream": true, "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}'
-    options = "-N"
-    if view.routers and view.routers[0].front_tls:
-        options += f" --cacert {view.routers[0].front_tls}/tls.crt"
-    if view.routers and view.routers[0].needs_key:
-        options += ' -H "Authorization: Bearer $SLUICE_API_KEY"'
-    url = f"{view.url}/v1/chat/completions"
-    return f"curl {options} {url} -H 'Content-Type: application/json' -d '{body % view.model}'"
-
-
-def _share(num_met: int, counters: ClassAttainment) -> str:
-    return f"{100 * num_met / counters.num_finished:.0f} %"
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)

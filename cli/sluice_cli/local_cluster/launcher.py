@@ -1,4 +1,4 @@
-"""``sluice up``: runs a manifest's cluster in the foreground, until Ctrl-C."""
+"""Runs a manifest's cluster in the foreground until SIGINT or SIGTERM (``sluice up``)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from sluice_cli.processes.ports import DEFAULT_RANGE, PortAllocator
 from sluice_operator.api.manifest import ManifestError, parse_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
     from pathlib import Path
 
-    from sluice_cli.output.cluster_display import ClusterDisplay
     from sluice_cli.processes.child_processes import ChildProcess, LaunchSpec, Spawner
     from sluice_operator.api.serving_cluster import ServingCluster
 
-# Where engines share their cores with everything else on the machine, seconds without an iteration are no hang
-# (router.md, section 5). A router's own settings win.
-CPU_PATIENCE = {
+# Engines on the CPU share their cores with everything else on the machine: seconds without an iteration are no hang.
+# A router's own settings win.
+CPU_ROUTER_ENVIRONMENT = {
     name: os.environ.get(name, "10")
     for name in ("SLUICE_ROUTER_ITERATION_AGE_FLOOR_S", "SLUICE_ROUTER_SILENCE_LIMIT_S")
 }
@@ -84,12 +83,17 @@ def read_manifest(options: UpOptions, text: str | None = None) -> ServingCluster
     return manifest
 
 
-async def run_up(options: UpOptions, display: ClusterDisplay) -> None:
+async def run_launcher(
+    options: UpOptions,
+    report: Callable[[str], None],
+    show: Callable[[LocalCluster], Coroutine[None, None, None]],
+) -> None:
     """Runs the cluster until SIGINT or SIGTERM.
 
     Args:
         options: What to run.
-        display: Shows it.
+        report: Takes a line for people.
+        show: Shows the cluster until cancelled.
 
     Raises:
         ManifestError: The manifest cannot be used.
@@ -101,52 +105,59 @@ async def run_up(options: UpOptions, display: ClusterDisplay) -> None:
     directory = ClusterDirectory(manifest.metadata.name, options.home)
     directory.lock()
     directory.write_launcher("starting", manifest=str(options.manifest.absolute()), model=manifest.served_name)
-    end_leftovers(directory, display)
-    spawn_engine = make_engine_spawner(directory, display)
-    cluster = LocalCluster(
+    kill_leftovers(directory, report)
+    cluster = _make_cluster(manifest, directory, options, report)
+    last_phase = "failed"
+    try:
+        check = partial(check_local, home=options.home, volumes=options.volumes, secrets=options.secrets)
+        followers = (
+            follow_manifest(options.manifest, text, cluster, check, report),
+            show(cluster),
+            _record_phase(cluster, directory),
+        )
+        await _run(cluster, followers, report)
+        last_phase = "stopped"
+    finally:
+        directory.write_launcher(last_phase)
+
+
+def _make_cluster(
+    manifest: ServingCluster, directory: ClusterDirectory, options: UpOptions, report: Callable[[str], None]
+) -> LocalCluster:
+    return LocalCluster(
         manifest,
         directory,
         manifest_path=options.manifest,
         ports=PortAllocator(options.ports),
-        spawn_engine=spawn_engine,
+        spawn_engine=make_engine_spawner(directory, report),
         spawn_router=make_router_spawner(),
         find_model=partial(find_model, home=options.home, volumes=options.volumes),
         find_secret=partial(find_secret, home=options.home, secrets=options.secrets),
         http_port=options.http_port,
-        report=display.report,
+        report=report,
     )
-    try:
-        await _run(cluster, text, directory, options, display)
-    except BaseException as error:
-        directory.write_launcher("failed", error=str(error))
-        raise
-    directory.write_launcher("stopped")
 
 
 async def _run(
-    cluster: LocalCluster, text: str, directory: ClusterDirectory, options: UpOptions, display: ClusterDisplay
+    cluster: LocalCluster, followers: Iterable[Coroutine[None, None, None]], report: Callable[[str], None]
 ) -> None:
+    """Runs the cluster and, until it has ended, what follows it."""
     stop, hurry = asyncio.Event(), asyncio.Event()
-    _handle_signals(stop, hurry, display)
-    check = partial(check_local, home=options.home, volumes=options.volumes, secrets=options.secrets)
+    _handle_signals(stop, hurry, report)
     async with asyncio.TaskGroup() as group:
-        followers = [
-            group.create_task(follow_manifest(options.manifest, text, cluster, check, display.report)),
-            group.create_task(display.show(cluster)),
-            group.create_task(_record_phase(cluster, directory)),
-        ]
+        tasks = [group.create_task(follower) for follower in followers]
         await cluster.run(stop, hurry)
-        for follower in followers:
-            follower.cancel()
+        for task in tasks:
+            task.cancel()
 
 
-def _handle_signals(stop: asyncio.Event, hurry: asyncio.Event, display: ClusterDisplay) -> None:
+def _handle_signals(stop: asyncio.Event, hurry: asyncio.Event, report: Callable[[str], None]) -> None:
     def on_signal() -> None:
         if stop.is_set():
-            display.report("stopping at once")
+            report("stopping at once")
             hurry.set()
         else:
-            display.report("stopping once streams have ended; again to stop at once")
+            report("stopping once streams have ended; again to stop at once")
             stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -177,23 +188,23 @@ def make_router_spawner() -> Spawner:
         return spawn
 
     async def spawn_patient(launch: LaunchSpec) -> ChildProcess:
-        return await spawn(replace(launch, environment={**CPU_PATIENCE, **launch.environment}))
+        return await spawn(replace(launch, environment={**CPU_ROUTER_ENVIRONMENT, **launch.environment}))
 
     return spawn_patient
 
 
-def make_engine_spawner(directory: ClusterDirectory, display: ClusterDisplay) -> Spawner:
+def make_engine_spawner(directory: ClusterDirectory, report: Callable[[str], None]) -> Spawner:
     """Forks where engines compute on the CPU; CUDA does not survive a fork."""
     if not has_cpu_engines():
         return spawn
-    return ForkSpawner(ENGINE_MODULES, directory.log_path("forkserver"), display.report)
+    return ForkSpawner(ENGINE_MODULES, directory.log_path("forkserver"), report)
 
 
-def end_leftovers(directory: ClusterDirectory, display: ClusterDisplay) -> None:
+def kill_leftovers(directory: ClusterDirectory, report: Callable[[str], None]) -> None:
     """Kills processes that an earlier launcher left behind, if the kernel has not done so."""
     for record in directory.read_processes():
         process = record.find()
         if process:
-            display.report(f"{record.name} of an earlier launcher still runs (process {process.pid}); it is killed")
+            report(f"{record.name} of an earlier launcher still runs (process {process.pid}); it is killed")
             process.kill()
             process.wait()

@@ -6,25 +6,19 @@ import asyncio
 import datetime as dt
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from sluice_cli.local_cluster.cluster_status import make_cluster_table, make_curl_line
+from sluice_cli.output.cluster_table import make_cluster_table, make_curl_line
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from sluice_cli.local_cluster.cluster import LocalCluster
     from sluice_cli.local_cluster.cluster_status import ClusterStatus
 
 REFRESH_S = 0.5
-# Wide enough for the table when output goes to a file, where there is no terminal to ask.
-PLAIN_WIDTH = 160
-
-
-def make_console() -> Console:
-    """The console that people see."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
 class ClusterDisplay:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from sluice_core.planning.candidates import Candidate
     from sluice_core.planning.planner import PlanResult
 
-_FACTORS = (0.6, 0.75, 0.85, 0.92, 1.0, 1.08, 1.2)  # of the plan's goodput
-_MOST_LINES = len(COLOURS)
 _LEAST_CELLS = 4  # of a heat map that shows something
 _MOST_POINTS = 2000  # of the scatter: more make the page slow and the picture no clearer
 
@@ -54,19 +52,13 @@ $heat
 """)
 
 
-def choose_shown(result: PlanResult) -> tuple[list[Candidate], list[float]]:
-    """Chooses the candidates whose attainment is drawn, and the rates, around the plan's goodput."""
-    candidates = [standing.candidate for standing in result.found.standings[:_MOST_LINES]]
-    return candidates, [factor * result.goodput_rps.mean for factor in _FACTORS]
-
-
 def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate, Sequence[tuple[float, float]]]) -> str:
     """Makes the page.
 
     Args:
         inputs: The task.
         result: The plan.
-        curves: Attainment by rate of the candidates of ``choose_shown``.
+        curves: Attainment by rate of the best candidates.
     """
     series = {
         name_candidate(candidate): [(rate, 100 * attainment) for rate, attainment in points]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice_cli.papers.trials import Laboratory, Outcome, Trial
-from sluice_cli.simulation.cluster_spec import ClusterSpec, SimulationSettings, parse_engines
+from sluice_cli.simulation.cluster_spec import ClusterSpec, parse_engines
+from sluice_cli.simulation.simulation_settings import SimulationSettings
 from sluice_core.records import EarlyRejection
 from sluice_core.sim.cell import NoGrant, TtftEnd
 

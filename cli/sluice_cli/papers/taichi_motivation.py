@@ -23,8 +23,8 @@ from sluice_cli.papers.taichi import (
     TABLE2,
     CapacitySystem,
 )
-from sluice_cli.simulation.cluster_spec import build_cluster
-from sluice_cli.simulation.worker_processes import load_rows
+from sluice_cli.simulation.cluster_builder import build_cluster
+from sluice_cli.simulation.trace_files import load_rows
 from sluice_core.records import Slo
 from sluice_core.sim.cell import Arrival
 from sluice_core.sim.metrics import compute_percentile

@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from sluice_cli.simulation.cluster_spec import ClusterSpec, build_cluster
-from sluice_cli.simulation.worker_processes import load_rows, start_workers
+from sluice_cli.simulation.cluster_builder import build_cluster
+from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.worker_processes import start_workers
 from sluice_core.sim.goodput import TARGET, NoGoodputError, search_goodput
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.simulation import Simulation
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
     from types import TracebackType
+
+    from sluice_cli.simulation.cluster_spec import ClusterSpec
 
 _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from sluice_cli.errors import CommandError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 DEFAULT_RANGE = range(20000, 32768)
 
 
-class PortError(Exception):
+class PortError(CommandError):
     """A port that cannot be had; the message says which, why, and what to do."""
 
 

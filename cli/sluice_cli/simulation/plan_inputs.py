@@ -6,15 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_cli.simulation.cluster_spec import (
-    ClusterSpec,
-    EngineGroup,
-    build_engines,
-    change_settings,
-    make_options,
-    parse_engines,
-    read_manifest_spec,
-)
+from sluice_cli.simulation.cluster_builder import build_engines, make_options
+from sluice_cli.simulation.cluster_spec import ClusterFlags, ClusterSpec, EngineGroup, choose_cluster_spec
 from sluice_core.planning.candidates import (
     APPROACHING_FACTORS,
     LEAST_CHUNK_TOKENS,
@@ -26,7 +19,7 @@ from sluice_core.planning.candidates import (
 )
 from sluice_core.planning.planner import Goal
 from sluice_core.planning.trials import Problem
-from sluice_core.records import FlowParameters, Slo
+from sluice_core.records import FlowParameters
 from sluice_core.strategies import STRATEGIES, get_strategy
 
 if TYPE_CHECKING:
@@ -40,7 +33,7 @@ _MOST_REPLICAS = 1024  # as many as a manifest may ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flags:
+class PlanFlags:
     """What the command line says; None: nothing.
 
     Args:
@@ -114,7 +107,7 @@ def parse_range(text: str) -> tuple[int, int, bool]:
     return low, high, bool(match[2])
 
 
-def make_inputs(manifest: ServingCluster | None, flags: Flags, rows: Sequence[TraceRow]) -> PlanInputs:
+def make_inputs(manifest: ServingCluster | None, flags: PlanFlags, rows: Sequence[TraceRow]) -> PlanInputs:
     """Makes the task of manifest and flags; flags win.
 
     Raises:
@@ -148,32 +141,20 @@ def make_inputs(manifest: ServingCluster | None, flags: Flags, rows: Sequence[Tr
     )
 
 
-def _choose_spec(manifest: ServingCluster | None, flags: Flags) -> ClusterSpec:
-    if manifest is not None:
-        spec = read_manifest_spec(manifest, flags.model, flags.gpu)
-    else:
-        needed = {"--model": flags.model, "--gpu": flags.gpu, "--ttft-ms": flags.ttft_ms, "--tpot-ms": flags.tpot_ms}
-        missing = [flag for flag, value in needed.items() if value is None]
-        if not (flags.replicas or flags.engines or flags.rate_rps):
-            missing.append("--replicas")
-        if missing:
-            raise ValueError(f"without a manifest, {', '.join(missing)} must be given")
-        spec = ClusterSpec(
-            model=str(flags.model),
-            gpu=str(flags.gpu),
-            tensor_parallel=1,
-            strategy=flags.strategies[0] if flags.strategies else "taichi",
-            engines=(),
-            slo=Slo(ttft_s=0, tpot_s=0),
-        )
-    return replace(
-        spec,
-        slo=Slo(
-            ttft_s=spec.slo.ttft_s if flags.ttft_ms is None else flags.ttft_ms / 1e3,
-            tpot_s=spec.slo.tpot_s if flags.tpot_ms is None else flags.tpot_ms / 1e3,
-        ),
-        engines=spec.engines if flags.engines is None else parse_engines(flags.engines),
-        settings=replace(change_settings(spec.settings, flags.changes), prefix_reuse=flags.prefix_reuse),
+def _choose_spec(manifest: ServingCluster | None, flags: PlanFlags) -> ClusterSpec:
+    cluster_flags = ClusterFlags(
+        model=flags.model,
+        gpu=flags.gpu,
+        # A manifest's strategy stays the one in force; flags only say what to choose from.
+        strategy=flags.strategies[0] if flags.strategies and manifest is None else None,
+        engines=flags.engines,
+        ttft_ms=flags.ttft_ms,
+        tpot_ms=flags.tpot_ms,
+        changes=flags.changes,
+        prefix_reuse=flags.prefix_reuse,
+    )
+    return choose_cluster_spec(
+        manifest, cluster_flags, {"--replicas": flags.replicas or flags.engines or flags.rate_rps}
     )
 
 
@@ -199,7 +180,7 @@ def _make_candidate(spec: ClusterSpec) -> Candidate:
     )
 
 
-def _make_space(manifest: ServingCluster | None, flags: Flags, spec: ClusterSpec) -> Space:
+def _make_space(manifest: ServingCluster | None, flags: PlanFlags, spec: ClusterSpec) -> Space:
     most = spec.settings.max_batch_tokens
     bounds = manifest.spec.autotune.bounds if manifest else None
     chunks = bounds.chunk_sizes if bounds else None
@@ -234,7 +215,7 @@ def _choose(values: tuple[float, ...], in_force: float, *, is_fixed: bool) -> tu
 
 
 def _make_goal(
-    manifest: ServingCluster | None, flags: Flags, spec: ClusterSpec, tensor_parallels: tuple[int, ...]
+    manifest: ServingCluster | None, flags: PlanFlags, spec: ClusterSpec, tensor_parallels: tuple[int, ...]
 ) -> Goal:
     bounds = manifest.spec.autotune.bounds.replicas if manifest else None
     present = sum(group.count for group in spec.engines) or None
