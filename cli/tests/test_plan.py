@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 from sluice_cli.main import cli
 from sluice_cli.output.plan_report import format_candidate_engines, make_patch
-from sluice_cli.output.svg_charts import choose_ticks
 from sluice_cli.simulation.cluster_spec import format_engines, parse_engines
 from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs, parse_range
 from sluice_core.planning.candidates import Candidate
@@ -243,11 +242,3 @@ def test_ranges_are_read(text: str, values: tuple[int, int, bool]) -> None:
 def test_other_ranges_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_range(text)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.0, 100.0), (1.3, 1.7), (12.0, 3400.0)])
-def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
-    ticks = choose_ticks(low, high)
-    assert 3 <= len(ticks) <= 9
-    assert low <= ticks[0]
-    assert ticks[-1] <= high

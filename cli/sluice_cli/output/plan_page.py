@@ -1,11 +1,13 @@
-"""The page of ``sluice plan --html``: one file that needs nothing else."""
+"""The page of ``sluice plan --html``: one file without scripts that fetches nothing."""
 
 from __future__ import annotations
 
-from html import escape
-from string import Template
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import jinja2
+
+from sluice_cli.output.plan_charts import draw_attainment, draw_goodput_by_chunk_sizes, draw_latencies
 from sluice_cli.output.plan_report import (
     RESOURCES,
     format_candidate_engines,
@@ -13,7 +15,6 @@ from sluice_cli.output.plan_report import (
     name_candidate,
     show_interval,
 )
-from sluice_cli.output.svg_charts import COLOURS, Axis, draw_heat_map, draw_lines, draw_scatter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,34 +23,23 @@ if TYPE_CHECKING:
     from sluice_core.planning.candidates import Candidate
     from sluice_core.planning.planner import PlanResult
 
-_LEAST_CELLS = 4  # of a heat map that shows something
-_MOST_POINTS = 2000  # of the scatter: more make the page slow and the picture no clearer
+_FEWEST_CELLS = 4  # of a heat map that shows something
+_MOST_POINTS = 2000  # of the latency chart: more make the page slow and the picture no clearer
 
-_PAGE = Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 1320px; margin: 2em auto; padding: 0 1em }
-h1 { font-size: 1.4em } h2 { font-size: 1.05em; margin: 0 0 .4em }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 2em }
-svg { width: 100%; height: auto } svg text { font-size: 12px; fill: #333 } svg text.light { fill: #fff }
-.grid { stroke: #e4e4e4 } .limit { stroke: #555; stroke-dasharray: 5 4 } .box { fill: #e8f3ea }
-table { border-collapse: collapse } td, th { padding: .2em .9em .2em 0; text-align: left; vertical-align: top }
-pre { background: #f5f5f5; padding: .8em; white-space: pre-wrap } .key { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
-</style></head><body>
-<h1>$title</h1>
-<table>$facts</table>
-<pre>$command</pre>
-<div class="charts">
-<section><h2>Attainment against the rate</h2>$lines<p>$legend<br>Dashed: the target.</p></section>
-<section><h2>Requests at $rate requests/s, and the objectives</h2>$scatter
-<p><span class="key" style="background:$met"></span>meets both objectives, <span class="key" style="background:$missed"></span>misses one;
-points beyond an axis stand at its end.</p></section>
-$heat
-</div>
-<h2>Next best</h2><table><tr><th>plan</th><th>goodput</th><th>against the plan</th></tr>$alternatives</table>
-</body></html>
-""")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageChart:
+    """A chart of the page.
+
+    Args:
+        title: What it shows.
+        svg: The drawing.
+        note: How to read it.
+    """
+
+    title: str
+    svg: str
+    note: str
 
 
 def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate, Sequence[tuple[float, float]]]) -> str:
@@ -58,82 +48,96 @@ def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate,
     Args:
         inputs: The task.
         result: The plan.
-        curves: Attainment by rate of the best candidates.
+        curves: Attainment (0 to 1) by rate of the best candidates.
     """
-    series = {
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sluice_cli.output", "."),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("plan_page.html.jinja").render(
+        title=f"Plan for {inputs.spec.model} on {inputs.spec.gpu}: {name_candidate(result.chosen)}",
+        facts=_describe_plan(inputs, result),
+        command=make_patch_command(inputs, result),
+        charts=[
+            _chart_attainment(inputs, curves),
+            _chart_latencies(inputs, result),
+            _chart_chunk_sizes(result),
+        ],
+        alternatives=[
+            (
+                name_candidate(other.standing.candidate),
+                f"{other.standing.goodput_rps:.2f}",
+                f"{show_interval(other.difference, '+.1f', 100)} %",
+            )
+            for other in result.alternatives
+        ],
+    )
+
+
+def _describe_plan(inputs: PlanInputs, result: PlanResult) -> dict[str, str]:
+    spec, binding, prediction = inputs.spec, result.binding, result.prediction
+    attainment = show_interval(prediction.attainment, ".1f", 100)
+    return {
+        "Goodput": f"{show_interval(result.goodput_rps, '.2f')} requests/s at {100 * inputs.goal.target:g} % attainment",
+        "Attainment": f"{attainment} % at {prediction.rate_rps:.2f} requests/s",
+        "Objectives": f"TTFT {spec.slo.ttft_s * 1e3:g} ms, TPOT {spec.slo.tpot_s * 1e3:g} ms",
+        "Limited by": f"{binding.objective.upper()}; {RESOURCES[binding.resource]}",
+        "Engines": f"{format_candidate_engines(result.chosen)}, {result.chosen.num_gpus} GPUs {spec.gpu}",
+    }
+
+
+def _chart_attainment(inputs: PlanInputs, curves: Mapping[Candidate, Sequence[tuple[float, float]]]) -> PageChart:
+    percents = {
         name_candidate(candidate): [(rate, 100 * attainment) for rate, attainment in points]
         for candidate, points in curves.items()
     }
-    spec, binding = inputs.spec, result.binding
-    facts = {
-        "Goodput": f"{show_interval(result.goodput_rps, '.2f')} requests/s at {100 * inputs.goal.target:g} % attainment",
-        "Attainment": f"{show_interval(result.prediction.attainment, '.1f', 100)} % at {result.prediction.rate_rps:.2f} requests/s",
-        "Objectives": f"TTFT {spec.slo.ttft_s * 1e3:g} ms, TPOT {spec.slo.tpot_s * 1e3:g} ms",
-        "Binds": f"{binding.objective.upper()}; {RESOURCES[binding.resource]}",
-        "Engines": f"{format_candidate_engines(result.chosen)}, {result.chosen.num_gpus} GPUs {spec.gpu}",
-    }
-    return _PAGE.substitute(
-        title=escape(f"Plan for {spec.model} on {spec.gpu}: {name_candidate(result.chosen)}"),
-        facts="".join(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in facts.items()),
-        command=escape(make_patch_command(inputs, result)),
-        lines=_draw_lines(inputs, series),
-        legend="<br>".join(
-            f'<span class="key" style="background:{colour}"></span>{escape(name)}'
-            for name, colour in zip(series, COLOURS, strict=False)
-        ),
-        rate=f"{result.prediction.rate_rps:.2f}",
-        scatter=_draw_scatter(inputs, result),
-        met=COLOURS[0],
-        missed=COLOURS[1],
-        heat=_draw_heat(result),
-        alternatives="".join(
-            f"<tr><td>{escape(name_candidate(other.standing.candidate))}</td>"
-            f"<td>{other.standing.goodput_rps:.2f}</td><td>{show_interval(other.difference, '+.1f', 100)} %</td></tr>"
-            for other in result.alternatives
-        ),
+    return PageChart(
+        title="Attainment against the rate",
+        svg=draw_attainment(percents, 100 * inputs.goal.target),
+        note="Share of requests that meet both objectives, of the plan and the next best.",
     )
 
 
-def _draw_lines(inputs: PlanInputs, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    rates = [rate for points in series.values() for rate, _ in points]
-    low, high = min(rates), max(rates)
-    margin = 0.05 * (high - low)
-    return draw_lines(
-        series,
-        Axis(label="requests per second", low=max(0.0, low - margin), high=high + margin),
-        Axis(label="attainment, %", low=0.0, high=100.0),
-        target=100 * inputs.goal.target,
-    )
-
-
-def _draw_scatter(inputs: PlanInputs, result: PlanResult) -> str:
+def _chart_latencies(inputs: PlanInputs, result: PlanResult) -> PageChart:
     slo = inputs.spec.slo
     latencies = [pair for detail in result.prediction.details for pair in detail.latencies_s]
     shown = latencies[:: len(latencies) // _MOST_POINTS + 1]
-    return draw_scatter(
-        [(ttft_s, tpot_s * 1e3) for ttft_s, tpot_s in shown],
-        Axis(label="TTFT, s", low=0.0, high=2.0 * slo.ttft_s),
-        Axis(label="TPOT, ms", low=0.0, high=2e3 * slo.tpot_s),
-        box=(slo.ttft_s, slo.tpot_s * 1e3),
+    points = [(ttft_s, tpot_s * 1e3) for ttft_s, tpot_s in shown]
+    return PageChart(
+        title=f"Requests at {result.prediction.rate_rps:.2f} requests/s, and the objectives",
+        svg=draw_latencies(points, slo.ttft_s, slo.tpot_s * 1e3),
+        note="Dashed: the objectives. Points beyond an axis stand at its end.",
     )
 
 
-def _draw_heat(result: PlanResult) -> str:
-    """Chunk sizes against one another, at the plan's number of P-heavy engines; of M and alpha the best.
+def _chart_chunk_sizes(result: PlanResult) -> PageChart:
+    chosen = result.chosen
+    num_prefill_heavy, goodputs_rps = choose_explored(result)
+    num_decode_heavy = chosen.replicas - num_prefill_heavy
+    return PageChart(
+        title=f"Goodput by chunk sizes, {num_prefill_heavy} P-heavy and {num_decode_heavy} D-heavy engines",
+        svg=draw_goodput_by_chunk_sizes(goodputs_rps, (chosen.prefill_heavy_tokens, chosen.decode_heavy_tokens)),
+        note="Requests per second in short runs. Framed: the plan. Blank: not tried.",
+    )
 
-    Large clusters are scouted on fewer engines, so the number nearest to the plan's is taken at which enough was tried.
+
+def choose_explored(result: PlanResult) -> tuple[int, dict[tuple[int, int], float]]:
+    """Chooses what the heat map shows: the goodputs found for one number of P-heavy engines.
+
+    Returns:
+        The number, and the goodput by chunk sizes of P-heavy and D-heavy engines; of M and alpha the best.
     """
     chosen = result.chosen
     by_count: dict[int, dict[tuple[int, int], float]] = {}
     for standing in result.found.explored:
         candidate = standing.candidate
         if (candidate.strategy, candidate.replicas) == (chosen.strategy, chosen.replicas):
-            values = by_count.setdefault(candidate.num_prefill_heavy, {})
-            place = (candidate.prefill_heavy_tokens, candidate.decode_heavy_tokens)
-            values[place] = max(values.get(place, 0.0), standing.goodput_rps)
-    count = max(by_count, key=lambda one: (len(by_count[one]) >= _LEAST_CELLS, -abs(one - chosen.num_prefill_heavy)))
-    marked = (chosen.prefill_heavy_tokens, chosen.decode_heavy_tokens)
-    labels = ("chunk size of P-heavy engines, tokens", "chunk size of D-heavy engines, tokens")
-    chart = draw_heat_map(by_count[count], *labels, marked=marked)
-    title = f"Goodput by chunk sizes, {count} P-heavy and {chosen.replicas - count} D-heavy engines"
-    return f"<section><h2>{title}</h2>{chart}<p>Requests/s on short runs, framed: the plan; blank: not tried.</p></section>"
+            goodputs_rps = by_count.setdefault(candidate.num_prefill_heavy, {})
+            sizes = (candidate.prefill_heavy_tokens, candidate.decode_heavy_tokens)
+            goodputs_rps[sizes] = max(goodputs_rps.get(sizes, 0.0), standing.goodput_rps)
+    # Large clusters are explored on fewer engines, so that little was tried at the plan's own number: the nearest number
+    # with enough cells is taken.
+    count = max(by_count, key=lambda one: (len(by_count[one]) >= _FEWEST_CELLS, -abs(one - chosen.num_prefill_heavy)))
+    return count, by_count[count]
