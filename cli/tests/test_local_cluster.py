@@ -84,7 +84,7 @@ class Running:
 
     def report(self, line: str) -> None:
         self.lines.append(line)
-        self.cluster._pulse()
+        self.cluster._notify()
 
     async def answer(self, question: Question) -> Answer:
         self.asked.append(question)
@@ -254,7 +254,7 @@ async def test_the_port_of_the_router_moves_and_the_engines_stay(running: Runnin
         "grpc": 25411,
         "control": 25412,
     }
-    assert "router-0 stops once its streams have ended, then starts anew on port 25410" in running.lines
+    assert "router-0 stops once its streams have ended, then starts again on port 25410" in running.lines
     # The old port is free again, for whoever wants it.
     assert running.ports.take(25400, "a test", "none") == 25400
 

@@ -44,17 +44,17 @@ class ClusterPlan:
         if is_leaving:
             self._leaving.update(engine_ids)
 
-    def resume(self, engine_id: EngineId) -> None:
+    def undrain(self, engine_id: EngineId) -> None:
         """Has a drained engine serve again from the next plan on."""
         self._draining.discard(engine_id)
 
-    def forget(self, engine_id: EngineId) -> None:
+    def remove(self, engine_id: EngineId) -> None:
         """Drops an engine that has ended."""
         self.roles.pop(engine_id, None)
         self._draining.discard(engine_id)
         self._leaving.discard(engine_id)
 
-    def make_plan(
+    def update(
         self, manifest: ServingCluster, engine_ids: Iterable[EngineId], loads: Mapping[EngineId, int]
     ) -> plan_pb2.Plan | None:
         """Makes and stores the next plan.

@@ -1,7 +1,7 @@
-"""What to do next so that the observed processes become what the manifest asks for: a pure decision.
+"""Decides, as a pure function, the next step from the processes that run to those that the manifest asks for.
 
-One step at a time: each is carried out to its end before the next is decided, on what is then the case. So a roll
-never has two engines away, and an edit in the middle of one is simply what the next decision sees.
+Each step is carried out to its end before the next is decided from a new observation. So a rolling restart never has two
+engines away, and an edit in the middle of it only changes the next decision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class DesiredState:
     """What the manifest asks for.
 
     Args:
-        compatibility_key: Identifies the model; engines and routers of two models never meet.
+        compatibility_key: Identifies the model and TLS; engines and routers that differ in it cannot work together.
         engine_hash: Identifies an engine's command and environment.
         router_hash: Identifies a router's command.
         num_engines: Engines.
@@ -42,8 +42,8 @@ class ObservedState:
 
     Args:
         compatibility_key: As in ``DesiredState``.
-        engines: Each engine's spec_hash, as in ``DesiredState``, in the order of their start.
-        routers: Each router's spec_hash, as in ``DesiredState``, in the order of their start.
+        engines: Each engine's hash, as in ``DesiredState``, in the order of their start.
+        routers: Each router's hash, as in ``DesiredState``, in the order of their start.
         roles: Roles of the engines.
         loads: Work of each engine, in any one unit.
     """
@@ -57,7 +57,7 @@ class ObservedState:
 
 @dataclass(frozen=True, slots=True)
 class Recreate:
-    """Stop everything and start anew: another model."""
+    """Stop everything, then start it again: the compatibility key differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class RemoveEngines:
 
 @dataclass(frozen=True, slots=True)
 class RestartEngine:
-    """Drain an engine and start it anew with its new command."""
+    """Drain an engine, and start it again with its new command."""
 
     engine_id: EngineId
 
@@ -97,7 +97,7 @@ class RemoveRouter:
 
 @dataclass(frozen=True, slots=True)
 class RestartRouter:
-    """Stop a router once its streams have ended, and start it anew."""
+    """Stop a router once its streams have ended, and start it again."""
 
     name: str
 
@@ -106,15 +106,16 @@ RolloutStep = Recreate | AddEngines | RemoveEngines | RestartEngine | AddRouters
 
 
 def next_step(observed: ObservedState, desired: DesiredState) -> RolloutStep | None:
-    """Decides the next step; None when all is as desired."""
+    """Decides the next step; None when what runs is what is desired."""
     if observed.compatibility_key != desired.compatibility_key:
         return Recreate()
-    return _next_count(observed, desired) or _next_roll(observed, desired)
+    return _next_scaling(observed, desired) or _next_restart(observed, desired)
 
 
-def _next_count(observed: ObservedState, desired: DesiredState) -> RolloutStep | None:
+def _next_scaling(observed: ObservedState, desired: DesiredState) -> RolloutStep | None:
     missing_engines = desired.num_engines - len(observed.engines)
     missing_routers = desired.num_routers - len(observed.routers)
+    # Routers first: engines that start meanwhile are known to them at once.
     if missing_routers > 0:
         return AddRouters(missing_routers)
     if missing_engines > 0:
@@ -124,7 +125,7 @@ def _next_count(observed: ObservedState, desired: DesiredState) -> RolloutStep |
     return RemoveRouter(list(observed.routers)[-1]) if missing_routers < 0 else None
 
 
-def _next_roll(observed: ObservedState, desired: DesiredState) -> RolloutStep | None:
+def _next_restart(observed: ObservedState, desired: DesiredState) -> RolloutStep | None:
     for engine_id, spec_hash in observed.engines.items():
         if spec_hash != desired.engine_hash:
             return RestartEngine(engine_id)
