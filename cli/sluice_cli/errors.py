@@ -3,7 +3,7 @@
 CommandError
     AlreadyRunningError    the cluster already has a launcher
     NoClusterError         no running cluster, or several, where one is needed
-    PortError              a port cannot be had
+    PortError              a port cannot be used
     UnknownRequestError    no router knows the request
     DemoError              a step of the demo did not happen
 """

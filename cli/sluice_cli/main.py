@@ -10,8 +10,8 @@ import click
 
 from sluice_cli.errors import CommandError
 
-# Command NAME is the function NAME of commands/NAME.py. Its summary stands here too, so that `sluice --help` imports none
-# of them: gRPC and the manifest's models alone take half a second.
+# Command NAME is the function NAME of commands/NAME.py. Its summary stands here too, so that `sluice --help` imports
+# none of them: gRPC and the manifest's models alone take half a second.
 COMMANDS = {
     "up": "Runs the ServingCluster of MANIFEST as local processes, and follows its edits.",
     "status": "Shows a cluster's routers and engines.",

@@ -72,7 +72,8 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "forked_program.py").write_text(
         "import os, sys\n"
         "if __name__ == '__main__':\n"
-        "    print(sys.argv[1:], os.environ['A'], os.getsid(0) == os.getpid(), 'preloaded' in sys.modules, flush=True)\n"
+        "    is_leader = os.getsid(0) == os.getpid()\n"
+        "    print(sys.argv[1:], os.environ['A'], is_leader, 'preloaded' in sys.modules, flush=True)\n"
         "    sys.exit(5)\n"
     )
     (tmp_path / "preloaded.py").write_text("")

@@ -88,14 +88,14 @@ def test_up_without_secrets_says_where_they_belong(home: Path) -> None:
     assert f"spec.network.tls.secretName: {secrets}/secured-peers: tls.crt cannot be read" in output
 
 
-async def test_a_story_is_fetched_through_tls_with_a_key(tmp_path: Path) -> None:
+async def test_a_decision_log_is_fetched_through_tls_with_a_key(tmp_path: Path) -> None:
     folder = mount_secret(tmp_path, make_files(trustme.CA(), "elsewhere.example.com"))
-    story = {"request_id": "r", "events": []}
+    log = {"request_id": "r", "events": []}
 
     async def answer(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer sk-1":
             return web.Response(status=401)
-        return web.json_response(story)
+        return web.json_response(log)
 
     application = web.Application()
     application.router.add_get("/debug/requests/r", answer)
@@ -106,7 +106,7 @@ async def test_a_story_is_fetched_through_tls_with_a_key(tmp_path: Path) -> None
     url = f"https://127.0.0.1:{runner.addresses[0][1]}"
     router = RouterStatusRow(name="router-0", url=url, front_tls=str(folder), needs_key=True)
     try:
-        assert await fetch_decision_log([router], "r", "sk-1") == story
+        assert await fetch_decision_log([router], "r", "sk-1") == log
         with pytest.raises(UnknownRequestError, match="asks for a valid API key"):
             await fetch_decision_log([router], "r")
         other = mount_secret(tmp_path / "other", make_files(trustme.CA(), "elsewhere.example.com"))
@@ -201,7 +201,7 @@ def status(state: control_pb2.EngineState.ValueType, used: int) -> control_pb2.G
     return control_pb2.GetStatusResponse(engines=[engine], classes=[counters], is_ready=True, generation=4)
 
 
-def test_the_view_takes_live_links_before_lost_ones_and_sums_attainment() -> None:
+def test_the_status_prefers_live_links_to_lost_ones_and_sums_attainment() -> None:
     ports = {"http": 8000}
     processes = [ProcessRecord(name=f"router-{i}", kind="router", pid=1, num_starts=1, ports=ports) for i in range(2)]
     view = make_cluster_status(
@@ -227,7 +227,7 @@ def test_the_view_takes_live_links_before_lost_ones_and_sums_attainment() -> Non
     assert "http://127.0.0.1:8000/v1/chat/completions" in make_curl_line(view)
 
 
-def test_a_story_shows_candidates_and_every_event() -> None:
+def test_a_decision_log_shows_candidates_and_every_event() -> None:
     candidate = {
         "engine_id": "engine-0",
         "role": "P-heavy",

@@ -259,7 +259,7 @@ async def test_the_port_of_the_router_moves_and_the_engines_stay(running: Runnin
     assert running.ports.take(25400, "a test", "none") == 25400
 
 
-async def test_keys_are_asked_for_by_routers_that_start_anew_and_engines_stay(running: Running) -> None:
+async def test_only_routers_restart_when_api_keys_are_required(running: Running) -> None:
     running.edit("router: {replicas: 1", "router: {replicas: 2")
     await running.until(lambda: len(running.cluster.status().routers) == 2 and running.is_ready())
     before = running.pids()
@@ -318,7 +318,7 @@ async def test_a_roll_that_fails_stops_at_the_first_engine_until_the_manifest_is
     assert {name for name, pid in running.pids().items() if pid != before[name]} == {"engine-0"}
 
 
-async def test_another_model_starts_everything_anew(running: Running) -> None:
+async def test_another_model_restarts_everything(running: Running) -> None:
     before = running.pids()
     running.edit("name: tiny", "name: other")
     await running.until(lambda: all(pid and pid != before[name] for name, pid in running.pids().items()))
@@ -377,7 +377,7 @@ async def test_tuned_sliders_return_when_attainment_falls_and_a_users_edit_wins(
     await running.until(lambda: sorted(running.engines().values()) == [("D-heavy", 96), ("D-heavy", 96), P])
 
 
-async def test_an_edited_objective_and_a_shifted_workload_are_searched_for_anew(running: Running) -> None:
+async def test_an_edited_objective_and_a_shifted_workload_start_a_new_search(running: Running) -> None:
     start_tuning(running)
     await running.serve_until(lambda: sorted(running.engines().values()) == TUNED)
     running.sliders = replace(running.sliders, prefill_heavy_tokens=2048)

@@ -21,7 +21,7 @@ from sluice_operator.api.sliders import resolve_sliders
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
 ROWS = [TraceRow(prompt_tokens=300, output_tokens=20), TraceRow(prompt_tokens=900, output_tokens=40)]
-CELL = ("--model", "llama-3-8b", "--gpu", "a100", "--ttft-ms", "1500", "--tpot-ms", "80")
+CLUSTER = ("--model", "llama-3-8b", "--gpu", "a100", "--ttft-ms", "1500", "--tpot-ms", "80")
 QUICK = (
     "--strategy",
     "aggregated",
@@ -61,7 +61,7 @@ def make_manifest(**changes) -> dict:
 
 def test_a_plan_is_printed_for_programs(trace: str, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    code, output = run(*CELL, *QUICK, "--replicas", "1", "--trace", trace, "--json", "--html", str(page))
+    code, output = run(*CLUSTER, *QUICK, "--replicas", "1", "--trace", trace, "--json", "--html", str(page))
     assert code == 0, output
     report = json.loads(output)
     assert report["strategy"] == "aggregated"
@@ -83,18 +83,18 @@ def test_a_plan_is_printed_for_programs(trace: str, tmp_path: Path) -> None:
 def test_a_plan_reuses_prefixes_where_asked_to(trace: str) -> None:
     hashed = str(EXAMPLE.parent / "traces" / "mooncake-conversation.jsonl.gz")
     slow = ("--ttft-ms", "20000", "--tpot-ms", "200", "--replicas", "1", "--duration-s", "30")
-    code, output = run(*CELL, *QUICK, *slow, "--trace", hashed, "--prefix-reuse", "--json")
+    code, output = run(*CLUSTER, *QUICK, *slow, "--trace", hashed, "--prefix-reuse", "--json")
     assert code == 0, output
     assert json.loads(output)["predicted"]["prefix_hit_rate"] > 0.01
-    code, output = run(*CELL, *QUICK, *slow, "--trace", hashed, "--prefix-reuse")
+    code, output = run(*CLUSTER, *QUICK, *slow, "--trace", hashed, "--prefix-reuse")
     assert "prefix hit rate" in output
-    code, output = run(*CELL, *QUICK, "--replicas", "1", "--trace", trace, "--prefix-reuse")
+    code, output = run(*CLUSTER, *QUICK, "--replicas", "1", "--trace", trace, "--prefix-reuse")
     assert code == 1
     assert "line 1: there are no hash_ids" in " ".join(output.split())
 
 
 def test_a_rate_out_of_reach_is_refused_with_the_best_there_is(trace: str) -> None:
-    code, output = run(*CELL, *QUICK, "--replicas", "1", "--trace", trace, "--rate", "500")
+    code, output = run(*CLUSTER, *QUICK, "--replicas", "1", "--trace", trace, "--rate", "500")
     assert code == 1
     assert "no plan within the bounds serves 500 requests/s; the best found reaches" in output
     assert "kubectl patch servingcluster NAME --type merge" in output
@@ -102,8 +102,8 @@ def test_a_rate_out_of_reach_is_refused_with_the_best_there_is(trace: str) -> No
 
 @pytest.mark.parametrize("goal", [(), ("--rate", "5")], ids=["highest", "fewest"])
 def test_objectives_that_nothing_meets_are_refused_with_what_requests_need(trace: str, goal: tuple[str, ...]) -> None:
-    cell = (*CELL[:4], "--ttft-ms", "1", "--tpot-ms", "80", "--replicas", "1", "--trace", trace)
-    code, output = run(*cell, *QUICK, *goal)
+    cluster = (*CLUSTER[:4], "--ttft-ms", "1", "--tpot-ms", "80", "--replicas", "1", "--trace", trace)
+    code, output = run(*cluster, *QUICK, *goal)
     assert code == 1
     said = " ".join(output.split())
     assert (
@@ -117,16 +117,16 @@ def test_objectives_that_nothing_meets_are_refused_with_what_requests_need(trace
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "gpt-5", *CELL[2:], "--replicas", "2"), "llama-3-8b"),
-        ((*CELL[2:], "--replicas", "2"), "without a manifest, --model must be given"),
-        (CELL, "without a manifest, --replicas must be given"),
-        ((*CELL, "--replicas", "4-2"), "'4-2' ends below its start"),
-        ((*CELL, "--replicas", "50%"), "in percent"),
-        ((*CELL, "--replicas", "2", "--prefill-heavy", "x"), "'x' is neither a number"),
-        ((*CELL, "--replicas", "2", "--strategy", "best"), "known are taichi, aggregated, disaggregated"),
-        ((*CELL, "--replicas", "2", "--tensor-parallel", "1,x"), "list of numbers of GPUs"),
-        ((*CELL, "--replicas", "2", "--prefill-chunk", "1-8"), "no chunk size is within 1 to 8"),
-        ((*CELL, "--replicas", "1", "--strategy", "taichi"), "no plan of 1 engines is within the bounds"),
+        (("--model", "gpt-5", *CLUSTER[2:], "--replicas", "2"), "llama-3-8b"),
+        ((*CLUSTER[2:], "--replicas", "2"), "without a manifest, --model must be given"),
+        (CLUSTER, "without a manifest, --replicas must be given"),
+        ((*CLUSTER, "--replicas", "4-2"), "'4-2' ends below its start"),
+        ((*CLUSTER, "--replicas", "50%"), "in percent"),
+        ((*CLUSTER, "--replicas", "2", "--prefill-heavy", "x"), "'x' is neither a number"),
+        ((*CLUSTER, "--replicas", "2", "--strategy", "best"), "known are taichi, aggregated, disaggregated"),
+        ((*CLUSTER, "--replicas", "2", "--tensor-parallel", "1,x"), "list of numbers of GPUs"),
+        ((*CLUSTER, "--replicas", "2", "--prefill-chunk", "1-8"), "no chunk size is within 1 to 8"),
+        ((*CLUSTER, "--replicas", "1", "--strategy", "taichi"), "no plan of 1 engines is within the bounds"),
         ((str(EXAMPLE),), "give --model and --gpu"),
     ],
     ids=lambda value: " ".join(value)[-30:] if isinstance(value, tuple) else None,
@@ -140,7 +140,7 @@ def test_what_cannot_be_planned_is_refused(trace: str, arguments: tuple[str, ...
 def test_a_wrong_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"prompt_tokens": 5, "completion_tokens": 2}\n{"prompt_tokens": 5, "completion_tokens": 0}\n')
-    code, output = run(*CELL, *QUICK, "--replicas", "1", "--trace", str(path))
+    code, output = run(*CLUSTER, *QUICK, "--replicas", "1", "--trace", str(path))
     assert code == 1
     assert f"{path}, line 2: completion_tokens is 0" in output
 

@@ -59,7 +59,7 @@ from sluice_operator.api.manifest import parse_manifest
     metavar="NAME[,NAME]",
     help="Strategies to choose from.  [default: all]",
 )
-@click.option("--engines", metavar="NxCHUNK[,NxCHUNK]", help="Engines in force, as for simulate.")
+@click.option("--engines", metavar="NxCHUNK[,NxCHUNK]", help="Engines that run now, as for simulate.")
 @click.option(
     "--prefill-heavy", callback=parse_share, metavar="LOW-HIGH", help="Bounds of P-heavy engines: 1-3, or 25%-75%."
 )
@@ -109,8 +109,8 @@ def plan(
 ) -> None:
     """Plans sliders for the requests of a trace: of MANIFEST within its bounds, or of flags.
 
-    Without --rate it looks for the highest goodput of the engines there are; with it, for the fewest GPUs that serve the
-    rate at the target.
+    Without --rate it searches for the highest goodput of the engines there are. With --rate it searches for the fewest
+    GPUs that serve the rate at the target.
     """
     effort = Effort(seeds=seeds, duration_s=duration_s)
     with as_command_error(ValueError):  # a ManifestError is one

@@ -1,4 +1,4 @@
-"""A small streaming client of the OpenAI API: what the demo measures with."""
+"""A small streaming client of the OpenAI API that measures TTFT and gaps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class CompletionStream:
 
     Args:
         request_id: The router's id.
-        text: What came.
+        text: The answer so far.
         ttft_s: Time to the first piece, in seconds.
         longest_gap_s: Longest wait between two pieces, in seconds.
         output_tokens: Tokens that the answer's usage names.
-        finish_reason: Why it ended; empty when it just ended.
+        finish_reason: Why it ended; empty when the stream broke.
     """
 
     request_id: str = ""
@@ -36,7 +36,7 @@ class CompletionStream:
 
     @property
     def is_complete(self) -> bool:
-        """True when the stream ended as it should."""
+        """Whether the stream ended with a finish reason."""
         return bool(self.finish_reason)
 
     def take(self, event: dict[str, Any], now_s: float, started_s: float) -> str:

@@ -111,7 +111,7 @@ class DemoScenario:
             await self._record(after, stream)
         has_restarts = [engine.pid for engine in before.engines] != [engine.pid for engine in after.engines]
         self._console.print(
-            f"D-heavy engines: {old} -> {NEW_CHUNK_TOKENS} tokens, in force on all after {self._totals.slider_s:.2f} s; "
+            f"D-heavy engines: {old} -> {NEW_CHUNK_TOKENS} tokens, in force after {self._totals.slider_s:.2f} s; "
             f"engines restarted: {'some' if has_restarts else 'none'}; "
             f"broken streams: {sum(not stream.is_complete for stream in streams)} of {len(streams)}"
         )

@@ -1,7 +1,7 @@
 """A cluster of local processes that follows its manifest: observe, decide one step, carry it out, and again.
 
-``LocalCluster`` owns the state, which changes only in synchronous methods. Tasks around it supervise the processes, follow
-the routers, watch start deadlines and reconcile.
+``LocalCluster`` owns the state, which changes only in synchronous methods. Tasks around it supervise the processes,
+follow the routers, watch start deadlines and reconcile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class LocalCluster:
     """The processes of one cluster.
 
     Args:
-        manifest: What is desired.
+        manifest: What shall run.
+        manifest_path: Its file, for the status.
         directory: Its files.
         ports: Ports to use.
         spawn_engine: Starts engines.
@@ -309,10 +310,10 @@ class LocalCluster:
     # The plan.
 
     def _publish(self) -> None:
-        """Makes the plan of what is desired and runs; stores and pushes it if it differs from the last one."""
+        """Makes the next plan, stores it and sends it to the routers, unless it says what the last one says."""
         self._write_engines()
         if self.phase != "stopping":
-            self._effective_manifest = self._autotuner.look(self._circumstances())
+            self._effective_manifest = self._autotuner.reconcile(self._circumstances())
         loads = managed_processes.count_loads(self._engines, self._statuses())
         plan = self._plan.update(self._effective_manifest, self._engines, loads)
         if plan is None:
@@ -323,7 +324,7 @@ class LocalCluster:
         self._notify()
 
     def _retune(self) -> None:
-        """Decides about the sliders anew; the plan and whoever shows the cluster follow."""
+        """Lets the tuner decide again; the plan and the display follow."""
         if self.phase != "stopping":
             self._publish()
             self._notify()
@@ -331,7 +332,7 @@ class LocalCluster:
     def _write_engines(self) -> None:
         self._directory.write_engines([f"{engine.site.host}:{engine.site.port}" for engine in self._engines.values()])
 
-    # What is the case.
+    # Observations.
 
     def _statuses(self) -> list[control_pb2.GetStatusResponse]:
         return [router.link.status for router in self._routers.values() if router.link.status]
@@ -404,7 +405,7 @@ class LocalCluster:
                     engine.process.kill()
 
     def _notify(self) -> None:
-        """Wakes whoever waits for a change."""
+        """Wakes the tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 

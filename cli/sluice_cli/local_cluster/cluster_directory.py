@@ -1,10 +1,10 @@
-"""What a local cluster keeps on disk, under ``.sluice/clusters/<name>/``: enough for other commands to find it.
+"""The files of a local cluster, under ``.sluice/clusters/<name>/``, by which other commands find it.
 
 launcher.json    the launcher: pid, start time, phase, manifest
 processes.json   its processes: pids, start times, ports, logs
 engines.json     addresses of the engines, read again by routers when it changes
 plan.json        the plan in force, read by routers at a cold start
-autotune.json    what the tuner says and recommends; absent while it is off
+autotune.json    what the tuner decided and recommends; absent while it is off
 cluster.json     uid and generation, kept over restarts so that generations only grow
 logs/            one file per process
 """

@@ -1,4 +1,4 @@
-"""Makes the plans of a local cluster: who has which role, who drains, and the number of the plan."""
+"""The plan of a local cluster: its generation, and which engine has which role and which drains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ClusterPlan:
-    """The plan in force and what it was made from.
+    """The newest plan and what it was made from.
 
     Args:
         directory: Stores generations and plans.
@@ -34,7 +34,7 @@ class ClusterPlan:
         self._leaving: set[EngineId] = set()
 
     def drain(self, engine_ids: Iterable[EngineId], *, is_leaving: bool) -> None:
-        """Has engines hand their work over from the next plan on.
+        """Lets engines hand their requests over from the next plan on.
 
         Args:
             engine_ids: The engines.
@@ -45,7 +45,7 @@ class ClusterPlan:
             self._leaving.update(engine_ids)
 
     def undrain(self, engine_id: EngineId) -> None:
-        """Has a drained engine serve again from the next plan on."""
+        """Lets a drained engine serve again from the next plan on."""
         self._draining.discard(engine_id)
 
     def remove(self, engine_id: EngineId) -> None:
@@ -60,7 +60,7 @@ class ClusterPlan:
         """Makes and stores the next plan.
 
         Args:
-            manifest: What is wanted.
+            manifest: What shall run, with the sliders in force.
             engine_ids: Engines that run, leaving ones included.
             loads: Work of each engine, in any one unit.
 

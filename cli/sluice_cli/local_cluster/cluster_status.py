@@ -110,10 +110,10 @@ class ClassAttainment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutotuneStatus:
-    """What the tuner says.
+    """What the tuner decided last.
 
     Args:
-        reason: Reason of the condition Autotuned, as on Kubernetes (docs/runbook.md).
+        reason: Reason of the condition Autotuned, as on Kubernetes.
         message: The same for people.
         prefill_heavy: P-heavy engines that it recommends; None: it recommends nothing yet.
         prefill_heavy_tokens: Their chunk size.
@@ -198,7 +198,7 @@ def make_cluster_status(
 def pick_engine_status(
     statuses: Sequence[control_pb2.GetStatusResponse], engine_id: str
 ) -> control_pb2.EngineStatus | None:
-    """What is known of an engine: of several routers' views, one with a live link."""
+    """Picks an engine's status: of several routers' reports, one with a live link."""
     views = [engine for status in statuses for engine in status.engines if engine.engine_id == engine_id]
     live = (control_pb2.ENGINE_STATE_DRAINING, control_pb2.ENGINE_STATE_DRAINED, control_pb2.ENGINE_STATE_READY)
     return max(views, key=lambda view: live.index(view.state) if view.state in live else -1, default=None)

@@ -24,7 +24,7 @@ class UnknownRequestError(CommandError):
 
 
 async def fetch_decision_log(routers: Sequence[RouterStatusRow], request_id: str, api_key: str = "") -> dict[str, Any]:
-    """Asks each router for a request.
+    """Fetches what a request's router decided about it, and when.
 
     Args:
         routers: The routers.
@@ -42,7 +42,7 @@ async def fetch_decision_log(routers: Sequence[RouterStatusRow], request_id: str
             return answer
     asked = ", ".join(router.url for router in routers) or "none"
     raise UnknownRequestError(
-        f"no router knows request {request_id!r} (asked: {asked}); routers keep the last few thousand decisions"
+        f"no router knows request {request_id!r} (routers asked: {asked}); routers keep the last few thousand decisions"
     )
 
 
@@ -51,7 +51,9 @@ async def _ask(session: aiohttp.ClientSession, router: RouterStatusRow, request_
     try:
         async with session.get(f"{router.url}/debug/requests/{request_id}", ssl=trust) as response:
             if response.status == 401:
-                raise UnknownRequestError(f"{router.url} asks for a valid API key; pass --api-key or SLUICE_API_KEY")
+                raise UnknownRequestError(
+                    f"{router.url} asks for a valid API key; pass --api-key or set SLUICE_API_KEY"
+                )
             if response.status != 200:
                 return None
             log: dict[str, Any] = await response.json()

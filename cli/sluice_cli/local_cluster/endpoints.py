@@ -1,4 +1,4 @@
-"""Where the processes of a local cluster listen: ports claimed for engines and routers, and given back."""
+"""Where the processes of a local cluster listen: ports claimed for engines and routers, and released."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOST = "127.0.0.1"
 
 
 class EndpointAllocator:
-    """Hands out sites.
+    """Claims and releases the ports of engines and routers.
 
     Args:
         ports: Ports to use.
@@ -94,7 +94,7 @@ class EndpointAllocator:
         return self._ports.take(from_manifest, "spec.router.service.port", remedy)
 
     def release(self, site: EngineSite | RouterSite) -> None:
-        """Gives the ports of a site back."""
+        """Releases the ports of a site."""
         for port in list_ports(site).values():
             self._ports.release(port)
 

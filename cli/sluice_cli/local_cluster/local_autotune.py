@@ -1,4 +1,4 @@
-"""Tunes a local cluster's sliders as the operator does (``sluice_operator.autotune.tuner``), and says what was decided."""
+"""Tunes a local cluster's sliders with the operator's tuner, and reports its decisions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class LocalAutotuner:
-    """The tuner of a local cluster, and what it has said so far.
+    """The tuner of a local cluster, and what it has reported so far.
 
     Args:
-        directory: Where other commands read what was decided.
+        directory: Where other commands read the decisions.
         report: Takes a line for people.
-        wake: Called when a search has ended, for a look.
+        wake: Called when a search has ended, to reconcile.
         clock: Monotonic seconds.
         ask: Answers searches for sliders; None: in processes of their own.
     """
@@ -62,7 +62,7 @@ class LocalAutotuner:
         """Requests that the routers finished so far."""
         return self._window.total
 
-    def look(self, circumstances: Circumstances) -> ServingCluster:
+    def reconcile(self, circumstances: Circumstances) -> ServingCluster:
         """Decides; returns the manifest with the sliders that are to be in force."""
         effective = self._tuner.look(circumstances)
         asked_for, in_force = resolve_sliders(circumstances.cluster.spec), resolve_sliders(effective.spec)
@@ -74,7 +74,7 @@ class LocalAutotuner:
         return effective
 
     def is_due(self, circumstances: Callable[[], Circumstances]) -> bool:
-        """Whether a look would decide something; asked at every status, so that what is the case is seldom gathered."""
+        """Whether ``reconcile`` would decide something; cheap, because every status asks."""
         return self._tuner.is_due(circumstances)
 
     def stop(self) -> None:
@@ -82,7 +82,7 @@ class LocalAutotuner:
         self._tuner.stop()
 
     def _show(self) -> None:
-        """Tells what was decided, where it is another thing than before."""
+        """Reports the decision if it differs from the last one."""
         verdict, answer, old = self._tuner.judge(), self._tuner.answer, self.status
         if verdict is None or verdict.reason == "Off":
             view = None
@@ -95,11 +95,9 @@ class LocalAutotuner:
         if view is not None and (old is None or old.reason != view.reason):
             self._report(f"autotune: {view.message}")
         if answer is not None and (old is None or _describe_answer(answer).items() - asdict(old).items()):
-            share = f"{answer.attainment:.0%} of the requests"
-            now = f"{answer.in_force_attainment:.0%}"
             self._report(
-                f"autotune: recommends {format_sliders(answer.sliders)}: {share} would meet their objectives, {now} with"
-                " the sliders in force"
+                f"autotune: recommends {format_sliders(answer.sliders)}: {answer.attainment:.0%} of the requests would"
+                f" meet their objectives, {answer.in_force_attainment:.0%} with the sliders in force"
             )
 
 

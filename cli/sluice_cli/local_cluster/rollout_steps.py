@@ -1,7 +1,7 @@
 """Decides, as a pure function, the next step from the processes that run to those that the manifest asks for.
 
-Each step is carried out to its end before the next is decided from a new observation. So a rolling restart never has two
-engines away, and an edit in the middle of it only changes the next decision.
+Each step is carried out to its end before the next is decided from a new observation. So a rolling restart never has
+two engines away, and an edit in the middle of it only changes the next decision.
 """
 
 from __future__ import annotations

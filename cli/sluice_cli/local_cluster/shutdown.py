@@ -1,4 +1,4 @@
-"""``sluice down``: asks a cluster's launcher to stop, waits for it, and makes sure that nothing is left."""
+"""Stops a cluster's launcher, waits for it, and kills processes that are left (``sluice down``)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stop_cluster(directory: ClusterDirectory, *, is_hurried: bool, report: Calla
 
 
 def _send_again(process: psutil.Process) -> None:
-    """Sends the second signal, which ends the drain; pending signals merge, so the first must have been taken."""
+    """Sends the second signal, which ends the drain; pending signals merge, so it waits until the first was taken."""
     try:
         process.wait(timeout=0.5)
     except psutil.TimeoutExpired:

@@ -9,7 +9,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sluice_cli.local_cluster.cluster_status import AutotuneStatus, ClassAttainment, ClusterStatus
+    from sluice_cli.local_cluster.cluster_status import AutotuneStatus, ClassAttainment, ClusterStatus, RouterStatusRow
 
 STATE_STYLES = {"ready": "green", "draining": "yellow", "drained": "yellow", "lost": "red", "refused": "red"}
 
@@ -21,28 +21,16 @@ def print_cluster_status(console: Console, status: ClusterStatus) -> None:
         console.print(f"try: {make_curl_line(status)}", markup=False, soft_wrap=True)
 
 
-def make_cluster_table(view: ClusterStatus) -> Table:
-    """The table of engines, with the routers above and the attainment below it."""
-    routers = "   ".join(
-        f"{router.name} {router.url} ({'ready' if router.is_ready else 'not ready'}, plan {router.generation},"
-        f" {router.num_requests} requests)"
-        for router in view.routers
-    )
-    attained = "   ".join(
-        f"{counters.name}: {counters.num_finished} finished, TTFT {_share(counters.num_met_ttft, counters)},"
-        f" TPOT {_share(counters.num_met_tpot, counters)}, both {_share(counters.num_met_both, counters)}"
-        for counters in view.classes
-        if counters.num_finished
-    )
-    if view.autotune:
-        attained = "\n".join(filter(None, (attained, _describe_tuning(view.autotune))))
-    table = Table(title=f"{view.name}: {view.phase}   {routers}", title_justify="left", caption=attained or None)
+def make_cluster_table(status: ClusterStatus) -> Table:
+    """Makes the table of engines, with the routers above and the attainment below it."""
+    title = f"{status.name}: {status.phase}   {'   '.join(map(_describe_router, status.routers))}"
+    table = Table(title=title, title_justify="left", caption=_describe_service(status) or None)
     table.caption_justify = "left"
     for name in ("engine", "role", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("chunk", "running", "waiting", "KV free/used/total", "moves in/out", "restarts"):
         table.add_column(name, justify="right", no_wrap=True)
-    for engine in view.engines:
+    for engine in status.engines:
         style = STATE_STYLES.get(engine.state, "dim")
         kv = f"{engine.kv_blocks_free}/{engine.kv_blocks_used}/{engine.kv_blocks_total}"
         table.add_row(
@@ -59,6 +47,23 @@ def make_cluster_table(view: ClusterStatus) -> Table:
     return table
 
 
+def _describe_router(router: RouterStatusRow) -> str:
+    readiness = "ready" if router.is_ready else "not ready"
+    return f"{router.name} {router.url} ({readiness}, plan {router.generation}, {router.num_requests} requests)"
+
+
+def _describe_service(status: ClusterStatus) -> str:
+    """Says how well the requests were served, and what the tuner makes of it."""
+    attained = "   ".join(
+        f"{counters.name}: {counters.num_finished} finished, TTFT {_share(counters.num_met_ttft, counters)},"
+        f" TPOT {_share(counters.num_met_tpot, counters)}, both {_share(counters.num_met_both, counters)}"
+        for counters in status.classes
+        if counters.num_finished
+    )
+    tuning = _describe_tuning(status.autotune) if status.autotune else ""
+    return "\n".join(filter(None, (attained, tuning)))
+
+
 def _describe_tuning(tuning: AutotuneStatus) -> str:
     line = f"autotune: {tuning.reason}: {tuning.message}"
     if tuning.prefill_heavy is None:
@@ -70,16 +75,16 @@ def _describe_tuning(tuning: AutotuneStatus) -> str:
     )
 
 
-def make_curl_line(view: ClusterStatus) -> str:
-    """A line to try."""
+def make_curl_line(status: ClusterStatus) -> str:
+    """Makes a command line that sends a first request."""
     body = '{"model": "%s", "stream": true, "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}'
     options = "-N"
-    if view.routers and view.routers[0].front_tls:
-        options += f" --cacert {view.routers[0].front_tls}/tls.crt"
-    if view.routers and view.routers[0].needs_key:
+    if status.routers and status.routers[0].front_tls:
+        options += f" --cacert {status.routers[0].front_tls}/tls.crt"
+    if status.routers and status.routers[0].needs_key:
         options += ' -H "Authorization: Bearer $SLUICE_API_KEY"'
-    url = f"{view.url}/v1/chat/completions"
-    return f"curl {options} {url} -H 'Content-Type: application/json' -d '{body % view.model}'"
+    url = f"{status.url}/v1/chat/completions"
+    return f"curl {options} {url} -H 'Content-Type: application/json' -d '{body % status.model}'"
 
 
 def _share(num_met: int, counters: ClassAttainment) -> str:

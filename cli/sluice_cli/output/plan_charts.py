@@ -35,8 +35,8 @@ _STYLE: Any = {
     "legend.borderaxespad": 0.2,
 }
 _SIZE_INCHES = (6.2, 4.0)
-# The colour scale of a heat map, in units of the best goodput: all below it is equally bad, and its dark end, which hides
-# the numbers, stays unused.
+# Ends of a heat map's colour scale, in units of the best goodput: all below it is equally bad, and the dark end, which
+# would hide the numbers, stays unused.
 _WORST_SHARE, _DARKEST_SHARE = 0.6, 1.15
 _DARK_COLOUR = 0.5  # of the colour scale, from which on numbers are written in white
 

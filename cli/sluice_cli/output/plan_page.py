@@ -78,9 +78,9 @@ def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate,
 
 def _describe_plan(inputs: PlanInputs, result: PlanResult) -> dict[str, str]:
     spec, binding, prediction = inputs.spec, result.binding, result.prediction
-    attainment = show_interval(prediction.attainment, ".1f", 100)
+    goodput, attainment = show_interval(result.goodput_rps, ".2f"), show_interval(prediction.attainment, ".1f", 100)
     return {
-        "Goodput": f"{show_interval(result.goodput_rps, '.2f')} requests/s at {100 * inputs.goal.target:g} % attainment",
+        "Goodput": f"{goodput} requests/s at {100 * inputs.goal.target:g} % attainment",
         "Attainment": f"{attainment} % at {prediction.rate_rps:.2f} requests/s",
         "Objectives": f"TTFT {spec.slo.ttft_s * 1e3:g} ms, TPOT {spec.slo.tpot_s * 1e3:g} ms",
         "Limited by": f"{binding.objective.upper()}; {RESOURCES[binding.resource]}",
@@ -137,7 +137,7 @@ def choose_explored(result: PlanResult) -> tuple[int, dict[tuple[int, int], floa
             goodputs_rps = by_count.setdefault(candidate.num_prefill_heavy, {})
             sizes = (candidate.prefill_heavy_tokens, candidate.decode_heavy_tokens)
             goodputs_rps[sizes] = max(goodputs_rps.get(sizes, 0.0), standing.goodput_rps)
-    # Large clusters are explored on fewer engines, so that little was tried at the plan's own number: the nearest number
-    # with enough cells is taken.
+    # Large clusters are explored on fewer engines, so little may have been tried at the plan's own number of P-heavy
+    # engines. The nearest number with enough cells is taken.
     count = max(by_count, key=lambda one: (len(by_count[one]) >= _FEWEST_CELLS, -abs(one - chosen.num_prefill_heavy)))
     return count, by_count[count]

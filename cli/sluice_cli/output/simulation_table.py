@@ -8,7 +8,7 @@ from rich.table import Table
 def make_results_table(report: dict[str, object]) -> Table:
     """Shows the metrics on a terminal."""
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_row("cell", f"{report['model']} on {report['gpu']}, {report['strategy']} {report['engines']}")
+    table.add_row("cluster", f"{report['model']} on {report['gpu']}, {report['strategy']} {report['engines']}")
     if "goodput_rps" in report:
         table.add_row("goodput", f"{report['goodput_rps']:.2f} ± {report['goodput_sd']:.2f} requests/s")
     else:

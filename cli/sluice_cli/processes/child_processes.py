@@ -1,8 +1,4 @@
-"""ChildProcess processes: started in a session of their own, dying with the launcher, awaited through pidfds.
-
-A session of its own keeps the terminal's Ctrl-C from a child (the launcher drains it instead) and makes its process
-group its own, so that what a child leaves behind is killed with it.
-"""
+"""Child processes: started in a session of their own, dying with the launcher, awaited through pidfds."""
 
 from __future__ import annotations
 
@@ -111,6 +107,8 @@ async def spawn(launch: LaunchSpec) -> ChildProcess:
             (os.POSIX_SPAWN_OPEN, 1, str(launch.log), append & ~os.O_CLOEXEC, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
+        # A session of its own keeps the terminal's Ctrl-C from the child, which the launcher drains instead. Its
+        # process group is its own too, so that what it leaves behind is killed with it.
         setsid=True,
         setsigmask=[],
         setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGHUP],

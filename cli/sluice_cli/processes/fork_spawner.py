@@ -1,7 +1,6 @@
-"""Starts engines by forking them off a process that has imported vLLM (``forkserver``); a ``Spawner`` like any other.
+"""Starts engines by forking them off a process that has imported vLLM; a ``Spawner`` like any other.
 
-The fork server is a means to an earlier start, never a condition: whatever is wrong with it, the engine is started as
-a process of its own.
+The fork server only saves time: if anything is wrong with it, the engine is started as a process of its own.
 """
 
 from __future__ import annotations

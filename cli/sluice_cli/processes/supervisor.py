@@ -1,4 +1,4 @@
-"""Keeps one program running: crash, back-off, restart, until it is told to stop."""
+"""Keeps one process running: crash, back-off, restart, until it is stopped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def describe_exit(code: int) -> str:
 
 
 class SupervisedProcess:
-    """A supervised program.
+    """A program that is started again when it ends.
 
     Args:
         name: For people.
@@ -87,7 +87,8 @@ class SupervisedProcess:
                 num_failures = 1 if self._clock() - self.started_s > STABLE_S else num_failures + 1
                 delay_s = backoff_s(num_failures)
                 self._report(
-                    f"{self.name} ended ({describe_exit(code)}); it starts again in {delay_s:g} s; see {self.launch.log}"
+                    f"{self.name} ended ({describe_exit(code)});"
+                    f" it starts again in {delay_s:g} s; see {self.launch.log}"
                 )
                 await self._pause(delay_s)
         finally:

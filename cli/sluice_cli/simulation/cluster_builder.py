@@ -44,11 +44,12 @@ def build_cluster(spec: ClusterSpec, seed: int) -> Cell:
 
 
 def make_options(settings: SimulationSettings) -> SimOptions:
-    """Makes the semantics; prefills that wait for a grant are those of papers, whose engines do not schedule ahead."""
+    """Makes the simulator's options."""
     return SimOptions(
         no_grant=settings.no_grant,
         ttft_end=settings.ttft_end,
         counts_decodes=settings.budget == "all",
+        # Only papers let prefills wait for grants, and their engines do not schedule ahead.
         schedules_ahead=settings.scheduling == AHEAD and settings.no_grant is not NoGrant.WAIT,
         hash_block_tokens=HASH_BLOCK_TOKENS if settings.prefix_reuse else None,
         wait_limit_s=settings.wait_limit_s,

@@ -18,7 +18,7 @@ from sluice_router.settings import Limits
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec, SloClassSpec, SloSpec
 
 _GROUP = re.compile(r"([1-9][0-9]{0,4})x(max|[0-9]{1,7})")
 _MOST_GROUPS = 2  # P-heavy engines, then D-heavy ones
@@ -42,7 +42,7 @@ class EngineGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """A cell in words and numbers; what goes to worker processes.
+    """The description; worker processes receive it.
 
     Args:
         model: Name or path of a config.json.
@@ -87,7 +87,7 @@ def format_engines(engines: Iterable[EngineGroup]) -> str:
 
 
 def read_manifest_spec(manifest: ServingCluster, model: str | None, gpu: str | None) -> ClusterSpec:
-    """Makes the cell of a manifest.
+    """Describes the cluster of a manifest.
 
     Args:
         manifest: The manifest.
@@ -103,39 +103,47 @@ def read_manifest_spec(manifest: ServingCluster, model: str | None, gpu: str | N
     if gpu is None and emulation is not None:
         gpu, num_gpus = parse_gpus(emulation.gpu)
     if model is None or gpu is None:
-        raise ValueError("a manifest does not say what its engines run on: give --model and --gpu")
-    sliders = resolve_sliders(spec)
-    groups = [
-        EngineGroup(count=sliders.num_prefill_heavy, chunk_size_tokens=sliders.prefill_heavy_tokens),
-        EngineGroup(count=spec.replicas - sliders.num_prefill_heavy, chunk_size_tokens=sliders.decode_heavy_tokens),
-    ]
-    if sliders.prefill_heavy_tokens == sliders.decode_heavy_tokens:
-        groups = [EngineGroup(count=spec.replicas, chunk_size_tokens=sliders.prefill_heavy_tokens)]
-    parameters = spec.parameters
+        raise ValueError(
+            "the manifest has no spec.engine.emulation, so it names no model and GPU; give --model and --gpu"
+        )
     return ClusterSpec(
         model=model,
         gpu=gpu,
         tensor_parallel=num_gpus,
         strategy=spec.strategy.lower(),
-        engines=tuple(group for group in groups if group.count),
-        slo=Slo(ttft_s=spec.slo.ttft_milliseconds / 1e3, tpot_s=spec.slo.tpot_milliseconds / 1e3),
-        settings=SimulationSettings(
-            watermark=parameters.watermark_percent / 100,
-            approaching_factor=parameters.approaching_factor_percent / 100,
-            early_rejection=EarlyRejection(parameters.early_rejection),
-            min_tokens_between_moves=parameters.min_tokens_between_moves,
-            max_batch_tokens=spec.engine.max_batch_tokens,
-            scheduling=AHEAD,
-            wait_limit_s=Limits().wait_limit_s,  # a manifest cannot change it
-        ),
-        classes=tuple(
-            SloClass(
-                name=slo_class.name,
-                slo=Slo(ttft_s=slo_class.ttft_milliseconds / 1e3, tpot_s=slo_class.tpot_milliseconds / 1e3),
-                priority=slo_class.priority,
-            )
-            for slo_class in spec.slo.classes
-        ),
+        engines=_group_engines(spec),
+        slo=_make_slo(spec.slo),
+        settings=_make_settings(spec),
+        classes=tuple(SloClass(name=one.name, slo=_make_slo(one), priority=one.priority) for one in spec.slo.classes),
+    )
+
+
+def _group_engines(spec: ServingClusterSpec) -> tuple[EngineGroup, ...]:
+    sliders = resolve_sliders(spec)
+    # Engines with one chunk size are one group, which means aggregation.
+    if sliders.prefill_heavy_tokens == sliders.decode_heavy_tokens:
+        return (EngineGroup(count=spec.replicas, chunk_size_tokens=sliders.prefill_heavy_tokens),)
+    groups = (
+        EngineGroup(count=sliders.num_prefill_heavy, chunk_size_tokens=sliders.prefill_heavy_tokens),
+        EngineGroup(count=spec.replicas - sliders.num_prefill_heavy, chunk_size_tokens=sliders.decode_heavy_tokens),
+    )
+    return tuple(group for group in groups if group.count)
+
+
+def _make_slo(slo: SloSpec | SloClassSpec) -> Slo:
+    return Slo(ttft_s=slo.ttft_milliseconds / 1e3, tpot_s=slo.tpot_milliseconds / 1e3)
+
+
+def _make_settings(spec: ServingClusterSpec) -> SimulationSettings:
+    parameters = spec.parameters
+    return SimulationSettings(
+        watermark=parameters.watermark_percent / 100,
+        approaching_factor=parameters.approaching_factor_percent / 100,
+        early_rejection=EarlyRejection(parameters.early_rejection),
+        min_tokens_between_moves=parameters.min_tokens_between_moves,
+        max_batch_tokens=spec.engine.max_batch_tokens,
+        scheduling=AHEAD,
+        wait_limit_s=Limits().wait_limit_s,  # a manifest cannot change it
     )
 
 

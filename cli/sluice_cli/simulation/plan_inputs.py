@@ -34,7 +34,7 @@ _MOST_REPLICAS = 1024  # as many as a manifest may ask for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFlags:
-    """What the command line says; None: nothing.
+    """What the command line of ``sluice plan`` says; None: nothing.
 
     Args:
         model: Name or path.
@@ -76,11 +76,11 @@ class PlanInputs:
     """A planning task.
 
     Args:
-        spec: The cell that it starts from.
+        spec: The cluster that it starts from.
         problem: What is planned for.
         space: What may be chosen.
-        goal: What is wanted.
-        in_force: The plan in force; None: there is none.
+        goal: What to reach.
+        in_force: What runs now; None: nothing.
         manifest: The manifest; None: there is none.
     """
 
@@ -164,7 +164,7 @@ def _with_engine(spec: ClusterSpec, tensor_parallel: int) -> ClusterSpec:
 
 
 def _make_candidate(spec: ClusterSpec) -> Candidate:
-    """Makes the candidate that a cell is; one group of engines is aggregation, whatever the strategy says."""
+    """Makes the candidate that a cluster is; one group of engines is aggregation, whatever its strategy says."""
     most = spec.settings.max_batch_tokens
     sizes = [most if group.chunk_size_tokens is None else group.chunk_size_tokens for group in spec.engines]
     is_single = len(spec.engines) == 1
@@ -221,7 +221,7 @@ def _make_goal(
     present = sum(group.count for group in spec.engines) or None
     if flags.replicas:
         low, high = flags.replicas
-        # A number alone is all there is: with a rate, fewer will do too.
+        # A number alone is a most with a rate: fewer engines may serve it too.
         low = 1 if low == high and flags.rate_rps else low
     elif flags.rate_rps:
         low, high = (bounds.min, bounds.max) if bounds else (1, _MOST_REPLICAS)

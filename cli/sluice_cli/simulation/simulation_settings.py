@@ -19,7 +19,7 @@ AHEAD, IN_STEP = "ahead", "in_step"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSettings:
-    """Parameters of a cell that ``--set NAME=VALUE`` changes; the defaults are the product's.
+    """Parameters of a simulated cluster that ``--set NAME=VALUE`` changes; the defaults are the product's.
 
     Args:
         watermark: M, a share of KV blocks and of max_num_seqs.
@@ -29,8 +29,9 @@ class SimulationSettings:
         no_grant: What a finished prefill does when no engine grants it blocks: ``in_place`` or ``wait``.
         ttft_end: When TTFT ends: ``first_token`` or ``decode_join``.
         budget: What the chunk size counts: ``all`` tokens or those of ``prefill`` only.
-        scheduling: ``ahead``: engines schedule an iteration while another runs, as vLLM does; ``in_step``: papers.
-        wait_limit_s: Longest wait at the router before a request is refused; None: for ever.
+        scheduling: ``ahead``: engines schedule an iteration while another runs, as vLLM does; ``in_step``: between
+            iterations, as papers assume.
+        wait_limit_s: Longest wait at the router before a request is refused; None: no limit.
         message_s: Time of a message between an engine's scheduler and a router, with ``ahead``.
         placement: Where prefills run; None: as the strategy says.
         flow: False: requests decode where their prefill ran.
@@ -44,8 +45,8 @@ class SimulationSettings:
         link_shared: All engines share one link.
         host_iteration_s: The host's work per iteration; None: as the profile assumes.
         profile: Where the profile comes from; None: the best one there is.
-        prefix_reuse: Engines reuse the KV of prompts that begin alike, as the trace's hashes say; False: they do not, and the
-            requests are the same. None: hashes are not looked at. A flag of its own.
+        prefix_reuse: True: engines reuse the KV of prompts that begin alike, by the trace's hashes. False: the same
+            requests without reuse. None: hashes are ignored. ``--prefix-reuse`` sets it.
     """
 
     watermark: float = 0.95

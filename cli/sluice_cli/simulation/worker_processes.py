@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from sluice_core.sim import pickling  # noqa: F401 - cells, trials and summaries go between processes
+from sluice_core.sim import pickling  # noqa: F401 - clusters, trials and summaries go between processes
 from sluice_core.sim.cell import GC_THRESHOLD
 
 if TYPE_CHECKING:
