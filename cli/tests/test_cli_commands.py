@@ -67,9 +67,17 @@ def test_the_help_lists_each_command_with_the_first_line_of_its_own_help() -> No
     assert "No such command 'x'" in run("x")[1]
 
 
-def test_the_help_imports_no_command() -> None:
-    code = "import sys, sluice_cli.main; assert not {'grpc', 'pydantic', 'rich', 'aiohttp'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("sluice_cli.main", {"grpc", "pydantic", "rich", "aiohttp", "psutil"}),
+        ("sluice_cli.commands.status", {"aiohttp", "watchfiles", "matplotlib", "sluice_core.sim"}),
+        ("sluice_cli.commands.plan", {"grpc", "matplotlib", "jinja2"}),
+    ],
+)
+def test_commands_import_only_what_they_need(module: str, heavy: set[str]) -> None:
+    code = f"import sys, {module}; print(*sorted({heavy!r} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "\n"
 
 
 def test_up_without_the_model_says_where_it_belongs(home: Path) -> None:

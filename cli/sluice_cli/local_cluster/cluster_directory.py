@@ -137,15 +137,15 @@ class ClusterDirectory:
         """Stores the plan for cold starts."""
         self._write("plan.json", plan)
 
-    def write_tuning(self, tuning: dict[str, Any] | None) -> None:
-        """Stores what the tuner says; None: it is off."""
+    def write_autotune(self, tuning: dict[str, Any] | None) -> None:
+        """Stores what the tuner decided; None: it is off."""
         if tuning is None:
             (self.path / "autotune.json").unlink(missing_ok=True)
         else:
             self._write("autotune.json", tuning)
 
-    def read_tuning(self) -> dict[str, Any] | None:
-        """What the tuner said last."""
+    def read_autotune(self) -> dict[str, Any] | None:
+        """Reads what the tuner decided last; None: it is off."""
         tuning: dict[str, Any] | None = self._read("autotune.json")
         return tuning
 

@@ -50,7 +50,7 @@ class LocalAutotuner:
         self._window = AttainmentWindow()
         self._in_force: tuple[Sliders, Sliders] | None = None
         self.status: AutotuneStatus | None = None
-        directory.write_tuning(None)
+        directory.write_autotune(None)
 
     def take(self, statuses: Sequence[control_pb2.GetStatusResponse]) -> None:
         """Takes the routers' counters."""
@@ -91,7 +91,7 @@ class LocalAutotuner:
         if view == old:
             return
         self.status = view
-        self._directory.write_tuning(None if view is None else asdict(view))
+        self._directory.write_autotune(None if view is None else asdict(view))
         if view is not None and (old is None or old.reason != view.reason):
             self._report(f"autotune: {view.message}")
         if answer is not None and (old is None or _describe_answer(answer).items() - asdict(old).items()):

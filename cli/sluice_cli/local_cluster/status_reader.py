@@ -23,7 +23,7 @@ async def read_cluster_status(directory: ClusterDirectory) -> ClusterStatus:
     processes = directory.read_processes() if is_running else []
     routers = [process for process in processes if process.kind == "router"]
     answers = await asyncio.gather(*map(_ask, routers))
-    tuning = directory.read_tuning() if is_running else None
+    tuning = directory.read_autotune() if is_running else None
     return make_cluster_status(
         name=directory.name,
         phase=facts.get("phase", "unknown") if is_running else "stopped",
