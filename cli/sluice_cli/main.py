@@ -20,7 +20,6 @@ COMMANDS = {
     "demo": "Shows in a minute what Sluice does: placement, moves, a live slider, a killed engine.",
     "plan": "Plans sliders for the requests of a trace: of MANIFEST within its bounds, or of flags.",
     "simulate": "Simulates a cluster on a trace: of MANIFEST, of flags, or of a manifest that flags change.",
-    "bench": "Measures without a cluster.",
 }
 
 

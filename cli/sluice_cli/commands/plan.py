@@ -31,7 +31,7 @@ from sluice_cli.output.progress import show_progress
 from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs
 from sluice_cli.simulation.plan_search import search_plan
 from sluice_cli.simulation.trace_files import read_trace
-from sluice_core.planning.search import Effort
+from sluice_core.planning.search import SearchEffort
 from sluice_operator.api.manifest import parse_manifest
 
 
@@ -112,7 +112,7 @@ def plan(
     Without --rate it searches for the highest goodput of the engines there are. With --rate it searches for the fewest
     GPUs that serve the rate at the target.
     """
-    effort = Effort(seeds=seeds, duration_s=duration_s)
+    effort = SearchEffort(seeds=seeds, duration_s=duration_s)
     with as_command_error(ValueError):  # a ManifestError is one
         given = PlanFlags(**flags)
         rows = read_trace(trace, skips_unanswered=skip_unanswered, reads_hashes=given.prefix_reuse is not None)

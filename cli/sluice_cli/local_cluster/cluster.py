@@ -21,8 +21,8 @@ from sluice_cli.local_cluster.process_factory import ProcessFactory
 from sluice_cli.processes.ports import PortError
 from sluice_core.records import EngineId
 from sluice_operator.api import names
-from sluice_operator.autotune.tuner import Circumstances
-from sluice_operator.routers.engine_reports import has_taken, merge_reports
+from sluice_operator.autotune.tuner import TunerInputs
+from sluice_operator.routers.engine_reports import has_acknowledged, merge_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sluice_cli.processes.ports import PortAllocator
     from sluice_cli.processes.supervisor import SupervisedProcess
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.autotune.search_process import Ask
+    from sluice_operator.autotune.search_process import RunSearch
 
 # Between SIGTERM and SIGKILL, beyond the drain itself: interpreters take seconds to shut down under load.
 STOP_MARGIN_S = 15.0
@@ -73,7 +73,7 @@ class LocalCluster:
         http_port: int | None = None,
         report: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
-        ask: Ask | None = None,
+        ask: RunSearch | None = None,
     ) -> None:
         self.manifest = manifest
         # The manifest with the sliders in force, which the tuner may have changed.
@@ -247,7 +247,7 @@ class LocalCluster:
         router = self._factory.start_router(self.manifest, name, desired.router_hash, self._group)
         self._routers[name] = router
         if self._plan.plan:
-            router.link.offer(self._plan.plan)
+            router.link.set_plan(self._plan.plan)
 
     async def _remove_router(self, name: str) -> None:
         # It stays in the table until it has ended: a stop of the whole cluster meanwhile must find it.
@@ -320,7 +320,7 @@ class LocalCluster:
             return
         self._plan_s = self._clock()
         for router in self._routers.values():
-            router.link.offer(plan)
+            router.link.set_plan(plan)
         self._notify()
 
     def _retune(self) -> None:
@@ -337,8 +337,8 @@ class LocalCluster:
     def _statuses(self) -> list[control_pb2.GetStatusResponse]:
         return [router.link.status for router in self._routers.values() if router.link.status]
 
-    def _circumstances(self) -> Circumstances:
-        return Circumstances(
+    def _circumstances(self) -> TunerInputs:
+        return TunerInputs(
             cluster=self.manifest,
             statuses=self._statuses(),
             counts=self._autotuner.counts,
@@ -353,7 +353,7 @@ class LocalCluster:
             and len(self._engines) == self.manifest.spec.replicas
             and all(map(self._is_serving, self._engines))
             and len(statuses) == len(self._routers)
-            and has_taken(plan, merge_reports(statuses), statuses)
+            and has_acknowledged(plan, merge_reports(statuses), statuses)
         )
 
     def _engine_status(self, engine_id: EngineId) -> control_pb2.EngineStatus | None:

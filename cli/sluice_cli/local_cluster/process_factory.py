@@ -12,7 +12,7 @@ from sluice_cli.processes.child_processes import LaunchSpec
 from sluice_cli.processes.supervisor import SupervisedProcess
 from sluice_operator.api import names
 from sluice_operator.resources import commands
-from sluice_operator.routers.connection import RouterLink
+from sluice_operator.routers.connection import RouterConnection
 
 if TYPE_CHECKING:
     import asyncio
@@ -102,7 +102,7 @@ class ProcessFactory:
         process = self._supervise(name, LaunchSpec(command=tuple(command), log=self.directory.log_path(name)), "router")
         tls = make_control_tls(security)
         address = f"{HOST}:{site.control_port}"
-        link = RouterLink(name, address, report=self.report, on_status=self.on_status, tls=tls)
+        link = RouterConnection(name, address, log=self.report, on_status=self.on_status, tls=tls)
         group.create_task(process.run(), name=name)
         return ManagedRouter(
             site=site,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
-    from sluice_core.planning.candidates import Candidate
+    from sluice_core.planning.candidates import SliderCandidate
     from sluice_core.planning.planner import PlanResult
 
 _FEWEST_CELLS = 4  # of a heat map that shows something
@@ -42,7 +42,9 @@ class PageChart:
     note: str
 
 
-def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate, Sequence[tuple[float, float]]]) -> str:
+def make_page(
+    inputs: PlanInputs, result: PlanResult, curves: Mapping[SliderCandidate, Sequence[tuple[float, float]]]
+) -> str:
     """Makes the page.
 
     Args:
@@ -67,8 +69,8 @@ def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate,
         ],
         alternatives=[
             (
-                name_candidate(other.standing.candidate),
-                f"{other.standing.goodput_rps:.2f}",
+                name_candidate(other.ranked.candidate),
+                f"{other.ranked.goodput_rps:.2f}",
                 f"{show_interval(other.difference, '+.1f', 100)} %",
             )
             for other in result.alternatives
@@ -77,7 +79,7 @@ def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate,
 
 
 def _describe_plan(inputs: PlanInputs, result: PlanResult) -> dict[str, str]:
-    spec, binding, prediction = inputs.spec, result.binding, result.prediction
+    spec, binding, prediction = inputs.spec, result.bottleneck, result.prediction
     goodput, attainment = show_interval(result.goodput_rps, ".2f"), show_interval(prediction.attainment, ".1f", 100)
     return {
         "Goodput": f"{goodput} requests/s at {100 * inputs.goal.target:g} % attainment",
@@ -88,7 +90,7 @@ def _describe_plan(inputs: PlanInputs, result: PlanResult) -> dict[str, str]:
     }
 
 
-def _chart_attainment(inputs: PlanInputs, curves: Mapping[Candidate, Sequence[tuple[float, float]]]) -> PageChart:
+def _chart_attainment(inputs: PlanInputs, curves: Mapping[SliderCandidate, Sequence[tuple[float, float]]]) -> PageChart:
     percents = {
         name_candidate(candidate): [(rate, 100 * attainment) for rate, attainment in points]
         for candidate, points in curves.items()
@@ -131,12 +133,12 @@ def choose_explored(result: PlanResult) -> tuple[int, dict[tuple[int, int], floa
     """
     chosen = result.chosen
     by_count: dict[int, dict[tuple[int, int], float]] = {}
-    for standing in result.found.explored:
-        candidate = standing.candidate
+    for ranked in result.found.explored:
+        candidate = ranked.candidate
         if (candidate.strategy, candidate.replicas) == (chosen.strategy, chosen.replicas):
             goodputs_rps = by_count.setdefault(candidate.num_prefill_heavy, {})
             sizes = (candidate.prefill_heavy_tokens, candidate.decode_heavy_tokens)
-            goodputs_rps[sizes] = max(goodputs_rps.get(sizes, 0.0), standing.goodput_rps)
+            goodputs_rps[sizes] = max(goodputs_rps.get(sizes, 0.0), ranked.goodput_rps)
     # Large clusters are explored on fewer engines, so little may have been tried at the plan's own number of P-heavy
     # engines. The nearest number with enough cells is taken.
     count = max(by_count, key=lambda one: (len(by_count[one]) >= _FEWEST_CELLS, -abs(one - chosen.num_prefill_heavy)))

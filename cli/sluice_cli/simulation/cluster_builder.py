@@ -9,7 +9,7 @@ from sluice_cli.simulation.simulation_settings import AHEAD
 from sluice_core.latency.catalog import Assumptions, ProfileKind, load_model_on_gpu
 from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EngineId, FlowParameters, Role
-from sluice_core.sim.cell import Cell, EngineSetup, Link, NoGrant, SimOptions
+from sluice_core.sim.cell import Cell, EngineSetup, NoGrant, SimOptions, TransferLink
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS
 from sluice_core.strategies import get_strategy
 
@@ -66,7 +66,7 @@ def build_engines(spec: ClusterSpec) -> list[EngineSetup]:
         bytes_per_s=settings.link_bytes_per_s or speed.bytes_per_s,
         latency_s=speed.latency_s if settings.link_latency_s is None else settings.link_latency_s,
     )
-    link = Link(name="shared" if settings.link_shared else "", speed=speed)
+    link = TransferLink(name="shared" if settings.link_shared else "", speed=speed)
     return [
         EngineSetup(
             engine_id=EngineId(f"{role.value[0].lower()}{number}"),

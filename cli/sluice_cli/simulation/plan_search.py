@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
-    from sluice_core.planning.candidates import Candidate
+    from sluice_core.planning.candidates import SliderCandidate
     from sluice_core.planning.planner import PlanResult
-    from sluice_core.planning.search import Effort
+    from sluice_core.planning.search import SearchEffort
 
 _CURVE_FACTORS = (0.6, 0.75, 0.85, 0.92, 1.0, 1.08, 1.2)  # rates of a curve, in units of the plan's goodput
 _MOST_CURVES = 8  # as many as a palette has colours that everybody can tell apart
@@ -31,12 +31,12 @@ class PlanSearch:
     """
 
     result: PlanResult
-    curves: Mapping[Candidate, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    curves: Mapping[SliderCandidate, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
 def search_plan(
     inputs: PlanInputs,
-    effort: Effort,
+    effort: SearchEffort,
     num_processes: int,
     report: Callable[[float, str], None],
     *,
@@ -64,7 +64,7 @@ def search_plan(
         return PlanSearch(result=result, curves=curves)
 
 
-def _choose_curves(result: PlanResult) -> tuple[list[Candidate], list[float]]:
+def _choose_curves(result: PlanResult) -> tuple[list[SliderCandidate], list[float]]:
     """Chooses the candidates whose attainment is drawn, and the rates, around the plan's goodput."""
-    candidates = [standing.candidate for standing in result.found.standings[:_MOST_CURVES]]
+    candidates = [ranked.candidate for ranked in result.found.ranking[:_MOST_CURVES]]
     return candidates, [factor * result.goodput_rps.mean for factor in _CURVE_FACTORS]
