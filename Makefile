@@ -32,7 +32,7 @@ MODEL := .sluice/volumes/models/tiny/sluice-recipe.json
 ENGINE := $(if $(shell nvidia-smi -L 2>/dev/null),engine,engine-cpu)
 # The wheel as images install it, with sluice_core compiled (hatch_build.py); tests and benchmarks run on it.
 COMPILED := build/compiled/stamp
-SOURCES := $(shell find core protos router engine_image operator cli -path '*/sluice*' -name '*.py')
+SOURCES := $(shell find core protos router engine_image operator cli -path '*/sluice*' \( -name '*.py' -o -name '*.jinja' \))
 # Bytecode is compiled at the installation: where PYTHONDONTWRITEBYTECODE is set, importing vLLM would cost 25 s each time.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
 

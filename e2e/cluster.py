@@ -24,8 +24,8 @@ import psutil
 import yaml
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
-from sluice_cli.commands.status import read_view
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
+from sluice_cli.local_cluster.status_reader import read_cluster_status
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -69,7 +69,7 @@ class Cluster:
         directory = ClusterDirectory(self.name, self.directory / ".sluice")
         # In a thread of its own, so that it may be called from coroutines too.
         with ThreadPoolExecutor(1) as thread:
-            view = thread.submit(asyncio.run, read_view(directory)).result()
+            view = thread.submit(asyncio.run, read_cluster_status(directory)).result()
         return view.to_dict()
 
     def processes(self, kind: str) -> dict[str, dict[str, Any]]:

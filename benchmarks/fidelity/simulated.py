@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.fidelity.records import RecordedBatch
 
-from sluice_cli.simulation.cell_settings import build_cell, describe_manifest
+from sluice_cli.simulation.cluster_builder import build_cluster
+from sluice_cli.simulation.cluster_spec import read_manifest_spec
 from sluice_core.records import Role, Slo
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.sim.cell import Arrival
@@ -59,12 +60,12 @@ def make_cell(manifest: dict[str, Any], kv_blocks: int) -> tuple[Cell, Slo]:
         manifest: The manifest.
         kv_blocks: What its engines report.
     """
-    spec = describe_manifest(ServingCluster.model_validate(manifest), None, None)
+    spec = read_manifest_spec(ServingCluster.model_validate(manifest), None, None)
     defaults = EmulationSettings()
     settings = replace(
         spec.settings, link_bytes_per_s=defaults.link_bytes_per_s, link_latency_s=defaults.link_latency_s
     )
-    cell = build_cell(replace(spec, settings=settings), seed=0)
+    cell = build_cluster(replace(spec, settings=settings), seed=0)
     return replace(cell, engines=[replace(setup, kv_blocks_total=kv_blocks) for setup in cell.engines]), spec.slo
 
 

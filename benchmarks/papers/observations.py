@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from benchmarks.papers.findings import Unit
 from benchmarks.papers.trials import make_arrivals, run_trial
 
-from sluice_cli.simulation.cell_settings import build_cell
+from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_core.records import Slo
 from sluice_core.sim.cell import Arrival
 from sluice_core.sim.metrics import compute_percentile
@@ -96,7 +96,7 @@ def observe_interference(trial: PaperTrial) -> Observation:
     Source: TaiChi, section 2.3.1.
     """
     timeline = Timeline()
-    simulation = Simulation(build_cell(trial.spec, trial.seed), make_arrivals(trial), timeline)
+    simulation = Simulation(build_cluster(trial.spec, trial.seed), make_arrivals(trial), timeline)
     simulation.run()
     starts_s: dict[str, list[float]] = {}
     tokens: dict[str, list[int]] = {}
@@ -136,7 +136,7 @@ def observe_capacity(trial: PaperTrial) -> Observation:
         for output_tokens, count in requests
         for _ in range(count)
     ]
-    simulation = Simulation(build_cell(trial.spec, seed=1), arrivals)
+    simulation = Simulation(build_cluster(trial.spec, seed=1), arrivals)
     simulation.run()
     ends_s = sorted(request.first_token_s for request in simulation.requests)
     # The measurement begins after the decodes' own prefill and a tenth of the prompts.

@@ -10,7 +10,8 @@ from typing import Any
 from benchmarks.papers.findings import Band, PaperModel, PlotKind
 from pydantic import Field, model_validator
 
-from sluice_cli.simulation.cell_settings import CellSettings, CellSpec, change_settings, parse_engines
+from sluice_cli.simulation.cluster_spec import ClusterSpec, parse_engines
+from sluice_cli.simulation.simulation_settings import SimulationSettings, change_settings
 from sluice_core.records import Slo
 
 FOLDER = Path(__file__).parent
@@ -76,19 +77,19 @@ class PaperTestbed(PaperModel):
         "{duration_s:g} s, seeds {seeds}"
     )
 
-    def make_spec(self, system: System) -> CellSpec:
+    def make_spec(self, system: System) -> ClusterSpec:
         """Makes the cell of a system."""
         changes = {**self.settings, "flow": "on" if system.flow else "off"}
         if system.placement is not None:
             changes["placement"] = system.placement
-        return CellSpec(
+        return ClusterSpec(
             model=self.model,
             gpu=self.gpu,
             tensor_parallel=self.tensor_parallel,
             strategy=system.strategy,
             engines=parse_engines(system.engines),
             slo=Slo(ttft_s=self.slo[0], tpot_s=self.slo[1]),
-            settings=change_settings(CellSettings(), [f"{name}={value}" for name, value in changes.items()]),
+            settings=change_settings(SimulationSettings(), [f"{name}={value}" for name, value in changes.items()]),
         )
 
 

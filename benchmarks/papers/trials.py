@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from sluice_cli.simulation.cell_settings import CellSpec, build_cell
-from sluice_cli.simulation.worker_processes import load_rows, start_workers
+from sluice_cli.simulation.cluster_builder import build_cluster
+from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.worker_processes import start_workers
 from sluice_core.sim.goodput import TARGET, NoGoodputError, search_goodput
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.simulation import Simulation
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from sluice_cli.simulation.cluster_spec import ClusterSpec
     from sluice_core.sim.cell import Arrival
 
 _Result = TypeVar("_Result")
@@ -38,7 +40,7 @@ class PaperTrial:
         num_decodes: Decodes beside the prefill; of capacity only.
     """
 
-    spec: CellSpec
+    spec: ClusterSpec
     trace: Path
     seed: int
     duration_s: float
@@ -86,7 +88,7 @@ def make_arrivals(trial: PaperTrial) -> list[Arrival]:
 
 def run_trial(trial: PaperTrial) -> PaperResult:
     """Runs a trial, or searches its goodput."""
-    cell = build_cell(trial.spec, trial.seed)
+    cell = build_cluster(trial.spec, trial.seed)
     if trial.rate_rps is None:
         try:
             found = search_goodput(

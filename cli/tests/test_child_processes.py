@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from sluice_cli.local_cluster.cluster_directory import ProcessRecord, start_time
-from sluice_cli.processes.child_processes import Launch, spawn
+from sluice_cli.local_cluster.cluster_directory import ProcessRecord, read_start_time
+from sluice_cli.processes.child_processes import LaunchSpec, spawn
 from sluice_cli.processes.fork_spawner import ForkSpawner
-from sluice_cli.processes.ports import PortBook, PortError
+from sluice_cli.processes.ports import PortAllocator, PortError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ PORTS = range(25410, 25420)
 
 async def test_a_child_runs_in_a_session_of_its_own_with_its_environment_and_log(tmp_path: Path) -> None:
     script = "import os, sys; print(os.environ['A'], os.getsid(0) == os.getpid()); sys.exit(7)"
-    launch = Launch(command=("python", "-c", script), environment={"A": "x"}, log=tmp_path / "logs" / "child.log")
+    launch = LaunchSpec(command=("python", "-c", script), environment={"A": "x"}, log=tmp_path / "logs" / "child.log")
     child = await spawn(launch)
     assert await child.wait() == 7
     assert launch.log.read_text() == "x True\n"
@@ -34,7 +34,7 @@ async def test_a_child_runs_in_a_session_of_its_own_with_its_environment_and_log
 
 async def test_kill_group_takes_along_what_the_child_started(tmp_path: Path) -> None:
     script = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
-    child = await spawn(Launch(command=("python", "-c", script), log=tmp_path / "log"))
+    child = await spawn(LaunchSpec(command=("python", "-c", script), log=tmp_path / "log"))
     grandchild = psutil.Process(int(wait_for_line(tmp_path / "log")))
     child.kill_group()
     assert await child.wait() == -signal.SIGKILL
@@ -44,9 +44,9 @@ async def test_kill_group_takes_along_what_the_child_started(tmp_path: Path) -> 
 def test_a_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 import asyncio, pathlib
-from sluice_cli.processes.child_processes import Launch, spawn
+from sluice_cli.processes.child_processes import LaunchSpec, spawn
 async def main():
-    child = await spawn(Launch(command=("sleep", "60"), log=pathlib.Path({str(tmp_path / "log")!r})))
+    child = await spawn(LaunchSpec(command=("sleep", "60"), log=pathlib.Path({str(tmp_path / "log")!r})))
     print(child.pid, flush=True)
     await child.wait()
 asyncio.run(main())
@@ -72,7 +72,8 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "forked_program.py").write_text(
         "import os, sys\n"
         "if __name__ == '__main__':\n"
-        "    print(sys.argv[1:], os.environ['A'], os.getsid(0) == os.getpid(), 'preloaded' in sys.modules, flush=True)\n"
+        "    is_leader = os.getsid(0) == os.getpid()\n"
+        "    print(sys.argv[1:], os.environ['A'], is_leader, 'preloaded' in sys.modules, flush=True)\n"
         "    sys.exit(5)\n"
     )
     (tmp_path / "preloaded.py").write_text("")
@@ -87,7 +88,7 @@ async def test_a_fork_runs_as_a_process_of_its_own_would(program: Path) -> None:
     lines: list[str] = []
     spawner = ForkSpawner(("preloaded",), program / "server.log", lines.append)
     log = program / "fork.log"
-    launch = Launch(command=("python", "-m", "forked_program", "--x", "1"), environment={"A": "a"}, log=log)
+    launch = LaunchSpec(command=("python", "-m", "forked_program", "--x", "1"), environment={"A": "a"}, log=log)
     children = [await spawner(launch) for _ in range(2)]
     assert [await child.wait() for child in children] == [5, 5]
     assert log.read_text() == "['--x', '1'] a True True\n" * 2
@@ -100,7 +101,7 @@ async def test_a_fork_runs_as_a_process_of_its_own_would(program: Path) -> None:
 async def test_without_a_fork_server_programs_start_by_themselves(program: Path, module: str) -> None:
     lines: list[str] = []
     spawner = ForkSpawner((module,), program / "server.log", lines.append)
-    launch = Launch(command=("python", "-m", "forked_program"), environment={"A": "a"}, log=program / "log")
+    launch = LaunchSpec(command=("python", "-m", "forked_program"), environment={"A": "a"}, log=program / "log")
     assert await (await spawner(launch)).wait() == 5
     assert launch.log.read_text() == "[] a True False\n"
     assert lines == [f"engines start without the fork server: it has ended; see {program / 'server.log'}"]
@@ -109,14 +110,14 @@ async def test_without_a_fork_server_programs_start_by_themselves(program: Path,
 async def test_another_environment_gets_another_fork_server(program: Path) -> None:
     spawner = ForkSpawner(("preloaded",), program / "server.log", lambda line: None)
     for value in ("a", "b"):
-        launch = Launch(command=("python", "-m", "forked_program"), environment={"A": value}, log=program / value)
+        launch = LaunchSpec(command=("python", "-m", "forked_program"), environment={"A": value}, log=program / value)
         await (await spawner(launch)).wait()
         assert launch.log.read_text() == f"[] {value} True True\n"
     await spawner.close()
 
 
 def test_two_launchers_never_choose_one_port(tmp_path: Path) -> None:
-    first, second = PortBook(PORTS, directory=tmp_path), PortBook(PORTS, directory=tmp_path)
+    first, second = PortAllocator(PORTS, directory=tmp_path), PortAllocator(PORTS, directory=tmp_path)
     chosen = [book.choose() for book in (first, second) for _ in range(5)]
     assert sorted(chosen) == list(PORTS)
     with pytest.raises(PortError, match="no port from 25410 to 25419 is free"):
@@ -127,7 +128,7 @@ def test_two_launchers_never_choose_one_port(tmp_path: Path) -> None:
 
 def test_a_taken_port_is_named_with_its_owner_and_a_way_out(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 25409)):
-        book = PortBook(PORTS, directory=tmp_path)
+        book = PortAllocator(PORTS, directory=tmp_path)
         with pytest.raises(
             PortError, match=rf"port 25409 \(the manifest\) is in use .*process {os.getpid()}.*; do this"
         ):
@@ -135,7 +136,7 @@ def test_a_taken_port_is_named_with_its_owner_and_a_way_out(tmp_path: Path) -> N
 
 
 def test_a_record_finds_its_process_and_no_later_one_of_the_same_pid() -> None:
-    started = start_time(os.getpid())
+    started = read_start_time(os.getpid())
     assert started
     assert ProcessRecord(name="x", kind="engine", pid=os.getpid(), started=started).find()
     assert not ProcessRecord(name="x", kind="engine", pid=os.getpid(), started=started - 60).find()

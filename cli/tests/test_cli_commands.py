@@ -7,10 +7,13 @@ import io
 import json
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 import pytest
 import trustme
 from aiohttp import web
@@ -20,12 +23,17 @@ from rich.console import Console
 
 from sluice.certificates import CertificateFolder, make_server_context
 from sluice.v1 import control_pb2, plan_pb2
-from sluice_cli.commands.explain import UnknownRequestError, fetch_story, make_story
-from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord, start_time
+from sluice_cli.demo.openai_client import CompletionStream
+from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord, read_start_time
+from sluice_cli.local_cluster.cluster_status import (
+    RouterStatusRow,
+    make_cluster_status,
+)
+from sluice_cli.local_cluster.decision_log import UnknownRequestError, fetch_decision_log
 from sluice_cli.local_cluster.manifest_watch import follow_manifest
-from sluice_cli.main import cli
-from sluice_cli.openai_client import Stream
-from sluice_cli.output.cluster_view import RouterView, make_curl_line, make_table, make_view
+from sluice_cli.main import COMMANDS, cli
+from sluice_cli.output.cluster_table import make_cluster_table, make_curl_line
+from sluice_cli.output.decision_log_view import render_decision_log
 from sluice_operator.api.manifest import parse_manifest
 
 if TYPE_CHECKING:
@@ -47,6 +55,31 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_the_help_lists_each_command_with_the_first_line_of_its_own_help() -> None:
+    context = click.Context(cli)
+    assert run("--help")[0] == 0
+    for name, summary in COMMANDS.items():
+        command = cli.get_command(context, name)
+        assert command is not None
+        assert command.name == name
+        assert (command.help or "").splitlines()[0] == summary
+        assert summary.split()[0] in run("--help")[1]
+    assert "No such command 'x'" in run("x")[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("sluice_cli.main", {"grpc", "pydantic", "rich", "aiohttp", "psutil"}),
+        ("sluice_cli.commands.status", {"aiohttp", "watchfiles", "matplotlib", "sluice_core.sim"}),
+        ("sluice_cli.commands.plan", {"grpc", "matplotlib", "jinja2"}),
+    ],
+)
+def test_commands_import_only_what_they_need(module: str, heavy: set[str]) -> None:
+    code = f"import sys, {module}; print(*sorted({heavy!r} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "\n"
+
+
 def test_up_without_the_model_says_where_it_belongs(home: Path) -> None:
     code, output = run("up", str(EXAMPLE))
     assert code == 1
@@ -63,14 +96,14 @@ def test_up_without_secrets_says_where_they_belong(home: Path) -> None:
     assert f"spec.network.tls.secretName: {secrets}/secured-peers: tls.crt cannot be read" in output
 
 
-async def test_a_story_is_fetched_through_tls_with_a_key(tmp_path: Path) -> None:
+async def test_a_decision_log_is_fetched_through_tls_with_a_key(tmp_path: Path) -> None:
     folder = mount_secret(tmp_path, make_files(trustme.CA(), "elsewhere.example.com"))
-    story = {"request_id": "r", "events": []}
+    log = {"request_id": "r", "events": []}
 
     async def answer(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer sk-1":
             return web.Response(status=401)
-        return web.json_response(story)
+        return web.json_response(log)
 
     application = web.Application()
     application.router.add_get("/debug/requests/r", answer)
@@ -79,14 +112,14 @@ async def test_a_story_is_fetched_through_tls_with_a_key(tmp_path: Path) -> None
     context = make_server_context(CertificateFolder(folder, is_mutual=False).current)
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
     url = f"https://127.0.0.1:{runner.addresses[0][1]}"
-    router = RouterView(name="router-0", url=url, front_tls=str(folder), needs_key=True)
+    router = RouterStatusRow(name="router-0", url=url, front_tls=str(folder), needs_key=True)
     try:
-        assert await fetch_story([router], "r", "sk-1") == story
+        assert await fetch_decision_log([router], "r", "sk-1") == log
         with pytest.raises(UnknownRequestError, match="asks for a valid API key"):
-            await fetch_story([router], "r")
+            await fetch_decision_log([router], "r")
         other = mount_secret(tmp_path / "other", make_files(trustme.CA(), "elsewhere.example.com"))
         with pytest.raises(UnknownRequestError, match="no router knows"):
-            await fetch_story([replace(router, front_tls=str(other))], "r", "sk-1")
+            await fetch_decision_log([replace(router, front_tls=str(other))], "r", "sk-1")
     finally:
         await runner.cleanup()
 
@@ -95,7 +128,7 @@ def test_the_line_to_try_carries_what_the_router_asks_for() -> None:
     record = ProcessRecord(
         name="router-0", kind="router", pid=1, ports={"http": 8443}, front_tls="/tls", needs_key=True
     )
-    view = make_view(name="n", phase="ready", manifest="m", model="tiny", processes=[record], statuses={})
+    view = make_cluster_status(name="n", phase="ready", manifest="m", model="tiny", processes=[record], statuses={})
     line = make_curl_line(view)
     assert line.startswith(
         'curl -N --cacert /tls/tls.crt -H "Authorization: Bearer $SLUICE_API_KEY" https://127.0.0.1:8443/'
@@ -146,7 +179,7 @@ def test_status_as_json_works_while_no_router_answers(home: Path) -> None:
     directory.lock()
     directory.write_launcher("starting", manifest="m.yaml", model="tiny")
     ports = {"http": 25440, "grpc": 25441, "control": 25442, "metrics": 25443}
-    started = start_time(os.getpid())
+    started = read_start_time(os.getpid())
     directory.write_processes(
         [
             ProcessRecord(name="router-0", kind="router", pid=os.getpid(), started=started, num_starts=1, ports=ports),
@@ -176,10 +209,10 @@ def status(state: control_pb2.EngineState.ValueType, used: int) -> control_pb2.G
     return control_pb2.GetStatusResponse(engines=[engine], classes=[counters], is_ready=True, generation=4)
 
 
-def test_the_view_takes_live_links_before_lost_ones_and_sums_attainment() -> None:
+def test_the_status_prefers_live_links_to_lost_ones_and_sums_attainment() -> None:
     ports = {"http": 8000}
     processes = [ProcessRecord(name=f"router-{i}", kind="router", pid=1, num_starts=1, ports=ports) for i in range(2)]
-    view = make_view(
+    view = make_cluster_status(
         name="c",
         phase="ready",
         manifest="m",
@@ -195,14 +228,14 @@ def test_the_view_takes_live_links_before_lost_ones_and_sums_attainment() -> Non
     assert (view.classes[0].name, view.classes[0].num_finished, view.classes[0].num_met_both) == ("default", 20, 18)
     assert view.is_ready
     console = Console(file=io.StringIO(), width=150)
-    console.print(make_table(view))
+    console.print(make_cluster_table(view))
     shown = console.file.getvalue()
     assert "75/20/100" in shown
     assert "20 finished, TTFT 90 %, TPOT 100 %, both 90 %" in shown
     assert "http://127.0.0.1:8000/v1/chat/completions" in make_curl_line(view)
 
 
-def test_a_story_shows_candidates_and_every_event() -> None:
+def test_a_decision_log_shows_candidates_and_every_event() -> None:
     candidate = {
         "engine_id": "engine-0",
         "role": "P-heavy",
@@ -221,7 +254,7 @@ def test_a_story_shows_candidates_and_every_event() -> None:
         {"at_s": 0.2, "event": "moved", "source": "engine-0", "target": "engine-2", "cause": "backflow"},
     ]
     console = Console(file=io.StringIO(), width=150)
-    console.print(make_story({"request_id": "r", "events": events}))
+    console.print(render_decision_log({"request_id": "r", "events": events}))
     shown = console.file.getvalue()
     assert "placement: hold (no_engine)" in shown
     assert "placement: engine-0 (feasible), predicted TTFT 24 ms" in shown
@@ -230,13 +263,13 @@ def test_a_story_shows_candidates_and_every_event() -> None:
 
 
 def test_a_stream_measures_its_first_piece_and_its_longest_gap() -> None:
-    stream = Stream()
+    stream = CompletionStream()
     for now_s, piece in ((10.5, "a"), (10.6, "b"), (11.6, "c")):
         stream.take({"choices": [{"delta": {"content": piece}}]}, now_s, 10.0)
-    assert not stream.is_whole
+    assert not stream.is_complete
     stream.take({"choices": [{"delta": {}, "finish_reason": "length"}]}, 11.7, 10.0)
     stream.take({"choices": [], "usage": {"completion_tokens": 3}}, 11.7, 10.0)
-    assert (stream.text, stream.output_tokens, stream.is_whole) == ("abc", 3, True)
+    assert (stream.text, stream.output_tokens, stream.is_complete) == ("abc", 3, True)
     assert (stream.ttft_s, round(stream.longest_gap_s, 6)) == (0.5, 1.0)
 
 

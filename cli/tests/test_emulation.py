@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sluice_cli.simulation.cell_settings import build_cell, describe_manifest
+from sluice_cli.simulation.cluster_builder import build_cluster
+from sluice_cli.simulation.cluster_spec import read_manifest_spec
 from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EngineId
 from sluice_engine.emulation.emulated_gpu import find_gpu
@@ -52,6 +53,6 @@ def test_engines_routers_and_the_simulator_take_one_profile(model: str, gpu: str
     emulated = find_gpu(EmulationSettings.model_validate_json(emulation))
     assert (emulated.profile, emulated.kv_tokens) == (wanted.profile, wanted.kv_capacity_tokens)
     assert load_profile(find_option(render_router_command(cluster.spec, ROUTER), "--latency-profile")) == wanted.profile
-    engine = build_cell(describe_manifest(cluster, None, None), 0).engines[0]
+    engine = build_cluster(read_manifest_spec(cluster, None, None), 0).engines[0]
     assert engine.profile == wanted.profile
     assert engine.kv_blocks_total == emulated.kv_tokens // engine.block_size_tokens

@@ -17,9 +17,9 @@ import yaml
 
 from sluice_cli.local_cluster.cluster import LocalCluster
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
-from sluice_cli.local_cluster.manifest_watch import take_edit
+from sluice_cli.local_cluster.manifest_watch import apply_edit
 from sluice_cli.processes.child_processes import spawn
-from sluice_cli.processes.ports import PortBook
+from sluice_cli.processes.ports import PortAllocator
 from sluice_operator.api.manifest import parse_manifest
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune.search_messages import SearchResult
@@ -27,7 +27,7 @@ from sluice_operator.autotune.search_messages import SearchResult
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from sluice_cli.processes.child_processes import Child, Launch
+    from sluice_cli.processes.child_processes import ChildProcess, LaunchSpec
     from sluice_operator.autotune.search_messages import SearchRequest
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -47,7 +47,7 @@ spec:
 """
 
 
-async def spawn_stand_in(launch: Launch) -> Child:
+async def spawn_stand_in(launch: LaunchSpec) -> ChildProcess:
     """Runs the container's command with the program replaced by its stand-in."""
     stand_ins = {"sluice_engine": "fake_engine.py", "sluice_router": "fake_router.py"}
     python, _, module, *arguments = launch.command
@@ -63,7 +63,7 @@ class Running:
         self.path = home / "test.yaml"
         self.directory = ClusterDirectory("test", home)
         self.directory.path.mkdir(parents=True)
-        self.ports = PortBook(PORTS, directory=home / "ports")
+        self.ports = PortAllocator(PORTS, directory=home / "ports")
         self.cluster = LocalCluster(
             parse_manifest(self.text),
             self.directory,
@@ -84,7 +84,7 @@ class Running:
 
     def report(self, line: str) -> None:
         self.lines.append(line)
-        self.cluster._pulse()
+        self.cluster._notify()
 
     async def answer(self, request: SearchRequest) -> SearchResult:
         self.asked.append(request)
@@ -116,7 +116,7 @@ class Running:
     def edit(self, old: str, new: str) -> bool:
         assert old in self.text
         text = self.text.replace(old, new)
-        is_taken = take_edit(text, self.path, self.cluster, lambda manifest: [], self.report)
+        is_taken = apply_edit(text, self.path, self.cluster, lambda manifest: [], self.report)
         self.text = text if is_taken else self.text
         return is_taken
 
@@ -126,14 +126,14 @@ class Running:
                 await self.cluster.wait_for_change()
 
     def engines(self) -> dict[str, tuple[str, int]]:
-        return {e.engine_id: (e.role, e.chunk_size_tokens or 0) for e in self.cluster.view().engines}
+        return {e.engine_id: (e.role, e.chunk_size_tokens or 0) for e in self.cluster.status().engines}
 
     def pids(self) -> dict[str, int | None]:
-        view = self.cluster.view()
+        view = self.cluster.status()
         return {e.engine_id: e.pid for e in view.engines} | {r.name: r.pid for r in view.routers}
 
     def is_ready(self) -> bool:
-        return self.cluster.view().is_ready
+        return self.cluster.status().is_ready
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ P, D = ("P-heavy", 512), ("D-heavy", 64)
 
 async def test_a_cluster_starts_with_the_roles_and_chunk_sizes_of_its_manifest(running: Running) -> None:
     assert sorted(running.engines().values()) == [D, D, P]
-    assert running.cluster.view().url == "http://127.0.0.1:25400"
+    assert running.cluster.status().url == "http://127.0.0.1:25400"
     plan = json.loads(running.directory.plan_file.read_text())
     assert len(plan["engines"]) == 3
     assert json.loads(running.directory.engines_file.read_text())
@@ -222,7 +222,7 @@ async def test_a_killed_router_starts_again_and_gets_the_plan(running: Running) 
     os.kill(pid, signal.SIGKILL)
     await running.until(lambda: running.pids()["router-0"] not in (pid, None))
     await running.until(running.is_ready)
-    assert running.cluster.view().routers[0].generation > 0
+    assert running.cluster.status().routers[0].generation > 0
 
 
 async def test_engines_are_added_and_removed_with_replicas(running: Running) -> None:
@@ -236,42 +236,42 @@ async def test_engines_are_added_and_removed_with_replicas(running: Running) -> 
 
 async def test_routers_are_added_and_removed_with_their_replicas(running: Running) -> None:
     running.edit("router: {replicas: 1", "router: {replicas: 2")
-    await running.until(lambda: len(running.cluster.view().routers) == 2 and running.is_ready())
+    await running.until(lambda: len(running.cluster.status().routers) == 2 and running.is_ready())
     running.edit("router: {replicas: 2", "router: {replicas: 1")
-    await running.until(lambda: [r.name for r in running.cluster.view().routers] == ["router-0"])
+    await running.until(lambda: [r.name for r in running.cluster.status().routers] == ["router-0"])
 
 
 async def test_the_port_of_the_router_moves_and_the_engines_stay(running: Running) -> None:
     before, roles = running.pids(), running.engines()
     running.edit("port: 25400", "port: 25410")
-    await running.until(lambda: running.cluster.view().url == "http://127.0.0.1:25410" and running.is_ready())
+    await running.until(lambda: running.cluster.status().url == "http://127.0.0.1:25410" and running.is_ready())
     assert {name for name, pid in running.pids().items() if pid != before[name]} == {"router-0"}
     assert running.engines() == roles
-    assert running.cluster.view().routers[0].generation > 0
+    assert running.cluster.status().routers[0].generation > 0
     (router,) = [record for record in running.directory.read_processes() if record.kind == "router"]
     assert {name: router.ports[name] for name in ("http", "grpc", "control")} == {
         "http": 25410,
         "grpc": 25411,
         "control": 25412,
     }
-    assert "router-0 stops once its streams have ended, then starts anew on port 25410" in running.lines
+    assert "router-0 stops once its streams have ended, then starts again on port 25410" in running.lines
     # The old port is free again, for whoever wants it.
     assert running.ports.take(25400, "a test", "none") == 25400
 
 
-async def test_keys_are_asked_for_by_routers_that_start_anew_and_engines_stay(running: Running) -> None:
+async def test_only_routers_restart_when_api_keys_are_required(running: Running) -> None:
     running.edit("router: {replicas: 1", "router: {replicas: 2")
-    await running.until(lambda: len(running.cluster.view().routers) == 2 and running.is_ready())
+    await running.until(lambda: len(running.cluster.status().routers) == 2 and running.is_ready())
     before = running.pids()
     running.edit("port: 25400}", "port: 25400}, auth: {mode: APIKey, apiKey: {secretName: keys}}")
-    await running.until(lambda: all(router.needs_key for router in running.cluster.view().routers))
-    await running.until(lambda: len(running.cluster.view().routers) == 2 and running.is_ready())
+    await running.until(lambda: all(router.needs_key for router in running.cluster.status().routers))
+    await running.until(lambda: len(running.cluster.status().routers) == 2 and running.is_ready())
     after = running.pids()
     assert {name for name, pid in after.items() if pid != before[name]} == {"router-0", "router-1"}
     for name in ("router-0", "router-1"):
         command = psutil.Process(after[name]).cmdline()
         assert command[command.index("--api-keys") + 1].endswith("/keys")
-    assert running.cluster.view().url == "http://127.0.0.1:25400"
+    assert running.cluster.status().url == "http://127.0.0.1:25400"
 
 
 async def test_a_port_in_use_is_said_and_the_router_stays_until_another_is_named(running: Running) -> None:
@@ -285,9 +285,9 @@ async def test_a_port_in_use_is_said_and_the_router_stays_until_another_is_named
         # The rest of the manifest is followed all the same.
         running.edit("replicas: 3", "replicas: 4")
         await running.until(lambda: sorted(running.engines().values()) == [D, D, D, P])
-        assert running.cluster.view().url == "http://127.0.0.1:25400"
+        assert running.cluster.status().url == "http://127.0.0.1:25400"
     running.edit("port: 25420", "port: 25430")
-    await running.until(lambda: running.cluster.view().url == "http://127.0.0.1:25430" and running.is_ready())
+    await running.until(lambda: running.cluster.status().url == "http://127.0.0.1:25430" and running.is_ready())
 
 
 async def test_a_restart_class_edit_rolls_one_engine_at_a_time(running: Running) -> None:
@@ -296,7 +296,7 @@ async def test_a_restart_class_edit_rolls_one_engine_at_a_time(running: Running)
 
     def is_rolled() -> bool:
         nonlocal most_away
-        view = running.cluster.view()
+        view = running.cluster.status()
         most_away = max(most_away, sum(engine.state != "ready" for engine in view.engines))
         changed = [name for name, pid in running.pids().items() if pid != before[name]]
         return changed == ["engine-0", "engine-1", "engine-2"] and view.is_ready
@@ -318,12 +318,12 @@ async def test_a_roll_that_fails_stops_at_the_first_engine_until_the_manifest_is
     assert {name for name, pid in running.pids().items() if pid != before[name]} == {"engine-0"}
 
 
-async def test_another_model_starts_everything_anew(running: Running) -> None:
+async def test_another_model_restarts_everything(running: Running) -> None:
     before = running.pids()
     running.edit("name: tiny", "name: other")
     await running.until(lambda: all(pid and pid != before[name] for name, pid in running.pids().items()))
     await running.until(running.is_ready)
-    assert running.cluster.view().model == "other"
+    assert running.cluster.status().model == "other"
 
 
 async def test_generations_only_grow_over_restarts_of_the_launcher(tmp_path: Path) -> None:
@@ -358,11 +358,11 @@ async def test_the_tuner_changes_sliders_and_restarts_nothing(running: Running) 
     start_tuning(running)
     await running.serve_until(lambda: sorted(running.engines().values()) == TUNED)
     assert running.pids() == pids
-    tuning = running.cluster.view().autotune
+    tuning = running.cluster.status().autotune
     assert tuning is not None
     assert (tuning.prefill_heavy, tuning.prefill_heavy_tokens, tuning.predicted_attainment) == (2, 1024, 0.97)
     assert "autotune: prefillHeavy 1, chunks 512/64 -> prefillHeavy 2, chunks 1024/128 (live)" in running.lines
-    await running.serve_until(lambda: running.cluster.view().autotune.reason == "Tuned")
+    await running.serve_until(lambda: running.cluster.status().autotune.reason == "Tuned")
     assert json.loads((running.directory.path / "autotune.json").read_text())["reason"] == "Tuned"
     assert len(running.asked) == 1
     assert len([line for line in running.lines if "recommends" in line]) == 1
@@ -372,12 +372,12 @@ async def test_tuned_sliders_return_when_attainment_falls_and_a_users_edit_wins(
     start_tuning(running)
     await running.serve_until(lambda: sorted(running.engines().values()) == TUNED)
     await running.serve_until(lambda: sorted(running.engines().values()) == [D, D, P], share=0.1)
-    await running.until(lambda: running.cluster.view().autotune.reason == "Returned")
+    await running.until(lambda: running.cluster.status().autotune.reason == "Returned")
     assert running.edit("decodeHeavy: 64", "decodeHeavy: 96")
     await running.until(lambda: sorted(running.engines().values()) == [("D-heavy", 96), ("D-heavy", 96), P])
 
 
-async def test_an_edited_objective_and_a_shifted_workload_are_searched_for_anew(running: Running) -> None:
+async def test_an_edited_objective_and_a_shifted_workload_start_a_new_search(running: Running) -> None:
     start_tuning(running)
     await running.serve_until(lambda: sorted(running.engines().values()) == TUNED)
     running.sliders = replace(running.sliders, prefill_heavy_tokens=2048)
@@ -393,5 +393,5 @@ async def test_a_tuner_that_is_turned_off_gives_the_sliders_back(running: Runnin
     await running.serve_until(lambda: sorted(running.engines().values()) == TUNED)
     assert running.edit("mode: Apply", 'mode: "Off"')
     await running.until(lambda: sorted(running.engines().values()) == [D, D, P])
-    assert running.cluster.view().autotune is None
+    assert running.cluster.status().autotune is None
     assert not (running.directory.path / "autotune.json").exists()

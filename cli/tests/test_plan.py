@@ -12,9 +12,8 @@ from click.testing import CliRunner
 
 from sluice_cli.main import cli
 from sluice_cli.output.plan_report import format_candidate_engines, make_patch
-from sluice_cli.output.svg_charts import choose_ticks
-from sluice_cli.simulation.cell_settings import format_engines, parse_engines
-from sluice_cli.simulation.plan_inputs import Flags, make_inputs, parse_range
+from sluice_cli.simulation.cluster_spec import format_engines, parse_engines
+from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs, parse_range
 from sluice_core.planning.candidates import SliderCandidate
 from sluice_core.sim.traces import TraceRow
 from sluice_operator.api.manifest import check_manifest, parse_manifest
@@ -22,7 +21,7 @@ from sluice_operator.api.sliders import resolve_sliders
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
 ROWS = [TraceRow(prompt_tokens=300, output_tokens=20), TraceRow(prompt_tokens=900, output_tokens=40)]
-CELL = ("--model", "llama-3-8b", "--gpu", "a100", "--ttft-ms", "1500", "--tpot-ms", "80")
+CLUSTER = ("--model", "llama-3-8b", "--gpu", "a100", "--ttft-ms", "1500", "--tpot-ms", "80")
 QUICK = (
     "--strategy",
     "aggregated",
@@ -62,7 +61,7 @@ def make_manifest(**changes) -> dict:
 
 def test_a_plan_is_printed_for_programs(trace: str, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    code, output = run(*CELL, *QUICK, "--replicas", "1", "--trace", trace, "--json", "--html", str(page))
+    code, output = run(*CLUSTER, *QUICK, "--replicas", "1", "--trace", trace, "--json", "--html", str(page))
     assert code == 0, output
     report = json.loads(output)
     assert report["strategy"] == "aggregated"
@@ -84,18 +83,18 @@ def test_a_plan_is_printed_for_programs(trace: str, tmp_path: Path) -> None:
 def test_a_plan_reuses_prefixes_where_asked_to(trace: str) -> None:
     hashed = str(EXAMPLE.parent / "traces" / "mooncake-conversation.jsonl.gz")
     slow = ("--ttft-ms", "20000", "--tpot-ms", "200", "--replicas", "1", "--duration-s", "30")
-    code, output = run(*CELL, *QUICK, *slow, "--trace", hashed, "--prefix-reuse", "--json")
+    code, output = run(*CLUSTER, *QUICK, *slow, "--trace", hashed, "--prefix-reuse", "--json")
     assert code == 0, output
     assert json.loads(output)["predicted"]["prefix_hit_rate"] > 0.01
-    code, output = run(*CELL, *QUICK, *slow, "--trace", hashed, "--prefix-reuse")
+    code, output = run(*CLUSTER, *QUICK, *slow, "--trace", hashed, "--prefix-reuse")
     assert "prefix hit rate" in output
-    code, output = run(*CELL, *QUICK, "--replicas", "1", "--trace", trace, "--prefix-reuse")
+    code, output = run(*CLUSTER, *QUICK, "--replicas", "1", "--trace", trace, "--prefix-reuse")
     assert code == 1
     assert "line 1: there are no hash_ids" in " ".join(output.split())
 
 
 def test_a_rate_out_of_reach_is_refused_with_the_best_there_is(trace: str) -> None:
-    code, output = run(*CELL, *QUICK, "--replicas", "1", "--trace", trace, "--rate", "500")
+    code, output = run(*CLUSTER, *QUICK, "--replicas", "1", "--trace", trace, "--rate", "500")
     assert code == 1
     assert "no plan within the bounds serves 500 requests/s; the best found reaches" in output
     assert "kubectl patch servingcluster NAME --type merge" in output
@@ -103,8 +102,8 @@ def test_a_rate_out_of_reach_is_refused_with_the_best_there_is(trace: str) -> No
 
 @pytest.mark.parametrize("goal", [(), ("--rate", "5")], ids=["highest", "fewest"])
 def test_objectives_that_nothing_meets_are_refused_with_what_requests_need(trace: str, goal: tuple[str, ...]) -> None:
-    cell = (*CELL[:4], "--ttft-ms", "1", "--tpot-ms", "80", "--replicas", "1", "--trace", trace)
-    code, output = run(*cell, *QUICK, *goal)
+    cluster = (*CLUSTER[:4], "--ttft-ms", "1", "--tpot-ms", "80", "--replicas", "1", "--trace", trace)
+    code, output = run(*cluster, *QUICK, *goal)
     assert code == 1
     said = " ".join(output.split())
     assert (
@@ -118,16 +117,16 @@ def test_objectives_that_nothing_meets_are_refused_with_what_requests_need(trace
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "gpt-5", *CELL[2:], "--replicas", "2"), "llama-3-8b"),
-        ((*CELL[2:], "--replicas", "2"), "without a manifest, --model must be given"),
-        (CELL, "without a manifest, --replicas must be given"),
-        ((*CELL, "--replicas", "4-2"), "'4-2' ends below its start"),
-        ((*CELL, "--replicas", "50%"), "in percent"),
-        ((*CELL, "--replicas", "2", "--prefill-heavy", "x"), "'x' is neither a number"),
-        ((*CELL, "--replicas", "2", "--strategy", "best"), "known are taichi, aggregated, disaggregated"),
-        ((*CELL, "--replicas", "2", "--tensor-parallel", "1,x"), "list of numbers of GPUs"),
-        ((*CELL, "--replicas", "2", "--prefill-chunk", "1-8"), "no chunk size is within 1 to 8"),
-        ((*CELL, "--replicas", "1", "--strategy", "taichi"), "no plan of 1 engines is within the bounds"),
+        (("--model", "gpt-5", *CLUSTER[2:], "--replicas", "2"), "llama-3-8b"),
+        ((*CLUSTER[2:], "--replicas", "2"), "without a manifest, --model must be given"),
+        (CLUSTER, "without a manifest, --replicas must be given"),
+        ((*CLUSTER, "--replicas", "4-2"), "'4-2' ends below its start"),
+        ((*CLUSTER, "--replicas", "50%"), "in percent"),
+        ((*CLUSTER, "--replicas", "2", "--prefill-heavy", "x"), "'x' is neither a number"),
+        ((*CLUSTER, "--replicas", "2", "--strategy", "best"), "known are taichi, aggregated, disaggregated"),
+        ((*CLUSTER, "--replicas", "2", "--tensor-parallel", "1,x"), "list of numbers of GPUs"),
+        ((*CLUSTER, "--replicas", "2", "--prefill-chunk", "1-8"), "no chunk size is within 1 to 8"),
+        ((*CLUSTER, "--replicas", "1", "--strategy", "taichi"), "no plan of 1 engines is within the bounds"),
         ((str(EXAMPLE),), "give --model and --gpu"),
     ],
     ids=lambda value: " ".join(value)[-30:] if isinstance(value, tuple) else None,
@@ -141,7 +140,7 @@ def test_what_cannot_be_planned_is_refused(trace: str, arguments: tuple[str, ...
 def test_a_wrong_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"prompt_tokens": 5, "completion_tokens": 2}\n{"prompt_tokens": 5, "completion_tokens": 0}\n')
-    code, output = run(*CELL, *QUICK, "--replicas", "1", "--trace", str(path))
+    code, output = run(*CLUSTER, *QUICK, "--replicas", "1", "--trace", str(path))
     assert code == 1
     assert f"{path}, line 2: completion_tokens is 0" in output
 
@@ -153,7 +152,7 @@ def test_a_manifest_gives_bounds_objectives_and_the_plan_in_force() -> None:
         "replicas": {"min": 2, "max": 6},
     }
     manifest = check_manifest(make_manifest(autotune={"mode": "Off", "bounds": bounds}))
-    inputs = make_inputs(manifest, Flags(model="llama-3-8b", gpu="a100", rate_rps=3.0), ROWS)
+    inputs = make_inputs(manifest, PlanFlags(model="llama-3-8b", gpu="a100", rate_rps=3.0), ROWS)
     assert inputs.space.prefill_heavy.resolve(4) == (1, 2)
     assert (inputs.space.prefill_heavy_tokens[0], inputs.space.prefill_heavy_tokens[-1]) == (256, 1024)
     assert (inputs.space.decode_heavy_tokens[0], inputs.space.decode_heavy_tokens[-1]) == (0, 128)
@@ -165,7 +164,7 @@ def test_a_manifest_gives_bounds_objectives_and_the_plan_in_force() -> None:
 
 
 def test_flags_win_over_the_manifest() -> None:
-    flags = Flags(
+    flags = PlanFlags(
         model="llama-3-8b",
         gpu="a100",
         replicas=(6, 6),
@@ -220,9 +219,9 @@ def merge(content: dict, patch: dict) -> dict:
 def test_the_patched_manifest_is_the_plan(candidate: SliderCandidate, present: str | int) -> None:
     content = make_manifest(prefillHeavy=present)
     manifest = check_manifest(content)
-    inputs = make_inputs(manifest, Flags(model="llama-3-8b", gpu="a100"), ROWS)
+    inputs = make_inputs(manifest, PlanFlags(model="llama-3-8b", gpu="a100"), ROWS)
     patched = check_manifest(merge(content, make_patch(candidate, inputs)))
-    again = make_inputs(patched, Flags(model="llama-3-8b", gpu="a100"), ROWS).in_force
+    again = make_inputs(patched, PlanFlags(model="llama-3-8b", gpu="a100"), ROWS).in_force
     assert again is not None
     assert format_candidate_engines(again) == format_candidate_engines(candidate)
     assert again.strategy == candidate.strategy
@@ -243,11 +242,3 @@ def test_ranges_are_read(text: str, values: tuple[int, int, bool]) -> None:
 def test_other_ranges_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_range(text)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.0, 100.0), (1.3, 1.7), (12.0, 3400.0)])
-def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
-    ticks = choose_ticks(low, high)
-    assert 3 <= len(ticks) <= 9
-    assert low <= ticks[0]
-    assert ticks[-1] <= high

@@ -1,4 +1,4 @@
-"""The next step towards what is wanted: a matrix."""
+"""The next step towards what is desired: a matrix."""
 
 from __future__ import annotations
 
@@ -9,45 +9,51 @@ import pytest
 from sluice_cli.local_cluster.rollout_steps import (
     AddEngines,
     AddRouters,
+    DesiredState,
+    ObservedState,
     Recreate,
     RemoveEngines,
     RemoveRouter,
-    RollEngine,
-    RollRouter,
-    Running,
-    Step,
-    Wanted,
+    RestartEngine,
+    RestartRouter,
+    RolloutStep,
     next_step,
 )
 from sluice_core.records import EngineId, Role
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
-WANTED = Wanted(world="w", engine="e", router="r", num_engines=3, num_routers=1, num_prefill_heavy=1)
-RUNNING = Running(
-    world="w", engines={A: "e", B: "e", C: "e"}, routers={"router-0": "r"}, roles={A: P, B: D, C: D}, loads={}
+DESIRED = DesiredState(
+    compatibility_key="w", engine_hash="e", router_hash="r", num_engines=3, num_routers=1, num_prefill_heavy=1
+)
+OBSERVED = ObservedState(
+    compatibility_key="w",
+    engines={A: "e", B: "e", C: "e"},
+    routers={"router-0": "r"},
+    roles={A: P, B: D, C: D},
+    loads={},
 )
 
 
 @pytest.mark.parametrize(
-    ("running", "wanted", "step"),
+    ("observed", "desired", "step"),
     [
-        (RUNNING, WANTED, None),
-        (replace(RUNNING, engines={}, routers={}), WANTED, AddRouters(1)),
-        (replace(RUNNING, engines={}), WANTED, AddEngines(3)),
-        (RUNNING, replace(WANTED, num_engines=5), AddEngines(2)),
-        (RUNNING, replace(WANTED, num_engines=2), RemoveEngines((C,))),
-        (replace(RUNNING, loads={B: 1, C: 2}), replace(WANTED, num_engines=2), RemoveEngines((B,))),
-        (RUNNING, replace(WANTED, num_engines=2, num_prefill_heavy=0), RemoveEngines((A,))),
-        (RUNNING, replace(WANTED, num_engines=1, num_prefill_heavy=0), RemoveEngines((A, C))),
-        (RUNNING, replace(WANTED, num_routers=2), AddRouters(1)),
-        (replace(RUNNING, routers={"router-0": "r", "router-1": "r"}), WANTED, RemoveRouter("router-1")),
-        (RUNNING, replace(WANTED, engine="new"), RollEngine(A)),
-        (replace(RUNNING, engines={A: "new", B: "e", C: "e"}), replace(WANTED, engine="new"), RollEngine(B)),
-        (RUNNING, replace(WANTED, router="new"), RollRouter("router-0")),
-        (RUNNING, replace(WANTED, engine="new", num_engines=2), RemoveEngines((C,))),
-        (RUNNING, replace(WANTED, world="new", num_engines=9), Recreate()),
+        (OBSERVED, DESIRED, None),
+        (replace(OBSERVED, engines={}, routers={}), DESIRED, AddRouters(1)),
+        (replace(OBSERVED, engines={}), DESIRED, AddEngines(3)),
+        (OBSERVED, replace(DESIRED, num_engines=5), AddEngines(2)),
+        (OBSERVED, replace(DESIRED, num_engines=2), RemoveEngines((C,))),
+        (replace(OBSERVED, loads={B: 1, C: 2}), replace(DESIRED, num_engines=2), RemoveEngines((B,))),
+        (OBSERVED, replace(DESIRED, num_engines=2, num_prefill_heavy=0), RemoveEngines((A,))),
+        (OBSERVED, replace(DESIRED, num_engines=1, num_prefill_heavy=0), RemoveEngines((A, C))),
+        (OBSERVED, replace(DESIRED, num_routers=2), AddRouters(1)),
+        (replace(OBSERVED, routers={"router-0": "r", "router-1": "r"}), DESIRED, RemoveRouter("router-1")),
+        (OBSERVED, replace(DESIRED, engine_hash="new"), RestartEngine(A)),
+        (replace(OBSERVED, engines={A: "new", B: "e", C: "e"}), replace(DESIRED, engine_hash="new"), RestartEngine(B)),
+        (OBSERVED, replace(DESIRED, router_hash="new"), RestartRouter("router-0")),
+        (OBSERVED, replace(DESIRED, engine_hash="new", num_engines=2), RemoveEngines((C,))),
+        (OBSERVED, replace(DESIRED, compatibility_key="new", num_engines=9), Recreate()),
     ],
 )
-def test_next_step(running: Running, wanted: Wanted, step: Step | None) -> None:
-    assert next_step(running, wanted) == step
+def test_next_step(observed: ObservedState, desired: DesiredState, step: RolloutStep | None) -> None:
+    assert next_step(observed, desired) == step

@@ -9,16 +9,15 @@ import pytest
 from click.testing import CliRunner
 
 from sluice_cli.main import cli
-from sluice_cli.simulation.cell_settings import (
-    CellSettings,
-    CellSpec,
+from sluice_cli.simulation.cluster_builder import build_cluster
+from sluice_cli.simulation.cluster_spec import (
+    ClusterSpec,
     EngineGroup,
-    build_cell,
-    change_settings,
-    describe_manifest,
     format_engines,
     parse_engines,
+    read_manifest_spec,
 )
+from sluice_cli.simulation.simulation_settings import SimulationSettings, change_settings
 from sluice_core.records import EarlyRejection, Role, Slo
 from sluice_core.sim.cell import NoGrant, TtftEnd
 from sluice_operator.api.manifest import parse_manifest
@@ -26,7 +25,7 @@ from sluice_operator.api.manifest import parse_manifest
 ROOT = Path(__file__).parents[2]
 TRACE = str(ROOT / "examples" / "traces" / "arxiv-16k.csv")
 MANIFEST = ROOT / "examples" / "tiny-cpu.yaml"
-CELL = (
+CLUSTER = (
     "--model",
     "qwen2.5-14b",
     "--gpu",
@@ -55,7 +54,7 @@ def simulate_json(*arguments: str) -> dict[str, object]:
 
 
 def test_a_run_reports_every_metric() -> None:
-    report = simulate_json(*CELL, "--trace", TRACE, "--rate", "1.5", *SHORT)
+    report = simulate_json(*CLUSTER, "--trace", TRACE, "--rate", "1.5", *SHORT)
     assert {"attainment", "attainment_longest_tenth", "moves", "preemptions", "rejected"} <= set(report)
     assert set(report["ttft_s"]) == set(report["tpot_s"]) == {"p50", "p90", "p99"}  # type: ignore[call-overload]
     assert report["engines"] == "2x1024,2x256"
@@ -64,7 +63,7 @@ def test_a_run_reports_every_metric() -> None:
 
 
 def test_goodput_is_searched_for_each_seed_and_processes_change_nothing() -> None:
-    arguments = (*CELL, "--trace", TRACE, "--goodput", "--duration-s", "20", "--seeds", "1,2")
+    arguments = (*CLUSTER, "--trace", TRACE, "--goodput", "--duration-s", "20", "--seeds", "1,2")
     report = simulate_json(*arguments, "--jobs", "1")
     rates = report["goodput_per_seed"]
     assert isinstance(rates, list)
@@ -77,7 +76,7 @@ def test_goodput_is_searched_for_each_seed_and_processes_change_nothing() -> Non
 
 @pytest.mark.parametrize("rate", ["0.2", "30"])
 def test_the_start_of_the_search_does_not_clip_it(rate: str) -> None:
-    arguments = (*CELL, "--trace", TRACE, "--goodput", "--duration-s", "20", "--seeds", "1", "--jobs", "1")
+    arguments = (*CLUSTER, "--trace", TRACE, "--goodput", "--duration-s", "20", "--seeds", "1", "--jobs", "1")
     expected = simulate_json(*arguments)["goodput_rps"]
     assert simulate_json(*arguments, "--rate", rate)["goodput_rps"] == pytest.approx(expected, rel=0.05)
 
@@ -86,7 +85,7 @@ HASHED_TRACE = str(ROOT / "examples" / "traces" / "mooncake-conversation.jsonl.g
 
 
 def test_prefix_reuse_is_compared_on_the_same_requests() -> None:
-    arguments = (*CELL, "--trace", HASHED_TRACE, "--rate", "0.5", *SHORT)
+    arguments = (*CLUSTER, "--trace", HASHED_TRACE, "--rate", "0.5", *SHORT)
     reusing = simulate_json(*arguments, "--prefix-reuse")
     same = simulate_json(*arguments, "--no-prefix-reuse")
     assert 0.01 < float(str(reusing["prefix_hit_rate"])) < 0.4
@@ -98,14 +97,14 @@ def test_prefix_reuse_is_compared_on_the_same_requests() -> None:
 
 
 def test_the_table_shows_the_hit_rate_where_prefixes_are_reused() -> None:
-    arguments = (*CELL, "--trace", HASHED_TRACE, "--rate", "0.5", *SHORT)
+    arguments = (*CLUSTER, "--trace", HASHED_TRACE, "--rate", "0.5", *SHORT)
     assert "prefix hit rate" in simulate(*arguments, "--prefix-reuse")[1]
     assert "prefix hit rate" not in simulate(*arguments)[1]
 
 
 def test_prefix_reuse_goes_with_a_manifest_and_the_trace_s_times() -> None:
-    cell = (str(MANIFEST), "--model", "llama-3-8b", "--gpu", "h100-80g", "--trace", HASHED_TRACE, *SHORT)
-    report = simulate_json(*cell, "--trace-times", "--prefix-reuse")
+    cluster = (str(MANIFEST), "--model", "llama-3-8b", "--gpu", "h100-80g", "--trace", HASHED_TRACE, *SHORT)
+    report = simulate_json(*cluster, "--trace-times", "--prefix-reuse")
     assert float(str(report["prefix_hit_rate"])) > 0.01
 
 
@@ -119,10 +118,10 @@ def test_wrong_hashes_are_named_with_file_and_line(ids: str, message: str, tmp_p
         '{"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [1]}\n'
         f'{{"timestamp": 1, "input_length": 10, "output_length": 5{ids}}}\n'
     )
-    code, output = simulate(*CELL, "--trace", str(trace), "--rate", "1", *SHORT, "--prefix-reuse")
+    code, output = simulate(*CLUSTER, "--trace", str(trace), "--rate", "1", *SHORT, "--prefix-reuse")
     assert code == 1
     assert f"{trace}, {message}" in " ".join(output.split())
-    code, output = simulate(*CELL, "--trace", TRACE, "--rate", "1", *SHORT, "--prefix-reuse")
+    code, output = simulate(*CLUSTER, "--trace", TRACE, "--rate", "1", *SHORT, "--prefix-reuse")
     assert code == 1
     assert f"{TRACE}, line 1: there are no hash_ids" in " ".join(output.split())
 
@@ -136,19 +135,19 @@ def test_a_manifest_gives_engines_strategy_and_objectives() -> None:
 
 
 def test_flags_win_over_the_manifest() -> None:
-    arguments = (str(MANIFEST), *CELL, "--strategy", "aggregated", "--trace", TRACE, "--rate", "1", *SHORT)
+    arguments = (str(MANIFEST), *CLUSTER, "--strategy", "aggregated", "--trace", TRACE, "--rate", "1", *SHORT)
     report = simulate_json(*arguments)
     assert (report["engines"], report["strategy"], report["ttft_ms"]) == ("2x1024,2x256", "aggregated", 4000.0)
 
 
 def test_classes_of_a_manifest_keep_their_objectives() -> None:
-    spec = describe_manifest(parse_manifest(MANIFEST.read_text()), "qwen2.5-14b", "a100-80g")
+    spec = read_manifest_spec(parse_manifest(MANIFEST.read_text()), "qwen2.5-14b", "a100-80g")
     (interactive,) = spec.classes
     assert (interactive.name, interactive.priority, interactive.slo) == ("interactive", 10, Slo(ttft_s=0.5, tpot_s=0.1))
 
 
 def test_the_table_is_for_people() -> None:
-    code, output = simulate(*CELL, "--trace", TRACE, "--rate", "1", *SHORT)
+    code, output = simulate(*CLUSTER, "--trace", TRACE, "--rate", "1", *SHORT)
     assert code == 0
     assert "qwen2.5-14b on a100-80g, taichi 2x1024,2x256" in output
     assert "attainment longest tenth" in output
@@ -156,7 +155,7 @@ def test_the_table_is_for_people() -> None:
 
 def test_the_timeline_is_written(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
-    code, output = simulate(*CELL, "--trace", TRACE, "--rate", "1", *SHORT, "--timeline", str(file))
+    code, output = simulate(*CLUSTER, "--trace", TRACE, "--rate", "1", *SHORT, "--timeline", str(file))
     assert code == 0, output
     assert len(json.loads(file.read_text())["traceEvents"]) > 100
 
@@ -180,7 +179,7 @@ def test_the_timeline_is_written(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named(arguments: tuple[str, ...], message: str) -> None:
-    code, output = simulate(*CELL, "--trace", TRACE, *SHORT, *arguments)
+    code, output = simulate(*CLUSTER, "--trace", TRACE, *SHORT, *arguments)
     assert code != 0
     assert message in " ".join(output.split())
 
@@ -194,7 +193,7 @@ def test_without_a_manifest_the_missing_flags_are_named() -> None:
 def test_a_wrong_row_is_named_with_file_and_line(tmp_path: Path) -> None:
     trace = tmp_path / "mine.csv"
     trace.write_text("input_tokens,output_tokens\n10,5\n10,many\n")
-    code, output = simulate(*CELL, "--trace", str(trace), "--rate", "1", *SHORT)
+    code, output = simulate(*CLUSTER, "--trace", str(trace), "--rate", "1", *SHORT)
     assert code == 1
     assert f"{trace}, line 3: output_tokens is 'many'" in " ".join(output.split())
 
@@ -205,16 +204,18 @@ def test_engines_are_written_as_they_are_read(text: str) -> None:
 
 
 def test_groups_become_engines_of_their_roles() -> None:
-    spec = CellSpec(
+    spec = ClusterSpec(
         model="qwen2.5-14b",
         gpu="a100-80g",
         tensor_parallel=1,
         strategy="disaggregated",
         engines=(EngineGroup(count=1, chunk_size_tokens=None), EngineGroup(count=2, chunk_size_tokens=0)),
         slo=Slo(ttft_s=1.0, tpot_s=0.1),
-        settings=change_settings(CellSettings(), ["kv_scale=0.5", "link=25gbe", "link_shared=on", "max_num_seqs=7"]),
+        settings=change_settings(
+            SimulationSettings(), ["kv_scale=0.5", "link=25gbe", "link_shared=on", "max_num_seqs=7"]
+        ),
     )
-    engines = build_cell(spec, seed=1).engines
+    engines = build_cluster(spec, seed=1).engines
     assert [(engine.role, engine.chunk_size_tokens) for engine in engines] == [
         (Role.PREFILL_HEAVY, 16_384),
         (Role.DECODE_HEAVY, 0),
@@ -225,25 +226,25 @@ def test_groups_become_engines_of_their_roles() -> None:
     assert {(engine.max_num_seqs, engine.kv_blocks_total) for engine in engines} == {(7, 227_712 // 32)}
 
 
-def test_settings_reach_the_cell() -> None:
+def test_settings_reach_the_cluster() -> None:
     changes = ["no_grant=wait", "ttft_end=decode_join", "budget=prefill", "placement=least_work", "flow=off"]
     changes += ["early_rejection=reject", "approaching_factor=0.9", "watermark=0.8", "min_tokens_between_moves=3"]
-    spec = CellSpec(
+    spec = ClusterSpec(
         model="qwen2.5-14b",
         gpu="a100-80g",
         tensor_parallel=2,
         strategy="taichi",
         engines=parse_engines("2x1024,2x256"),
         slo=Slo(ttft_s=1.0, tpot_s=0.1),
-        settings=change_settings(CellSettings(), changes),
+        settings=change_settings(SimulationSettings(), changes),
     )
-    cell = build_cell(spec, seed=1)
-    assert (cell.options.no_grant, cell.options.ttft_end, cell.options.counts_decodes) == (
+    cluster = build_cluster(spec, seed=1)
+    assert (cluster.options.no_grant, cluster.options.ttft_end, cluster.options.counts_decodes) == (
         NoGrant.WAIT,
         TtftEnd.DECODE_JOIN,
         False,
     )
-    assert (cell.strategy.placement, cell.strategy.degrades) == ("least_work", False)
-    assert cell.parameters.early_rejection is EarlyRejection.REJECT
-    assert (cell.parameters.approaching_factor, cell.parameters.watermark) == (0.9, 0.8)
-    assert cell.parameters.min_tokens_between_moves == 3
+    assert (cluster.strategy.placement, cluster.strategy.degrades) == ("least_work", False)
+    assert cluster.parameters.early_rejection is EarlyRejection.REJECT
+    assert (cluster.parameters.approaching_factor, cluster.parameters.watermark) == (0.9, 0.8)
+    assert cluster.parameters.min_tokens_between_moves == 3

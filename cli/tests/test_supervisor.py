@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice_cli.processes.child_processes import Launch
-from sluice_cli.processes.supervisor import LONGEST_BACKOFF_S, Program, backoff_s, describe_exit
+from sluice_cli.processes.child_processes import LaunchSpec
+from sluice_cli.processes.supervisor import LONGEST_BACKOFF_S, SupervisedProcess, backoff_s, describe_exit
 
 
 class FakeChild:
@@ -47,9 +47,9 @@ class World:
         self.lines: list[str] = []
         self.is_stubborn = is_stubborn
         self.started = asyncio.Event()
-        self.program = Program(
+        self.program = SupervisedProcess(
             "engine-0",
-            Launch(command=("x",), log=Path("engine-0.log")),
+            LaunchSpec(command=("x",), log=Path("engine-0.log")),
             spawner=self.spawn,
             report=self.lines.append,
             on_change=lambda: None,
@@ -57,7 +57,7 @@ class World:
             sleep=self.sleep,
         )
 
-    async def spawn(self, launch: Launch) -> FakeChild:
+    async def spawn(self, launch: LaunchSpec) -> FakeChild:
         self.children.append(FakeChild(100 + len(self.children), is_stubborn=self.is_stubborn))
         self.started.set()
         return self.children[-1]

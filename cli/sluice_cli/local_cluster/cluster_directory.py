@@ -1,10 +1,10 @@
-"""What a local cluster keeps on disk, under ``.sluice/clusters/<name>/``: enough for other commands to find it.
+"""The files of a local cluster, under ``.sluice/clusters/<name>/``, by which other commands find it.
 
 launcher.json    the launcher: pid, start time, phase, manifest
 processes.json   its processes: pids, start times, ports, logs
 engines.json     addresses of the engines, read again by routers when it changes
 plan.json        the plan in force, read by routers at a cold start
-autotune.json    what the tuner says and recommends; absent while it is off
+autotune.json    what the tuner decided and recommends; absent while it is off
 cluster.json     uid and generation, kept over restarts so that generations only grow
 logs/            one file per process
 """
@@ -21,7 +21,9 @@ from typing import Any
 
 import psutil
 
-HOME = Path(".sluice")
+from sluice_cli.errors import CommandError
+
+SLUICE_HOME = Path(".sluice")
 # Clocks that /proc and time.time() read differ by up to a tick.
 START_TIME_TOLERANCE_S = 1.0
 
@@ -68,7 +70,7 @@ class ProcessRecord:
             return None
 
 
-def start_time(pid: int | None) -> float | None:
+def read_start_time(pid: int | None) -> float | None:
     """Start time of a process in seconds since the epoch; None when it has ended."""
     try:
         return psutil.Process(pid).create_time() if pid else None
@@ -76,8 +78,12 @@ def start_time(pid: int | None) -> float | None:
         return None
 
 
-class AlreadyRunningError(Exception):
+class AlreadyRunningError(CommandError):
     """The cluster already has a launcher."""
+
+
+class NoClusterError(CommandError):
+    """No running cluster, or several, where one is needed."""
 
 
 class ClusterDirectory:
@@ -88,7 +94,7 @@ class ClusterDirectory:
         home: Sluice's directory.
     """
 
-    def __init__(self, name: str, home: Path = HOME) -> None:
+    def __init__(self, name: str, home: Path = SLUICE_HOME) -> None:
         self.name = name
         self.path = home.absolute() / "clusters" / name
         self.engines_file = self.path / "engines.json"
@@ -131,15 +137,15 @@ class ClusterDirectory:
         """Stores the plan for cold starts."""
         self._write("plan.json", plan)
 
-    def write_tuning(self, tuning: dict[str, Any] | None) -> None:
-        """Stores what the tuner says; None: it is off."""
+    def write_autotune(self, tuning: dict[str, Any] | None) -> None:
+        """Stores what the tuner decided; None: it is off."""
         if tuning is None:
             (self.path / "autotune.json").unlink(missing_ok=True)
         else:
             self._write("autotune.json", tuning)
 
-    def read_tuning(self) -> dict[str, Any] | None:
-        """What the tuner said last."""
+    def read_autotune(self) -> dict[str, Any] | None:
+        """Reads what the tuner decided last; None: it is off."""
         tuning: dict[str, Any] | None = self._read("autotune.json")
         return tuning
 
@@ -161,7 +167,7 @@ class ClusterDirectory:
             facts: Further facts: ``manifest``, ``url``, ``error``.
         """
         facts = (self._read("launcher.json") or {} if phase != "starting" else {}) | facts
-        facts |= {"pid": os.getpid(), "started": start_time(os.getpid()), "phase": phase}
+        facts |= {"pid": os.getpid(), "started": read_start_time(os.getpid()), "phase": phase}
         self._write("launcher.json", facts)
 
     def read_launcher(self) -> tuple[ProcessRecord, dict[str, Any]] | None:
@@ -189,6 +195,29 @@ class ClusterDirectory:
         temporary.replace(self.path / name)
 
 
-def find_clusters(home: Path = HOME) -> list[ClusterDirectory]:
+def find_clusters(home: Path = SLUICE_HOME) -> list[ClusterDirectory]:
     """The clusters that have ever run here, by name."""
     return [ClusterDirectory(path.name, home) for path in sorted((home.absolute() / "clusters").glob("*/"))]
+
+
+def choose_cluster(name: str | None, home: Path = SLUICE_HOME) -> ClusterDirectory:
+    """Finds the cluster that a command is about.
+
+    Args:
+        name: Its name; None: the only one that runs.
+        home: Sluice's directory.
+
+    Raises:
+        NoClusterError: There is none of this name; or, without a name, not exactly one runs.
+    """
+    clusters = find_clusters(home)
+    if name:
+        chosen = [cluster for cluster in clusters if cluster.name == name]
+        if not chosen:
+            raise NoClusterError(f"no cluster {name!r} in {home.absolute()}")
+        return chosen[0]
+    running = [cluster for cluster in clusters if cluster.is_running()]
+    if len(running) != 1:
+        names = ", ".join(cluster.name for cluster in running) or "none"
+        raise NoClusterError(f"one cluster must run, or be named with --cluster; running in {home.absolute()}: {names}")
+    return running[0]

@@ -1,4 +1,4 @@
-"""``sluice up -d``: starts the launcher in the background, and follows its output until the cluster serves."""
+"""Starts a launcher in the background, and follows its output until the cluster serves (``sluice up -d``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the processes of a local cluster listen: ports claimed for engines and routers, and given back."""
+"""Where the processes of a local cluster listen: ports claimed for engines and routers, and released."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
-    from sluice_cli.processes.ports import PortBook
+    from sluice_cli.processes.ports import PortAllocator
     from sluice_core.records import EngineId
 
 HOST = "127.0.0.1"
 
 
-class Sites:
-    """Hands out sites.
+class EndpointAllocator:
+    """Claims and releases the ports of engines and routers.
 
     Args:
         ports: Ports to use.
@@ -25,7 +25,7 @@ class Sites:
         http_port: Port of the first router instead of the manifest's.
     """
 
-    def __init__(self, ports: PortBook, directory: ClusterDirectory, http_port: int | None) -> None:
+    def __init__(self, ports: PortAllocator, directory: ClusterDirectory, http_port: int | None) -> None:
         self._ports = ports
         self._directory = directory
         self._http_port = http_port
@@ -94,7 +94,7 @@ class Sites:
         return self._ports.take(from_manifest, "spec.router.service.port", remedy)
 
     def release(self, site: EngineSite | RouterSite) -> None:
-        """Gives the ports of a site back."""
+        """Releases the ports of a site."""
         for port in list_ports(site).values():
             self._ports.release(port)
 

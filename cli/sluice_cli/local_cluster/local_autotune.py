@@ -1,11 +1,11 @@
-"""Tunes a local cluster's sliders as the operator does (``sluice_operator.autotune.tuner``), and says what was decided."""
+"""Tunes a local cluster's sliders with the operator's tuner, and reports its decisions."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sluice_cli.output.cluster_view import TuningView
+from sluice_cli.local_cluster.cluster_status import AutotuneStatus
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune.search_process import SearchRunner
 from sluice_operator.autotune.tuner import Tuner
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from sluice_operator.autotune.tuner import TunerInputs
 
 
-class LocalTuning:
-    """The tuner of a local cluster, and what it has said so far.
+class LocalAutotuner:
+    """The tuner of a local cluster, and what it has reported so far.
 
     Args:
-        directory: Where other commands read what was decided.
+        directory: Where other commands read the decisions.
         report: Takes a line for people.
-        wake: Called when a search has ended, for a look.
+        wake: Called when a search has ended, to reconcile.
         clock: Monotonic seconds.
         ask: Answers searches for sliders; None: in processes of their own.
     """
@@ -49,8 +49,8 @@ class LocalTuning:
         self._tuner = Tuner(ask or SearchRunner().run, enqueue=wake, now=clock)
         self._window = AttainmentWindow()
         self._in_force: tuple[Sliders, Sliders] | None = None
-        self.view: TuningView | None = None
-        directory.write_tuning(None)
+        self.status: AutotuneStatus | None = None
+        directory.write_autotune(None)
 
     def take(self, statuses: Sequence[control_pb2.GetStatusResponse]) -> None:
         """Takes the routers' counters."""
@@ -62,7 +62,7 @@ class LocalTuning:
         """Requests that the routers finished so far."""
         return self._window.total
 
-    def look(self, circumstances: TunerInputs) -> ServingCluster:
+    def reconcile(self, circumstances: TunerInputs) -> ServingCluster:
         """Decides; returns the manifest with the sliders that are to be in force."""
         effective = self._tuner.update(circumstances)
         asked_for, in_force = resolve_sliders(circumstances.cluster.spec), resolve_sliders(effective.spec)
@@ -74,7 +74,7 @@ class LocalTuning:
         return effective
 
     def is_due(self, circumstances: Callable[[], TunerInputs]) -> bool:
-        """Whether a look would decide something; asked at every status, so that what is the case is seldom gathered."""
+        """Whether ``reconcile`` would decide something; cheap, because every status asks."""
         return self._tuner.needs_update(circumstances)
 
     def stop(self) -> None:
@@ -82,24 +82,22 @@ class LocalTuning:
         self._tuner.stop()
 
     def _show(self) -> None:
-        """Tells what was decided, where it is another thing than before."""
-        verdict, answer, old = self._tuner.describe_status(), self._tuner.result, self.view
+        """Reports the decision if it differs from the last one."""
+        verdict, answer, old = self._tuner.describe_status(), self._tuner.result, self.status
         if verdict is None or verdict.reason == "Off":
             view = None
         else:
-            view = TuningView(reason=verdict.reason, message=verdict.message, **_describe_answer(answer))
+            view = AutotuneStatus(reason=verdict.reason, message=verdict.message, **_describe_answer(answer))
         if view == old:
             return
-        self.view = view
-        self._directory.write_tuning(None if view is None else asdict(view))
+        self.status = view
+        self._directory.write_autotune(None if view is None else asdict(view))
         if view is not None and (old is None or old.reason != view.reason):
             self._report(f"autotune: {view.message}")
         if answer is not None and (old is None or _describe_answer(answer).items() - asdict(old).items()):
-            share = f"{answer.attainment:.0%} of the requests"
-            now = f"{answer.in_force_attainment:.0%}"
             self._report(
-                f"autotune: recommends {format_sliders(answer.sliders)}: {share} would meet their objectives, {now} with"
-                " the sliders in force"
+                f"autotune: recommends {format_sliders(answer.sliders)}: {answer.attainment:.0%} of the requests would"
+                f" meet their objectives, {answer.in_force_attainment:.0%} with the sliders in force"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a manifest means on this machine: where its model and its Secrets lie, and what only a Kubernetes cluster can do."""
+"""Reads a manifest for this machine: where its model and Secrets are, and which fields need a Kubernetes cluster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def find_secret(name: str, home: Path, secrets: Mapping[str, Path]) -> Path:
 def describe_local_security(manifest: ServingCluster, component: str, locate: Callable[[str], Path]) -> Security:
     """Says where a local program finds keys and certificates.
 
-    The launcher speaks with control ports by the same certificate that routers and engines show, under the routers' name.
+    The launcher presents the routers' certificate to control ports.
 
     Args:
         manifest: The manifest.
@@ -59,7 +59,7 @@ def describe_local_security(manifest: ServingCluster, component: str, locate: Ca
 def check_local(
     manifest: ServingCluster, home: Path, volumes: Mapping[str, Path], secrets: Mapping[str, Path] | None = None
 ) -> list[ManifestProblem]:
-    """Finds what local processes cannot do.
+    """Finds fields that local processes cannot follow.
 
     Args:
         manifest: The manifest.
@@ -73,7 +73,8 @@ def check_local(
         problems.append(
             ManifestProblem(
                 field="spec.model.source",
-                message="local clusters read models from volumes only; use persistentVolumeClaim, and --volume NAME=DIR",
+                message="local clusters read models from volumes only;"
+                " use persistentVolumeClaim, and --volume NAME=DIR",
             )
         )
     elif not (directory := find_model(manifest, home, volumes)).is_dir():
@@ -120,7 +121,7 @@ def _check_secrets(manifest: ServingCluster, locate: Callable[[str], Path]) -> I
 
 
 def _find_fault(folder: Path, wanted: tuple[str, ...]) -> str:
-    """Says why a certificate cannot be used for these names; without any, clients look at the name."""
+    """Says why a certificate cannot be used for these names; without names, clients check the name themselves."""
     try:
         found = read_certificates(folder, is_mutual=bool(wanted))
     except CertificateError as error:

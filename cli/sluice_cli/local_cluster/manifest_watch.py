@@ -1,4 +1,4 @@
-"""Follows the manifest file: reads it again when it changes, refuses what is wrong, says what a change does."""
+"""Follows the manifest file: applies each valid edit, and reports what it does or why it is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Editors write in several steps; wait until a file has been quiet for so long.
 SETTLE_MS = 100
-LOOK_MS = 1000
+POLL_MS = 1000
 
 
 async def follow_manifest(
@@ -39,24 +39,24 @@ async def follow_manifest(
         report: Takes a line for people.
     """
     last_text = text
-    # The folder is watched: many editors replace the file by another. A look each second besides finds what was
-    # written before the watch began, and edits on file systems that report none.
+    # The folder is watched, because many editors replace the file by another. A read each second finds what was written
+    # before the watch began, and edits on file systems that report none.
     watch = watchfiles.awatch(
         path.parent,
         debounce=SETTLE_MS,
         step=SETTLE_MS // 2,
         recursive=False,
-        rust_timeout=LOOK_MS,
+        rust_timeout=POLL_MS,
         yield_on_timeout=True,
     )
     async for _ in watch:
         found = _read(path)
         if found is not None and found != last_text:
             last_text = found
-            take_edit(found, path, cluster, check, report)
+            apply_edit(found, path, cluster, check, report)
 
 
-def take_edit(
+def apply_edit(
     text: str,
     path: Path,
     cluster: LocalCluster,
@@ -104,15 +104,18 @@ def describe_effect(change: FieldChange) -> str:
         case FieldEffect.LIVE:
             return "live"
         case FieldEffect.RESTARTS_ENGINES:
-            return "restarts engines one at a time, after they handed their requests over"
+            return "restarts engines one at a time, after each has handed its requests over"
         case FieldEffect.RESTARTS_ROUTERS:
             return "restarts routers, after their streams have ended"
         case FieldEffect.RESTARTS_ALL:
-            return "stops the cluster and starts it anew"
+            return "stops the cluster and starts it again"
 
 
 def _check_name(new: ServingCluster, old: ServingCluster) -> list[ManifestProblem]:
     if new.metadata.name == old.metadata.name:
         return []
-    message = f"{new.metadata.name!r} is another cluster than the running {old.metadata.name!r}; start it by itself"
+    message = (
+        f"{new.metadata.name!r} is another cluster than the running {old.metadata.name!r};"
+        " start it with its own `sluice up`"
+    )
     return [ManifestProblem(field="metadata.name", message=message)]

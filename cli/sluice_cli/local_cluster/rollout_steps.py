@@ -1,7 +1,7 @@
-"""What to do next so that the running processes become what the manifest asks for: a pure decision.
+"""Decides, as a pure function, the next step from the processes that run to those that the manifest asks for.
 
-One step at a time: each is carried out to its end before the next is decided, on what is then the case. So a roll
-never has two engines away, and an edit in the middle of one is simply what the next decision sees.
+Each step is carried out to its end before the next is decided from a new observation. So a rolling restart never has
+two engines away, and an edit in the middle of it only changes the next decision.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class DesiredState:
     """What the manifest asks for.
 
     Args:
-        world: Identifies the model; engines and routers of two models never meet.
-        engine: Identifies an engine's command and environment.
-        router: Identifies a router's command.
+        compatibility_key: Identifies the model and TLS; engines and routers that differ in it cannot work together.
+        engine_hash: Identifies an engine's command and environment.
+        router_hash: Identifies a router's command.
         num_engines: Engines.
         num_routers: Routers.
         num_prefill_heavy: P-heavy engines among them.
     """
 
-    world: str
-    engine: str
-    router: str
+    compatibility_key: str
+    engine_hash: str
+    router_hash: str
     num_engines: int
     num_routers: int
     num_prefill_heavy: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class ObservedState:
     """What runs.
 
     Args:
-        world: As in ``Wanted``.
-        engines: Each engine's identity, as in ``Wanted``, in the order of their start.
-        routers: Each router's identity, as in ``Wanted``, in the order of their start.
+        compatibility_key: As in ``DesiredState``.
+        engines: Each engine's hash, as in ``DesiredState``, in the order of their start.
+        routers: Each router's hash, as in ``DesiredState``, in the order of their start.
         roles: Roles of the engines.
         loads: Work of each engine, in any one unit.
     """
 
-    world: str
+    compatibility_key: str
     engines: Mapping[EngineId, str]
     routers: Mapping[str, str]
     roles: Mapping[EngineId, Role]
@@ -57,7 +57,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Recreate:
-    """Stop everything and start anew: another model."""
+    """Stop everything, then start it again: the compatibility key differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class RemoveEngines:
 
 
 @dataclass(frozen=True, slots=True)
-class RollEngine:
-    """Drain an engine and start it anew with its new command."""
+class RestartEngine:
+    """Drain an engine, and start it again with its new command."""
 
     engine_id: EngineId
 
@@ -96,57 +96,58 @@ class RemoveRouter:
 
 
 @dataclass(frozen=True, slots=True)
-class RollRouter:
-    """Stop a router once its streams have ended, and start it anew."""
+class RestartRouter:
+    """Stop a router once its streams have ended, and start it again."""
 
     name: str
 
 
-Step = Recreate | AddEngines | RemoveEngines | RollEngine | AddRouters | RemoveRouter | RollRouter
+RolloutStep = Recreate | AddEngines | RemoveEngines | RestartEngine | AddRouters | RemoveRouter | RestartRouter
 
 
-def next_step(running: Running, wanted: Wanted) -> Step | None:
-    """Decides the next step; None when all is as wanted."""
-    if running.world != wanted.world:
+def next_step(observed: ObservedState, desired: DesiredState) -> RolloutStep | None:
+    """Decides the next step; None when what runs is what is desired."""
+    if observed.compatibility_key != desired.compatibility_key:
         return Recreate()
-    return _next_count(running, wanted) or _next_roll(running, wanted)
+    return _next_scaling(observed, desired) or _next_restart(observed, desired)
 
 
-def _next_count(running: Running, wanted: Wanted) -> Step | None:
-    missing_engines = wanted.num_engines - len(running.engines)
-    missing_routers = wanted.num_routers - len(running.routers)
+def _next_scaling(observed: ObservedState, desired: DesiredState) -> RolloutStep | None:
+    missing_engines = desired.num_engines - len(observed.engines)
+    missing_routers = desired.num_routers - len(observed.routers)
+    # Routers first: engines that start meanwhile are known to them at once.
     if missing_routers > 0:
         return AddRouters(missing_routers)
     if missing_engines > 0:
         return AddEngines(missing_engines)
     if missing_engines < 0:
-        return RemoveEngines(choose_victims(running, -missing_engines, wanted.num_prefill_heavy))
-    return RemoveRouter(list(running.routers)[-1]) if missing_routers < 0 else None
+        return RemoveEngines(choose_engines_to_remove(observed, -missing_engines, desired.num_prefill_heavy))
+    return RemoveRouter(list(observed.routers)[-1]) if missing_routers < 0 else None
 
 
-def _next_roll(running: Running, wanted: Wanted) -> Step | None:
-    for engine_id, identity in running.engines.items():
-        if identity != wanted.engine:
-            return RollEngine(engine_id)
-    for name, identity in running.routers.items():
-        if identity != wanted.router:
-            return RollRouter(name)
+def _next_restart(observed: ObservedState, desired: DesiredState) -> RolloutStep | None:
+    for engine_id, spec_hash in observed.engines.items():
+        if spec_hash != desired.engine_hash:
+            return RestartEngine(engine_id)
+    for name, spec_hash in observed.routers.items():
+        if spec_hash != desired.router_hash:
+            return RestartRouter(name)
     return None
 
 
-def choose_victims(running: Running, count: int, num_prefill_heavy: int) -> tuple[EngineId, ...]:
+def choose_engines_to_remove(observed: ObservedState, count: int, num_prefill_heavy: int) -> tuple[EngineId, ...]:
     """Chooses engines to remove: of the role that has too many, the least loaded, the youngest.
 
     Args:
-        running: What runs.
+        observed: What runs.
         count: Engines to remove.
-        num_prefill_heavy: P-heavy engines wanted afterwards.
+        num_prefill_heavy: P-heavy engines desired afterwards.
     """
-    age = {engine_id: index for index, engine_id in enumerate(running.engines)}
-    order = sorted(running.engines, key=lambda engine: (running.loads.get(engine, 0), -age[engine]))
-    surplus = sum(role is Role.PREFILL_HEAVY for role in running.roles.values()) - num_prefill_heavy
-    prefill_heavy = [engine for engine in order if running.roles.get(engine) is Role.PREFILL_HEAVY]
-    others = [engine for engine in order if running.roles.get(engine) is not Role.PREFILL_HEAVY]
+    age = {engine_id: index for index, engine_id in enumerate(observed.engines)}
+    order = sorted(observed.engines, key=lambda engine: (observed.loads.get(engine, 0), -age[engine]))
+    surplus = sum(role is Role.PREFILL_HEAVY for role in observed.roles.values()) - num_prefill_heavy
+    prefill_heavy = [engine for engine in order if observed.roles.get(engine) is Role.PREFILL_HEAVY]
+    others = [engine for engine in order if observed.roles.get(engine) is not Role.PREFILL_HEAVY]
     from_prefill_heavy = prefill_heavy[: max(0, min(surplus, count))]
     from_others = others[: count - len(from_prefill_heavy)]
     rest = [engine for engine in prefill_heavy if engine not in from_prefill_heavy]

@@ -6,28 +6,22 @@ import asyncio
 import datetime as dt
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from sluice_cli.output.cluster_view import make_curl_line, make_table
+from sluice_cli.output.cluster_table import make_cluster_table, make_curl_line
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from sluice_cli.local_cluster.cluster import LocalCluster
-    from sluice_cli.output.cluster_view import ClusterView
+    from sluice_cli.local_cluster.cluster_status import ClusterStatus, EngineStatusRow
 
 REFRESH_S = 0.5
-# Wide enough for the table when output goes to a file, where there is no terminal to ask.
-PLAIN_WIDTH = 160
 
 
-def make_console() -> Console:
-    """The console that people see."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
-
-
-class Display:
+class ClusterDisplay:
     """What ``sluice up`` prints."""
 
     def __init__(self, console: Console) -> None:
@@ -48,37 +42,40 @@ class Display:
     async def _show_table(self, cluster: LocalCluster) -> None:
         with Live(console=self._console, auto_refresh=False, transient=False) as live:
             while True:
-                view = cluster.view()
-                parts = [make_table(view)]
-                hint = Text(
-                    f"try: {make_curl_line(view)}" if view.is_ready else f"{view.phase}; Ctrl-C stops", style="dim"
-                )
-                live.update(Group(*parts, hint), refresh=True)
+                status = cluster.status()
+                line = f"try: {make_curl_line(status)}" if status.is_ready else f"{status.phase}; Ctrl-C stops"
+                live.update(Group(make_cluster_table(status), Text(line, style="dim")), refresh=True)
                 await asyncio.sleep(REFRESH_S)
 
     async def _show_lines(self, cluster: LocalCluster) -> None:
-        """Prints a line for each engine whose state changes, and the table when all serve."""
-        seen: dict[str, str] = {}
-        was_ready, num_ready = False, 0
+        """Prints a line for each engine whose state changes, and the table when all serve for the first time."""
+        printed: dict[str, str] = {}
+        was_ready, has_been_ready = False, False
         while True:
-            view = cluster.view()
-            for engine in view.engines:
-                setting = f", {engine.role}, chunk size {engine.chunk_size_tokens} tokens" if engine.role else ""
-                line = f"{engine.engine_id}: {engine.state}{setting}"
-                has_role = bool(engine.role) or engine.state != "ready"  # its role counts from its acknowledgement
-                if has_role and seen.get(engine.engine_id) != line:
-                    seen[engine.engine_id] = line
+            status = cluster.status()
+            for engine in status.engines:
+                line = _describe_engine(engine)
+                if line and printed.get(engine.engine_id) != line:
+                    printed[engine.engine_id] = line
                     self.report(line)
-            if view.is_ready and not was_ready:
-                num_ready += 1
-                if num_ready == 1:
-                    self._print_ready(view)
-                else:
+            if status.is_ready and not was_ready:
+                if has_been_ready:
                     self.report("all engines serve again")
-            was_ready = view.is_ready
+                else:
+                    self._print_ready(status)
+                has_been_ready = True
+            was_ready = status.is_ready
             await cluster.wait_for_change()
 
-    def _print_ready(self, view: ClusterView) -> None:
-        self._console.print(make_table(view))
-        self.report(f"{view.name} serves {view.model} on {view.url}")
-        self._console.print(Text(f"try: {make_curl_line(view)}"), soft_wrap=True)
+    def _print_ready(self, status: ClusterStatus) -> None:
+        self._console.print(make_cluster_table(status))
+        self.report(f"{status.name} serves {status.model} on {status.url}")
+        self._console.print(Text(f"try: {make_curl_line(status)}"), soft_wrap=True)
+
+
+def _describe_engine(engine: EngineStatusRow) -> str:
+    """Says what an engine does; empty while it is ready without a role, which counts once it has acknowledged it."""
+    if engine.state == "ready" and not engine.role:
+        return ""
+    setting = f", {engine.role}, chunk size {engine.chunk_size_tokens} tokens" if engine.role else ""
+    return f"{engine.engine_id}: {engine.state}{setting}"

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from sluice_cli.simulation.cell_settings import EngineGroup, format_engines
+from sluice_cli.simulation.cluster_spec import EngineGroup, format_engines
 from sluice_core.sim.metrics import make_report
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ def make_plan_summary(inputs: PlanInputs, result: PlanResult) -> RenderableType:
     table.add_row("goodput", f"{show_interval(result.goodput_rps, '.2f')} requests/s at {100 * inputs.goal.target:g} %")
     table.add_row(
         "attainment",
-        f"{show_interval(prediction.attainment, '.1f', 100)} % at {prediction.rate_rps:.2f} requests/s, on other requests",
+        f"{show_interval(prediction.attainment, '.1f', 100)} % at {prediction.rate_rps:.2f} requests/s,"
+        " on requests that the search has not seen",
     )
     ttfts = sorted(value for detail in prediction.details for value in detail.summary.ttfts_s)
     tpots = sorted(value for detail in prediction.details for value in detail.summary.tpots_s)
@@ -167,7 +168,7 @@ def make_plan_summary(inputs: PlanInputs, result: PlanResult) -> RenderableType:
         table.add_row("prefix hit rate", f"{100 * num_hit_tokens / num_queried_tokens:.1f} % of prompt tokens")
     missed = ", ".join(f"{name} {100 * share:.1f} %" for name, share in binding.missed.items())
     table.add_row(
-        "binds",
+        "limited by",
         f"{binding.objective.upper()}; {RESOURCES[binding.resource]} (at {binding.rate_rps:.2f}/s missed: {missed})",
     )
     parts: list[RenderableType] = [table]

@@ -1,8 +1,4 @@
-"""Child processes: started in a session of their own, dying with the launcher, awaited through pidfds.
-
-A session of its own keeps the terminal's Ctrl-C from a child (the launcher drains it instead) and makes its process
-group its own, so that what a child leaves behind is killed with it.
-"""
+"""Child processes: started in a session of their own, dying with the launcher, awaited through pidfds."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchSpec:
     """A program to run.
 
     Args:
@@ -35,7 +31,7 @@ class Launch:
     log: Path
 
 
-class Child(Protocol):
+class ChildProcess(Protocol):
     """A running child process."""
 
     @property
@@ -55,11 +51,11 @@ class Child(Protocol):
 class Spawner(Protocol):
     """Starts children."""
 
-    async def __call__(self, launch: Launch) -> Child:
+    async def __call__(self, launch: LaunchSpec) -> ChildProcess:
         """Starts a program."""
 
 
-class ProcessChild:
+class PidfdChild:
     """A child of this very process."""
 
     def __init__(self, pid: int) -> None:
@@ -91,13 +87,13 @@ class ProcessChild:
             return
 
 
-def full_environment(launch: Launch) -> dict[str, str]:
+def full_environment(launch: LaunchSpec) -> dict[str, str]:
     """The environment of a child: ours, the launch's, and a PATH on which ``python`` is our own."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return {**os.environ, "PYTHONUNBUFFERED": "1", **launch.environment, "PATH": path}
 
 
-async def spawn(launch: Launch) -> Child:
+async def spawn(launch: LaunchSpec) -> ChildProcess:
     """Starts a program as a child that dies with this process."""
     launch.log.parent.mkdir(parents=True, exist_ok=True)
     wrapped = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *launch.command]
@@ -111,8 +107,10 @@ async def spawn(launch: Launch) -> Child:
             (os.POSIX_SPAWN_OPEN, 1, str(launch.log), append & ~os.O_CLOEXEC, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
+        # A session of its own keeps the terminal's Ctrl-C from the child, which the launcher drains instead. Its
+        # process group is its own too, so that what it leaves behind is killed with it.
         setsid=True,
         setsigmask=[],
         setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGHUP],
     )
-    return ProcessChild(pid)
+    return PidfdChild(pid)

@@ -1,9 +1,7 @@
-"""Runs a program that dies with its parent: ``leash.py PARENT_PID PROGRAM ARGUMENT...``.
+"""Runs a program that dies with its parent: ``die_with_parent.py PARENT_PID PROGRAM ARGUMENT...``.
 
-A launcher that is killed outright can clean up nothing; the kernel does it for it (PR_SET_PDEATHSIG, kept across
-exec). Setting it needs code between fork and exec, which is unsafe in a process with threads, so it is set here, in a
-small program that the launcher spawns and that then becomes the real one. Only the standard library is imported:
-this runs at each start of each process.
+The launcher spawns this small program, which then becomes the real one. It runs at each start of each process, so it
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,6 +23,8 @@ def die_with_parent(parent_pid: int) -> None:
     Raises:
         OSError: The kernel refused.
     """
+    # A launcher that is killed outright cleans up nothing, so the kernel does; the setting is kept across exec. It
+    # cannot be set between the launcher's own fork and exec, where its threads make code unsafe.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

@@ -1,12 +1,7 @@
-"""A process that has imported vLLM and forks engines off itself: ``python -m sluice_cli.processes.fork_server LAUNCHER_PID MODULE...``.
+"""A process that has imported vLLM, and forks engines that run the module and arguments of each request.
 
-Importing vLLM costs 7 to 9 seconds of CPU per engine; four engines on two cores would spend most of their start in it.
-A fork has the imports already and shares their memory. It then runs the very module with the very arguments that a
-process of its own would.
-
-Requests come as JSON lines, answers go out the same way. Each engine is forked twice, so that the launcher, a child
-subreaper, becomes its parent: it awaits the engine, the kernel kills the engine with it, and the death of this process
-harms no engine. Nothing here starts a thread: threads do not survive a fork, but the locks they hold do.
+``python -m sluice_cli.processes.fork_server LAUNCHER_PID MODULE...`` reads requests and writes answers as JSON lines.
+Importing vLLM costs 7 to 9 seconds of CPU per engine, most of the start of four engines on two cores; a fork shares it.
 """
 
 from __future__ import annotations
@@ -36,6 +31,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     for module in modules:
         importlib.import_module(module)
+    # Threads do not survive a fork, but the locks that they hold do.
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     if num_threads != 1:
         sys.exit(f"the imports started {num_threads - 1} threads, which a fork would lose")
@@ -56,11 +52,13 @@ def fork_program(request: dict[str, Any], launcher_pid: int) -> int:
 
     Args:
         request: ``module`` and ``arguments`` to run, ``name`` for ps, ``log`` for its output.
-        launcher_pid: Who shall be its parent.
+        launcher_pid: The process that becomes its parent.
 
     Returns:
         Its process id.
     """
+    # Forked twice: the first fork ends at once, so that the launcher, a child subreaper, becomes the parent of the
+    # second. It awaits the program, the kernel kills the program with it, and the death of this process harms none.
     reader, writer = os.pipe()
     first = os.fork()
     if first == 0:

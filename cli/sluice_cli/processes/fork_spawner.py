@@ -1,7 +1,6 @@
-"""Starts engines by forking them off a process that has imported vLLM (``forkserver``); a ``Spawner`` like any other.
+"""Starts engines by forking them off a process that has imported vLLM; a ``Spawner`` like any other.
 
-The fork server is a means to an earlier start, never a condition: whatever is wrong with it, the engine is started as
-a process of its own.
+The fork server only saves time: if anything is wrong with it, the engine is started as a process of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from sluice_cli.processes import die_with_parent
-from sluice_cli.processes.child_processes import Child, Launch, ProcessChild, full_environment, spawn
+from sluice_cli.processes.child_processes import ChildProcess, LaunchSpec, PidfdChild, full_environment, spawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -61,7 +60,7 @@ class ForkSpawner:
         self._pids: set[int] = set()
         self._is_usable = True
 
-    async def __call__(self, launch: Launch) -> Child:
+    async def __call__(self, launch: LaunchSpec) -> ChildProcess:
         """Starts a program as a fork, or as a process of its own where that fails."""
         python, option, module, *arguments = launch.command
         if not self._is_usable or (python, option) != ("python", "-m"):
@@ -80,7 +79,7 @@ class ForkSpawner:
         """Ends the fork server."""
         await self._end_server()
 
-    async def _fork(self, request: dict[str, Any], launch: Launch) -> Child:
+    async def _fork(self, request: dict[str, Any], launch: LaunchSpec) -> ChildProcess:
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         server = await self._get_server(launch)
         if server.stdin is None:
@@ -88,11 +87,11 @@ class ForkSpawner:
         server.stdin.write(json.dumps(request).encode() + b"\n")
         answer = await self._read(server, FORK_TIMEOUT_S)
         self._reap_orphans()
-        child = ProcessChild(answer["pid"])
+        child = PidfdChild(answer["pid"])
         self._pids.add(child.pid)
         return child
 
-    async def _get_server(self, launch: Launch) -> Process:
+    async def _get_server(self, launch: LaunchSpec) -> Process:
         """The fork server; a new one where it has ended, or was started with another environment."""
         if self._server and self._server.returncode is None and self._environment == launch.environment:
             return self._server

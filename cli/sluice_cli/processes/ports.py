@@ -1,9 +1,4 @@
-"""Ports for local processes, chosen so that several clusters run on one machine.
-
-All lie below 32768, where the kernel takes ports of outgoing connections from: a port above could be taken between
-its choice and its use. A claim is a locked file, so that two launchers never choose the same port; the kernel drops
-the lock when the launcher ends, however it ends.
-"""
+"""Ports for local processes, claimed so that several clusters run on one machine."""
 
 from __future__ import annotations
 
@@ -17,17 +12,20 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from sluice_cli.errors import CommandError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+# The kernel takes ports of outgoing connections from 32768 on: one above could be taken between its choice and its use.
 DEFAULT_RANGE = range(20000, 32768)
 
 
-class PortError(Exception):
-    """A port that cannot be had; the message says which, why, and what to do."""
+class PortError(CommandError):
+    """A port cannot be used; the message says which, why, and what to do."""
 
 
-class PortBook:
+class PortAllocator:
     """The ports that this launcher has claimed.
 
     Args:
@@ -91,6 +89,8 @@ class PortBook:
     def _claim(self, port: int) -> bool:
         if port in self._claims:
             return False
+        # A claim is a locked file, so that two launchers never choose the same port. The kernel drops the lock when the
+        # launcher ends, however it ends.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self._directory / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""Keeps one program running: crash, back-off, restart, until it is told to stop."""
+"""Keeps one process running: crash, back-off, restart, until it is stopped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from sluice_cli.processes.child_processes import Child, Launch, Spawner
+    from sluice_cli.processes.child_processes import ChildProcess, LaunchSpec, Spawner
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
@@ -33,8 +33,8 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-class Program:
-    """A supervised program.
+class SupervisedProcess:
+    """A program that is started again when it ends.
 
     Args:
         name: For people.
@@ -49,7 +49,7 @@ class Program:
     def __init__(
         self,
         name: str,
-        launch: Launch,
+        launch: LaunchSpec,
         *,
         spawner: Spawner,
         report: Callable[[str], None],
@@ -66,7 +66,7 @@ class Program:
         self._on_change = on_change
         self._clock = clock
         self._sleep = sleep
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._is_stopping = False
         self._stop = asyncio.Event()
         self._ended = asyncio.Event()
@@ -87,7 +87,8 @@ class Program:
                 num_failures = 1 if self._clock() - self.started_s > STABLE_S else num_failures + 1
                 delay_s = backoff_s(num_failures)
                 self._report(
-                    f"{self.name} ended ({describe_exit(code)}); it starts again in {delay_s:g} s; see {self.launch.log}"
+                    f"{self.name} ended ({describe_exit(code)});"
+                    f" it starts again in {delay_s:g} s; see {self.launch.log}"
                 )
                 await self._pause(delay_s)
         finally:

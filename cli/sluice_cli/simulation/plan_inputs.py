@@ -6,15 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_cli.simulation.cell_settings import (
-    CellSpec,
-    EngineGroup,
-    build_engines,
-    change_settings,
-    describe_manifest,
-    make_options,
-    parse_engines,
-)
+from sluice_cli.simulation.cluster_builder import build_engines, make_options
+from sluice_cli.simulation.cluster_spec import ClusterFlags, ClusterSpec, EngineGroup, choose_cluster_spec
 from sluice_core.planning.candidates import (
     APPROACHING_FACTORS,
     LEAST_CHUNK_TOKENS,
@@ -26,7 +19,7 @@ from sluice_core.planning.candidates import (
 )
 from sluice_core.planning.planner import Goal
 from sluice_core.planning.trials import PlanningProblem
-from sluice_core.records import FlowParameters, Slo
+from sluice_core.records import FlowParameters
 from sluice_core.strategies import STRATEGIES, get_strategy
 
 if TYPE_CHECKING:
@@ -41,8 +34,8 @@ _MOST_REPLICAS = 1024  # as many as a manifest may ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flags:
-    """What the command line says; None: nothing.
+class PlanFlags:
+    """What the command line of ``sluice plan`` says; None: nothing.
 
     Args:
         model: Name or path.
@@ -59,7 +52,7 @@ class Flags:
         rate_rps: Rate to serve.
         target: Attainment.
         changes: Settings, as ``NAME=VALUE``; M and alpha given here are not searched.
-        prefix_reuse: See ``CellSettings``.
+        prefix_reuse: See ``SimulationSettings``.
     """
 
     model: str | None = None
@@ -84,15 +77,15 @@ class PlanInputs:
     """A planning task.
 
     Args:
-        spec: The cell that it starts from.
+        spec: The cluster that it starts from.
         problem: What is planned for.
         space: What may be chosen.
-        goal: What is wanted.
-        in_force: The plan in force; None: there is none.
+        goal: What to reach.
+        in_force: What runs now; None: nothing.
         manifest: The manifest; None: there is none.
     """
 
-    spec: CellSpec
+    spec: ClusterSpec
     problem: PlanningProblem
     space: SearchSpace
     goal: Goal
@@ -115,7 +108,7 @@ def parse_range(text: str) -> tuple[int, int, bool]:
     return low, high, bool(match[2])
 
 
-def make_inputs(manifest: ServingCluster | None, flags: Flags, rows: Sequence[TraceRow]) -> PlanInputs:
+def make_inputs(manifest: ServingCluster | None, flags: PlanFlags, rows: Sequence[TraceRow]) -> PlanInputs:
     """Makes the task of manifest and flags; flags win.
 
     Raises:
@@ -149,42 +142,30 @@ def make_inputs(manifest: ServingCluster | None, flags: Flags, rows: Sequence[Tr
     )
 
 
-def _choose_spec(manifest: ServingCluster | None, flags: Flags) -> CellSpec:
-    if manifest is not None:
-        spec = describe_manifest(manifest, flags.model, flags.gpu)
-    else:
-        needed = {"--model": flags.model, "--gpu": flags.gpu, "--ttft-ms": flags.ttft_ms, "--tpot-ms": flags.tpot_ms}
-        missing = [flag for flag, value in needed.items() if value is None]
-        if not (flags.replicas or flags.engines or flags.rate_rps):
-            missing.append("--replicas")
-        if missing:
-            raise ValueError(f"without a manifest, {', '.join(missing)} must be given")
-        spec = CellSpec(
-            model=str(flags.model),
-            gpu=str(flags.gpu),
-            tensor_parallel=1,
-            strategy=flags.strategies[0] if flags.strategies else "taichi",
-            engines=(),
-            slo=Slo(ttft_s=0, tpot_s=0),
-        )
-    return replace(
-        spec,
-        slo=Slo(
-            ttft_s=spec.slo.ttft_s if flags.ttft_ms is None else flags.ttft_ms / 1e3,
-            tpot_s=spec.slo.tpot_s if flags.tpot_ms is None else flags.tpot_ms / 1e3,
-        ),
-        engines=spec.engines if flags.engines is None else parse_engines(flags.engines),
-        settings=replace(change_settings(spec.settings, flags.changes), prefix_reuse=flags.prefix_reuse),
+def _choose_spec(manifest: ServingCluster | None, flags: PlanFlags) -> ClusterSpec:
+    cluster_flags = ClusterFlags(
+        model=flags.model,
+        gpu=flags.gpu,
+        # A manifest's strategy stays the one in force; flags only say what to choose from.
+        strategy=flags.strategies[0] if flags.strategies and manifest is None else None,
+        engines=flags.engines,
+        ttft_ms=flags.ttft_ms,
+        tpot_ms=flags.tpot_ms,
+        changes=flags.changes,
+        prefix_reuse=flags.prefix_reuse,
+    )
+    return choose_cluster_spec(
+        manifest, cluster_flags, {"--replicas": flags.replicas or flags.engines or flags.rate_rps}
     )
 
 
-def _with_engine(spec: CellSpec, tensor_parallel: int) -> CellSpec:
+def _with_engine(spec: ClusterSpec, tensor_parallel: int) -> ClusterSpec:
     group = EngineGroup(count=1, chunk_size_tokens=LEAST_CHUNK_TOKENS)
     return replace(spec, tensor_parallel=tensor_parallel, engines=(group,))
 
 
-def _make_candidate(spec: CellSpec) -> SliderCandidate:
-    """Makes the candidate that a cell is; one group of engines is aggregation, whatever the strategy says."""
+def _make_candidate(spec: ClusterSpec) -> SliderCandidate:
+    """Makes the candidate that a cluster is; one group of engines is aggregation, whatever its strategy says."""
     most = spec.settings.max_batch_tokens
     sizes = [most if group.chunk_size_tokens is None else group.chunk_size_tokens for group in spec.engines]
     is_single = len(spec.engines) == 1
@@ -200,7 +181,7 @@ def _make_candidate(spec: CellSpec) -> SliderCandidate:
     )
 
 
-def _make_space(manifest: ServingCluster | None, flags: Flags, spec: CellSpec) -> SearchSpace:
+def _make_space(manifest: ServingCluster | None, flags: PlanFlags, spec: ClusterSpec) -> SearchSpace:
     most = spec.settings.max_batch_tokens
     bounds = manifest.spec.autotune.bounds if manifest else None
     chunks = bounds.chunk_sizes if bounds else None
@@ -235,13 +216,13 @@ def _choose(values: tuple[float, ...], in_force: float, *, is_fixed: bool) -> tu
 
 
 def _make_goal(
-    manifest: ServingCluster | None, flags: Flags, spec: CellSpec, tensor_parallels: tuple[int, ...]
+    manifest: ServingCluster | None, flags: PlanFlags, spec: ClusterSpec, tensor_parallels: tuple[int, ...]
 ) -> Goal:
     bounds = manifest.spec.autotune.bounds.replicas if manifest else None
     present = sum(group.count for group in spec.engines) or None
     if flags.replicas:
         low, high = flags.replicas
-        # A number alone is all there is: with a rate, fewer will do too.
+        # A number alone is a most with a rate: fewer engines may serve it too.
         low = 1 if low == high and flags.rate_rps else low
     elif flags.rate_rps:
         low, high = (bounds.min, bounds.max) if bounds else (1, _MOST_REPLICAS)

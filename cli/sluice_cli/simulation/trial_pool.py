@@ -1,4 +1,4 @@
-"""Makes the planner's runs, in processes where more than one is allowed."""
+"""Simulates the planner's trials, in several processes where allowed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _evaluate(trial: SearchTrial) -> TrialResult:
 
 
 class TrialPool:
-    """Processes that make runs, in a ``with`` block; results do not depend on how many there are.
+    """Processes that simulate trials, in a ``with`` block; results do not depend on how many there are.
 
     Args:
         problem: What is planned for.
@@ -35,7 +35,7 @@ class TrialPool:
         self._pool = start_workers(num_processes, _prepare, problem)
 
     def run(self, trials: Sequence[SearchTrial]) -> list[TrialResult]:
-        """Makes runs, in their order."""
+        """Simulates trials, in their order."""
         if self._pool is None:
             return [self._evaluator.evaluate(trial) for trial in trials]
         return list(self._pool.map(_evaluate, trials))

@@ -1,4 +1,4 @@
-"""Stands in for an engine: listens on its port, logs its chunk, ends on SIGTERM. ``--fail`` in vLLM's arguments ends it."""
+"""Stands in for an engine: listens on its port and ends on SIGTERM, or at once with ``--fail`` in vLLM's arguments."""
 
 from __future__ import annotations
 

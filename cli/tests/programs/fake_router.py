@@ -26,7 +26,7 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
         self.version = 1
         self.views: list[control_pb2.EngineStatus] = []
         self.changed = asyncio.Event()
-        self.looking = asyncio.Lock()
+        self.refreshing = asyncio.Lock()
         self.requests_file = engines.with_name("requests.json")
         self.requests: dict[str, int] = {}
 
@@ -35,7 +35,7 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
             error = "attainment_percent: 13 is unlucky"
             return control_pb2.ApplyPlanResponse(generation=self.plan.generation, error=error)
         self.plan = request.plan
-        await self.look()
+        await self.refresh()
         return control_pb2.ApplyPlanResponse(generation=self.plan.generation, is_applied=True)
 
     async def GetStatus(self, request, context):  # noqa: N802 - gRPC's name
@@ -69,12 +69,12 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
             else [],
         )
 
-    async def look(self) -> None:
-        """Looks who answers; wakes pollers when that or the plan has changed."""
-        async with self.looking:
-            await self.look_once()
+    async def refresh(self) -> None:
+        """Asks which engines answer; wakes pollers when that or the plan has changed."""
+        async with self.refreshing:
+            await self.refresh_once()
 
-    async def look_once(self) -> None:
+    async def refresh_once(self) -> None:
         requests = json.loads(self.requests_file.read_text()) if self.requests_file.exists() else {}
         views = [view for view in [await self.view(address) for address in self.addresses()] if view]
         seen = views, self.plan.generation, requests
@@ -128,7 +128,7 @@ async def main() -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     while not stop.is_set():
-        await router.look()
+        await router.refresh()
         await asyncio.sleep(0.05)
     await server.stop(0)
 

@@ -1,11 +1,9 @@
-"""What people see of a cluster: one record, made from what the routers say, shown as a table or as JSON."""
+"""The status of a local cluster: one record, made from what its launcher and its routers report."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-from rich.table import Table
 
 from sluice.v1 import control_pb2, plan_pb2
 
@@ -15,11 +13,10 @@ if TYPE_CHECKING:
     from sluice_cli.local_cluster.cluster_directory import ProcessRecord
 
 ROLE_NAMES = {plan_pb2.ROLE_PREFILL_HEAVY: "P-heavy", plan_pb2.ROLE_DECODE_HEAVY: "D-heavy"}
-STATE_STYLES = {"ready": "green", "draining": "yellow", "drained": "yellow", "lost": "red", "refused": "red"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineView:
+class EngineStatusRow:
     """One engine. Figures are those of the router that reported last; None where no router knows it.
 
     Args:
@@ -62,7 +59,7 @@ class EngineView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterView:
+class RouterStatusRow:
     """One router.
 
     Args:
@@ -93,7 +90,7 @@ class RouterView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassView:
+class ClassAttainment:
     """Requests of one SLO class since the routers' start.
 
     Args:
@@ -112,11 +109,11 @@ class ClassView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningView:
-    """What the tuner says.
+class AutotuneStatus:
+    """What the tuner decided last.
 
     Args:
-        reason: Reason of the condition Autotuned, as on Kubernetes (docs/runbook.md).
+        reason: Reason of the condition Autotuned, as on Kubernetes.
         message: The same for people.
         prefill_heavy: P-heavy engines that it recommends; None: it recommends nothing yet.
         prefill_heavy_tokens: Their chunk size.
@@ -133,17 +130,17 @@ class TuningView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterView:
+class ClusterStatus:
     """A cluster at one moment."""
 
     name: str
     phase: str
     manifest: str
     model: str
-    routers: tuple[RouterView, ...]
-    engines: tuple[EngineView, ...]
-    classes: tuple[ClassView, ...]
-    autotune: TuningView | None = None
+    routers: tuple[RouterStatusRow, ...]
+    engines: tuple[EngineStatusRow, ...]
+    classes: tuple[ClassAttainment, ...]
+    autotune: AutotuneStatus | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -162,7 +159,7 @@ class ClusterView:
         return {**asdict(self), "is_ready": self.is_ready, "url": self.url}
 
 
-def make_view(
+def make_cluster_status(
     *,
     name: str,
     phase: str,
@@ -170,8 +167,8 @@ def make_view(
     model: str,
     processes: Sequence[ProcessRecord],
     statuses: dict[str, control_pb2.GetStatusResponse | None],
-    autotune: TuningView | None = None,
-) -> ClusterView:
+    autotune: AutotuneStatus | None = None,
+) -> ClusterStatus:
     """Puts together what the launcher and the routers know.
 
     Args:
@@ -184,20 +181,24 @@ def make_view(
         autotune: What the tuner says; None: it is off.
     """
     answers = [status for status in statuses.values() if status]
-    return ClusterView(
+    return ClusterStatus(
         name=name,
         phase=phase,
         manifest=manifest,
         model=model,
         routers=tuple(_view_router(p, statuses.get(p.name)) for p in processes if p.kind == "router"),
-        engines=tuple(_view_engine(p, pick_engine(answers, p.name), phase) for p in processes if p.kind == "engine"),
+        engines=tuple(
+            _view_engine(p, pick_engine_status(answers, p.name), phase) for p in processes if p.kind == "engine"
+        ),
         classes=_sum_classes(answers),
         autotune=autotune,
     )
 
 
-def pick_engine(statuses: Sequence[control_pb2.GetStatusResponse], engine_id: str) -> control_pb2.EngineStatus | None:
-    """What is known of an engine: of several routers' views, one with a live link."""
+def pick_engine_status(
+    statuses: Sequence[control_pb2.GetStatusResponse], engine_id: str
+) -> control_pb2.EngineStatus | None:
+    """Picks an engine's status: of several routers' reports, one with a live link."""
     views = [engine for status in statuses for engine in status.engines if engine.engine_id == engine_id]
     live = (control_pb2.ENGINE_STATE_DRAINING, control_pb2.ENGINE_STATE_DRAINED, control_pb2.ENGINE_STATE_READY)
     return max(views, key=lambda view: live.index(view.state) if view.state in live else -1, default=None)
@@ -208,12 +209,14 @@ def name_state(state: control_pb2.EngineState.ValueType) -> str:
     return control_pb2.EngineState.Name(state).removeprefix("ENGINE_STATE_").lower()
 
 
-def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None, phase: str) -> EngineView:
+def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None, phase: str) -> EngineStatusRow:
     if status is None or process.pid is None:
         state = "restarting" if process.pid is None and process.num_starts else "starting"
         state = "stopping" if phase == "stopping" else state
-        return EngineView(engine_id=process.name, state=state, num_restarts=_count_restarts(process), pid=process.pid)
-    return EngineView(
+        return EngineStatusRow(
+            engine_id=process.name, state=state, num_restarts=_count_restarts(process), pid=process.pid
+        )
+    return EngineStatusRow(
         engine_id=process.name,
         role=ROLE_NAMES.get(status.role, ""),
         state="starting" if status.state == control_pb2.ENGINE_STATE_CONNECTING else name_state(status.state),
@@ -234,8 +237,8 @@ def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None
     )
 
 
-def _view_router(process: ProcessRecord, status: control_pb2.GetStatusResponse | None) -> RouterView:
-    router = RouterView(
+def _view_router(process: ProcessRecord, status: control_pb2.GetStatusResponse | None) -> RouterStatusRow:
+    router = RouterStatusRow(
         name=process.name,
         url=f"{'https' if process.front_tls else 'http'}://127.0.0.1:{process.ports['http']}",
         front_tls=process.front_tls,
@@ -259,13 +262,13 @@ def _count_restarts(process: ProcessRecord) -> int:
     return max(0, process.num_starts - 1)
 
 
-def _sum_classes(statuses: Sequence[control_pb2.GetStatusResponse]) -> tuple[ClassView, ...]:
+def _sum_classes(statuses: Sequence[control_pb2.GetStatusResponse]) -> tuple[ClassAttainment, ...]:
     names = dict.fromkeys(counters.name for status in statuses for counters in status.classes)
     views = []
     for name in names:
         parts = [counters for status in statuses for counters in status.classes if counters.name == name]
         views.append(
-            ClassView(
+            ClassAttainment(
                 name=name or "default",
                 num_finished=sum(part.num_finished for part in parts),
                 num_met_ttft=sum(part.num_met_ttft for part in parts),
@@ -274,72 +277,3 @@ def _sum_classes(statuses: Sequence[control_pb2.GetStatusResponse]) -> tuple[Cla
             )
         )
     return tuple(views)
-
-
-def make_table(view: ClusterView) -> Table:
-    """The table of engines, with the routers above and the attainment below it."""
-    routers = "   ".join(
-        f"{router.name} {router.url} ({'ready' if router.is_ready else 'not ready'}, plan {router.generation},"
-        f" {router.num_requests} requests)"
-        for router in view.routers
-    )
-    attained = "   ".join(
-        f"{counters.name}: {counters.num_finished} finished, TTFT {_share(counters.num_met_ttft, counters)},"
-        f" TPOT {_share(counters.num_met_tpot, counters)}, both {_share(counters.num_met_both, counters)}"
-        for counters in view.classes
-        if counters.num_finished
-    )
-    if view.autotune:
-        attained = "\n".join(filter(None, (attained, _describe_tuning(view.autotune))))
-    table = Table(title=f"{view.name}: {view.phase}   {routers}", title_justify="left", caption=attained or None)
-    table.caption_justify = "left"
-    for name in ("engine", "role", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("chunk", "running", "waiting", "KV free/used/total", "moves in/out", "restarts"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for engine in view.engines:
-        style = STATE_STYLES.get(engine.state, "dim")
-        kv = f"{engine.kv_blocks_free}/{engine.kv_blocks_used}/{engine.kv_blocks_total}"
-        table.add_row(
-            engine.engine_id,
-            engine.role,
-            f"[{style}]{engine.state}[/]",
-            _or_dash(engine.chunk_size_tokens),
-            _or_dash(engine.running_decodes),
-            _or_dash(engine.waiting_requests),
-            "-" if engine.kv_blocks_total is None else kv,
-            "-" if engine.num_moved_in is None else f"{engine.num_moved_in}/{engine.num_moved_out}",
-            str(engine.num_restarts),
-        )
-    return table
-
-
-def _describe_tuning(tuning: TuningView) -> str:
-    line = f"autotune: {tuning.reason}: {tuning.message}"
-    if tuning.prefill_heavy is None:
-        return line
-    return (
-        f"{line}\nrecommended: prefillHeavy {tuning.prefill_heavy}, chunks"
-        f" {tuning.prefill_heavy_tokens}/{tuning.decode_heavy_tokens}, predicted attainment"
-        f" {100 * (tuning.predicted_attainment or 0.0):.0f} %"
-    )
-
-
-def make_curl_line(view: ClusterView) -> str:
-    """A line to try."""
-    body = '{"model": "%s", "stream": true, "max_tokens": 32, "messages": [{"role": "user", "content": "Hello"}]}'
-    options = "-N"
-    if view.routers and view.routers[0].front_tls:
-        options += f" --cacert {view.routers[0].front_tls}/tls.crt"
-    if view.routers and view.routers[0].needs_key:
-        options += ' -H "Authorization: Bearer $SLUICE_API_KEY"'
-    url = f"{view.url}/v1/chat/completions"
-    return f"curl {options} {url} -H 'Content-Type: application/json' -d '{body % view.model}'"
-
-
-def _share(num_met: int, counters: ClassView) -> str:
-    return f"{100 * num_met / counters.num_finished:.0f} %"
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Makes the plans of a local cluster: who has which role, who drains, and the number of the plan."""
+"""The plan of a local cluster: its generation, and which engine has which role and which drains."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
 
 
-class Planner:
-    """The plan in force and what it was made from.
+class ClusterPlan:
+    """The newest plan and what it was made from.
 
     Args:
         directory: Stores generations and plans.
@@ -34,7 +34,7 @@ class Planner:
         self._leaving: set[EngineId] = set()
 
     def drain(self, engine_ids: Iterable[EngineId], *, is_leaving: bool) -> None:
-        """Has engines hand their work over from the next plan on.
+        """Lets engines hand their requests over from the next plan on.
 
         Args:
             engine_ids: The engines.
@@ -44,23 +44,23 @@ class Planner:
         if is_leaving:
             self._leaving.update(engine_ids)
 
-    def resume(self, engine_id: EngineId) -> None:
-        """Has a drained engine serve again from the next plan on."""
+    def undrain(self, engine_id: EngineId) -> None:
+        """Lets a drained engine serve again from the next plan on."""
         self._draining.discard(engine_id)
 
-    def forget(self, engine_id: EngineId) -> None:
+    def remove(self, engine_id: EngineId) -> None:
         """Drops an engine that has ended."""
         self.roles.pop(engine_id, None)
         self._draining.discard(engine_id)
         self._leaving.discard(engine_id)
 
-    def make_plan(
+    def update(
         self, manifest: ServingCluster, engine_ids: Iterable[EngineId], loads: Mapping[EngineId, int]
     ) -> plan_pb2.Plan | None:
         """Makes and stores the next plan.
 
         Args:
-            manifest: What is wanted.
+            manifest: What shall run, with the sliders in force.
             engine_ids: Engines that run, leaving ones included.
             loads: Work of each engine, in any one unit.
 

@@ -1,4 +1,4 @@
-"""A small streaming client of the OpenAI API: what the demo measures with."""
+"""A small streaming client of the OpenAI API that measures TTFT and gaps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Stream:
+class CompletionStream:
     """One streamed answer.
 
     Args:
         request_id: The router's id.
-        text: What came.
+        text: The answer so far.
         ttft_s: Time to the first piece, in seconds.
         longest_gap_s: Longest wait between two pieces, in seconds.
         output_tokens: Tokens that the answer's usage names.
-        finish_reason: Why it ended; empty when it just ended.
+        finish_reason: Why it ended; empty when the stream broke.
     """
 
     request_id: str = ""
@@ -35,8 +35,8 @@ class Stream:
     _last_s: float = field(default=0.0, repr=False)
 
     @property
-    def is_whole(self) -> bool:
-        """True when the stream ended as it should."""
+    def is_complete(self) -> bool:
+        """Whether the stream ended with a finish reason."""
         return bool(self.finish_reason)
 
     def take(self, event: dict[str, Any], now_s: float, started_s: float) -> str:
@@ -62,7 +62,7 @@ async def stream_completion(
     url: str,
     body: dict[str, Any],
     on_text: Callable[[str], None] | None = None,
-) -> Stream:
+) -> CompletionStream:
     """Streams one answer.
 
     Args:
@@ -75,7 +75,7 @@ async def stream_completion(
         aiohttp.ClientError: The router refused it, or the connection broke.
     """
     path = "chat/completions" if "messages" in body else "completions"
-    stream, started_s = Stream(), time.monotonic()
+    stream, started_s = CompletionStream(), time.monotonic()
     content = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with session.post(f"{url}/v1/{path}", json=content) as response:
         response.raise_for_status()

@@ -1,0 +1,1 @@
+"""``sluice demo``: a scenario on a running cluster, and what it measured."""

@@ -1,0 +1,52 @@
+"""Reads from a manifest what shall run: pure functions of its spec."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from sluice_cli.local_cluster.rollout_steps import DesiredState
+from sluice_core.records import EngineId
+from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.resources import commands
+
+if TYPE_CHECKING:
+    from sluice_operator.api.serving_cluster import ServingClusterSpec
+
+# Engines differ in where they listen; a placeholder keeps that out of the hash of their common command.
+_NO_SITE = commands.EngineSite(
+    engine_id=EngineId(""), host="", port=0, metrics_port=0, kv_host="", kv_port=0, model_directory=""
+)
+
+
+def make_desired_state(
+    spec: ServingClusterSpec,
+    effective_spec: ServingClusterSpec,
+    *,
+    http_port: int,
+    router_security: commands.Security,
+) -> DesiredState:
+    """Makes the desired state of a manifest.
+
+    Args:
+        spec: The manifest's.
+        effective_spec: The same with the sliders in force, which the tuner may have changed.
+        http_port: Port of the first router.
+        router_security: Where routers find keys and certificates.
+    """
+    engine = (commands.render_engine_command(spec, _NO_SITE), commands.render_engine_environment(spec))
+    return DesiredState(
+        # Processes that encrypt cannot talk to processes that do not, so TLS is part of it.
+        compatibility_key=spec.model.model_dump_json() + spec.network.tls.model_dump_json(),
+        engine_hash=_digest(*engine),
+        router_hash=_digest(http_port, asdict(router_security)),
+        num_engines=spec.replicas,
+        num_routers=spec.router.replicas,
+        num_prefill_heavy=resolve_sliders(effective_spec).num_prefill_heavy,
+    )
+
+
+def _digest(*content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

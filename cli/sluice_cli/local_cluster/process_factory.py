@@ -1,0 +1,137 @@
+"""Makes the managed engines and routers of a local cluster: their ports, commands, supervisors and links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sluice_cli.local_cluster.endpoints import HOST, EndpointAllocator
+from sluice_cli.local_cluster.local_manifest import describe_local_security
+from sluice_cli.local_cluster.managed_processes import ManagedEngine, ManagedRouter, keep_link, make_control_tls
+from sluice_cli.processes.child_processes import LaunchSpec
+from sluice_cli.processes.supervisor import SupervisedProcess
+from sluice_operator.api import names
+from sluice_operator.resources import commands
+from sluice_operator.routers.connection import RouterConnection
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
+    from sluice_cli.processes.child_processes import Spawner
+    from sluice_core.records import EngineId
+    from sluice_operator.api.serving_cluster import ServingCluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFactory:
+    """Makes processes and starts them.
+
+    Args:
+        directory: The cluster's files.
+        endpoints: Ports to use.
+        spawn_engine: Starts engines.
+        spawn_router: Starts routers.
+        find_model: Directory of a manifest's model.
+        find_secret: Directory of a Secret.
+        report: Takes a line for people.
+        on_process_change: Called after each start and each end of a process.
+        on_status: Called after each status of a router.
+        clock: Monotonic seconds.
+    """
+
+    directory: ClusterDirectory
+    endpoints: EndpointAllocator
+    spawn_engine: Spawner
+    spawn_router: Spawner
+    find_model: Callable[[ServingCluster], Path]
+    find_secret: Callable[[str], Path]
+    report: Callable[[str], None]
+    on_process_change: Callable[[], None]
+    on_status: Callable[[], None]
+    clock: Callable[[], float]
+
+    def start_engine(
+        self, manifest: ServingCluster, engine_id: EngineId, spec_hash: str, group: asyncio.TaskGroup
+    ) -> ManagedEngine:
+        """Starts a new engine.
+
+        Args:
+            manifest: What its command comes from.
+            engine_id: Its name.
+            spec_hash: Of its command and environment.
+            group: Runs its supervisor.
+
+        Raises:
+            PortError: No port is free.
+        """
+        site = self.endpoints.make_engine(engine_id, self.find_model(manifest))
+        process = self._supervise_engine(manifest, site)
+        group.create_task(process.run(), name=engine_id)
+        return ManagedEngine(site=site, process=process, spec_hash=spec_hash)
+
+    def replace_engine(
+        self, manifest: ServingCluster, engine: ManagedEngine, spec_hash: str, group: asyncio.TaskGroup
+    ) -> None:
+        """Starts an engine that has been stopped with another command, at the same ports."""
+        engine.process = self._supervise_engine(manifest, engine.site)
+        engine.spec_hash = spec_hash
+        group.create_task(engine.process.run(), name=engine.site.engine_id)
+
+    def start_router(
+        self, manifest: ServingCluster, name: str, spec_hash: str, group: asyncio.TaskGroup
+    ) -> ManagedRouter:
+        """Starts a new router, and the link to it.
+
+        Args:
+            manifest: What its command comes from.
+            name: ``router-0`` gets the manifest's port, others any.
+            spec_hash: Of its command.
+            group: Runs its supervisor and its link.
+
+        Raises:
+            PortError: The manifest's port is in use, or none is free.
+        """
+        model, port = self.find_model(manifest), manifest.spec.router.service.port
+        is_first = name == "router-0"
+        site = self.endpoints.make_first_router(port, model) if is_first else self.endpoints.make_further_router(model)
+        security = self.describe_security(manifest, names.ROUTER)
+        command = commands.render_router_command(manifest.spec, site, security)
+        process = self._supervise(name, LaunchSpec(command=tuple(command), log=self.directory.log_path(name)), "router")
+        tls = make_control_tls(security)
+        address = f"{HOST}:{site.control_port}"
+        link = RouterConnection(name, address, log=self.report, on_status=self.on_status, tls=tls)
+        group.create_task(process.run(), name=name)
+        return ManagedRouter(
+            site=site,
+            process=process,
+            spec_hash=spec_hash,
+            link=link,
+            link_task=group.create_task(keep_link(link, tls), name=f"link to {name}"),
+            security=security,
+        )
+
+    def describe_security(self, manifest: ServingCluster, component: str) -> commands.Security:
+        """Says where a component finds its keys and certificates."""
+        return describe_local_security(manifest, component, self.find_secret)
+
+    def _supervise_engine(self, manifest: ServingCluster, site: commands.EngineSite) -> SupervisedProcess:
+        security = self.describe_security(manifest, names.ENGINE)
+        launch = LaunchSpec(
+            command=tuple(commands.render_engine_command(manifest.spec, site, security)),
+            environment=commands.render_engine_environment(manifest.spec),
+            log=self.directory.log_path(site.engine_id),
+        )
+        return self._supervise(site.engine_id, launch, "engine")
+
+    def _supervise(self, name: str, launch: LaunchSpec, kind: str) -> SupervisedProcess:
+        return SupervisedProcess(
+            name,
+            launch,
+            spawner=self.spawn_engine if kind == "engine" else self.spawn_router,
+            report=self.report,
+            on_change=self.on_process_change,
+            clock=self.clock,
+        )

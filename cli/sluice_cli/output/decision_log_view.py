@@ -1,0 +1,59 @@
+"""Shows a request's decision log: every decision, with candidates, estimates and the choice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def render_decision_log(log: dict[str, Any]) -> Group:
+    """Shows a decision log: one line per event, a table of candidates under each placement."""
+    parts: list[RenderableType] = [Text(f"request {log['request_id']}", style="bold")]
+    for event in log["events"]:
+        parts.append(Text(f"{event['at_s']:10.4f} s  {describe_event(event)}"))
+        if event.get("candidates"):
+            parts.append(Padding(_make_candidates(event), (0, 0, 0, 14)))
+    return Group(*parts)
+
+
+def describe_event(event: dict[str, Any]) -> str:
+    """One line about an event."""
+    if event["event"] == "placement":
+        decision = event["decision"]
+        if decision["kind"] == "Place":
+            return (
+                f"placement: {decision['engine_id']} ({decision['reason']}), "
+                f"predicted TTFT {1000 * decision['predicted_ttft_s']:.0f} ms"
+            )
+        return f"placement: {decision['kind'].lower()} ({decision['reason']})"
+    facts = ", ".join(
+        f"{name} {_show(value)}" for name, value in event.items() if name not in ("event", "at_s") and value != ""
+    )
+    return f"{event['event'].replace('_', ' ')}: {facts}"
+
+
+def _make_candidates(event: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("candidate", "role", "queued tokens", "queue ms", "execute ms", "transfer ms", "verdict"):
+        table.add_column(name, justify="left" if name in ("candidate", "role", "verdict") else "right")
+    chosen = event["decision"].get("engine_id")
+    for candidate in event["candidates"]:
+        table.add_row(
+            candidate["engine_id"],
+            candidate["role"],
+            str(candidate["queued_prefill_tokens"]),
+            *(f"{1000 * candidate[part]:.1f}" for part in ("queue_s", "execute_s", "transfer_s")),
+            candidate["reason"] + (" (chosen)" if candidate["engine_id"] == chosen else ""),
+        )
+    return table
+
+
+def _show(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)

@@ -1,0 +1,93 @@
+"""Builds the simulator's cluster from its description."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from sluice_cli.simulation.simulation_settings import AHEAD
+from sluice_core.latency.catalog import Assumptions, ProfileKind, load_model_on_gpu
+from sluice_core.latency.transfer import LINKS, LinkSpeed
+from sluice_core.records import EngineId, FlowParameters, Role
+from sluice_core.sim.cell import Cell, EngineSetup, NoGrant, SimOptions, TransferLink
+from sluice_core.sim.traces import HASH_BLOCK_TOKENS
+from sluice_core.strategies import get_strategy
+
+if TYPE_CHECKING:
+    from sluice_cli.simulation.cluster_spec import ClusterSpec
+    from sluice_cli.simulation.simulation_settings import SimulationSettings
+    from sluice_core.latency import ModelOnGpu
+
+_ROLES = (Role.PREFILL_HEAVY, Role.DECODE_HEAVY)  # of a description's groups of engines
+
+
+def build_cluster(spec: ClusterSpec, seed: int) -> Cell:
+    """Builds the cluster.
+
+    Raises:
+        ValueError: An unknown name, or numbers that contradict one another.
+    """
+    settings = spec.settings
+    strategy = get_strategy(spec.strategy)
+    return Cell(
+        engines=build_engines(spec),
+        strategy=strategy.vary(placement=settings.placement, flows=None if settings.flow else False),
+        parameters=FlowParameters(
+            watermark=settings.watermark,
+            approaching_factor=settings.approaching_factor,
+            early_rejection=settings.early_rejection,
+            min_tokens_between_moves=settings.min_tokens_between_moves,
+        ),
+        options=make_options(settings),
+        seed=seed,
+    )
+
+
+def make_options(settings: SimulationSettings) -> SimOptions:
+    """Makes the simulator's options."""
+    return SimOptions(
+        no_grant=settings.no_grant,
+        ttft_end=settings.ttft_end,
+        counts_decodes=settings.budget == "all",
+        # Only papers let prefills wait for grants, and their engines do not schedule ahead.
+        schedules_ahead=settings.scheduling == AHEAD and settings.no_grant is not NoGrant.WAIT,
+        hash_block_tokens=HASH_BLOCK_TOKENS if settings.prefix_reuse else None,
+        wait_limit_s=settings.wait_limit_s,
+        message_s=settings.message_s,
+    )
+
+
+def build_engines(spec: ClusterSpec) -> list[EngineSetup]:
+    """Builds the engines: P-heavy ones first."""
+    settings = spec.settings
+    target = _load(spec.model, spec.gpu, spec.tensor_parallel, settings.profile, settings.host_iteration_s)
+    speed = LINKS[settings.link]
+    speed = LinkSpeed(
+        bytes_per_s=settings.link_bytes_per_s or speed.bytes_per_s,
+        latency_s=speed.latency_s if settings.link_latency_s is None else settings.link_latency_s,
+    )
+    link = TransferLink(name="shared" if settings.link_shared else "", speed=speed)
+    return [
+        EngineSetup(
+            engine_id=EngineId(f"{role.value[0].lower()}{number}"),
+            profile=target.profile,
+            role=role,
+            chunk_size_tokens=settings.max_batch_tokens if group.chunk_size_tokens is None else group.chunk_size_tokens,
+            kv_blocks_total=int(target.kv_capacity_tokens * settings.kv_scale) // settings.block_size,
+            kv_bytes_per_token=target.kv_bytes_per_token,
+            block_size_tokens=settings.block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_batch_tokens=settings.max_batch_tokens,
+            link=link,
+        )
+        for role, group in zip(_ROLES, spec.engines, strict=False)
+        for number in range(group.count)
+    ]
+
+
+@cache
+def _load(
+    model: str, gpu: str, tensor_parallel: int, kind: ProfileKind | None, host_iteration_s: float | None
+) -> ModelOnGpu:
+    assumptions = Assumptions() if host_iteration_s is None else Assumptions(host_iteration_s=host_iteration_s)
+    return load_model_on_gpu(model, gpu, tensor_parallel, kind=kind, assumptions=assumptions)

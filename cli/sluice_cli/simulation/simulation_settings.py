@@ -1,0 +1,156 @@
+"""Parameters of a simulated cluster, as ``--set NAME=VALUE`` reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from sluice_core.latency.catalog import ProfileKind
+from sluice_core.latency.transfer import LINKS
+from sluice_core.records import EarlyRejection
+from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_BATCH_TOKENS, MAX_NUM_SEQS, MESSAGE_S, NoGrant, TtftEnd
+from sluice_core.strategies import PLACEMENTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+AHEAD, IN_STEP = "ahead", "in_step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSettings:
+    """Parameters of a simulated cluster that ``--set NAME=VALUE`` changes; the defaults are the product's.
+
+    Args:
+        watermark: M, a share of KV blocks and of max_num_seqs.
+        approaching_factor: Alpha, a share of the TPOT objective.
+        early_rejection: What happens to a request that no engine can serve in time.
+        min_tokens_between_moves: Output tokens between two moves of a request.
+        no_grant: What a finished prefill does when no engine grants it blocks: ``in_place`` or ``wait``.
+        ttft_end: When TTFT ends: ``first_token`` or ``decode_join``.
+        budget: What the chunk size counts: ``all`` tokens or those of ``prefill`` only.
+        scheduling: ``ahead``: engines schedule an iteration while another runs, as vLLM does; ``in_step``: between
+            iterations, as papers assume.
+        wait_limit_s: Longest wait at the router before a request is refused; None: no limit.
+        message_s: Time of a message between an engine's scheduler and a router, with ``ahead``.
+        placement: Where prefills run; None: as the strategy says.
+        flow: False: requests decode where their prefill ran.
+        max_num_seqs: Most running requests of an engine.
+        max_batch_tokens: Largest chunk size.
+        block_size: Tokens per KV block.
+        kv_scale: Scales the KV capacity.
+        link: Kind of the links that KV moves over: a key of ``LINKS``.
+        link_bytes_per_s: Bandwidth of each; None: that of the kind.
+        link_latency_s: Latency of each transfer; None: that of the kind.
+        link_shared: All engines share one link.
+        host_iteration_s: The host's work per iteration; None: as the profile assumes.
+        profile: Where the profile comes from; None: the best one there is.
+        prefix_reuse: True: engines reuse the KV of prompts that begin alike, by the trace's hashes. False: the same
+            requests without reuse. None: hashes are ignored. ``--prefix-reuse`` sets it.
+    """
+
+    watermark: float = 0.95
+    approaching_factor: float = 0.96
+    early_rejection: EarlyRejection = EarlyRejection.OFF
+    min_tokens_between_moves: int = 16
+    no_grant: NoGrant = NoGrant.IN_PLACE
+    ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
+    budget: str = "all"
+    scheduling: str = IN_STEP
+    wait_limit_s: float | None = None
+    message_s: float = MESSAGE_S
+    placement: str | None = None
+    flow: bool = True
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_batch_tokens: int = MAX_BATCH_TOKENS
+    block_size: int = BLOCK_SIZE_TOKENS
+    kv_scale: float = 1.0
+    link: str = "nvlink"
+    link_bytes_per_s: float | None = None
+    link_latency_s: float | None = None
+    link_shared: bool = False
+    host_iteration_s: float | None = None
+    profile: ProfileKind | None = None
+    prefix_reuse: bool | None = None
+
+
+def _read_switch(text: str) -> bool:
+    switches = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
+    if text.lower() not in switches:
+        raise ValueError("on or off is needed")
+    return switches[text.lower()]
+
+
+def _read_number(low: float, high: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:
+            raise ValueError(f"{low:g} to {high:g} is allowed")
+        return value
+
+    return read
+
+
+def _read_count(low: int, high: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise ValueError(f"{low} to {high} is allowed")
+        return value
+
+    return read
+
+
+def _read_choice(choices: Iterable[str]) -> Callable[[str], str]:
+    known = {choice.lower(): choice for choice in choices}
+
+    def read(text: str) -> str:
+        if text.lower() not in known:
+            raise ValueError(f"known are {', '.join(known)}")
+        return known[text.lower()]
+
+    return read
+
+
+_READERS: dict[str, Callable[[str], object]] = {
+    "watermark": _read_number(0.0, 1.0),
+    "approaching_factor": _read_number(0.0, 10.0),
+    "early_rejection": lambda text: EarlyRejection(_read_choice(EarlyRejection)(text)),
+    "min_tokens_between_moves": _read_count(0, 1_000_000),
+    "no_grant": lambda text: NoGrant(_read_choice(NoGrant)(text)),
+    "ttft_end": lambda text: TtftEnd(_read_choice(TtftEnd)(text)),
+    "budget": _read_choice(("all", "prefill")),
+    "scheduling": _read_choice((AHEAD, IN_STEP)),
+    "wait_limit_s": _read_number(1e-3, 1e9),
+    "message_s": _read_number(0.0, 10.0),
+    "placement": _read_choice(PLACEMENTS),
+    "flow": _read_switch,
+    "max_num_seqs": _read_count(1, 1_000_000),
+    "max_batch_tokens": _read_count(16, 1_000_000),
+    "block_size": _read_count(1, 1024),
+    "kv_scale": _read_number(1e-3, 1e3),
+    "link": _read_choice(LINKS),
+    "link_bytes_per_s": _read_number(1e3, 1e15),
+    "link_latency_s": _read_number(0.0, 10.0),
+    "link_shared": _read_switch,
+    "host_iteration_s": _read_number(0.0, 10.0),
+    "profile": lambda text: ProfileKind(_read_choice(ProfileKind)(text)),
+}
+
+
+def change_settings(settings: SimulationSettings, changes: Iterable[str]) -> SimulationSettings:
+    """Applies ``NAME=VALUE`` pairs.
+
+    Raises:
+        ValueError: Names what is unknown or out of range.
+    """
+    values: dict[str, object] = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name not in _READERS:
+            raise ValueError(f"{change!r} is not NAME=VALUE with a known name; known are {', '.join(_READERS)}")
+        try:
+            values[name] = _READERS[name](text)
+        except ValueError as error:
+            raise ValueError(f"{name} is {text!r}; {error}") from error
+    return replace(settings, **values)  # type: ignore[arg-type]
