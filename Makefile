@@ -3,7 +3,7 @@
 # make test    runs every check that CI runs
 # make down    stops what `make up` or `make demo` left running
 # make lock    resolves the dependencies anew after an edit of pyproject.toml
-# make reference writes docs/crd.md after an edit of crds/
+# make reference writes docs/reference/crd.md after an edit of crds/
 # make format  formats the code
 # make e2e-k8s runs the tests on a real Kubernetes, which it builds and starts (Go, root; minutes the first time)
 # make images-check builds the images of the Dockerfiles, and runs them there (30 GB of disk, a quarter of an hour)

@@ -48,7 +48,7 @@ IS_COMPILED = "import sys, sluice_core.scheduling.engine_table as core; sys.exit
 # Name, folder, command.
 CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("locks belong to pyproject.toml", ".", ("python", "requirements/lock.py", "check")),
-    ("docs/crd.md is what the CRD says", ".", ("python", "crds/reference.py", "check")),
+    ("docs/reference/crd.md is what the CRD says", ".", ("python", "crds/reference.py", "check")),
     ("style", ".", ("ruff", "check", ".")),
     ("format", ".", ("ruff", "format", "--check", ".")),
     ("types", ".", ("mypy", *PACKAGES, "e2e/kube/testbed", "requirements", "crds", ".ci/checks.py")),

@@ -18,7 +18,7 @@ from sluice_router.scheduling.state import RouterState
 from sluice_router.scheduling.status import Collector
 from sluice_router.settings import Limits
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 METRIC = re.compile(r"^\| `(\S+)` \| (histogram|counter|gauge) \| (.*?) ?\| .+ \|$", re.MULTILINE)
 
 PD = {"p0": "P", "d0": "D"}

@@ -116,7 +116,7 @@ class TuningView:
     """What the tuner says.
 
     Args:
-        reason: Reason of the condition Autotuned, as on Kubernetes (docs/runbook.md).
+        reason: Reason of the condition Autotuned, as on Kubernetes (docs/guides/runbook.md).
         message: The same for people.
         prefill_heavy: P-heavy engines that it recommends; None: it recommends nothing yet.
         prefill_heavy_tokens: Their chunk size.

@@ -1,4 +1,4 @@
-"""The profile of a model on a GPU, from the package's measurements: see simulation.md section 1 and docs/latency.md.
+"""The profile of a model on a GPU, from the package's measurements: see simulation.md section 1 and docs/measurements/latency-profiles.md.
 
 Three kinds. ``kernels`` adds up measured kernels (aiconfigurator) for any dense model on any of four GPUs. ``vidur`` has
 whole layers of two models on the A100, as the paper's own simulator measured them. ``distserve`` has the closed forms
@@ -59,7 +59,7 @@ class Assumptions:
         memory_efficiency: Share of the peak bandwidth that element-wise kernels and the lm_head reach.
         lm_head_s: The lm_head beyond reading its weights.
         reduce_element_bytes: Unit in which message sizes of the all-reduce table are read: 1 as in simulation.md. The
-            table's source counts elements, which is 2; then all-reduces take about half (docs/latency.md).
+            table's source counts elements, which is 2; then all-reduces take about half (docs/measurements/latency-profiles.md).
     """
 
     host_iteration_s: float = 0.003
