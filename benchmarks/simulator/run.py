@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/simulator/run.py [--json OUT] [--repeats N] [--quick] [--traces DIR]
 
-Cells are those of docs/internals/simulator.md at about nine tenths of their goodput: four engines of a 14B model on A100s, prompts as
+Cells are those of docs/measurements/simulator.md at about nine tenths of their goodput: four engines of a 14B model on A100s, prompts as
 long as papers (``arxiv``, 600 s) and as chats (``chat``, 300 s), under each strategy; and clusters of 64 and 1024 engines on the
 chat lengths, which show that the cost per request does not grow with the engines, but for what looks at all of them. Requests come from a trace
 where ``--traces`` has it, else from the statistics of that trace (a truncated gamma and a lognormal).
@@ -36,7 +36,7 @@ from sluice_core.sim.traces import TraceRow, parse_trace
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import get_strategy
 
-TARGETS_RPS = {"arxiv": 12_000, "chat": 30_000}  # docs/internals/simulator.md, per core, four engines
+TARGETS_RPS = {"arxiv": 12_000, "chat": 30_000}  # docs/measurements/simulator.md, per core, four engines
 TRACES = {"arxiv": "arxiv_16k_recon.csv.gz", "chat": "sharegpt_dist.csv.gz"}
 # Of prompts: shape and scale of a gamma; of outputs: mean and standard deviation of the logarithm; most tokens of both.
 LENGTHS = {"arxiv": (4.2, 1780.0, 5.33, 0.45, 15_000), "chat": (2.9, 290.0, 5.23, 0.6, 1_900)}

@@ -27,7 +27,7 @@ DOCUMENTS = (
     "README.md",
     "docs/reference/api.md",
     "docs/guides/security.md",
-    "docs/internals/simulator.md",
+    "docs/guides/simulate.md",
     "docs/guides/planning.md",
     "CONTRIBUTING.md",
 )

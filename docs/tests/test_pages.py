@@ -14,7 +14,7 @@ from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.engine_deployment import render_engines
 
 ROOT = Path(__file__).parents[2]
-# What `make bench-paper` writes is held to its generator by that generator's tests.
+# Pages that `make bench-paper` writes, held to their generator by its own tests.
 GENERATED = ("docs/results.md", "docs/measurements/papers.md")
 PAGES = [
     page
@@ -60,7 +60,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             continue  # nothing is asked of the network here
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
-        assert file.exists(), target
+        assert file.exists() or file in (ROOT / page for page in GENERATED), target
         assert not anchor or anchor in list_anchors(file), target
 
 

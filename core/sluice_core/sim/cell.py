@@ -14,7 +14,7 @@ from sluice_core.strategies import Strategy
 BLOCK_SIZE_TOKENS = 16  # simulation.md section 1
 MAX_NUM_SEQS = 256  # simulation.md section 1; 128 in the cells made with Vidur
 MAX_BATCH_TOKENS = 16_384  # simulation.md section 3: batch of an unchunked prefill engine
-MESSAGE_S = 0.0037  # with four busy engines and a router on two cores: docs/internals/simulator.md, section Fidelity
+MESSAGE_S = 0.0037  # with four busy engines and a router on two cores: docs/measurements/fidelity.md
 # For processes that simulate: new containers between two collections. A run makes many and hardly a cycle; the default costs a
 # tenth of its time.
 GC_THRESHOLD = 200_000
