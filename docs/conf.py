@@ -14,6 +14,8 @@ exclude_patterns = ["tests", "results.md"]
 myst_heading_anchors = 4
 # A link to a page, an anchor or a file that is not there is a warning, and `make docs` takes warnings for errors.
 nitpicky = True
+# Flags begin with two hyphens, which are not a dash.
+smartquotes = False
 
 html_theme = "furo"
 html_title = "Sluice"

@@ -53,7 +53,7 @@ def read_rows(text: str) -> dict[str, tuple[str, ...]]:
     return {name.strip("`"): tuple(rest) for name, *rest in rows}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", without_code(page.read_text())):
         if "://" in target:
@@ -100,3 +100,39 @@ def test_manifests_that_are_shown_are_accepted_and_rendered(manifest: dict[str, 
 
 def test_manifests_are_shown() -> None:
     assert len(MANIFESTS) >= 3
+
+
+CHANGES = re.findall(
+    r"^\| (.+?) \| `([^`]+)` \| (.+) \|$",
+    (ROOT / "CONTRIBUTING.md").read_text().partition("## To change X, open Y")[2].partition("\n## ")[0],
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("change", "opened", "other"), CHANGES, ids=[change for change, *_ in CHANGES])
+def test_what_contributing_says_to_open_exists(change: str, opened: str, other: str) -> None:
+    paths = [opened, *(name for name in re.findall(r"`([^`]+)`", other) if "/" in name or name.endswith(".toml"))]
+    assert [path for path in paths if not (ROOT / path).exists()] == [], change
+
+
+def test_contributing_names_25_changes() -> None:
+    assert len(CHANGES) >= 25
+
+
+def read_sentences(text: str) -> list[str]:
+    """Sentences of prose, list items and cells of tables; code counts as one word."""
+    text = re.sub(r"<!--.*?-->|^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(?m)^(?:    .*|#.*|[|: -]+)$", "", text)
+    text = re.sub(r"(?m)^(?: *(?:[-*>]|\d+\.) |\|)|(?<!\\)\||^$", "\n\n", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", text))
+    return [
+        sentence
+        for paragraph in re.split(r"\n\s*\n", text)
+        for sentence in re.split(r"(?<=[.!?])[*_)\"]*\s+", " ".join(paragraph.split()))
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_have_30_words_at_most(page: Path) -> None:
+    long = [sentence for sentence in read_sentences(page.read_text()) if len(re.findall(r"[\w'%-]+", sentence)) > 30]
+    assert long == []
