@@ -7,9 +7,10 @@
 # make docs    builds the docs site into build/docs; a dead link is an error
 # make format  formats the code
 # make e2e-k8s runs the tests on a real Kubernetes, which it builds and starts (Go, root; minutes the first time)
+# make kubernetes builds that Kubernetes, if it is not built yet (ten minutes)
 # make images-check builds the images of the Dockerfiles, and runs them there (30 GB of disk, a quarter of an hour)
 # make bench   runs the benchmarks
-# make bench-paper writes docs/results.md anew: papers reproduced in the simulator
+# make bench-paper writes docs/measurements/papers.md anew: papers reproduced in the simulator
 # make mutation mutates Algorithms 1 and 2 and the batch policy: does a test notice every mutant?
 # make clean   removes all of the above; models and volumes stay
 #
@@ -36,9 +37,9 @@ SOURCES := $(shell find core protos router engine_image operator cli -path '*/sl
 # Bytecode is compiled at the installation: where PYTHONDONTWRITEBYTECODE is set, importing vLLM would cost 25 s each time.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
 
-.PHONY: help up demo test e2e-k8s images-check down lock reference docs format bench bench-paper mutation clean install model
+.PHONY: help up demo test e2e-k8s kubernetes images-check down lock reference docs format bench bench-paper mutation clean dev install model
 help:
-	@sed -n 's/^# //p' Makefile | head -14
+	@sed -n 's/^# //p' Makefile | head -15
 
 up: install model
 	@exec $(BIN)/sluice up $(MANIFEST) $(ARGS)
@@ -52,6 +53,9 @@ test: $(STAMPS)/dev $(COMPILED) model
 e2e-k8s: $(STAMPS)/dev $(COMPILED) model
 	@PYTHONPATH=e2e/kube exec $(BIN)/python -m testbed test $(ARGS)
 
+kubernetes: $(STAMPS)/dev
+	@PYTHONPATH=e2e/kube exec $(BIN)/python -m testbed build
+
 images-check: $(STAMPS)/dev model
 	@PYTHONPATH=e2e/kube exec $(BIN)/python -m testbed test -s e2e/kube/test_images.py $(ARGS)
 
@@ -59,6 +63,8 @@ down:
 	@if [ -x $(BIN)/sluice ]; then $(BIN)/sluice down --all; else echo "nothing runs"; fi
 
 install: $(STAMPS)/$(ENGINE)
+
+dev: $(STAMPS)/dev
 
 model: $(MODEL)
 
@@ -108,10 +114,10 @@ format: $(STAMPS)/dev
 	@$(BIN)/ruff format .
 
 bench-paper: $(STAMPS)/dev $(COMPILED)
-	@PYTHONPATH=build/compiled exec $(BIN)/sluice bench paper taichi --document docs/results.md $(ARGS)
+	@PYTHONPATH=build/compiled exec $(BIN)/python -m benchmarks.papers.run taichi --document docs/measurements/papers.md $(ARGS)
 
 bench: install model $(COMPILED)
-	@for program in benchmarks/*/run.py; do \
+	@for program in $(filter-out benchmarks/papers/run.py,$(wildcard benchmarks/*/run.py)); do \
 		echo "== $$program" && PYTHONPATH=build/compiled:. $(BIN)/python $$program $(ARGS); done
 
 mutation: $(STAMPS)/dev

@@ -13,7 +13,12 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -25,16 +30,11 @@ PACKAGES = (
     "operator/sluice_operator",
     "cli/sluice_cli",
 )
-TESTS = (
-    "core/tests",
-    "protos/tests",
-    "operator/tests",
-    "cli/tests",
-    "router/tests",
-    "engine_image/tests",
-    "e2e",
-    "docs/tests",
-)
+# These start no engines: a process per core, each test with ports and folders of its own.
+UNIT_TESTS = ("core/tests", "protos/tests", "operator/tests", "cli/tests", "router/tests", "benchmarks/tests")
+ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
+# These start engines, which take a core each: one test at a time.
+ENGINE_TESTS = ("engine_image/tests", "e2e", "docs/tests")
 DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile", "e2e/kube/bases/Dockerfile")
 # What the compiled core decides, on the wheel as images install it.
 COMPILED = ROOT / "build" / "compiled"
@@ -60,6 +60,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (
             "mypy",
             *PACKAGES,
+            "benchmarks/papers",
             "e2e/kube/testbed",
             "requirements",
             "crds",
@@ -83,14 +84,14 @@ def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
         [BIN / program, *arguments], cwd=ROOT / folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
     )
     verdict = "passed" if done.returncode == 0 else "FAILED"
-    print(f"{verdict}  {name} ({time.monotonic() - started:.1f} s)", flush=True)
-    if done.returncode != 0:
-        print(done.stdout.decode(errors="replace"), flush=True)
+    output = done.stdout.decode(errors="replace") if done.returncode != 0 else ""
+    # One write: checks run side by side.
+    print(f"{verdict}  {name} ({time.monotonic() - started:.1f} s)\n{output}", end="", flush=True)
     return done.returncode == 0
 
 
-def run_tests(arguments: list[str], *, on_wheel: bool = False) -> tuple[int, int]:
-    """Runs tests in one process, with their progress; returns how many passed and how many failed."""
+def run_tests(arguments: Sequence[str], *, on_wheel: bool = False) -> tuple[int, int]:
+    """Runs tests, with their progress; returns how many passed and how many failed."""
     environment = {**os.environ, "PYTHONPATH": str(COMPILED)} if on_wheel else None
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -113,12 +114,15 @@ def run_tests(arguments: list[str], *, on_wheel: bool = False) -> tuple[int, int
 def main() -> None:
     """Runs everything."""
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    verdicts = [run_check(*check) for check in CHECKS]
-    # A process for each part: the engines' tests fork, which a process that has used gRPC survives by luck only.
-    runs = [sys.argv[1:]] if sys.argv[1:] else [[folder] for folder in TESTS]
-    counts = [run_tests(arguments) for arguments in runs]
-    if not sys.argv[1:]:
-        counts.append(run_tests(list(COMPILED_TESTS), on_wheel=True))
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        verdicts = list(threads.map(lambda check: run_check(*check), CHECKS))
+    if sys.argv[1:]:
+        counts = [run_tests(sys.argv[1:])]
+    else:
+        counts = [run_tests([*ON_ALL_CORES, folder]) for folder in UNIT_TESTS]
+        counts.append(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], on_wheel=True))
+        # A process for each part: the engines' tests fork, which a process that has used gRPC survives by luck only.
+        counts += [run_tests([folder]) for folder in ENGINE_TESTS]
     passed = sum(verdicts) + sum(passed for passed, _ in counts)
     failed = len(verdicts) - sum(verdicts) + sum(failed for _, failed in counts)
     print(f"{passed} passed, {failed} failed")

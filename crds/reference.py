@@ -3,7 +3,7 @@
     python crds/reference.py write
     python crds/reference.py check
 
-What a change of a field does to a running cluster is told by the Python model (``sluice_operator.api.field_effects.Effect``); all
+What a change of a field does to a running cluster is told by the Python model (``sluice_operator.api.field_effects.FieldEffect``); all
 else is the CRD's.
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel
 
-from sluice_operator.api.field_effects import Effect
+from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.serving_cluster import ServingClusterSpec
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def write_reference() -> str:
         columns=_write_columns(version["additionalPrinterColumns"]),
         replicas=version["subresources"]["scale"]["specReplicasPath"].removeprefix("."),
     )
-    effects = dict(_find_effects(ServingClusterSpec, "spec", Effect.LIVE))
+    effects = dict(_find_effects(ServingClusterSpec, "spec", FieldEffect.LIVE))
     sections = [
         _write_section(path, node, effects)
         for part in ("spec", "status")
@@ -83,9 +83,9 @@ def _find_parts(node: Schema, path: str) -> Iterator[tuple[str, Schema]]:
         yield from _find_parts(node["items"], f"{path}[]")
 
 
-def _find_effects(model: type[BaseModel], path: str, inherited: Effect) -> Iterator[tuple[str, Effect]]:
+def _find_effects(model: type[BaseModel], path: str, inherited: FieldEffect) -> Iterator[tuple[str, FieldEffect]]:
     for name, field in model.model_fields.items():
-        effect = next((mark for mark in field.metadata if isinstance(mark, Effect)), inherited)
+        effect = next((mark for mark in field.metadata if isinstance(mark, FieldEffect)), inherited)
         inner = f"{path}.{field.alias or name}"
         yield inner, effect
         for part in _find_models(field.annotation):
@@ -110,7 +110,7 @@ def _write_columns(columns: list[Schema]) -> str:
     return "\n".join(["| column | what it shows |", "|---|---|", *lines])
 
 
-def _write_section(path: str, node: Schema, effects: dict[str, Effect]) -> str:
+def _write_section(path: str, node: Schema, effects: dict[str, FieldEffect]) -> str:
     lines = [f"## {path}", "", _flow(node["description"]), ""]
     is_spec = path.startswith("spec")
     titles = ["field", "type", "default", "limits", *(["change"] if is_spec else []), "what it is"]

@@ -8,7 +8,7 @@ project_copyright = "The Sluice authors, Apache-2.0"
 
 extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["tests", "results.md"]
+exclude_patterns = ["tests"]
 
 # Headings get the anchors that links in the repository use, down to this level.
 myst_heading_anchors = 4

@@ -17,9 +17,9 @@ from sluice.v1 import control_pb2
 from sluice_core.records import IterationShape
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.autotune.engine_facts import Measured, find_facts
-from sluice_operator.autotune.search_messages import Question, make_terms
-from sluice_operator.autotune.search_process import Searches
+from sluice_operator.autotune.engine_facts import MeasuredEngineFacts, find_engine_facts
+from sluice_operator.autotune.search_messages import SearchRequest, make_constraints
+from sluice_operator.autotune.search_process import SearchRunner
 from sluice_operator.autotune.workload import read_workload
 
 if TYPE_CHECKING:
@@ -112,14 +112,14 @@ async def test_routers_learn_how_fast_engines_are_and_a_search_goes_by_it(
         assert all(0.0 < float(error) < math.inf for _, error in errors), errors
         print(f"{router}: errors of the latency model {dict(errors)}")
     spec = check_manifest({**cluster.manifest, "spec": {**cluster.manifest["spec"], "autotune": TUNED}}).spec
-    engine, missing = find_facts(spec, statuses)
+    engine, missing = find_engine_facts(spec, statuses)
     workload = read_workload(statuses)
-    assert isinstance(engine, Measured), missing
+    assert isinstance(engine, MeasuredEngineFacts), missing
     assert workload is not None
     sliders = resolve_sliders(spec)
-    terms = make_terms(spec)
-    found = await Searches().ask(
-        Question(terms=terms, spec_sliders=sliders, in_force=sliders, workload=workload, engine=engine)
+    constraints = make_constraints(spec)
+    found = await SearchRunner().run(
+        SearchRequest(constraints=constraints, spec_sliders=sliders, in_force=sliders, workload=workload, engine=engine)
     )
     print(f"{engine}; {found}")
     # A tiny model takes milliseconds for an iteration, more on a machine that does something else.

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 import csv
 import gzip
-import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-# Kept beside the repository, not in it: the traces have licences of their own (SOURCES.md there).
-TRACES = ROOT.parent / "shared" / "data" / "traces"
-SYNTHETIC = "synthetic"
-SYNTHETIC_ROWS = 20_000
-# Bounds and moments of the synthetic lengths, in tokens: near those of summarization (arxiv_4k: inputs of mean 2588,
-# median 2730; outputs of mean 291, median 167), without its shape.
-SYNTHETIC_PROMPT = {"mean": 2600.0, "deviation": 850.0, "low": 64, "high": 3800}
-SYNTHETIC_OUTPUT = {"mean": 291.0, "median": 167.0, "low": 2, "high": 2000}
+TRACES = Path(__file__).parents[1] / "traces"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,28 +48,28 @@ class Arrival:
 
 
 def load_lengths(trace: str, *, limit_tokens: int, limit_output_tokens: int, folder: Path = TRACES) -> Lengths:
-    """Loads the lengths of a trace; makes synthetic ones, and says so, where the trace is not there.
+    """Loads the lengths of a trace.
 
     Args:
-        trace: Name of a file in the folder, without its ending, or ``synthetic``.
+        trace: Name of a file in the folder, without its ending.
         limit_tokens: Longest prompt + output that the engines take.
         limit_output_tokens: Longest output; bounds the time that a load takes to empty.
         folder: Of traces.
+
+    Raises:
+        ValueError: The folder has no such trace.
     """
 
     def fits(row: tuple[int, int]) -> bool:
         return min(row) > 0 and sum(row) <= limit_tokens and row[1] <= limit_output_tokens
 
-    path = folder / f"{trace}.csv.gz"
-    if trace != SYNTHETIC and path.is_file():
-        with gzip.open(path, "rt", newline="") as file:
-            rows = [(int(row["input_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
-        fitting = list(filter(fits, rows))
-        return Lengths(source=f"trace {trace}", rows=fitting, num_left_out=len(rows) - len(fitting))
-    source = SYNTHETIC if trace == SYNTHETIC else f"{SYNTHETIC}, because {path} is not there"
-    rng = random.Random(0)
-    drawn = (_draw_synthetic(rng) for _ in range(SYNTHETIC_ROWS))
-    return Lengths(source=source, rows=list(filter(fits, drawn)))
+    known = sorted(path.name.removesuffix(".csv.gz") for path in folder.glob("*.csv.gz"))
+    if trace not in known:
+        raise ValueError(f"trace {trace} is not in {folder}; it has {', '.join(known)}")
+    with gzip.open(folder / f"{trace}.csv.gz", "rt", newline="") as file:
+        rows = [(int(row["input_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+    fitting = list(filter(fits, rows))
+    return Lengths(source=f"trace {trace}", rows=fitting, num_left_out=len(rows) - len(fitting))
 
 
 def make_arrivals(lengths: Lengths, *, rate: float, seconds: float, seed: int) -> list[Arrival]:
@@ -103,15 +94,3 @@ def make_arrivals(lengths: Lengths, *, rate: float, seconds: float, seed: int) -
         )
         at_s += gaps.expovariate(1.0) / rate
     return arrivals
-
-
-def _draw_synthetic(rng: random.Random) -> tuple[int, int]:
-    """Draws a truncated normal prompt length and a truncated lognormal output length."""
-    prompt, output = SYNTHETIC_PROMPT, SYNTHETIC_OUTPUT
-    sigma = math.sqrt(2 * math.log(output["mean"] / output["median"]))
-    prompt_tokens = round(rng.gauss(prompt["mean"], prompt["deviation"]))
-    output_tokens = round(rng.lognormvariate(math.log(output["median"]), sigma))
-    return (
-        int(min(max(prompt_tokens, prompt["low"]), prompt["high"])),
-        int(min(max(output_tokens, output["low"]), output["high"])),
-    )

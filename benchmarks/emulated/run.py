@@ -216,9 +216,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="a smoke run of under a minute; its figures mean little")
     parser.add_argument("--engines", type=int, default=16, help="default %(default)s")
-    parser.add_argument(
-        "--trace", default="arxiv_4k", help="of ../shared/data/traces, or synthetic (default %(default)s)"
-    )
+    parser.add_argument("--trace", default="arxiv_4k", help="of benchmarks/traces (default %(default)s)")
     parser.add_argument("--rates", default="16", help="requests per second, with commas (default %(default)s)")
     parser.add_argument("--seeds", default="1", help="of the arrivals, with commas (default %(default)s)")
     parser.add_argument(

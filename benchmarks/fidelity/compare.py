@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.fidelity.records import count_pauses
 from benchmarks.local_cluster.figures import compute_percentile, format_number, format_table
 
-from sluice_core.sim.hand_offs import ENDS, Step
+from sluice_core.sim.hand_offs import ITERATION_ENDS, HandOffStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,9 @@ MS = 1e3
 HEADER = ("strategy", "rate/s", "requests", "", "attainment", "TTFT p50", "p90 ms", "TPOT p50", "p90 ms", "moves")
 NUM_CONTEXT = 3
 # An iteration is scheduled when the one before it begins: one end before its own begin.
-NUM_PAUSE_ENDS = ENDS[Step.SUBMIT] + ENDS[Step.NOTICE] + ENDS[Step.JOIN] - 1
+NUM_PAUSE_ENDS = (
+    ITERATION_ENDS[HandOffStep.SUBMIT] + ITERATION_ENDS[HandOffStep.NOTICE] + ITERATION_ENDS[HandOffStep.JOIN] - 1
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

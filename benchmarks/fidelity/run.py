@@ -174,7 +174,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--batches", action="store_true", help="one engine alone, iteration by iteration")
     parser.add_argument("--engines", type=int, default=4, help="default %(default)s")
-    parser.add_argument("--trace", default="arxiv_4k", help="of ../shared/data/traces (default %(default)s)")
+    parser.add_argument("--trace", default="arxiv_4k", help="of benchmarks/traces (default %(default)s)")
     parser.add_argument("--rate", type=float, help="requests per second, instead of shares of the goodput")
     parser.add_argument("--shares", default="0.5,0.85", help="of the simulated goodput (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals (default %(default)s)")

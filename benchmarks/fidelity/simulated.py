@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from sluice_core.sim.cell import Cell
     from sluice_core.sim.metrics import RunSummary
-    from sluice_core.sim.timeline import Iteration
+    from sluice_core.sim.timeline import IterationSpan
 
 NO_OBJECTIVE = Slo(ttft_s=1e9, tpot_s=1e9)
 
@@ -118,7 +118,7 @@ def replay(cell: Cell, requests: Sequence[Request]) -> list[Batch]:
     return [_describe(iteration) for iteration in timeline.iterations]
 
 
-def _describe(iteration: Iteration) -> Batch:
+def _describe(iteration: IterationSpan) -> Batch:
     return Batch(iteration.num_decodes, iteration.decode_context_tokens, iteration.prefill_tokens, iteration.num_chunks)
 
 

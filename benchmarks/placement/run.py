@@ -39,7 +39,7 @@ from sluice_core.records import (
 )
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.decode_order import DecodeSet
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.placement import LengthAwarePlacement
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ DECODES = (64, 256, 1024)
 LOAD_CASES = ("idle", "steady", "nothing")
 MOVES_PER_ITERATION = 8
 TARGET_P99_US = {64: 20.0, 1024: 200.0}  # router.md section 6
-_SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=256, max_batch_tokens=8192)
+_SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=256, max_batch_tokens=8192)
 _NS_PER_US = 1000.0
 
 

@@ -1,12 +1,11 @@
 """What a recommendation costs: CPU time of the operator's search and of ``sluice plan``, four engines, one core.
 
     make build/compiled/stamp
-    PYTHONPATH=build/compiled .venv/bin/python benchmarks/planning/run.py [--traces DIR] [--only search|plan] [--repeats N] [--json OUT]
+    PYTHONPATH=build/compiled .venv/bin/python benchmarks/planning/run.py [--only search|plan] [--repeats N] [--json OUT]
 
 Each is a process of its own, as in production, and its CPU time is all that it takes, its start included; how much of it
 the start is stands in the first line. Short chats have prompts of 40 tokens and answers of 200, of which four engines serve
-about 100 in a second; the other workloads are in the folder of ``--traces``, and are left out without it. The operator may
-choose every slider. Its sample is of 2000 requests at most, as the routers'.
+about 100 in a second; the other workloads are traces. The operator may choose every slider. Its sample is of 2000 requests at most, as the routers'.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ from pathlib import Path
 from sluice_core.sim.traces import TraceRow, parse_trace
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.autotune.engine_facts import Emulated
-from sluice_operator.autotune.search_messages import Question, make_terms
+from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
+from sluice_operator.autotune.search_messages import SearchRequest, make_constraints
 from sluice_operator.autotune.search_process import COMMAND
-from sluice_operator.autotune.workload import Workload
+from sluice_operator.autotune.workload import WorkloadSample
 
 MODEL, GPU, REPLICAS = "qwen2.5-14b", "a100-80g", 4
 TARGET_S = 10.0  # of one core, for four engines
+TRACES = Path(__file__).parents[1] / "traces"
 _NUM_SAMPLED = 2000
 _CHATS = [TraceRow(prompt_tokens=40, output_tokens=200)] * 500
 
@@ -43,7 +43,7 @@ class Case:
 
     Args:
         name: Its name.
-        trace: File in the folder of traces; None: short chats.
+        trace: File in ``benchmarks/traces``; None: short chats.
         ttft_ms: Objective.
         tpot_ms: Objective.
         rate_rps: Measured rate, at which the operator predicts an attainment.
@@ -68,16 +68,16 @@ CASES = [
 ]
 
 
-def load_rows(case: Case, folder: Path | None) -> list[TraceRow]:
+def load_rows(case: Case) -> list[TraceRow]:
     """Read a sample of the trace."""
-    if case.trace is None or folder is None:
+    if case.trace is None:
         return _CHATS
-    with gzip.open(folder / case.trace, "rt") as file:
+    with gzip.open(TRACES / case.trace, "rt") as file:
         rows = parse_trace(file)
     return random.Random(4).sample(rows, min(len(rows), _NUM_SAMPLED))
 
 
-def make_question(case: Case, rows: list[TraceRow]) -> Question:
+def make_question(case: Case, rows: list[TraceRow]) -> SearchRequest:
     """Make what the operator asks, with all sliders free."""
     spec = check_manifest(
         {
@@ -96,14 +96,14 @@ def make_question(case: Case, rows: list[TraceRow]) -> Question:
         }
     ).spec
     sliders = resolve_sliders(spec)
-    return Question(
-        terms=make_terms(spec),
+    return SearchRequest(
+        constraints=make_constraints(spec),
         spec_sliders=sliders,
         in_force=sliders,
-        workload=Workload(
+        workload=WorkloadSample(
             rows=tuple((row.prompt_tokens, row.output_tokens, "") for row in rows), rate_rps=case.rate_rps
         ),
-        engine=Emulated(gpu=GPU, model=MODEL),
+        engine=EmulatedEngineFacts(gpu=GPU, model=MODEL),
     )
 
 
@@ -137,7 +137,6 @@ def plan(case: Case, rows: list[TraceRow]) -> tuple[float, float]:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--traces", type=Path, help="folder of traces")
     parser.add_argument("--only", choices=["search", "plan"], help="leave the other out")
     parser.add_argument("--repeats", type=int, default=1, help="of each; the quickest counts")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks/planning.json"))
@@ -147,9 +146,7 @@ def main() -> None:
     print(f"{'workload':12} {'TTFT, TPOT':>16}  {'search':>8} {'goodput':>8}  {'plan':>8} {'goodput':>8}")
     results = []
     for case in CASES:
-        if case.trace is not None and arguments.traces is None:
-            continue
-        rows = load_rows(case, arguments.traces)
+        rows = load_rows(case)
         asked = {"search": search, "plan": plan}
         found = {
             name: min(ask(case, rows) for _ in range(arguments.repeats))

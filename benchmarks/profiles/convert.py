@@ -1,10 +1,11 @@
 """Packs measured kernels into the data of ``sluice_core.latency``.
 
-    .venv/bin/python -m benchmarks.profiles.convert ../shared/data/profiles [--out DIRECTORY]
+    .venv/bin/python -m benchmarks.profiles.convert SOURCES [--out DIRECTORY]
 
-Sources, versions and licences: ``core/sluice_core/latency/data/NOTICE.md``. Nothing is fitted here. What is left out: types
-other than bfloat16, sliding windows, batches of several prompts, contexts under 128 tokens, and decode batches over 512
-requests or 400k tokens of context. Times are whole nanoseconds with four significant digits.
+The measurements are not in the repository; the help of SOURCES says where each comes from. Nothing is fitted. Left out are
+types other than bfloat16, sliding windows, batches of several prompts, contexts under 128 tokens, and decode batches of more
+than 512 requests or 400k tokens of context. Times are whole nanoseconds with four significant digits. Licences:
+``core/sluice_core/latency/data/NOTICE.md``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,16 @@ from typing import Any
 import pyarrow.parquet as pq
 import yaml
 
+SOURCES_HELP = """folder with the measurements; files keep their names, unless it says otherwise:
+aiconfigurator/{a100_sxm,h100_sxm,h200_sxm,l40s}/
+    PyPI package aiconfigurator-core 0.12.0, folder systems/data; the files of vllm/VERSION and nccl/VERSION
+    carry that path in their name (vllm_0.24.0_gemm_perf.parquet); beside them systems/*.yaml of the GPU
+vidur/
+    github.com/microsoft/vidur, commit 7d47513, folder data/profiling, gzipped: compute/a100/OWNER/MODEL/mlp.csv is
+    a100_mlp_MODEL.csv.gz; network/KIND/all_reduce.csv is all_reduce_KIND.csv.gz; blob ee3dec76 of its history
+    (data/profiling/a100/attention.csv) is a100_attention_64q8kv_tp2.csv.gz
+distserve/
+    github.com/LLMServe/DistServe, commit 82831f1, folder simdistserve/estimators/profile_data"""
 DATA = Path(__file__).parents[2] / "core" / "sluice_core" / "latency" / "data"
 # Our name, folder of aiconfigurator, version of its vLLM tables and of its all-reduce table.
 GPUS = (
@@ -229,11 +240,11 @@ def _round_ns(milliseconds: float) -> int:
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="folder with aiconfigurator, vidur and distserve")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("sources", metavar="SOURCES", type=Path, help=SOURCES_HELP)
     parser.add_argument("--out", type=Path, default=DATA)
     options = parser.parse_args()
-    for name, content in convert(options.source).items():
+    for name, content in convert(options.sources).items():
         text = json.dumps(content, separators=(",", ":"))
         (options.out / name).write_bytes(gzip.compress(text.encode(), mtime=0))
         print(f"wrote {options.out / name}, {(options.out / name).stat().st_size} bytes")

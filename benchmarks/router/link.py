@@ -22,8 +22,8 @@ from h2.connection import H2Connection
 
 from sluice.v1 import engine_pb2
 from sluice_router.engines.engine_stream import EngineStream
-from sluice_router.fair_loop import Turns
-from sluice_router.observability.metrics import LinkTraffic
+from sluice_router.fair_loop import FairQueue
+from sluice_router.observability.metrics import EngineTraffic
 
 STEPS_PER_S = 30
 WARM_UP_S = 0.5
@@ -75,14 +75,16 @@ def play_engines(ends: list[socket.socket], message: bytes, seconds: float) -> N
 
 async def measure(ends: list[socket.socket], seconds: float) -> list[float]:
     """Receives for so long; returns microseconds of CPU per message, a figure per second, ascending."""
-    loop, turns, num_messages = asyncio.get_running_loop(), Turns(), 0
+    loop, fair_queue, num_messages = asyncio.get_running_loop(), FairQueue(), 0
 
     def take(_message: engine_pb2.AttachResponse) -> None:
         nonlocal num_messages
         num_messages += 1
 
     async def serve(end: socket.socket) -> None:
-        _, stream = await loop.create_connection(lambda: EngineStream("engine", LinkTraffic(), turns, loop), sock=end)
+        _, stream = await loop.create_connection(
+            lambda: EngineStream("engine", EngineTraffic(), fair_queue, loop), sock=end
+        )
         await stream.serve(take)
 
     async with asyncio.TaskGroup() as tasks:

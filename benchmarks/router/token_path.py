@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "router" / "tests"))
 
 from data_plane_harness import Harness, make_request  # noqa: E402
-from edge_fakes import make_stream_sink  # noqa: E402
+from edge_fakes import make_sse_response_stream  # noqa: E402
 
 from sluice_router.api.http_connection import HttpStream  # noqa: E402
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders  # noqa: E402
@@ -64,16 +64,18 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     text = await asyncio.to_thread(ModelText.load, options.model)
     harness, transport = Harness({f"d{number}": "D" for number in range(options.engines)}), DroppingTransport()
     num_rounds = options.rounds + WARM_UP_ROUNDS
-    sinks = []
+    response_streams = []
     for number in range(options.streams):
-        sink = make_stream_sink(text, slow_readers=SlowReaders(SlowReaderLimits()), cancel=lambda: None)
+        response_stream = make_sse_response_stream(
+            text, slow_readers=SlowReaders(SlowReaderLimits()), cancel=lambda: None
+        )
         stream = HttpStream(Connection(transport), is_chunked=True)  # type: ignore[arg-type]
-        harness.router.admit(make_request(20, num_rounds + 50, first=1 + number % 400), sink)
-        sinks.append((sink, stream))
-    while not all(request.output_token_ids for request in harness.state.requests.values()):
+        harness.router.admit(make_request(20, num_rounds + 50, first=1 + number % 400), response_stream)
+        response_streams.append((response_stream, stream))
+    while not all(request.output_token_ids for request in harness.state.requests.live.values()):
         harness.step_all()
-    for sink, stream in sinks:
-        sink.open(stream, harness.clock())
+    for response_stream, stream in response_streams:
+        response_stream.open(stream, harness.clock())
     harness.deliver()
     gc.collect()
     gc.freeze()
@@ -83,7 +85,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         messages = [(harness.engines[name], core.step()) for name, core in harness.cores.items()]
         before, started = transport.num_writes, time.process_time()
         for engine, message in messages:
-            harness.router.on_step(engine, message)
+            harness.router.handle_message(engine, message)
         elapsed_s = time.process_time() - started
         costs_us.append(elapsed_s / (transport.num_writes - before) * 1e6)
     costs_us = sorted(costs_us[WARM_UP_ROUNDS:])

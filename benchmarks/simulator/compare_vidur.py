@@ -1,6 +1,6 @@
 """Sluice's simulator beside Vidur's (the package ``vidur``) on the same work: CPU time of one core.
 
-    PYTHONPATH=build/compiled .venv/bin/python benchmarks/simulator/compare_vidur.py [--traces DIR] [--environment DIR]
+    PYTHONPATH=build/compiled .venv/bin/python benchmarks/simulator/compare_vidur.py [--environment DIR]
 
 The work: the aggregated cells of ``run.py``, chunked prefill on four engines by round robin, which both simulators have; the same
 requests at the same moments, the same KV blocks, the same time for an iteration. Both run in turn, three times each, and the
@@ -101,7 +101,6 @@ def run_vidur(python: Path, workload: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     """Measure both and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, help="folder with the traces")
     parser.add_argument("--environment", type=Path, default=Path(".sluice/vidur"), help="where Vidur is installed")
     options = parser.parse_args()
     python = make_environment(options.environment)
@@ -110,7 +109,7 @@ def main() -> None:
     for lengths in TRACES:
         name = f"{lengths} aggregated"
         case = list_cases()[name]
-        rows = load_rows(lengths, options.traces)
+        rows = load_rows(lengths)
         arrivals = PoissonWorkload(rows, SLOS[lengths], 1).make_arrivals(case.rate_rps, case.duration_s)
         workload = describe(case, arrivals)
         runs = [(run_sluice(case, arrivals), run_vidur(python, workload)) for _ in range(REPEATS)]

@@ -1,11 +1,11 @@
 """What simulating costs: requests and iterations per second of CPU time of one core.
 
-    .venv/bin/python benchmarks/simulator/run.py [--json OUT] [--repeats N] [--quick] [--traces DIR]
+    .venv/bin/python benchmarks/simulator/run.py [--json OUT] [--repeats N] [--quick]
 
 Cells are those of docs/measurements/simulator.md at about nine tenths of their goodput: four engines of a 14B model on A100s, prompts as
 long as papers (``arxiv``, 600 s) and as chats (``chat``, 300 s), under each strategy; and clusters of 64 and 1024 engines on the
-chat lengths, which show that the cost per request does not grow with the engines, but for what looks at all of them. Requests come from a trace
-where ``--traces`` has it, else from the statistics of that trace (a truncated gamma and a lognormal).
+chat lengths, which show that the cost per request does not grow with the engines, but for what looks at all of them. Lengths are
+those of traces (``benchmarks/traces``).
 
 ``--profile CELL`` prints where the time goes (of the interpreted core: compiled functions do not show).
 """
@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import pstats
-import random
 import statistics
 import sys
 import time
@@ -37,12 +36,10 @@ from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import get_strategy
 
 TARGETS_RPS = {"arxiv": 12_000, "chat": 30_000}  # docs/measurements/simulator.md, per core, four engines
+TRACES_FOLDER = Path(__file__).parents[1] / "traces"
 TRACES = {"arxiv": "arxiv_16k_recon.csv.gz", "chat": "sharegpt_dist.csv.gz"}
-# Of prompts: shape and scale of a gamma; of outputs: mean and standard deviation of the logarithm; most tokens of both.
-LENGTHS = {"arxiv": (4.2, 1780.0, 5.33, 0.45, 15_000), "chat": (2.9, 290.0, 5.23, 0.6, 1_900)}
 SLOS = {"arxiv": Slo(ttft_s=4.0, tpot_s=0.07), "chat": Slo(ttft_s=3.0, tpot_s=0.11)}
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
-_NUM_ROWS = 14_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ class Case:
     """One line of the table.
 
     Args:
-        lengths: Key of ``LENGTHS``.
+        lengths: Key of ``TRACES``.
         strategy: Its name.
         placement: Its placement.
         groups: Count, chunk size and role of engines.
@@ -84,7 +81,7 @@ def list_cases() -> dict[str, Case]:
     shapes = {
         "taichi": ("length_aware", {"arxiv": ((2, 1024, P), (2, 256, D)), "chat": ((2, 1024, P), (2, 512, D))}),
         "aggregated": ("round_robin", {"arxiv": ((4, 512, P),), "chat": ((4, 1024, P),)}),
-        "disaggregated": ("round_robin", dict.fromkeys(LENGTHS, ((2, 16_384, P), (2, 0, D)))),
+        "disaggregated": ("round_robin", dict.fromkeys(TRACES, ((2, 16_384, P), (2, 0, D)))),
     }
     rates = {
         ("arxiv", "taichi"): 2.1,
@@ -110,20 +107,10 @@ def list_cases() -> dict[str, Case]:
     return cases
 
 
-def load_rows(lengths: str, folder: Path | None) -> list[TraceRow]:
-    """Read the trace, or draw lengths like its."""
-    if folder is not None:
-        with gzip.open(folder / TRACES[lengths], "rt") as file:
-            return parse_trace(file)
-    rng = random.Random(lengths)
-    shape, scale_tokens, mean, deviation, most = LENGTHS[lengths]
-    rows = []
-    while len(rows) < _NUM_ROWS:
-        prompt_tokens = int(rng.gammavariate(shape, scale_tokens)) + 1
-        output_tokens = int(rng.lognormvariate(mean, deviation)) + 1
-        if prompt_tokens + output_tokens <= most:
-            rows.append(TraceRow(prompt_tokens=prompt_tokens, output_tokens=output_tokens))
-    return rows
+def load_rows(lengths: str) -> list[TraceRow]:
+    """Read a trace."""
+    with gzip.open(TRACES_FOLDER / TRACES[lengths], "rt") as file:
+        return parse_trace(file)
 
 
 def make_cell(case: Case) -> Cell:
@@ -185,11 +172,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to a file")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one short repeat: shows that it works")
-    parser.add_argument("--traces", type=Path, help="folder with the traces")
     parser.add_argument("--cell", action="append", choices=list(cases), help="measure these only")
     parser.add_argument("--profile", choices=list(cases))
     options = parser.parse_args()
-    rows = {lengths: load_rows(lengths, options.traces) for lengths in LENGTHS}
+    rows = {lengths: load_rows(lengths) for lengths in TRACES}
     if options.profile:
         profile(cases[options.profile], rows[cases[options.profile].lengths])
         return

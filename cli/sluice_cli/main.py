@@ -11,7 +11,6 @@ from pathlib import Path
 
 import click
 
-from sluice_cli.commands.bench import bench
 from sluice_cli.commands.demo import Demo, DemoError
 from sluice_cli.commands.down import stop_cluster
 from sluice_cli.commands.explain import UnknownRequestError, fetch_story, make_story
@@ -221,7 +220,6 @@ def demo(manifest: Path, *, keep: bool, ports: range) -> None:
 
 cli.add_command(plan)
 cli.add_command(simulate)
-cli.add_command(bench)
 
 
 def main() -> None:

@@ -22,13 +22,13 @@ from sluice_cli.processes.child_processes import spawn
 from sluice_cli.processes.ports import PortBook
 from sluice_operator.api.manifest import parse_manifest
 from sluice_operator.api.sliders import Sliders
-from sluice_operator.autotune.search_messages import Answer
+from sluice_operator.autotune.search_messages import SearchResult
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from sluice_cli.processes.child_processes import Child, Launch
-    from sluice_operator.autotune.search_messages import Question
+    from sluice_operator.autotune.search_messages import SearchRequest
 
 PROGRAMS = Path(__file__).parent / "programs"
 PORTS = range(25000, 25400)
@@ -77,7 +77,7 @@ class Running:
             ask=self.answer,
         )
         # What searches for sliders are asked, and what they answer.
-        self.asked: list[Question] = []
+        self.asked: list[SearchRequest] = []
         self.sliders = Sliders(num_prefill_heavy=2, prefill_heavy_tokens=1024, decode_heavy_tokens=128)
         self.num_finished = self.num_met = 0
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
@@ -86,9 +86,9 @@ class Running:
         self.lines.append(line)
         self.cluster._pulse()
 
-    async def answer(self, question: Question) -> Answer:
-        self.asked.append(question)
-        return Answer(
+    async def answer(self, request: SearchRequest) -> SearchResult:
+        self.asked.append(request)
+        return SearchResult(
             sliders=self.sliders,
             goodput_rps=3.0,
             attainment=0.97,
@@ -383,7 +383,7 @@ async def test_an_edited_objective_and_a_shifted_workload_are_searched_for_anew(
     running.sliders = replace(running.sliders, prefill_heavy_tokens=2048)
     assert running.edit("tpotMilliseconds: 50", "tpotMilliseconds: 80")
     await running.serve_until(lambda: ("P-heavy", 2048) in running.engines().values())
-    assert [question.terms.classes[0].tpot_milliseconds for question in running.asked] == [50, 80]
+    assert [request.constraints.classes[0].tpot_milliseconds for request in running.asked] == [50, 80]
     await running.serve_until(lambda: len(running.asked) == 3, prompt_tokens=4000)
     assert running.asked[2].workload.rows[0] == (4000, 50, "")
 

@@ -15,7 +15,7 @@ from sluice_cli.output.plan_report import format_candidate_engines, make_patch
 from sluice_cli.output.svg_charts import choose_ticks
 from sluice_cli.simulation.cell_settings import format_engines, parse_engines
 from sluice_cli.simulation.plan_inputs import Flags, make_inputs, parse_range
-from sluice_core.planning.candidates import Candidate
+from sluice_core.planning.candidates import SliderCandidate
 from sluice_core.sim.traces import TraceRow
 from sluice_operator.api.manifest import check_manifest, parse_manifest
 from sluice_operator.api.sliders import resolve_sliders
@@ -182,7 +182,7 @@ def test_flags_win_over_the_manifest() -> None:
 
 
 CANDIDATES = {
-    "taichi": Candidate(
+    "taichi": SliderCandidate(
         strategy="taichi",
         num_prefill_heavy=1,
         num_decode_heavy=2,
@@ -191,10 +191,10 @@ CANDIDATES = {
         watermark=0.9,
         approaching_factor=1.0,
     ),
-    "aggregated": Candidate(
+    "aggregated": SliderCandidate(
         strategy="aggregated", num_prefill_heavy=2, num_decode_heavy=0, prefill_heavy_tokens=384, decode_heavy_tokens=0
     ),
-    "disaggregated": Candidate(
+    "disaggregated": SliderCandidate(
         strategy="disaggregated",
         num_prefill_heavy=2,
         num_decode_heavy=3,
@@ -217,7 +217,7 @@ def merge(content: dict, patch: dict) -> dict:
 
 @pytest.mark.parametrize("present", ["50%", 4], ids=["share", "count"])
 @pytest.mark.parametrize("candidate", CANDIDATES.values(), ids=CANDIDATES)
-def test_the_patched_manifest_is_the_plan(candidate: Candidate, present: str | int) -> None:
+def test_the_patched_manifest_is_the_plan(candidate: SliderCandidate, present: str | int) -> None:
     content = make_manifest(prefillHeavy=present)
     manifest = check_manifest(content)
     inputs = make_inputs(manifest, Flags(model="llama-3-8b", gpu="a100"), ROWS)

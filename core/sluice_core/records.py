@@ -135,7 +135,7 @@ class PrefillRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class PlacementCandidate:
     """One engine as a placement or a move saw it; kept for explanations.
 
     Args:

@@ -11,7 +11,7 @@ from sluice_core.records import EngineLoad, Hold, MoveCause, Place, PrefillReque
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_order import DecodeSet
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.sim.cell import NoGrant, TtftEnd
 from sluice_core.sim.simulation import ASSIGN_INTERVAL_S, MAX_ASSIGNED_AT_ONCE
 from sluice_core.strategies import get_strategy
@@ -309,7 +309,7 @@ class NaiveSimulation:
             lambda engine_id: self.engines[engine_id].setup.profile, counts_decodes=self.options.counts_decodes
         )
         for s in cell.engines:
-            spec = EngineSpec(s.block_size_tokens, s.kv_bytes_per_token, s.max_num_seqs, s.max_batch_tokens)
+            spec = EngineConfig(s.block_size_tokens, s.kv_bytes_per_token, s.max_num_seqs, s.max_batch_tokens)
             self.table.add(s.engine_id, spec, role=s.role, chunk_size_tokens=s.chunk_size_tokens)
         self.requests = [NaiveRequest(index, arrival) for index, arrival in enumerate(arrivals)]
         self.events, self.held, self.parked, self.links = [], [], [], {}
@@ -379,11 +379,11 @@ class NaiveSimulation:
                 engine.submits += 1
                 engine.enqueue(request, RequestKind.NEW_PROMPT)
                 self.table.mark_submitted(decision.engine_id, request.name, engine.submits)
-                self.kick(engine)
+                self.start_engine(engine)
             else:
                 request.is_rejected = True
 
-    def kick(self, engine):
+    def start_engine(self, engine):
         if engine.batch is None:
             ends_at_s = engine.start(self.now, joins_end_ttft=self.options.ttft_end is TtftEnd.DECODE_JOIN)
             if ends_at_s is not None:
@@ -396,7 +396,7 @@ class NaiveSimulation:
         if engine.freed:
             engine.freed = False
             self.place_parked()
-        self.kick(engine)
+        self.start_engine(engine)
         self.look_again()
 
     def look_again(self):
@@ -407,7 +407,7 @@ class NaiveSimulation:
                 self.retry_later()
 
     def propose(self, engine):
-        flow = self.void_flow if self.table.are_roles_void else self.flow
+        flow = self.void_flow if self.table.has_uniform_chunk_size else self.flow
         proposals = flow.propose(self.now, engine.members)
         while proposals:
             gone = sum(self.move(engine, proposal) for proposal in proposals)
@@ -473,8 +473,8 @@ class NaiveSimulation:
         target.arrived.append(request)
         source.free_blocks_of(request)
         target.pool.fill(request, request.kv_tokens)
-        self.kick(target)
-        self.kick(source)
+        self.start_engine(target)
+        self.start_engine(source)
         if self.parked:
             self.place_parked()
         self.look_again()

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from sluice_core.records import EngineId, EngineLoad, FlowParameters, Hold, PrefillRequest, RequestId, Role, Slo
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.strategies import PLACEMENTS, get_strategy
 
-SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
+SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
 
 
 def make_table(*queues, chunk=512, used=()):
@@ -35,7 +35,7 @@ def place(name, table, requests):
     return [getattr(decision, "engine_id", None) for decision in policy.assign(0.0, requests, table)]
 
 
-def test_round_robin_takes_turns_whatever_the_queues():
+def test_round_robin_ignores_the_queues():
     assert place("round_robin", make_table(900, 0, 50), make_requests(7)) == ["e0", "e1", "e2", "e0", "e1", "e2", "e0"]
 
 

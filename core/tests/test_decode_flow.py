@@ -17,7 +17,7 @@ from sluice_core.scheduling.decode_flow import (
     FlowRequest,
 )
 from sluice_core.scheduling.decode_order import DecodeSet
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 BLOCK = 16
@@ -411,7 +411,7 @@ def test_impossible_members_are_refused():
 def test_tpot_so_far_is_a_share_of_its_slo_from_the_second_token_on():
     decodes = make_decodes()
     join(decodes, "r", output_tokens=1)
-    (decode,) = decodes.list_members(1)
+    (decode,) = decodes.list_without_proposal(1)
     assert decodes.compute_tpot_share(decode, 5.0) == 0.0
     assert not decodes.has_tpot_above(decode, 5.0, 0.96)
     decodes.advance()
@@ -420,21 +420,23 @@ def test_tpot_so_far_is_a_share_of_its_slo_from_the_second_token_on():
     assert decodes.compute_tpot_share(decode, 0.4 * TAU) == pytest.approx(0.2)
 
 
-def test_fresh_decodes_came_by_a_move_and_have_not_been_looked_at_since():
+def test_recently_moved_decodes_are_those_not_yet_ranked_since_their_move():
     decodes = make_decodes()
     for name in ("left", "proposed", "corrected", "fresh"):
         join(decodes, name, moved=True)
     join(decodes, "at home")
-    by_name = {decode.request_id: decode for decode in decodes.list_members(9)}
+    by_name = {decode.request_id: decode for decode in decodes.list_without_proposal(9)}
     decodes.leave(RequestId("left"))
     decodes.propose(by_name["proposed"], 1.0)
     decodes.set_output_tokens(RequestId("corrected"), 7)
-    assert [decode.request_id for decode in decodes.list_fresh()] == ["corrected", "fresh"]
-    decodes.wake(1.0, min_tokens=16, alpha=0.96)  # the proposal has had its time: it may be proposed by its place again
-    assert [decode.request_id for decode in decodes.list_fresh()] == ["corrected", "fresh"]
+    assert [decode.request_id for decode in decodes.list_recently_moved()] == ["corrected", "fresh"]
+    decodes.refresh_ranking(
+        1.0, min_tokens=16, alpha=0.96
+    )  # the proposal has had its time: it may be proposed by its place again
+    assert [decode.request_id for decode in decodes.list_recently_moved()] == ["corrected", "fresh"]
 
 
-def test_an_engine_without_decodes_is_d_heavy_and_empty_until_it_is_told_otherwise():
+def test_an_engine_without_decodes_is_d_heavy_and_empty_until_configured():
     decodes = DecodeSet(block_size_tokens=BLOCK, max_num_seqs=9)
     assert (decodes.role, decodes.is_draining, len(decodes)) == (D, False, 0)
     assert (decodes.kv_blocks_total, decodes.kv_blocks_held, decodes.num_proposed, decodes.proposed_blocks) == (0,) * 4
@@ -444,7 +446,7 @@ def test_a_tpot_at_the_limit_is_not_above_it():
     """Numbers without rounding: 5 tokens in a second, half of an objective of half a second."""
     decodes = make_decodes()
     join(decodes, "r", output_tokens=5, tpot_s=0.25, tau=0.5)
-    (decode,) = decodes.list_members(1)
+    (decode,) = decodes.list_without_proposal(1)
     assert not decodes.has_tpot_above(decode, 0.0, 0.5)
     assert decodes.has_tpot_above(decode, 2**-20, 0.5)
 
@@ -455,14 +457,14 @@ def test_a_moved_decode_is_never_at_home():
     for iteration in range(20):
         assert policy.propose(iteration * TAU / 2, decodes) == []
         decodes.advance()
-    assert decodes.list_at_home(9) == []
+    assert decodes.list_prefilled_here(9) == []
 
 
 def test_a_decode_that_left_while_it_was_fresh_does_not_come_back():
     decodes = make_decodes()
     join(decodes, "r", moved=True)
     decodes.leave(RequestId("r"))
-    decodes.wake(0.0, min_tokens=0, alpha=0.96)
+    decodes.refresh_ranking(0.0, min_tokens=0, alpha=0.96)
     assert decodes.get_longest() is None
 
 
@@ -478,20 +480,20 @@ def test_a_decode_proposed_while_it_was_fresh_keeps_its_standing_proposal():
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 4])
-def test_as_many_slow_decodes_are_listed_as_are_asked_for(limit):
+def test_slow_decodes_are_listed_up_to_the_limit(limit):
     decodes = make_decodes(P)
     for number in range(3):
         join(decodes, f"r{number}", output_tokens=100, tpot_s=(2 + number) * TAU)
-    assert [decode.request_id for decode in decodes.list_slow(0.0, limit)] == ["r2", "r1", "r0"][:limit]
+    assert [decode.request_id for decode in decodes.list_near_tpot_slo(0.0, limit)] == ["r2", "r1", "r0"][:limit]
 
 
 def test_a_hair_above_the_limit_is_above_it():
     """Less than what the static order is off by rounding."""
     decodes = make_decodes(P)
-    decodes.wake(0.0, min_tokens=16, alpha=0.96)
+    decodes.refresh_ranking(0.0, min_tokens=16, alpha=0.96)
     join(decodes, "r", output_tokens=101, tpot_s=0.96 * TAU)
-    assert decodes.list_slow(-5e-7, 9) == []
-    assert [decode.request_id for decode in decodes.list_slow(5e-7, 9)] == ["r"]
+    assert decodes.list_near_tpot_slo(-5e-7, 9) == []
+    assert [decode.request_id for decode in decodes.list_near_tpot_slo(5e-7, 9)] == ["r"]
 
 
 @settings(max_examples=100)
@@ -542,7 +544,7 @@ class CountingSet(DecodeSet):
 @pytest.mark.skipif(IS_COMPILED, reason="a compiled class has no interpreted subclass")
 @pytest.mark.parametrize("num_decodes", [16, 1024])
 @pytest.mark.parametrize("role", [P, D])
-def test_an_iteration_looks_at_moved_decodes_only(role, num_decodes):
+def test_an_iteration_costs_only_the_moved_decodes(role, num_decodes):
     decodes = CountingSet(block_size_tokens=BLOCK, max_num_seqs=4096)
     decodes.role = role
     decodes.observe_kv(KvBlocks(total=100_000, used=89_000))
@@ -559,19 +561,19 @@ def test_an_iteration_looks_at_moved_decodes_only(role, num_decodes):
 
 
 @pytest.mark.skipif(IS_COMPILED, reason="a compiled class has no interpreted subclass")
-def test_a_decode_just_below_the_limit_is_not_looked_at():
+def test_a_decode_just_below_the_limit_is_not_checked():
     decodes = CountingSet(block_size_tokens=BLOCK, max_num_seqs=4096)
-    decodes.wake(0.0, min_tokens=16, alpha=0.96)
+    decodes.refresh_ranking(0.0, min_tokens=16, alpha=0.96)
     join(decodes, "r", output_tokens=101, tpot_s=0.96 * TAU)
     for late_s, num_looked_at in ((-0.5 * TAU, 0), (0.5 * TAU, 1)):
         decodes.num_looked_at = 0
-        decodes.list_slow(late_s, 9)
+        decodes.list_near_tpot_slo(late_s, 9)
         assert decodes.num_looked_at == num_looked_at
 
 
 # --- targets ---
 
-SPEC = EngineSpec(block_size_tokens=BLOCK, kv_bytes_per_token=1000, max_num_seqs=10, max_batch_tokens=8192)
+SPEC = EngineConfig(block_size_tokens=BLOCK, kv_bytes_per_token=1000, max_num_seqs=10, max_batch_tokens=8192)
 
 
 def make_table(*engines):

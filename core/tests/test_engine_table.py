@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 
-SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
+SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
 A, B = EngineId("a"), EngineId("b")
 
 
@@ -132,18 +132,18 @@ def test_a_removed_engine_is_forgotten(table):
     assert [entry[-1].engine_id for entry in table.order] == [B]
 
 
-def test_roles_are_void_when_all_chunk_sizes_are_equal(table):
-    assert not table.are_roles_void
+def test_equal_chunk_sizes_are_uniform_whatever_the_roles(table):
+    assert not table.has_uniform_chunk_size
     assert table[A].view.transfer_per_token_s > 0
     table.configure(B, role=Role.DECODE_HEAVY, chunk_size_tokens=2048)
-    assert table.are_roles_void
+    assert table.has_uniform_chunk_size
     assert table[A].view.transfer_per_token_s == table[A].view.transfer_latency_s == 0
     assert {entry[1] for entry in table.order} == {0}
 
 
 def test_a_draining_engine_does_not_keep_roles_alive(table):
     table.configure(B, role=Role.DECODE_HEAVY, chunk_size_tokens=256, is_draining=True)
-    assert table.are_roles_void
+    assert table.has_uniform_chunk_size
 
 
 def test_the_measured_pull_rate_sets_the_transfer_time(table):

@@ -1,6 +1,7 @@
 """The package's data is what the conversion makes of the sources."""
 
 import importlib.util
+import os
 from importlib import resources
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from sluice_core.latency.catalog import GPUS
 from sluice_core.latency.kernels import load_data
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT.parent / "shared" / "data" / "profiles"
+SOURCES = os.environ.get("SLUICE_PROFILE_SOURCES", "")  # see benchmarks/profiles/convert.py
 MOST_BYTES = 3_000_000
 DATA = resources.files("sluice_core.latency") / "data"
 
@@ -25,10 +26,10 @@ def load_program(name):
 @pytest.fixture(scope="module")
 def converted():
     """Every file that the conversion makes, by name."""
-    return load_program("convert").convert(SOURCE)
+    return load_program("convert").convert(Path(SOURCES))
 
 
-@pytest.mark.skipif(not SOURCE.is_dir(), reason=f"{SOURCE} is not there")
+@pytest.mark.skipif(not SOURCES, reason="SLUICE_PROFILE_SOURCES does not name the folder of the measurements")
 def test_data_is_what_the_conversion_makes_of_the_sources(converted):
     assert {name for name in list_data() if name.endswith(".gz")} == set(converted)
     for name, content in converted.items():

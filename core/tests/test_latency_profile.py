@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sluice_core.latency import IterationProfile, LatencyModel, compute_attention_work
 from sluice_core.records import EngineId, EngineLoad, IterationShape, Role
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 
 # Flat up to 32 tokens, then 1 ms per 8 tokens; every other coefficient has a value of its own.
 PROFILE = IterationProfile(
@@ -118,7 +118,7 @@ def test_a_profile_does_not_learn():
 
 def test_placements_can_rest_on_a_profile():
     table = EngineTable(lambda _: PROFILE)
-    spec = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
+    spec = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
     table.add(EngineId("a"), spec, role=Role.PREFILL_HEAVY, chunk_size_tokens=40)
     load = EngineLoad(kv_blocks_total=1000, queued_prefill_tokens=80, queued_requests=1, queued_attention_work=3200.0)
     table.report(EngineId("a"), load, 5.0)

@@ -25,12 +25,12 @@ from sluice_core.scheduling.engine_table import (
     PROVEN_OBSERVATIONS,
     RECOVERY_BURST_S,
     SHARE_MARGIN_TOKENS,
-    EngineSpec,
+    EngineConfig,
     EngineTable,
 )
 from sluice_core.scheduling.placement import MAX_RECORDED_ENGINES, LengthAwarePlacement, explain
 
-SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=200_000, max_num_seqs=256, max_batch_tokens=8192)
+SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=200_000, max_num_seqs=256, max_batch_tokens=8192)
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 CHUNKS = {P: 2048, D: 256}
 
@@ -84,7 +84,7 @@ def estimate_by_the_book(state, table, request, now):
     """Q, E and T: lines 3 to 5."""
     if state.load.running_decodes >= state.chunk_size_tokens or state.is_draining:
         return math.inf, math.inf, 0.0
-    room = min(state.chunk_size_tokens, state.spec.max_batch_tokens) - state.load.running_decodes
+    room = min(state.chunk_size_tokens, state.config.max_batch_tokens) - state.load.running_decodes
 
     def estimate(tokens, work, prompts):
         return state.latency.estimate_prefill_s(
@@ -107,12 +107,12 @@ def estimate_by_the_book(state, table, request, now):
     chunk_sizes = {s.chunk_size_tokens for s in table if not s.is_draining}
     if state.role is P and len(chunk_sizes) > 1:
         rate = table.pull_bytes_per_s or 10e9
-        transfer = TRANSFER_LATENCY_S + request.prompt_tokens * state.spec.kv_bytes_per_token / rate
+        transfer = TRANSFER_LATENCY_S + request.prompt_tokens * state.config.kv_bytes_per_token / rate
     return max(0.0, free_at - now), execute, transfer
 
 
 def fits_by_the_book(state, request):
-    load, size = state.load, state.spec.block_size_tokens
+    load, size = state.load, state.config.block_size_tokens
     reserved = -(-load.queued_prefill_tokens // size) + max(0, load.queued_requests - 1)
     reserved += sum(-(-p.tokens // size) for p in state.in_flight.values())
     free = load.kv_blocks_total - load.kv_blocks_used - load.kv_blocks_granted

@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 
 from sluice_core.latency import IterationProfile
-from sluice_core.planning.arena import Arena, Fidelity
 from sluice_core.planning.candidates import (
-    Candidate,
     PrefillHeavyBounds,
-    Space,
+    SearchSpace,
+    SliderCandidate,
     list_chunk_sizes,
     list_coarse,
     list_neighbours,
@@ -22,11 +21,12 @@ from sluice_core.planning.candidates import (
     list_smaller,
     resize,
 )
-from sluice_core.planning.curves import Curve
-from sluice_core.planning.planner import Goal, Planner, estimate_answer_s, estimate_start_rps
-from sluice_core.planning.prediction import estimate_interval, find_binding
-from sluice_core.planning.search import Effort, Search
-from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial, build_cell
+from sluice_core.planning.comparison import CandidateComparison, Fidelity
+from sluice_core.planning.curves import AttainmentCurve
+from sluice_core.planning.planner import Goal, Planner, estimate_response_s, estimate_start_rps
+from sluice_core.planning.prediction import estimate_interval, find_bottleneck
+from sluice_core.planning.search import Search, SearchEffort
+from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult, build_cell
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.traces import TraceRow
@@ -47,7 +47,7 @@ REPORTS = ((200, 2000), (10, 60))
 CHATS = ((10, 60), (20, 60))
 
 
-def make_problem(kv_blocks: int = 4000, lengths=REPORTS, max_num_seqs: int = 256) -> Problem:
+def make_problem(kv_blocks: int = 4000, lengths=REPORTS, max_num_seqs: int = 256) -> PlanningProblem:
     rng = random.Random(5)
     prompt, output = lengths
     engine = EngineSetup(
@@ -61,10 +61,10 @@ def make_problem(kv_blocks: int = 4000, lengths=REPORTS, max_num_seqs: int = 256
         max_num_seqs=max_num_seqs,
     )
     rows = [TraceRow(prompt_tokens=rng.randint(*prompt), output_tokens=rng.randint(*output)) for _ in range(400)]
-    return Problem(rows=rows, slo=SLO, engines={1: engine, 2: engine}, strategies=STRATEGIES)
+    return PlanningProblem(rows=rows, slo=SLO, engines={1: engine, 2: engine}, strategies=STRATEGIES)
 
 
-def make_space(**changes) -> Space:
+def make_space(**changes) -> SearchSpace:
     values = {
         "strategies": tuple(STRATEGIES),
         "prefill_heavy_tokens": (256, 512, 1024),
@@ -73,15 +73,15 @@ def make_space(**changes) -> Space:
         "watermarks": (0.95,),
         "approaching_factors": (0.96,),
     }
-    return Space(**(values | changes))
+    return SearchSpace(**(values | changes))
 
 
-def make_arena(problem: Problem, target: float = 0.9) -> Arena:
-    evaluator = Evaluator(problem)
-    return Arena(lambda trials: [evaluator.evaluate(trial) for trial in trials], target)
+def make_comparison(problem: PlanningProblem, target: float = 0.9) -> CandidateComparison:
+    evaluator = TrialEvaluator(problem)
+    return CandidateComparison(lambda trials: [evaluator.evaluate(trial) for trial in trials], target)
 
 
-def make_taichi(**changes) -> Candidate:
+def make_taichi(**changes) -> SliderCandidate:
     values = {
         "strategy": "taichi",
         "num_prefill_heavy": 2,
@@ -89,7 +89,7 @@ def make_taichi(**changes) -> Candidate:
         "prefill_heavy_tokens": 512,
         "decode_heavy_tokens": 128,
     }
-    return Candidate(**(values | changes))
+    return SliderCandidate(**(values | changes))
 
 
 # --- what may be chosen --------------------------------------------------------------------------------------------
@@ -205,16 +205,16 @@ def test_a_cell_has_the_candidates_engines() -> None:
 
 
 def test_goodput_is_where_a_line_between_the_rates_crosses_the_target() -> None:
-    assert Curve([(1.0, 0.95), (1.1, 0.85)]).estimate_goodput_rps(0.9) == pytest.approx(math.sqrt(1.1))
-    assert Curve([(1.0, 0.9), (1.1, 0.2)]).estimate_goodput_rps(0.9) == pytest.approx(1.0)
+    assert AttainmentCurve([(1.0, 0.95), (1.1, 0.85)]).estimate_goodput_rps(0.9) == pytest.approx(math.sqrt(1.1))
+    assert AttainmentCurve([(1.0, 0.9), (1.1, 0.2)]).estimate_goodput_rps(0.9) == pytest.approx(1.0)
     # A rate that passes counts, whatever failed below it.
-    assert 1.2 <= Curve([(1.0, 0.95), (1.1, 0.85), (1.2, 0.91), (1.3, 0.1)]).estimate_goodput_rps(0.9) < 1.3
-    assert Curve().estimate_goodput_rps(0.9) == 0.0
+    assert 1.2 <= AttainmentCurve([(1.0, 0.95), (1.1, 0.85), (1.2, 0.91), (1.3, 0.1)]).estimate_goodput_rps(0.9) < 1.3
+    assert AttainmentCurve().estimate_goodput_rps(0.9) == 0.0
 
 
 def test_one_sided_knowledge_is_extended_towards_the_target() -> None:
-    assert 0.85 < Curve([(1.0, 0.5)]).estimate_goodput_rps(0.9) < 1.0
-    assert 1.0 < Curve([(1.0, 1.0)]).estimate_goodput_rps(0.9) < 1.1
+    assert 0.85 < AttainmentCurve([(1.0, 0.5)]).estimate_goodput_rps(0.9) < 1.0
+    assert 1.0 < AttainmentCurve([(1.0, 1.0)]).estimate_goodput_rps(0.9) < 1.1
 
 
 def test_intervals_are_students() -> None:
@@ -224,7 +224,7 @@ def test_intervals_are_students() -> None:
     assert estimate_interval([0.99, 0.9], 0.0, 1.0).high == 1.0
 
 
-# --- the arena -----------------------------------------------------------------------------------------------------
+# --- the comparison -----------------------------------------------------------------------------------------------------
 
 
 class Formula:
@@ -232,12 +232,12 @@ class Formula:
 
     def __init__(self, goodputs: dict[int, float]) -> None:
         self.goodputs = goodputs
-        self.trials: list[Trial] = []
+        self.trials: list[SearchTrial] = []
 
     def run(self, trials):
         self.trials += trials
         return [
-            Outcome(
+            TrialResult(
                 trial=trial,
                 attainment=min(1.0, max(0.0, 0.9 - 5.0 * math.log(trial.rate_rps / self._goodput(trial)))),
                 num_iterations=1,
@@ -245,7 +245,7 @@ class Formula:
             for trial in trials
         ]
 
-    def _goodput(self, trial: Trial) -> float:
+    def _goodput(self, trial: SearchTrial) -> float:
         return self.goodputs[trial.candidate.prefill_heavy_tokens] * (1.0 + 0.01 * trial.seed)
 
 
@@ -256,15 +256,15 @@ ONE = Fidelity(seeds=(0,), duration_s=10.0)
 def test_climbing_finds_the_order_from_any_start(start_rps) -> None:
     formula = Formula({256: 2.0, 512: 3.0, 1024: 2.8})
     candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
-    standings = Arena(formula.run, 0.9).climb(candidates, ONE, start_rps, 1.1)
-    assert [standing.candidate.prefill_heavy_tokens for standing in standings] == [512, 1024, 256]
-    assert standings[0].goodput_rps == pytest.approx(3.0, rel=0.04)
+    ranking = CandidateComparison(formula.run, 0.9).rank(candidates, ONE, start_rps, 1.1)
+    assert [ranked.candidate.prefill_heavy_tokens for ranked in ranking] == [512, 1024, 256]
+    assert ranking[0].goodput_rps == pytest.approx(3.0, rel=0.04)
 
 
 def test_those_that_fall_behind_cost_one_run_each() -> None:
     formula = Formula({256: 2.0, 512: 3.0, 1024: 2.8})
     candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
-    Arena(formula.run, 0.9).climb(candidates, ONE, 2.9, 1.1)
+    CandidateComparison(formula.run, 0.9).rank(candidates, ONE, 2.9, 1.1)
     assert [trial.candidate.prefill_heavy_tokens for trial in formula.trials] == [256, 512, 1024, 512]
 
 
@@ -281,28 +281,30 @@ class Unfilled(Formula):
 def test_candidates_that_have_done_the_same_share_a_run() -> None:
     formula = Unfilled({256: 3.0, 512: 3.0, 1024: 3.0})
     candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
-    arena = Arena(formula.run, 0.9)
-    standings = arena.climb(candidates, ONE, 2.9, 1.1)
+    comparison = CandidateComparison(formula.run, 0.9)
+    ranking = comparison.rank(candidates, ONE, 2.9, 1.1)
     # At the first rate nothing is known of them yet.
     assert [trial.candidate.prefill_heavy_tokens for trial in formula.trials] == [256, 512, 1024, 256, 512]
-    assert len({standing.goodput_rps for standing in standings}) == 1
-    assert arena.are_alike(candidates[1], candidates[2], ONE)
-    assert not arena.are_alike(candidates[0], candidates[1], ONE)
-    assert not arena.are_alike(candidates[1], make_taichi(prefill_heavy_tokens=64), ONE)
+    assert len({ranked.goodput_rps for ranked in ranking}) == 1
+    assert comparison.behave_alike(candidates[1], candidates[2], ONE)
+    assert not comparison.behave_alike(candidates[0], candidates[1], ONE)
+    assert not comparison.behave_alike(candidates[1], make_taichi(prefill_heavy_tokens=64), ONE)
 
 
 def test_where_to_begin_is_found_by_one_candidate() -> None:
     formula = Formula({512: 3.0})
-    assert 2.8 < Arena(formula.run, 0.9).locate(make_taichi(), ONE, 6.0) <= 3.0
+    assert 2.8 < CandidateComparison(formula.run, 0.9).locate_goodput(make_taichi(), ONE, 6.0) <= 3.0
     assert len(formula.trials) < 10
 
 
 def test_a_leader_that_never_passes_does_not_move_the_others() -> None:
     never = Never({})
-    assert Arena(never.run, 0.9).locate(make_taichi(), ONE, 6.0) == 6.0
+    assert CandidateComparison(never.run, 0.9).locate_goodput(make_taichi(), ONE, 6.0) == 6.0
     formula = Formula({256: 1e-9, 512: 3.0})
     leader, other = (make_taichi(prefill_heavy_tokens=tokens) for tokens in (256, 512))
-    (best, worst) = Arena(formula.run, 0.9).sharpen([leader, other], ONE, {leader: 4.0, other: 3.5})
+    (best, worst) = CandidateComparison(formula.run, 0.9).measure_goodputs(
+        [leader, other], ONE, {leader: 4.0, other: 3.5}
+    )
     assert (best.candidate, worst.candidate) == (other, leader)
     assert best.goodput_rps == pytest.approx(3.0, rel=0.01)
 
@@ -311,8 +313,10 @@ def test_a_leader_that_never_passes_does_not_move_the_others() -> None:
 def test_sharpening_finds_the_goodput_of_each_seed(start_rps) -> None:
     formula = Formula({512: 3.0})
     fidelity = Fidelity(seeds=(1, 2), duration_s=10.0)
-    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, {make_taichi(): start_rps})
-    assert standing.goodputs_rps == pytest.approx((3.03, 3.06), rel=0.01)
+    (ranked,) = CandidateComparison(formula.run, 0.9).measure_goodputs(
+        [make_taichi()], fidelity, {make_taichi(): start_rps}
+    )
+    assert ranked.goodputs_rps == pytest.approx((3.03, 3.06), rel=0.01)
 
 
 class Never(Formula):
@@ -320,15 +324,17 @@ class Never(Formula):
 
     def run(self, trials):
         self.trials += trials
-        return [Outcome(trial=trial, attainment=0.7, num_iterations=1) for trial in trials]
+        return [TrialResult(trial=trial, attainment=0.7, num_iterations=1) for trial in trials]
 
 
 @pytest.mark.parametrize("start_rps", [3.0, 0.0], ids=["near", "known to be hopeless"])
 def test_what_misses_the_target_at_any_rate_has_no_goodput(start_rps) -> None:
     formula = Never({512: 3.0})
     fidelity = Fidelity(seeds=(1, 2), duration_s=10.0)
-    (standing,) = Arena(formula.run, 0.9).sharpen([make_taichi()], fidelity, {make_taichi(): start_rps})
-    assert standing.goodput_rps < 0.01
+    (ranked,) = CandidateComparison(formula.run, 0.9).measure_goodputs(
+        [make_taichi()], fidelity, {make_taichi(): start_rps}
+    )
+    assert ranked.goodput_rps < 0.01
     assert all(trial.rate_rps > 1e-5 for trial in formula.trials)
 
 
@@ -336,7 +342,9 @@ def test_what_misses_the_target_at_any_rate_has_no_goodput(start_rps) -> None:
 
 
 def test_many_requests_shorten_runs_but_not_below_what_fills_the_engines() -> None:
-    effort = Effort(num_requests=1000, least_duration_s=100.0, most_duration_s=500.0, most_requests=3000, filled_s=40.0)
+    effort = SearchEffort(
+        num_requests=1000, least_duration_s=100.0, most_duration_s=500.0, most_requests=3000, filled_s=40.0
+    )
     assert [effort.choose_duration_s(rate_rps) for rate_rps in (1.0, 5.0, 50.0, 1000.0)] == [500.0, 200.0, 60.0, 24.0]
     assert [effort.choose_ranking_s(rate_rps, 0.5) for rate_rps in (1.0, 5.0, 50.0, 1000.0)] == [
         250.0,
@@ -344,7 +352,7 @@ def test_many_requests_shorten_runs_but_not_below_what_fills_the_engines() -> No
         20.0,
         12.0,
     ]
-    fixed = Effort(duration_s=8.0)
+    fixed = SearchEffort(duration_s=8.0)
     assert (fixed.choose_duration_s(1e3), fixed.choose_ranking_s(1e3, 0.5)) == (8.0, 4.0)
 
 
@@ -352,14 +360,14 @@ def test_an_answer_takes_as_long_as_on_a_full_engine_or_as_it_may() -> None:
     chats = make_problem(lengths=((40, 40), (200, 200)), max_num_seqs=100)
     # An iteration of 100 decodes and 20 tokens of prompts.
     full_s = PROFILE.estimate_iteration_s(120, 1, 20, 20 * 20.0, 100, 100 * 140)
-    assert estimate_answer_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.2))) == pytest.approx(200 * full_s)
-    assert estimate_answer_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.01))) == pytest.approx(200 * 0.01)
+    assert estimate_response_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.2))) == pytest.approx(200 * full_s)
+    assert estimate_response_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.01))) == pytest.approx(200 * 0.01)
 
 
-EFFORT = Effort(seeds=(1,), duration_s=20.0)
+EFFORT = SearchEffort(seeds=(1,), duration_s=20.0)
 
 
-def list_everything(space: Space) -> list[Candidate]:
+def list_everything(space: SearchSpace) -> list[SliderCandidate]:
     """Every candidate of three engines."""
     return [
         *(space.make_candidate("aggregated", 3, 1, prefill_heavy_tokens=n) for n in space.prefill_heavy_tokens),
@@ -384,20 +392,22 @@ def list_everything(space: Space) -> list[Candidate]:
         (
             make_problem(lengths=CHATS, max_num_seqs=32),
             (64, 256, 1024),
-            Effort(seeds=(1,), num_requests=300, most_requests=900),
+            SearchEffort(seeds=(1,), num_requests=300, most_requests=900),
         ),
     ],
     ids=["reports", "chats"],
 )
 def test_the_search_is_as_good_as_trying_everything(
-    problem: Problem, prefill_heavy_tokens: tuple[int, ...], effort: Effort
+    problem: PlanningProblem, prefill_heavy_tokens: tuple[int, ...], effort: SearchEffort
 ) -> None:
     space, start_rps = make_space(prefill_heavy_tokens=prefill_heavy_tokens), estimate_start_rps(problem, 3, 1)
-    effort = replace(effort, filled_s=3.0 * estimate_answer_s(problem))
-    found = Search(make_arena(problem), space, effort).find_best(3, 1, start_rps)
+    effort = replace(effort, filled_s=3.0 * estimate_response_s(problem))
+    found = Search(make_comparison(problem), space, effort).find_best(3, 1, start_rps)
     everything = list_everything(space)
-    standings = make_arena(problem).sharpen(everything, found.fidelity, dict.fromkeys(everything, start_rps))
-    exhaustive = {standing.candidate: standing.goodput_rps for standing in standings}
+    ranking = make_comparison(problem).measure_goodputs(
+        everything, found.fidelity, dict.fromkeys(everything, start_rps)
+    )
+    exhaustive = {ranked.candidate: ranked.goodput_rps for ranked in ranking}
     assert exhaustive[found.best.candidate] >= 0.98 * max(exhaustive.values())
     assert max(exhaustive.values()) > 1.2 * min(exhaustive.values())
 
@@ -409,7 +419,7 @@ class Shares(Formula):
         super().__init__({})
         self.best_share = best_share
 
-    def _goodput(self, trial: Trial) -> float:
+    def _goodput(self, trial: SearchTrial) -> float:
         candidate = trial.candidate
         share = candidate.num_prefill_heavy / candidate.replicas
         return (
@@ -427,10 +437,12 @@ class Shares(Formula):
 @pytest.mark.parametrize("best", [20, 38, 45])
 def test_large_clusters_are_scouted_small_and_compared_whole(bounds, best) -> None:
     formula = Shares(best / 64)
-    found = Search(Arena(formula.run, 0.9), make_space(prefill_heavy=bounds), EFFORT).find_best(64, 1, 30.0)
+    found = Search(CandidateComparison(formula.run, 0.9), make_space(prefill_heavy=bounds), EFFORT).find_best(
+        64, 1, 30.0
+    )
     wanted = min(best, 40) if not bounds.is_percent else best
     assert abs(found.best.candidate.num_prefill_heavy - wanted) <= 2
-    assert {standing.candidate.replicas for standing in [*found.standings, *found.explored]} == {64}
+    assert {ranked.candidate.replicas for ranked in [*found.ranking, *found.explored]} == {64}
     num_whole = sum(trial.candidate.replicas == 64 for trial in formula.trials)
     assert 0 < num_whole < len(formula.trials) / 2
 
@@ -439,12 +451,12 @@ def test_large_clusters_are_scouted_small_and_compared_whole(bounds, best) -> No
 def test_the_plan_in_force_is_compared_even_out_of_bounds() -> None:
     problem, space = make_problem(), make_space(strategies=("aggregated",), prefill_heavy_tokens=(256, 512))
     in_force = make_taichi(num_prefill_heavy=1, num_decode_heavy=1, prefill_heavy_tokens=300)
-    evaluator = Evaluator(problem)
+    evaluator = TrialEvaluator(problem)
     stages: list[float] = []
     planner = Planner(
         problem,
         space,
-        Effort(seeds=(1, 2), duration_s=8.0),
+        SearchEffort(seeds=(1, 2), duration_s=8.0),
         lambda trials: [evaluator.evaluate(trial) for trial in trials],
         lambda share, _: stages.append(share),
     )
@@ -460,10 +472,10 @@ def test_the_plan_in_force_is_compared_even_out_of_bounds() -> None:
 def test_a_rate_takes_the_fewest_engines_that_serve_it() -> None:
     problem = make_problem()
     space = make_space(strategies=("aggregated",), prefill_heavy_tokens=(256, 512))
-    evaluator = Evaluator(problem)
+    evaluator = TrialEvaluator(problem)
 
     def plan(rate_rps: float, most: int):
-        effort = Effort(seeds=(1, 2), duration_s=8.0)
+        effort = SearchEffort(seeds=(1, 2), duration_s=8.0)
         planner = Planner(problem, space, effort, lambda trials: [evaluator.evaluate(trial) for trial in trials])
         return planner.plan(Goal(target=0.9, rate_rps=rate_rps, most_replicas=most))
 
@@ -482,22 +494,22 @@ def test_kv_binds_where_there_is_little_and_prefill_where_there_is_much() -> Non
     candidate = make_taichi(num_prefill_heavy=1, num_decode_heavy=2, prefill_heavy_tokens=1024, decode_heavy_tokens=0)
     resources = {}
     for kv_blocks in (160, 4000):
-        evaluator = Evaluator(make_problem(kv_blocks))
+        evaluator = TrialEvaluator(make_problem(kv_blocks))
 
         def run(trials, evaluator=evaluator):
             return [evaluator.evaluate(trial) for trial in trials]
 
         fidelity = Fidelity(seeds=(1,), duration_s=12.0)
-        (standing,) = Arena(run, 0.9).sharpen([candidate], fidelity, {candidate: 4.0})
-        binding = find_binding(run, candidate, standing.goodput_rps, 0.9, replace(fidelity, seeds=(1, 2)))
-        assert sum(binding.missed.values()) > 0.1
-        resources[kv_blocks] = binding.resource
+        (ranked,) = CandidateComparison(run, 0.9).measure_goodputs([candidate], fidelity, {candidate: 4.0})
+        bottleneck = find_bottleneck(run, candidate, ranked.goodput_rps, 0.9, replace(fidelity, seeds=(1, 2)))
+        assert sum(bottleneck.missed.values()) > 0.1
+        resources[kv_blocks] = bottleneck.resource
     assert resources == {160: "kv", 4000: "prefill"}
 
 
 def test_problems_trials_and_outcomes_survive_the_way_between_processes():
     problem = make_problem()
-    trial = Trial(candidate=make_taichi(), seed=1, rate_rps=0.5, duration_s=60.0, is_detailed=True)
-    outcome = Evaluator(problem).evaluate(trial)
+    trial = SearchTrial(candidate=make_taichi(), seed=1, rate_rps=0.5, duration_s=60.0, is_detailed=True)
+    outcome = TrialEvaluator(problem).evaluate(trial)
     assert outcome.detail is not None
     assert pickle.loads(pickle.dumps((problem, trial, outcome))) == (problem, trial, outcome)

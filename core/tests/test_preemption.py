@@ -11,7 +11,7 @@ from test_simulation import A100_14B, SLO, STRATEGIES, make_arrivals, make_engin
 from sluice_core.records import EngineId, Role
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.sim.cell import Arrival, Cell, EngineSetup, SimOptions
-from sluice_core.sim.engine.freed_blocks import LeftBlocks
+from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
@@ -41,36 +41,36 @@ class Queue:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_as_many_blocks_are_left_as_in_a_queue_of_single_blocks(data):
+def test_freed_blocks_match_a_queue_of_single_blocks(data):
     num_free = data.draw(st.integers(0, 30))
-    queue, left = Queue(num_free), LeftBlocks(num_free)
+    queue, freed = Queue(num_free), FreedBlocks(num_free)
     waiting = []
     for index in range(data.draw(st.integers(1, 30))):
-        what = data.draw(st.sampled_from(("leave", "free", "take", "find")))
-        if what in {"leave", "free"}:
+        what = data.draw(st.sampled_from(("preempt", "free", "take", "reclaim")))
+        if what in {"preempt", "free"}:
             num_blocks = data.draw(st.integers(1, 12))
             num_cached = num_blocks - data.draw(st.integers(0, 1))
-            if what == "leave":
-                left.leave(index, num_blocks, num_cached)
+            if what == "preempt":
+                freed.free_preempted(index, num_blocks, num_cached)
                 queue.free(index, num_blocks, num_cached)
                 waiting.append(index)
             else:
-                left.give_back(num_blocks, num_cached)
+                freed.free(num_blocks, num_cached)
                 queue.free(None, num_blocks, num_cached)
         elif what == "take":
             num_blocks = data.draw(st.integers(0, len(queue.blocks)))
-            left.take(num_blocks)
+            freed.take(num_blocks)
             queue.take(num_blocks)
         elif waiting:
             found = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
-            assert left.find(found) == queue.find(found)
-        assert left.is_needed == bool(waiting)
+            assert freed.reclaim(found) == queue.find(found)
+        assert freed.is_needed == bool(waiting)
 
 
 @pytest.mark.parametrize("name", ["aggregated", "aggregated, least work"])
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), blocks=st.sampled_from((40, 60, 90)), rate=st.sampled_from((10.0, 40.0)))
-def test_what_is_left_is_what_a_prefix_cache_has_of_prompts_that_share_nothing(name, seed, blocks, rate):
+def test_freed_blocks_match_a_prefix_cache_of_prompts_that_share_nothing(name, seed, blocks, rate):
     strategy, shape = STRATEGIES[name]
     arrivals = make_arrivals(random.Random(seed), number=60, rate=rate, longest_output=150)
     runs = []
@@ -140,7 +140,7 @@ class Ahead:
         return [request.num_preemptions for request in self.requests]
 
 
-def test_an_engine_that_schedules_ahead_pauses_whoever_asks_and_all_behind_it_before_it_preempts():
+def test_an_engine_that_schedules_ahead_pauses_a_starved_decode_and_all_behind_it_before_it_preempts():
     """The iteration under way holds the last request: it goes one later, when it was left out as well."""
     ahead = Ahead(12, 200, (46, 20), (62, 20), (62, 20))
     ahead.submit(0, 1, 2)  # 3, 4 and 4 blocks; one is left
@@ -186,28 +186,28 @@ def test_blocks_that_just_became_free_may_be_granted_while_a_preempted_request_w
     ahead = Ahead(12, 200, (46, 8), (62, 20), (62, 20))
     ahead.submit(0, 1, 2)
     prefills = ahead.engine.prefills
-    while prefills.left is None or not prefills.unseen_blocks:
+    while prefills.freed is None or not prefills.deferred_blocks:
         ahead.step()
     granted = ahead.engine.free_blocks
-    assert granted > ahead.engine.count_seen_free_blocks()
+    assert granted > ahead.engine.count_schedulable_blocks()
     ahead.engine.reserve(granted)
-    assert prefills.left.num_owed > 0
+    assert prefills.freed.num_overdrawn > 0
     ahead.step()
-    assert prefills.left is not None
-    assert prefills.left.num_owed == 0
+    assert prefills.freed is not None
+    assert prefills.freed.num_overdrawn == 0
     ahead.engine.cancel_grant(granted)
     ahead.run()
     assert [request.state for request in ahead.requests] == [RequestState.FINISHED] * 3
 
 
-def test_what_is_owed_from_the_start_is_paid_first():
-    left = LeftBlocks(-3)
-    left.leave(7, 4, 4)
-    assert left.num_owed == 3
-    left.give_back(5, 4)
-    assert left.num_owed == 0
-    left.take(1)
-    assert left.find(7) == 4
+def test_an_overdraft_is_covered_by_the_next_freed_blocks():
+    freed = FreedBlocks(-3)
+    freed.free_preempted(7, 4, 4)
+    assert freed.num_overdrawn == 3
+    freed.free(5, 4)
+    assert freed.num_overdrawn == 0
+    freed.take(1)
+    assert freed.reclaim(7) == 4
 
 
 def test_requests_that_wait_for_too_long_are_refused():

@@ -10,7 +10,7 @@ from test_simulation import A100_14B, SLO, STRATEGIES, make_arrivals, make_engin
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import MoveCause, Slo
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
-from sluice_core.sim.cell import Arrival, Cell, Configure, Fail, Link, NoGrant, SimOptions
+from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, FailEvent, NoGrant, SimOptions, TransferLink
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
@@ -89,7 +89,7 @@ def test_a_move_pauses_the_request_for_as_many_iterations_as_messages_take():
         Arrival(at_s=0.0, prompt_tokens=64, output_tokens=200, slo=slo),
         Arrival(at_s=1.0, prompt_tokens=64, output_tokens=40, slo=slo),
     ]
-    link = Link(speed=LinkSpeed(bytes_per_s=1e15, latency_s=0.0))
+    link = TransferLink(speed=LinkSpeed(bytes_per_s=1e15, latency_s=0.0))
     cell = Cell(
         engines=make_engines(((1, 2048), (1, 0)), blocks=200, link=link),
         strategy=get_strategy("disaggregated"),
@@ -161,10 +161,12 @@ def test_a_move_survives_the_death_of_either_engine_at_any_step(seed, at_s, vict
     strategy, shape = STRATEGIES["taichi"]
     engines = make_engines(shape, blocks=60)
     arrivals = make_arrivals(random.Random(seed), number=100, rate=12.0, slos=(Slo(ttft_s=1.5, tpot_s=0.03),))
-    events = [Fail(at_s=at_s, engine_id=engines[victim].engine_id)]
+    events = [FailEvent(at_s=at_s, engine_id=engines[victim].engine_id)]
     if flips:
         flipped = engines[(victim + 1) % 4]
-        events.append(Configure(at_s=at_s / 2, engine_id=flipped.engine_id, role=engines[0].role, chunk_size_tokens=0))
+        events.append(
+            ConfigureEvent(at_s=at_s / 2, engine_id=flipped.engine_id, role=engines[0].role, chunk_size_tokens=0)
+        )
     cell = Cell(engines=engines, strategy=strategy, options=AHEAD, events=events, seed=1)
     simulation = run(cell, arrivals)
     assert all(request.state is RequestState.FINISHED for request in simulation.requests)
@@ -172,12 +174,12 @@ def test_a_move_survives_the_death_of_either_engine_at_any_step(seed, at_s, vict
 
 def test_a_request_whose_target_dies_during_the_transfer_is_recovered_even_if_nothing_else_runs():
     """Its KV takes 0.3 s; without D-heavy engines it ends where it began."""
-    engines = make_engines(((1, 256), (2, 64)), link=Link(speed=LinkSpeed(bytes_per_s=1e8)))
+    engines = make_engines(((1, 256), (2, 64)), link=TransferLink(speed=LinkSpeed(bytes_per_s=1e8)))
     cell = Cell(
         engines=engines,
         strategy=get_strategy("taichi"),
         options=AHEAD,
-        events=[Fail(at_s=0.25, engine_id=engine.engine_id) for engine in engines[1:]],
+        events=[FailEvent(at_s=0.25, engine_id=engine.engine_id) for engine in engines[1:]],
     )
     (request,) = run(cell, [Arrival(at_s=0.0, prompt_tokens=160, output_tokens=9, slo=SLO)]).requests
     assert request.state is RequestState.FINISHED

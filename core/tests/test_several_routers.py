@@ -9,7 +9,7 @@ import random
 from statistics import fmean
 
 from sluice_core.records import EngineId, EngineLoad, FlowParameters, PrefillRequest, RequestId, Role, Slo
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.placement import LengthAwarePlacement
 
 NUM_ENGINES = 16
@@ -19,7 +19,7 @@ LOAD = 0.85
 REPORT_S = 0.03
 REPORT_AGE_S = 0.005
 NEVER_LATE = Slo(ttft_s=1e6, tpot_s=1.0)
-SPEC = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=256, max_batch_tokens=8192)
+SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=256, max_batch_tokens=8192)
 
 
 class LinearModel:

@@ -20,7 +20,7 @@ from test_simulation import (
 
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import FlowParameters, MoveCause, Slo
-from sluice_core.sim.cell import Arrival, Cell, Fail, Link, NoGrant, SimOptions, TtftEnd
+from sluice_core.sim.cell import Arrival, Cell, FailEvent, NoGrant, SimOptions, TransferLink, TtftEnd
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
@@ -78,7 +78,9 @@ def test_the_fast_simulator_agrees_with_the_plain_one(name, seed, rate, blocks, 
     arrivals = make_arrivals(rng, rate=rate, slos=(SLO, Slo(ttft_s=0.4, tpot_s=0.03)), priorities=(0, 0, 1))
     arrivals = share_prefixes(rng, arrivals, hash_block_tokens=hash_block_tokens)
     cell = Cell(
-        engines=make_engines(shape, blocks=blocks, link=Link(speed=LinkSpeed(bytes_per_s=rng.choice((1e8, 150e9))))),
+        engines=make_engines(
+            shape, blocks=blocks, link=TransferLink(speed=LinkSpeed(bytes_per_s=rng.choice((1e8, 150e9))))
+        ),
         strategy=strategy,
         parameters=FlowParameters(watermark=rng.choice((0.5, 0.95))),
         options=SimOptions(no_grant=no_grant, ttft_end=ttft_end, hash_block_tokens=hash_block_tokens),
@@ -184,22 +186,22 @@ def test_the_longest_unused_blocks_are_evicted_first_and_the_end_of_a_prompt_bef
 
 
 def test_of_equal_blocks_the_one_that_was_cached_first_is_found():
-    """Three requests begin one prompt before any has scheduled its end; the twins of it are found in turn."""
+    """Three requests begin one prompt before any has scheduled its end; the duplicates of it are found in turn."""
     cache = PrefixCache(12, 4, 4)
-    tables = [cache.open(index, 8, (1, 2), []) for index in range(3)]
+    tables = [cache.open_table(index, 8, (1, 2), []) for index in range(3)]
     for table in tables:
         cache.extend(table, 8)
     order = [table.entries for table in tables]
-    assert cache.look_up(9, 8, (1, 2), 8) == order[0]
+    assert cache.find_cached_blocks(9, 8, (1, 2), 8) == order[0]
     for table in tables:
         cache.release(table)
     cache.take(6)  # of twelve: six were blank
     cache.take(2)
-    assert cache.look_up(9, 8, (1, 2), 8) == order[1]
+    assert cache.find_cached_blocks(9, 8, (1, 2), 8) == order[1]
     cache.take(2)
-    assert cache.look_up(9, 8, (1, 2), 8) == order[2]
+    assert cache.find_cached_blocks(9, 8, (1, 2), 8) == order[2]
     cache.take(1)
-    assert cache.look_up(9, 8, (1, 2), 8) == order[2][:1]
+    assert cache.find_cached_blocks(9, 8, (1, 2), 8) == order[2][:1]
     cache.check()
 
 
@@ -221,7 +223,7 @@ def test_a_preempted_request_finds_its_own_blocks():
 def test_a_move_leaves_out_what_its_target_still_has():
     """Two conversations of one prompt: the second move takes the one block that the first did not."""
     bytes_per_s = 196_608 * 1000.0  # 1000 tokens per second
-    link = Link(speed=LinkSpeed(bytes_per_s=bytes_per_s, latency_s=0.0))
+    link = TransferLink(speed=LinkSpeed(bytes_per_s=bytes_per_s, latency_s=0.0))
     arrivals = [make_prompt(at_s, 1, 2, 3, output_tokens=2) for at_s in (0.0, 5.0)]
     cell = Cell(
         engines=make_engines(((1, 2048), (1, 0)), blocks=100, link=link),
@@ -241,7 +243,7 @@ def test_a_move_leaves_out_what_its_target_still_has():
 def test_no_block_is_lost_whatever_happens_to_the_cluster(name, ahead, data, seed, blocks):
     """``run`` asserts that references, cached and free blocks add up."""
     strategy, shape = STRATEGIES[name]
-    engines = make_engines(shape, blocks=blocks, link=Link(speed=LinkSpeed(bytes_per_s=1e8)))
+    engines = make_engines(shape, blocks=blocks, link=TransferLink(speed=LinkSpeed(bytes_per_s=1e8)))
     cell = Cell(
         engines=engines,
         strategy=strategy,
@@ -258,7 +260,7 @@ def test_no_block_is_lost_whatever_happens_to_the_cluster(name, ahead, data, see
 
 def test_the_cache_of_a_dead_engine_is_gone():
     arrivals = [make_prompt(0.0, 1, 2), make_prompt(5.0, 1, 2, 3)]
-    cell = make_cell(((2, 200),), events=[Fail(at_s=3.0, engine_id=make_engines(((2, 200),))[0].engine_id)])
+    cell = make_cell(((2, 200),), events=[FailEvent(at_s=3.0, engine_id=make_engines(((2, 200),))[0].engine_id)])
     simulation = run(cell, arrivals)
     survivor = simulation.engines[1]
     assert survivor.cache.num_hit_tokens in {0, 96}
@@ -286,10 +288,10 @@ def test_blocks_add_up_after_every_step(data):
     for index in range(data.draw(st.integers(1, 25))):
         prompt_tokens = data.draw(st.integers(1, 40))
         hashes = tuple(data.draw(st.sampled_from((100, 200))) + n for n in range(-(-prompt_tokens // 8)))
-        found = cache.look_up(index, prompt_tokens, hashes, prompt_tokens - 1)
-        need = -(-prompt_tokens // 4) - len(found) + cache.count_idle(found)
+        found = cache.find_cached_blocks(index, prompt_tokens, hashes, prompt_tokens - 1)
+        need = -(-prompt_tokens // 4) - len(found) + cache.count_free(found)
         if need <= num_blocks - num_used:
-            table = cache.open(index, prompt_tokens, hashes, found)
+            table = cache.open_table(index, prompt_tokens, hashes, found)
             cache.extend(table, prompt_tokens)
             num_used += need
             computed[index] = prompt_tokens
@@ -297,10 +299,10 @@ def test_blocks_add_up_after_every_step(data):
         cache.check()
         while tables and (data.draw(st.booleans()) or num_used == num_blocks):
             table = tables.pop(data.draw(st.integers(0, len(tables) - 1)))
-            cache.settle(table, computed[table.index])
+            cache.cache_filled_blocks(table, computed[table.index])
             num_used -= cache.release(table)
             cache.check()
-        assert num_used == num_blocks - cache.num_blank - cache.num_idle
+        assert num_used == num_blocks - cache.num_empty - cache.num_free_cached
     for table in tables:
         cache.release(table)
     cache.check_idle()

@@ -13,15 +13,15 @@ from sluice_core.latency.profile import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, MoveCause, Role, Slo
 from sluice_core.sim.cell import (
-    AddEngine,
+    AddEngineEvent,
     Arrival,
     Cell,
-    Configure,
+    ConfigureEvent,
     EngineSetup,
-    Fail,
-    Link,
+    FailEvent,
     NoGrant,
     SimOptions,
+    TransferLink,
     TtftEnd,
 )
 from sluice_core.sim.requests import RequestState
@@ -134,7 +134,7 @@ def test_the_fast_simulator_agrees_with_the_plain_one(name, seed, rate, blocks, 
     strategy, shape = STRATEGIES[name]
     slos = (SLO, Slo(ttft_s=0.4, tpot_s=0.03), Slo(ttft_s=9.0, tpot_s=0.2))
     arrivals = make_arrivals(rng, rate=rate, slos=slos, priorities=(0, 0, 1, -1))
-    link = Link(name="switch" if shared else "", speed=LinkSpeed(bytes_per_s=rng.choice((1e8, 1e9, 150e9))))
+    link = TransferLink(name="switch" if shared else "", speed=LinkSpeed(bytes_per_s=rng.choice((1e8, 1e9, 150e9))))
     cell = Cell(
         engines=make_engines(shape, blocks=blocks, link=link),
         strategy=strategy,
@@ -237,7 +237,7 @@ def test_transfers_over_a_shared_link_wait_for_one_another():
     arrivals = [Arrival(at_s=0.0, prompt_tokens=200, output_tokens=2, slo=SLO) for _ in range(2)]
     times = {}
     for name in ("", "switch"):
-        link = Link(name=name, speed=LinkSpeed(bytes_per_s=bytes_per_s, latency_s=0.0))
+        link = TransferLink(name=name, speed=LinkSpeed(bytes_per_s=bytes_per_s, latency_s=0.0))
         cell = Cell(
             engines=make_engines(((2, 2048), (1, 0)), link=link),
             strategy=get_strategy("disaggregated").vary(placement="round_robin"),
@@ -279,7 +279,7 @@ def test_a_failed_engines_requests_end_elsewhere(name):
     strategy, shape = STRATEGIES[name]
     arrivals = make_arrivals(random.Random(2), number=150, rate=12.0)
     engines = make_engines(shape, blocks=200)
-    events = [Fail(at_s=4.0, engine_id=engines[0].engine_id), Fail(at_s=6.0, engine_id=engines[-1].engine_id)]
+    events = [FailEvent(at_s=4.0, engine_id=engines[0].engine_id), FailEvent(at_s=6.0, engine_id=engines[-1].engine_id)]
     simulation = run(Cell(engines=engines, strategy=strategy, events=events), arrivals)
     assert all(request.state is RequestState.FINISHED for request in simulation.requests)
     assert sum(engine.counters.num_lost_prefill_tokens for engine in simulation.engines if engine.is_dead) >= 0
@@ -289,7 +289,7 @@ def test_a_failed_engines_requests_end_elsewhere(name):
 def test_an_added_engine_takes_requests():
     engines = make_engines(((2, 96),), blocks=200)
     arrivals = make_arrivals(random.Random(2), number=200, rate=12.0)
-    events = [AddEngine(at_s=5.0, setup=replace(engines[1], engine_id=EngineId("late")))]
+    events = [AddEngineEvent(at_s=5.0, setup=replace(engines[1], engine_id=EngineId("late")))]
     cell = Cell(engines=engines[:1], strategy=get_strategy("aggregated"), events=events)
     late = run(cell, arrivals).engines[1]
     assert late.counters.num_output_tokens > 0
@@ -300,8 +300,8 @@ def test_roles_flip_and_sliders_change_under_load():
     engines = make_engines(((1, 256), (1, 48)), blocks=400)
     prefill, decode = engines
     events = [
-        Configure(at_s=3.0, engine_id=prefill.engine_id, role=D, chunk_size_tokens=0),
-        Configure(at_s=3.0, engine_id=decode.engine_id, role=P, chunk_size_tokens=512),
+        ConfigureEvent(at_s=3.0, engine_id=prefill.engine_id, role=D, chunk_size_tokens=0),
+        ConfigureEvent(at_s=3.0, engine_id=decode.engine_id, role=P, chunk_size_tokens=512),
     ]
     arrivals = make_arrivals(random.Random(2), number=150, rate=12.0)
     cell = Cell(engines=engines, strategy=get_strategy("taichi"), events=events)
@@ -313,7 +313,7 @@ def test_roles_flip_and_sliders_change_under_load():
 
 def test_a_drained_engine_hands_its_decodes_over():
     engines = make_engines(((2, 96),), blocks=400)
-    drain = Configure(at_s=3.0, engine_id=engines[0].engine_id, role=P, chunk_size_tokens=96, is_draining=True)
+    drain = ConfigureEvent(at_s=3.0, engine_id=engines[0].engine_id, role=P, chunk_size_tokens=96, is_draining=True)
     arrivals = make_arrivals(random.Random(2), number=100, rate=12.0)
     simulation = run(Cell(engines=engines, strategy=get_strategy("aggregated"), events=[drain]), arrivals)
     assert simulation.num_moves[MoveCause.DRAIN] > 0
@@ -323,7 +323,7 @@ def test_a_drained_engine_hands_its_decodes_over():
 
 def test_a_chunk_size_of_zero_sends_unstarted_prompts_back():
     engines = make_engines(((2, 48),), blocks=400)
-    stop = Configure(at_s=0.1, engine_id=engines[0].engine_id, role=D, chunk_size_tokens=0)
+    stop = ConfigureEvent(at_s=0.1, engine_id=engines[0].engine_id, role=D, chunk_size_tokens=0)
     arrivals = [Arrival(at_s=0.0, prompt_tokens=300, output_tokens=2, slo=SLO) for _ in range(8)]
     simulation = run(Cell(engines=engines, strategy=get_strategy("aggregated"), events=[stop]), arrivals)
     per_engine = [engine.counters.num_completed_prefill_tokens for engine in simulation.engines]
@@ -357,9 +357,9 @@ def cluster_events(draw, engines):
         at_s = draw(st.floats(0.0, 8.0))
         kind = draw(st.sampled_from(("fail", "flip", "drain", "none")))
         if kind == "fail":
-            events.append(Fail(at_s=at_s, engine_id=setup.engine_id))
+            events.append(FailEvent(at_s=at_s, engine_id=setup.engine_id))
         elif kind != "none":
-            change = Configure(
+            change = ConfigureEvent(
                 at_s=at_s,
                 engine_id=setup.engine_id,
                 role=P if setup.role is D else D,
@@ -373,7 +373,7 @@ def cluster_events(draw, engines):
                 )
         if draw(st.booleans()):
             late = replace(setup, engine_id=EngineId(f"late-{number}"))
-            events.append(AddEngine(at_s=draw(st.floats(0.0, 8.0)), setup=late))
+            events.append(AddEngineEvent(at_s=draw(st.floats(0.0, 8.0)), setup=late))
     return events
 
 
@@ -382,7 +382,7 @@ def cluster_events(draw, engines):
 @given(data=st.data(), seed=st.integers(0, 2**32), no_grant=st.sampled_from(NoGrant))
 def test_every_request_ends_whatever_happens_to_the_cluster(name, data, seed, no_grant):
     strategy, shape = STRATEGIES[name]
-    slow = Link(speed=LinkSpeed(bytes_per_s=1e8))  # transfers take long enough to be hit
+    slow = TransferLink(speed=LinkSpeed(bytes_per_s=1e8))  # transfers take long enough to be hit
     engines = make_engines(shape, blocks=60, link=slow)
     cell = Cell(
         engines=engines,

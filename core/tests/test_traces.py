@@ -97,7 +97,7 @@ def test_hashes_name_a_block_and_all_before_it() -> None:
     assert fourth[2] != first[2]  # 16 tokens, not 6
 
 
-def test_hashes_are_not_looked_at_unless_asked_for() -> None:
+def test_hashes_are_read_only_when_requested() -> None:
     assert parse_trace([HASHED.replace("[7, 8, 9]", '"none"')])[0].block_hashes == ()
 
 

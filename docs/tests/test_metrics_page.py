@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from sluice_engine.server.metrics import EngineCollector
-from sluice_operator.metrics import Metrics
+from sluice_operator.metrics import OperatorMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 ROW = re.compile(r"^\| `(\S+)` \| (histogram|counter|gauge) \| .+ \|$", re.MULTILINE)
 # Of the engine's server only the names of its figures matter here.
-PROGRAMS = {"Engine": EngineCollector(MagicMock()).collect(), "Operator": Metrics().registry.collect()}
+PROGRAMS = {"Engine": EngineCollector(MagicMock()).collect(), "Operator": OperatorMetrics().registry.collect()}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

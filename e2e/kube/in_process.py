@@ -26,7 +26,7 @@ from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.client import KubernetesClient
 from sluice_operator.kubernetes.interface import CLUSTERS, PODS, ConflictError, KubernetesError, annotations_of, uid_of
 from sluice_operator.planning.plan import read_plan
-from sluice_operator.settings import Settings
+from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -124,11 +124,11 @@ async def _do_nothing(_number: int) -> None:
 class Routers(FakeRouters):
     """Routers in memory, whose addresses kwok gives to pods of other clusters when they are gone."""
 
-    def offer(self, key: ClusterKey, plan: Any) -> None:
+    def set_plan(self, key: ClusterKey, plan: Any) -> None:
         for address, old in list(self.plans.items()):
             if old.cluster_uid != plan.cluster_uid:
                 del self.plans[address]
-        super().offer(key, plan)
+        super().set_plan(key, plan)
 
 
 class World:
@@ -154,7 +154,7 @@ class World:
         self.reconciler = Reconciler(
             self.watched,
             self.routers,
-            Settings(identity="in-process", namespace="sluice-system"),
+            OperatorSettings(identity="in-process", namespace="sluice-system"),
             now=time.monotonic,
             now_text=format_now,
         )

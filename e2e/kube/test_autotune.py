@@ -24,8 +24,8 @@ from steady_load import Load, Shape
 
 from sluice_cli.tiny_model import make_tiny_model
 from sluice_core.records import Role
+from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.planning.plan import read_plan
-from sluice_operator.routers.engine_reports import ROLES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

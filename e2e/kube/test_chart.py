@@ -17,7 +17,7 @@ from testbed.settings import ROOT
 
 from sluice_operator.api import names
 from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES
-from sluice_operator.settings import Settings, parse_settings
+from sluice_operator.settings import OperatorSettings, parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +88,7 @@ def test_kubernetes_that_is_too_old_is_refused(helm: Helm, version: str, *, is_t
     assert is_taken or "1.30" in done.stderr
 
 
-def read_settings(deployment: Object) -> Settings:
+def read_settings(deployment: Object) -> OperatorSettings:
     """The settings that the operator would start with."""
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "sluice_operator"]
@@ -99,7 +99,7 @@ def read_settings(deployment: Object) -> Settings:
 
 def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
     settings = read_settings(one(helm.template(EVERYTHING | NARROW), "Deployment"))
-    assert settings == Settings(
+    assert settings == OperatorSettings(
         namespace=SYSTEM,
         identity="pod-1",
         watch_namespaces="team-a,team-b",
@@ -114,7 +114,7 @@ def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
         peer_tls="/etc/sluice/peer-tls",
     )
     defaults = read_settings(one(helm.template({}), "Deployment"))
-    assert defaults == Settings(namespace=SYSTEM, identity="pod-1")
+    assert defaults == OperatorSettings(namespace=SYSTEM, identity="pod-1")
 
 
 def flatten_code(rules: dict[Any, tuple[str, ...]]) -> set[tuple[str, str, str]]:

@@ -30,7 +30,7 @@ from testbed.images import USER
 from testbed.settings import ROOT
 
 from sluice_cli.tiny_model import make_tiny_model
-from sluice_operator.autotune.search_messages import Answer
+from sluice_operator.autotune.search_messages import SearchResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -284,7 +284,7 @@ def test_every_program_of_the_pods_can_be_imported(inside: Inside, part: str) ->
 
 
 def test_the_operator_searches_for_sliders_in_its_image(inside: Inside) -> None:
-    answer = Answer.from_json(
+    answer = SearchResult.from_json(
         inside.run("operator", "-m", "sluice_operator.autotune.search", stdin=make_question().to_json())
     )
     assert answer.goodput_rps > 0

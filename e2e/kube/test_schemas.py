@@ -20,8 +20,8 @@ from testbed.settings import ROOT
 from testbed.toolchain import MODULES
 
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.desired import Facts, render_children
-from sluice_operator.settings import Settings
+from sluice_operator.resources.desired import RenderInputs, render_children
+from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:
     from testbed.helm import Helm
@@ -103,8 +103,8 @@ def render(spec: Object) -> list[Object]:
     content = make_cluster(**spec)
     content["metadata"]["uid"] = "00000000-0000-0000-0000-000000000000"
     cluster = check_manifest(content)
-    facts = Facts(engine_replicas=cluster.spec.replicas, has_monitors=True, live={})
-    return render_children(cluster, facts, Settings(namespace="sluice-system", identity="a"))
+    facts = RenderInputs(engine_replicas=cluster.spec.replicas, has_monitors=True, live={})
+    return render_children(cluster, facts, OperatorSettings(namespace="sluice-system", identity="a"))
 
 
 @minors

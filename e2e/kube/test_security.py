@@ -26,7 +26,7 @@ from testbed.fake_nodes import is_ready, make_node
 from sluice_operator.controller.manager import format_now
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.interface import DEPLOYMENTS
-from sluice_operator.settings import Settings
+from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,7 +69,7 @@ async def settle_with(kubernetes: KubernetesClient, namespace: str, name: str, t
     world.reconciler = Reconciler(
         world.watched,
         world.routers,
-        Settings(identity="security", namespace="sluice-system", **settings),
+        OperatorSettings(identity="security", namespace="sluice-system", **settings),
         now=time.monotonic,
         now_text=format_now,
     )

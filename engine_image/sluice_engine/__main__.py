@@ -19,7 +19,7 @@ from sluice_engine.errors import EngineError, UnsupportedVllmError
 from sluice_engine.kv_transfer.ucx_transport import TransportLog, check_devices
 from sluice_engine.processes import StopSignal, leave
 from sluice_engine.settings import parse_settings
-from sluice_engine.startup.versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
+from sluice_engine.versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ Three things cross, all of them plain msgpack once encoded:
 
 A request that was handed off ends with finish reason "length" and carries ``kv_transfer_params`` that ``decode_hand_off``
 reads; that one has to be looked for before the finish reason is believed. A returned request ends by being named in
-``Report.returned`` alone: vLLM sends no output for it. An abort is vLLM's own (``client.abort_requests_async``); it is
+``SchedulerReport.returned`` alone: vLLM sends no output for it. An abort is vLLM's own (``client.abort_requests_async``); it is
 answered by nothing.
 
 No timestamp crosses, only durations.
@@ -40,7 +40,7 @@ NUM_TOKENS_KEY = "sluice_num_tokens"
 # --- commands ----------------------------------------------------------------------------------------------------
 
 
-class Parameters(msgspec.Struct, frozen=True, kw_only=True):
+class StrategyParameters(msgspec.Struct, frozen=True, kw_only=True):
     """Strategy parameters (``sluice_core.records.FlowParameters``), all live.
 
     Args:
@@ -54,7 +54,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens_between_moves: int = 16
 
 
-class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
+class ConfigureCommand(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     """The engine's part of a plan. A generation lower than the one in force changes nothing.
 
     Args:
@@ -71,10 +71,10 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     chunk_size_tokens: int
     is_draining: bool = False
     strategy: str = "TaiChi"
-    parameters: Parameters = Parameters()
+    parameters: StrategyParameters = StrategyParameters()
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
+class GrantCommand(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     """Asks for room. The blocks are taken out of the pool at once, and given to the request that names ``key``.
 
     Args:
@@ -90,7 +90,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     ttl_s: float = 2.0
 
 
-class ReleaseGrant(msgspec.Struct, frozen=True, kw_only=True, tag="release_grant"):
+class ReleaseGrantCommand(msgspec.Struct, frozen=True, kw_only=True, tag="release_grant"):
     """Gives a reservation back; an unknown key is no error (it lapsed, or it was used).
 
     Args:
@@ -100,7 +100,7 @@ class ReleaseGrant(msgspec.Struct, frozen=True, kw_only=True, tag="release_grant
     key: str
 
 
-class HandOff(msgspec.Struct, frozen=True, kw_only=True, tag="hand_off"):
+class HandOffCommand(msgspec.Struct, frozen=True, kw_only=True, tag="hand_off"):
     """Ends a request's part here at the next iteration boundary; its KV blocks stay until they are read or released.
 
     Args:
@@ -110,7 +110,7 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True, tag="hand_off"):
     request_id: str
 
 
-class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+class ReleaseCommand(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     """Frees the KV blocks of a handed-off request now; an unknown request is no error (its blocks are free).
 
     Args:
@@ -120,23 +120,23 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     request_id: str
 
 
-class ReadLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+class ReadLoadCommand(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Asks for the load outside of an iteration (idle reports); lapsed grants are dropped first."""
 
 
-Command = Configure | Grant | ReleaseGrant | HandOff | Release | ReadLoad
+Command = ConfigureCommand | GrantCommand | ReleaseGrantCommand | HandOffCommand | ReleaseCommand | ReadLoadCommand
 
 # --- answers -----------------------------------------------------------------------------------------------------
 
 
-class Configured(msgspec.Struct, frozen=True, kw_only=True, tag="configured"):
+class ConfigureAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="configured"):
     """What is in force from the next iteration on.
 
     Args:
         generation: Generation in force.
         role: Role in force.
         chunk_size_tokens: Chunk size in force.
-        error: Why the Configure was refused; empty when it was taken (or was older than what is in force).
+        error: Why the command was refused; empty when it was taken (or was older than what is in force).
     """
 
     generation: int
@@ -145,8 +145,8 @@ class Configured(msgspec.Struct, frozen=True, kw_only=True, tag="configured"):
     error: str = ""
 
 
-class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
-    """Answer to ``Grant``.
+class GrantAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+    """Answer to ``GrantCommand``.
 
     Args:
         key: Key of the grant.
@@ -162,7 +162,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
 
 
 class HandOffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hand_off_answer"):
-    """Answer to ``HandOff``. An accepted one can still be refused later, in ``Report.refused``.
+    """Answer to ``HandOffCommand``. An accepted one can still be refused later, in ``SchedulerReport.refused``.
 
     Args:
         request_id: The engine's id of the request.
@@ -175,11 +175,11 @@ class HandOffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hand_off_ans
     reason: str = ""
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+class EmptyAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """Answer to commands that have nothing to tell."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Sums, not queues (``LoadReport`` of the wire; the serving process adds the rest).
 
     Args:
@@ -223,7 +223,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     num_recomputed_pulls: int = 0
 
 
-Answer = Configured | Granted | HandOffAnswer | Done | Load
+Answer = ConfigureAnswer | GrantAnswer | HandOffAnswer | EmptyAnswer | SchedulerLoad
 
 # --- extras of a request -----------------------------------------------------------------------------------------
 
@@ -232,8 +232,8 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
     """What vLLM's own request record has no place for.
 
     Args:
-        link: Number of the router's stream, chosen by the serving process; reports echo submit numbers per link.
-        submit_number: Counts the link's submits from 1.
+        stream_number: Number of the router's stream, chosen by the serving process; reports echo submit numbers per stream.
+        submit_number: Counts the stream's submits from 1.
         output_token_ids: Tokens generated so far elsewhere, in order.
         transfer_params: KV handle of the source (``transfer_params_json`` of the wire), checked for fingerprint by the
             serving process and for everything else here; empty: prefill here.
@@ -247,7 +247,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
         is_recovery: True: ahead of other prefills, and never returned.
     """
 
-    link: int = 0
+    stream_number: int = 0
     submit_number: int = 0
     output_token_ids: list[int] = []
     transfer_params: str = ""
@@ -267,7 +267,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
 # --- reports -----------------------------------------------------------------------------------------------------
 
 
-class Iteration(msgspec.Struct, frozen=True, kw_only=True):
+class IterationReport(msgspec.Struct, frozen=True, kw_only=True):
     """One iteration that computed something.
 
     Args:
@@ -289,7 +289,7 @@ class Iteration(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
 
 
-class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+class ProposedMove(msgspec.Struct, frozen=True, kw_only=True):
     """A request that should leave; it keeps running until it is told to hand off.
 
     Args:
@@ -305,7 +305,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class RefusedHandOff(msgspec.Struct, frozen=True, kw_only=True):
     """An accepted hand-off that was given up; the request goes on here.
 
     Args:
@@ -317,7 +317,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an iteration tells, beside its tokens.
 
     Args:
@@ -326,18 +326,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         proposals: Requests that should leave.
         returned: Requests that ended because chunk size 0 or a drain sends unstarted prompts back to their routers.
         refused: Accepted hand-offs that were given up.
-        last_submit_numbers: By link, the last submit the load includes; only links that submitted since the last report.
+        last_submit_numbers: By stream number, the last submit the load includes; only streams that submitted since the last report.
     """
 
-    load: Load
-    iteration: Iteration | None = None
-    proposals: list[Proposal] = []
+    load: SchedulerLoad
+    iteration: IterationReport | None = None
+    proposals: list[ProposedMove] = []
     returned: list[str] = []
-    refused: list[Refused] = []
+    refused: list[RefusedHandOff] = []
     last_submit_numbers: dict[int, int] = {}
 
 
-class HandedOff(msgspec.Struct, frozen=True, kw_only=True):
+class HandedOffKv(msgspec.Struct, frozen=True, kw_only=True):
     """Where the KV of a handed-off request lies.
 
     Args:
@@ -378,15 +378,15 @@ def decode_answers(encoded: list[dict[str, Any]]) -> list[Answer]:
     return msgspec.convert(encoded, list[Answer])
 
 
-def encode_report(report: Report) -> dict[str, Any]:
+def encode_report(report: SchedulerReport) -> dict[str, Any]:
     """Plain data for the ``kv_transfer_params`` of the reserved output."""
     encoded: dict[str, Any] = msgspec.to_builtins(report, str_keys=True)
     return encoded
 
 
-def decode_report(kv_transfer_params: dict[str, Any]) -> Report:
+def decode_report(kv_transfer_params: dict[str, Any]) -> SchedulerReport:
     """Reads the report of the output whose request id is ``REPORT_ID``."""
-    return msgspec.convert(kv_transfer_params, Report, strict=False)
+    return msgspec.convert(kv_transfer_params, SchedulerReport, strict=False)
 
 
 def decode_extras(extra_args: dict[str, Any] | None) -> RequestExtras:
@@ -398,7 +398,7 @@ def decode_extras(extra_args: dict[str, Any] | None) -> RequestExtras:
     return msgspec.convert((extra_args or {}).get(EXTRAS_KEY, {}), RequestExtras)
 
 
-def decode_hand_off(kv_transfer_params: dict[str, Any] | None) -> HandedOff | None:
+def decode_hand_off(kv_transfer_params: dict[str, Any] | None) -> HandedOffKv | None:
     """Reads where a handed-off request's KV lies.
 
     Args:
@@ -409,7 +409,7 @@ def decode_hand_off(kv_transfer_params: dict[str, Any] | None) -> HandedOff | No
     """
     if not kv_transfer_params or NUM_TOKENS_KEY not in kv_transfer_params:
         return None
-    return HandedOff(
+    return HandedOffKv(
         num_tokens=kv_transfer_params[NUM_TOKENS_KEY],
         transfer_params=json.dumps(kv_transfer_params, separators=(",", ":")),
     )

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from sluice.certificates import keep_fresh
+from sluice_engine import vllm_check
 from sluice_engine.kv_transfer import ucx_transport
 from sluice_engine.server import metrics
-from sluice_engine.server.engine_server import EngineServer, Pace
+from sluice_engine.server.engine_server import EngineServer, ServerIntervals
 from sluice_engine.server.grpc_server import read_certificates, start_grpc
 from sluice_engine.server.request_builder import VllmRequestBuilder
 from sluice_engine.startup import identity, launch
@@ -54,7 +55,7 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
         StartError: It cannot start.
         RdmaError: It must use RDMA and cannot.
     """
-    launch.check_hooks()
+    vllm_check.check_installed()
     launch.check_ports(settings)
     # Before the model is loaded: that takes minutes.
     certificates = read_certificates(settings)
@@ -70,7 +71,7 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
         client,
         builder,
         clock=time.monotonic,
-        pace=Pace(lease_s=settings.lease_s),
+        intervals=ServerIntervals(lease_s=settings.lease_s),
         transport=in_use,
     )
     # What exists now lives as long as the process.

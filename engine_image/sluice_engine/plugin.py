@@ -11,7 +11,8 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore
 
 from sluice_engine import core_messages
-from sluice_engine.kv_transfer import resume
+from sluice_engine.kv_transfer import nixl_progress, resume
+from sluice_engine.kv_transfer.kv_connector import LEASE_S
 
 # Class paths for vLLM's settings.
 SCHEDULER = "sluice_engine.scheduling.scheduler.SluiceScheduler"
@@ -36,11 +37,9 @@ def make_transfer_config(
         engine_id: NIXL's name of the engine; another one after every start.
         device: ``cpu`` or ``cuda``: where KV lies.
         progress_delay_us: Pause of NIXL's progress thread, in microseconds; 0 with RDMA.
-        lease_s: Longest time that handed-off blocks wait for a reader, in seconds; ``connector.LEASE_S`` when absent.
+        lease_s: Longest time that handed-off blocks wait for a reader, in seconds; ``LEASE_S`` when absent.
         backend: NIXL's.
     """
-    from sluice_engine.kv_transfer.nixl_connector import LEASE_S, PROGRESS_DELAY_KEY  # noqa: PLC0415  (imports NIXL)
-
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
@@ -51,12 +50,12 @@ def make_transfer_config(
         "kv_connector_extra_config": {
             "kv_lease_duration": lease_s or LEASE_S,
             "backends": [backend],
-            PROGRESS_DELAY_KEY: progress_delay_us,
+            nixl_progress.DELAY_KEY: progress_delay_us,
         },
     }
 
 
 def _carry_out(engine_core: EngineCore, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``EngineCore.sluice``: see ``control.py``."""
+    """``EngineCore.sluice``: see ``core_messages``."""
     answers: list[dict[str, Any]] = engine_core.scheduler.carry_out(commands)
     return answers

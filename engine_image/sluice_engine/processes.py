@@ -13,6 +13,7 @@ This module imports nothing heavy, because the first signal may come during the 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # Seconds that a killed EngineCore may take to be gone before this process leaves anyway.
 KILL_TIMEOUT_S = 10.0
+# From <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
 
 
 def kill_children() -> None:
@@ -42,6 +45,24 @@ def leave(status: int) -> NoReturn:
     """
     kill_children()
     os._exit(status)
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the one that started it ends, in whatever way.
+
+    An EngineCore does not notice the death of its front-end: it would go on forever, holding its ports and memory.
+
+    Raises:
+        OSError: The kernel refused.
+    """
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+    if os.getppid() != parent:
+        # It ended before the call above.
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StopSignal:

@@ -49,8 +49,10 @@ def import_vllm() -> None:
         import vllm.v1.engine.core_client
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
-        from sluice_engine import plugin
-        from sluice_engine.startup import vllm_check  # noqa: F401
+        from sluice_engine import (
+            plugin,
+            vllm_check,  # noqa: F401
+        )
 
         plugin.register()
 
@@ -64,7 +66,7 @@ class Part:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    handed_off: core_messages.HandedOff | None = None
+    handed_off: core_messages.HandedOffKv | None = None
     is_returned: bool = False
 
     @property
@@ -125,8 +127,8 @@ class Engine:
                 self.client = SyncMPClient(config, Executor.get_class(config), log_stats=False)
         self.name = name
         self.parts: dict[str, Part] = {}
-        self.reports: list[core_messages.Report] = []
-        self.refused: list[core_messages.Refused] = []
+        self.reports: list[core_messages.SchedulerReport] = []
+        self.refused: list[core_messages.RefusedHandOff] = []
         self.generation = 0
         self._num_requests = 0
 
@@ -200,19 +202,19 @@ class Engine:
 
     def grant(
         self, key: str, num_tokens: int, *, cause: str = "prefill_done", ttl_s: float = 2.0
-    ) -> core_messages.Granted:
-        answer: core_messages.Granted = self.command(
-            core_messages.Grant(key=key, num_tokens=num_tokens, cause=cause, ttl_s=ttl_s)
+    ) -> core_messages.GrantAnswer:
+        answer: core_messages.GrantAnswer = self.command(
+            core_messages.GrantCommand(key=key, num_tokens=num_tokens, cause=cause, ttl_s=ttl_s)
         )
         return answer
 
-    def load(self) -> core_messages.Load:
-        load: core_messages.Load = self.command(core_messages.ReadLoad())
+    def load(self) -> core_messages.SchedulerLoad:
+        load: core_messages.SchedulerLoad = self.command(core_messages.ReadLoadCommand())
         return load
 
     def configure(
         self, chunk_size_tokens: int, *, role: str = "D-heavy", strategy: str = "aggregated", **options: Any
-    ) -> core_messages.Configured:
+    ) -> core_messages.ConfigureAnswer:
         """Puts a plan of the next generation in force."""
         self.generation += 1
         plan: dict[str, Any] = {
@@ -221,7 +223,7 @@ class Engine:
             "chunk_size_tokens": chunk_size_tokens,
             "strategy": strategy,
         }
-        answer: core_messages.Configured = self.command(core_messages.Configure(**(plan | options)))
+        answer: core_messages.ConfigureAnswer = self.command(core_messages.ConfigureCommand(**(plan | options)))
         return answer
 
     def poll(self, timeout_s: float = 0.001) -> None:
@@ -292,12 +294,12 @@ def move(
     """
     key = f"grant-{part.request_id}"
     assert target.grant(key, len(prompt) + len(tokens) + len(part.tokens) + 8).is_granted
-    answer = source.command(core_messages.HandOff(request_id=part.request_id))
+    answer = source.command(core_messages.HandOffCommand(request_id=part.request_id))
     # It may have ended by itself in the meantime.
     assert answer.is_accepted or answer.reason == "unknown", answer
     wait([source, target], lambda: part.is_over)
     if part.handed_off is None:
-        target.command(core_messages.ReleaseGrant(key=key))
+        target.command(core_messages.ReleaseGrantCommand(key=key))
         return part
     return target.resume(part, [*tokens, *part.tokens], prompt, grant_key=key, **sampling)
 

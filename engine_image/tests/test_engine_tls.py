@@ -11,7 +11,7 @@ import pytest
 import trustme
 from certificate_files import make_files, mount_secret
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from test_router_links import FINGERPRINT, Builder, Clock, Core
+from test_engine_server import FINGERPRINT, Builder, Clock, Core
 
 from sluice.certificates import CertificateFolder
 from sluice.credentials import make_channel

@@ -36,16 +36,18 @@ def test_every_enum_value_but_the_unspecified_has_a_name():
 
 
 def test_every_number_of_a_load_is_reported():
-    fields = [name for name in core_messages.Load.__struct_fields__ if name not in {"generation", "is_draining"}]
-    load = core_messages.Load(is_draining=True, **{name: number for number, name in enumerate(fields, 1)})
+    fields = [
+        name for name in core_messages.SchedulerLoad.__struct_fields__ if name not in {"generation", "is_draining"}
+    ]
+    load = core_messages.SchedulerLoad(is_draining=True, **{name: number for number, name in enumerate(fields, 1)})
     report = wire_conversion.load_report(load)
     assert {name: getattr(report, name) for name in fields} == {name: getattr(load, name) for name in fields}
     assert report.is_draining
 
 
 def test_an_iteration_is_reported_whole():
-    values = {name: number for number, name in enumerate(core_messages.Iteration.__struct_fields__, 1)}
-    message = wire_conversion.iteration_message(core_messages.Iteration(**values))
+    values = {name: number for number, name in enumerate(core_messages.IterationReport.__struct_fields__, 1)}
+    message = wire_conversion.iteration_message(core_messages.IterationReport(**values))
     assert {name: getattr(message, name) for name in values} == values
 
 
@@ -54,12 +56,16 @@ def test_parameters_are_shares_and_default_when_absent():
         role=plan_pb2.ROLE_PREFILL_HEAVY, chunk_size_tokens=99, strategy=plan_pb2.STRATEGY_TAICHI, is_draining=True
     )
     command = wire_conversion.configure_command(message, 4, is_leaving=False)
-    assert command == core_messages.Configure(generation=4, role="P-heavy", chunk_size_tokens=99, is_draining=True)
+    assert command == core_messages.ConfigureCommand(
+        generation=4, role="P-heavy", chunk_size_tokens=99, is_draining=True
+    )
     message.parameters.watermark_percent = 90
     message.parameters.approaching_factor_percent = 80
     message.parameters.min_tokens_between_moves = 5
     parameters = wire_conversion.configure_command(message, 5, is_leaving=False).parameters
-    assert parameters == core_messages.Parameters(watermark=0.9, approaching_factor=0.8, min_tokens_between_moves=5)
+    assert parameters == core_messages.StrategyParameters(
+        watermark=0.9, approaching_factor=0.8, min_tokens_between_moves=5
+    )
 
 
 def test_extras_carry_what_vllms_request_has_no_place_for():
@@ -74,9 +80,9 @@ def test_extras_carry_what_vllms_request_has_no_place_for():
         is_recovery=True,
         kv=wire.KvHandle(fingerprint="f", transfer_params_json="{}"),
     )
-    extras = wire_conversion.request_extras(submit, link=9, grant_key="9.1", fingerprint="f", now_s=100.0)
+    extras = wire_conversion.request_extras(submit, stream_number=9, grant_key="9.1", fingerprint="f", now_s=100.0)
     assert extras == core_messages.RequestExtras(
-        link=9,
+        stream_number=9,
         submit_number=3,
         output_token_ids=[4, 5],
         transfer_params="{}",
@@ -89,7 +95,7 @@ def test_extras_carry_what_vllms_request_has_no_place_for():
         is_recovery=True,
     )
     submit.ClearField("since_first_token_s")
-    extras = wire_conversion.request_extras(submit, link=9, grant_key="", fingerprint="f", now_s=100.0)
+    extras = wire_conversion.request_extras(submit, stream_number=9, grant_key="", fingerprint="f", now_s=100.0)
     assert extras.first_token_s is None
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sluice_core.scheduling.batching import RequestKind
-from sluice_engine.core_messages import Configured
-from sluice_engine.scheduling.iteration_recorder import VARIABLE, Recorder, open_recorder
-from sluice_engine.scheduling.iteration_timer import Batch
+from sluice_engine.core_messages import ConfigureAnswer
+from sluice_engine.scheduling.iteration_recorder import VARIABLE, IterationRecorder, open_recorder
+from sluice_engine.scheduling.scheduled_batch import ScheduledBatch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,9 +38,9 @@ def test_nothing_is_recorded_unless_the_environment_asks_for_it(
 
 def test_each_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
     """Engines are killed: what is in a buffer would be lost."""
-    recorder = Recorder(tmp_path / "engine.jsonl")
+    recorder = IterationRecorder(tmp_path / "engine.jsonl")
     chunk, joining = make_tracked("a", RequestKind.NEW_PROMPT, 256), make_tracked("b", RequestKind.JOINING, 301)
-    batch = Batch(
+    batch = ScheduledBatch(
         started_s=0.0, num_decodes=3, decode_context_tokens=900, prefill_tokens=128, computing=[chunk, joining]
     )
     recorder.note_request(chunk)
@@ -48,7 +48,7 @@ def test_each_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
     recorder.note_batch(output, batch)
     recorder.note_end(0.025)
     recorder.note_hand_off("c")
-    recorder.note_plan(Configured(generation=1, role="P-heavy", chunk_size_tokens=512))
+    recorder.note_plan(ConfigureAnswer(generation=1, role="P-heavy", chunk_size_tokens=512))
     recorded = (tmp_path / "engine.jsonl").read_text()
     recorder.close()
     lines = [json.loads(line) for line in recorded.splitlines()]

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from sluice_core.kv import KvBlocks
-from sluice_engine.core_messages import Configure, RequestExtras
-from sluice_engine.scheduling.move_proposals import Flow
+from sluice_engine.core_messages import ConfigureCommand, RequestExtras
+from sluice_engine.scheduling.move_proposals import MoveProposer
 
 NOW_S = 100.0
 
 
-def make_flow(role: str) -> Flow:
-    flow = Flow(max_batch_tokens=512, block_size_tokens=16, max_num_seqs=64)
-    flow.configure(Configure(generation=1, role=role, chunk_size_tokens=256, strategy="TaiChi"))
-    return flow
+def make_proposer(role: str) -> MoveProposer:
+    proposer = MoveProposer(max_batch_tokens=512, block_size_tokens=16, max_num_seqs=64)
+    proposer.configure(ConfigureCommand(generation=1, role=role, chunk_size_tokens=256, strategy="TaiChi"))
+    return proposer
 
 
 def track(name: str, output_tokens: int, *, first_token_s: float | None = NOW_S, **extras: Any) -> Any:
@@ -31,25 +31,25 @@ def track(name: str, output_tokens: int, *, first_token_s: float | None = NOW_S,
     )
 
 
-def propose(flow: Flow, used: int) -> list[tuple[str, str]]:
+def propose(proposer: MoveProposer, used: int) -> list[tuple[str, str]]:
     blocks = KvBlocks(total=1000, used=used)
-    return [(str(proposal.request_id), proposal.cause) for proposal in flow.propose(NOW_S, blocks)]
+    return [(str(proposal.request_id), proposal.cause) for proposal in proposer.propose(NOW_S, blocks)]
 
 
 def test_a_decode_flows_back_by_the_objective_and_the_first_token_that_came_with_it() -> None:
-    flow = make_flow("P-heavy")
-    flow.join(track("slow", 20, first_token_s=NOW_S - 2.0), NOW_S)
-    flow.join(track("quick", 20, first_token_s=NOW_S - 0.2), NOW_S)
-    flow.join(track("in no hurry", 20, first_token_s=NOW_S - 2.0, tpot_slo_s=5.0), NOW_S)
-    flow.join(track("without an objective", 20, first_token_s=NOW_S - 2.0, tpot_slo_s=0.0), NOW_S)
-    assert [name for name, cause in propose(flow, 0) if cause == "backflow"] == ["slow"]
+    proposer = make_proposer("P-heavy")
+    proposer.join(track("slow", 20, first_token_s=NOW_S - 2.0), NOW_S)
+    proposer.join(track("quick", 20, first_token_s=NOW_S - 0.2), NOW_S)
+    proposer.join(track("in no hurry", 20, first_token_s=NOW_S - 2.0, tpot_slo_s=5.0), NOW_S)
+    proposer.join(track("without an objective", 20, first_token_s=NOW_S - 2.0, tpot_slo_s=0.0), NOW_S)
+    assert [name for name, cause in propose(proposer, 0) if cause == "backflow"] == ["slow"]
 
 
 @pytest.mark.parametrize(
     ("since_reset", "first"), [(499, "long"), (3, "short")], ids=["never moved back", "moved back three tokens ago"]
 )
 def test_the_longest_output_since_its_last_backflow_is_degraded_first(since_reset: int, first: str) -> None:
-    flow = make_flow("D-heavy")
-    flow.join(track("long", 500, output_tokens_since_reset=since_reset), NOW_S)
-    flow.join(track("short", 50, output_tokens_since_reset=49), NOW_S)
-    assert propose(flow, 955)[0] == (first, "degrade")
+    proposer = make_proposer("D-heavy")
+    proposer.join(track("long", 500, output_tokens_since_reset=since_reset), NOW_S)
+    proposer.join(track("short", 50, output_tokens_since_reset=49), NOW_S)
+    assert propose(proposer, 955)[0] == (first, "degrade")

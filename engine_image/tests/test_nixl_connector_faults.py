@@ -29,7 +29,7 @@ def short_lived(start_engine: Callable[..., Engine]) -> Engine:
 def start_and_hand_off(engine: Engine, prompt: list[int]) -> object:
     part = engine.submit(prompt, max_tokens=400)
     wait([engine], lambda: bool(part.tokens))
-    assert engine.command(core_messages.HandOff(request_id=part.request_id)).is_accepted
+    assert engine.command(core_messages.HandOffCommand(request_id=part.request_id)).is_accepted
     wait([engine], lambda: part.is_over)
     return part
 
@@ -60,7 +60,7 @@ def test_source_that_dies_before_the_pull_costs_a_recompute_and_no_token(
     wait([short_lived, target], lambda: met.is_over)
     part = short_lived.submit(prompt, **seeded)
     wait([short_lived], lambda: bool(part.tokens))
-    assert short_lived.command(core_messages.HandOff(request_id=part.request_id)).is_accepted
+    assert short_lived.command(core_messages.HandOffCommand(request_id=part.request_id)).is_accepted
     wait([short_lived], lambda: part.is_over)
     os.kill(short_lived.pid, signal.SIGKILL)
     other = target.submit(make_prompt(50), max_tokens=100)

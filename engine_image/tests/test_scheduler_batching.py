@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 
-def iterations(engine: Engine) -> list[core_messages.Iteration]:
+def iterations(engine: Engine) -> list[core_messages.IterationReport]:
     return [report.iteration for report in engine.reports if report.iteration is not None]
 
 
@@ -52,7 +52,7 @@ def test_chunk_size_is_in_force_at_the_next_iteration(pair: tuple[Engine, Engine
     engine.configure(32)
     part = engine.submit(make_prompt(1600), max_tokens=4)
     wait([engine], lambda: len(iterations(engine)) >= 3)
-    assert engine.configure(256) == core_messages.Configured(
+    assert engine.configure(256) == core_messages.ConfigureAnswer(
         generation=engine.generation, role="D-heavy", chunk_size_tokens=256
     )
     wait([engine], lambda: part.is_over)
@@ -249,10 +249,12 @@ def test_priority_goes_first_among_prompts(pair: tuple[Engine, Engine]) -> None:
 def test_report_sums_what_waits_and_runs(pair: tuple[Engine, Engine]) -> None:
     engine = pair[0]
     engine.configure(32)
-    extras = core_messages.RequestExtras(link=7, submit_number=41)
+    extras = core_messages.RequestExtras(stream_number=7, submit_number=41)
     running = engine.submit(make_prompt(320), max_tokens=500, extras=extras)
     wait([engine], lambda: bool(running.tokens))
-    engine.submit(make_prompt(320, salt=1), max_tokens=1, extras=core_messages.RequestExtras(link=7, submit_number=42))
+    engine.submit(
+        make_prompt(320, salt=1), max_tokens=1, extras=core_messages.RequestExtras(stream_number=7, submit_number=42)
+    )
     wait([engine], lambda: any(report.last_submit_numbers == {7: 42} for report in engine.reports))
     report = next(report for report in engine.reports if report.last_submit_numbers == {7: 42})
     assert engine.reports[0].last_submit_numbers == {7: 41}

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 SLACK = {"extras": core_messages.RequestExtras(tpot_slo_s=10.0)}
 
 
-def proposals(engine: Engine) -> list[core_messages.Proposal]:
+def proposals(engine: Engine) -> list[core_messages.ProposedMove]:
     return [proposal for report in engine.reports for proposal in report.proposals]
 
 
@@ -56,7 +56,7 @@ def test_d_heavy_engine_above_the_watermark_proposes_its_longest_output(small_pa
         256,
         role="D-heavy",
         strategy="TaiChi",
-        parameters=core_messages.Parameters(watermark=0.5, min_tokens_between_moves=1),
+        parameters=core_messages.StrategyParameters(watermark=0.5, min_tokens_between_moves=1),
     )
     old = engine.submit(make_prompt(8 * BLOCK_SIZE), max_tokens=200, **SLACK)
     wait([engine], lambda: len(old.tokens) > 20)
@@ -75,7 +75,7 @@ def test_p_heavy_engine_sends_a_moved_in_decode_back_when_its_tpot_nears_the_obj
     target.configure(256, role="P-heavy", strategy="TaiChi")
     part = source.submit(prompt, max_tokens=300)
     wait([source], lambda: len(part.tokens) > 2)
-    source.command(core_messages.HandOff(request_id=part.request_id))
+    source.command(core_messages.HandOffCommand(request_id=part.request_id))
     wait([source], lambda: part.is_over)
     extras = core_messages.RequestExtras(
         output_token_ids=part.tokens,
@@ -100,7 +100,7 @@ def test_preempted_request_that_was_to_hand_off_is_refused_and_goes_on(small_pai
         wait([engine], lambda: len(part.tokens) > 100 or part.is_over)  # noqa: B023
         if not target.grant(f"g{index}", 14 * BLOCK_SIZE, ttl_s=0.5).is_granted or part.is_over:
             continue
-        if engine.command(core_messages.HandOff(request_id=part.request_id)).is_accepted:
+        if engine.command(core_messages.HandOffCommand(request_id=part.request_id)).is_accepted:
             following.append(part)
     wait(
         small_pair,
@@ -108,5 +108,5 @@ def test_preempted_request_that_was_to_hand_off_is_refused_and_goes_on(small_pai
     )
     for part in following:
         if part.handed_off is not None:
-            engine.command(core_messages.Release(request_id=part.request_id))
+            engine.command(core_messages.ReleaseCommand(request_id=part.request_id))
     wait(small_pair, lambda: all(part.is_over for part in parts))

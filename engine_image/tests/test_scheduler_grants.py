@@ -27,7 +27,7 @@ def start_decodes(engine: Engine, prompts: list[list[int]], **sampling: Any) -> 
 
 
 def hand_off(engine: Engine, part: Part) -> Part:
-    assert engine.command(core_messages.HandOff(request_id=part.request_id)).is_accepted
+    assert engine.command(core_messages.HandOffCommand(request_id=part.request_id)).is_accepted
     wait([engine], lambda: part.is_over)
     assert part.handed_off is not None
     return part
@@ -45,8 +45,8 @@ def test_grant_takes_blocks_and_gives_them_back_when_it_lapses(small_pair: tuple
 def test_released_grant_is_free_at_once(small_pair: tuple[Engine, Engine]) -> None:
     engine = small_pair[0]
     assert engine.grant("one", 10 * BLOCK_SIZE).is_granted
-    engine.command(core_messages.ReleaseGrant(key="one"))
-    engine.command(core_messages.ReleaseGrant(key="one"))
+    engine.command(core_messages.ReleaseGrantCommand(key="one"))
+    engine.command(core_messages.ReleaseGrantCommand(key="one"))
     assert engine.load().kv_blocks_granted == 0
 
 
@@ -62,9 +62,9 @@ def test_two_routers_cannot_be_promised_the_same_room(small_pair: tuple[Engine, 
     ("plan", "cause", "reason"),
     [
         ({"is_draining": True}, "backflow", "draining"),
-        ({"role": "P-heavy", "parameters": core_messages.Parameters(watermark=0.1)}, "degrade", "watermark"),
-        ({"role": "D-heavy", "parameters": core_messages.Parameters(watermark=0.1)}, "degrade", ""),
-        ({"role": "P-heavy", "parameters": core_messages.Parameters(watermark=0.1)}, "drain", ""),
+        ({"role": "P-heavy", "parameters": core_messages.StrategyParameters(watermark=0.1)}, "degrade", "watermark"),
+        ({"role": "D-heavy", "parameters": core_messages.StrategyParameters(watermark=0.1)}, "degrade", ""),
+        ({"role": "P-heavy", "parameters": core_messages.StrategyParameters(watermark=0.1)}, "drain", ""),
     ],
     ids=["draining", "watermark", "d-heavy", "drain"],
 )
@@ -125,13 +125,13 @@ def test_full_engines_that_hand_over_to_each_other_never_stop(small_pair: tuple[
             assert (answer.reason, held.is_granted or True) == ("kv", True)
             outcomes["blocked"] += 1
             continue
-        if not source.command(core_messages.HandOff(request_id=parts[index].request_id)).is_accepted:
-            target.command(core_messages.ReleaseGrant(key=f"{step}"))
+        if not source.command(core_messages.HandOffCommand(request_id=parts[index].request_id)).is_accepted:
+            target.command(core_messages.ReleaseGrantCommand(key=f"{step}"))
             continue
         part = parts[index]
         wait(small_pair, lambda: part.is_over)  # noqa: B023
         if part.handed_off is None:
-            target.command(core_messages.ReleaseGrant(key=f"{step}"))
+            target.command(core_messages.ReleaseGrantCommand(key=f"{step}"))
             continue
         tokens[index] += part.tokens
         parts[index] = target.resume(part, tokens[index], prompts[index], grant_key=f"{step}", max_tokens=90)
@@ -167,8 +167,8 @@ def test_released_request_is_free_at_once_and_a_late_reader_recomputes_nothing_w
     (part,) = start_decodes(source, [make_prompt(4 * BLOCK_SIZE)])
     hand_off(source, part)
     assert source.load().kv_blocks_pinned >= 4
-    source.command(core_messages.Release(request_id=part.request_id))
-    source.command(core_messages.Release(request_id=part.request_id))
+    source.command(core_messages.ReleaseCommand(request_id=part.request_id))
+    source.command(core_messages.ReleaseCommand(request_id=part.request_id))
     load = source.load()
     assert (load.kv_blocks_pinned, load.kv_blocks_used) == (0, 0)
 
@@ -208,14 +208,14 @@ def test_broken_handle_is_recomputed_and_kills_nothing(name: str, pair: tuple[En
     (part,) = start_decodes(source, [prompt])
     hand_off(source, part)
     handle = json.loads(part.handed_off.transfer_params)
-    part.handed_off = core_messages.HandedOff(
+    part.handed_off = core_messages.HandedOffKv(
         num_tokens=part.handed_off.num_tokens, transfer_params=BROKEN[name](handle)
     )
     moved = target.resume(part, part.tokens, prompt, max_tokens=40)
     wait(pair, lambda: moved.is_over)
     assert (part.tokens + moved.tokens)[:40] == expected.tokens
     assert target.load().num_recomputed_pulls == before + 1
-    source.command(core_messages.Release(request_id=part.request_id))
+    source.command(core_messages.ReleaseCommand(request_id=part.request_id))
 
 
 def test_handle_that_counts_more_tokens_than_the_request_has_is_trimmed(pair: tuple[Engine, Engine]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
-    from sluice_core.sim.engine.prefix_cache import KvTable
+    from sluice_core.sim.block_table import BlockTable
 
 pytestmark = pytest.mark.engine
 
@@ -89,27 +89,29 @@ class Both:
     def check(self) -> None:
         """Assert that both have the same free blocks, and cached ones by what a new request would find."""
         self.cache.check()
-        assert self.cache.num_blank + self.cache.num_idle == self.manager.block_pool.get_num_free_blocks()
+        assert self.cache.num_empty + self.cache.num_free_cached == self.manager.block_pool.get_num_free_blocks()
         for prompt in self.prompts:
             probe = self.make_request(prompt)
-            found = self.cache.look_up(probe.index, len(prompt.tokens), prompt.hashes, len(prompt.tokens) - 1)
+            found = self.cache.find_cached_blocks(
+                probe.index, len(prompt.tokens), prompt.hashes, len(prompt.tokens) - 1
+            )
             blocks, num_tokens, _ = self.manager.get_computed_blocks(probe.theirs)
             assert num_tokens == len(found) * BLOCK
-            num_idle = sum(block.ref_cnt == 0 for block in blocks.blocks[0])
-            assert num_idle == self.cache.count_idle(found)
+            num_free_cached = sum(block.ref_cnt == 0 for block in blocks.blocks[0])
+            assert num_free_cached == self.cache.count_free(found)
 
     def begin(self, request: Ours, num_tokens: int, *, is_pulled: bool = False) -> bool:
         """Schedule the first chunk, or begin a pull of all KV, if there are blocks; both find the same."""
         blocks, num_hit_tokens, _ = self.manager.get_computed_blocks(request.theirs)
-        found = self.cache.look_up(
+        found = self.cache.find_cached_blocks(
             request.index, len(request.prompt.tokens), request.prompt.hashes, request.num_tokens - 1
         )
         assert num_hit_tokens == len(found) * BLOCK
         end = request.num_tokens - 1 if is_pulled else min(num_hit_tokens + num_tokens, request.num_tokens)
-        need = -(-end // BLOCK) - len(found) + self.cache.count_idle(found)
+        need = -(-end // BLOCK) - len(found) + self.cache.count_free(found)
         if end == num_hit_tokens:
             return False  # nothing is to be moved
-        fits = need <= self.cache.num_blank + self.cache.num_idle
+        fits = need <= self.cache.num_empty + self.cache.num_free_cached
         allocated = self.manager.allocate_slots(
             request.theirs,
             0 if is_pulled else end - num_hit_tokens,
@@ -121,12 +123,12 @@ class Both:
         assert (allocated is not None) == fits
         if not fits:
             return False
-        request.table = self.cache.open(request.index, len(request.prompt.tokens), request.prompt.hashes, found)
+        request.table = self.cache.open_table(request.index, len(request.prompt.tokens), request.prompt.hashes, found)
         if is_pulled:
             self.cache.reserve(request.table, -(-end // BLOCK))
             self.check()
             self.manager.cache_blocks(request.theirs, end)
-            self.cache.settle(request.table, end)
+            self.cache.cache_filled_blocks(request.table, end)
         else:
             self.cache.extend(request.table, end)
         request.theirs.num_computed_tokens = end
@@ -141,7 +143,7 @@ class Both:
             theirs.append_output_token_ids(1000 + request.index)  # no prompt goes on like this
         end = min(before + num_tokens, request.num_tokens)
         need = -(-end // BLOCK) - -(-before // BLOCK)
-        fits = need <= self.cache.num_blank + self.cache.num_idle
+        fits = need <= self.cache.num_empty + self.cache.num_free_cached
         assert (self.manager.allocate_slots(theirs, end - before) is not None) == fits
         if not fits:
             return False
@@ -155,7 +157,7 @@ class Both:
     def end(self, request: Ours) -> None:
         """Free what a request holds: it has ended, was preempted, or was handed off."""
         assert request.table is not None
-        self.cache.settle(request.table, request.theirs.num_computed_tokens)
+        self.cache.cache_filled_blocks(request.table, request.theirs.num_computed_tokens)
         self.cache.release(request.table)
         self.manager.free(request.theirs)
         request.theirs.num_computed_tokens = 0
@@ -170,7 +172,7 @@ class Ours:
     index: int
     prompt: Prompt
     theirs: Any
-    table: KvTable | None = None
+    table: BlockTable | None = None
     num_prefilled: int = field(init=False)
 
     def __post_init__(self) -> None:

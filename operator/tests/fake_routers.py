@@ -64,11 +64,13 @@ class FakeRouters:
         fresh.num_fitted_iterations = self.num_fitted_iterations
         return fresh
 
-    def follow(self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES) -> None:
+    def set_routers(
+        self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES
+    ) -> None:
         self.addresses[key] = dict(addresses)
         self.server_names = dict(server_names)
 
-    def offer(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
+    def set_plan(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
         self.offered.append(plan)
         for address in self.addresses.get(key, {}).values():
             old = self.plans.get(address)

@@ -14,17 +14,23 @@ from sluice_operator.api.conditions import REASONS, ConditionType, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune import decision
-from sluice_operator.autotune.decision import MEMORY_COOLDOWNS, Seen, State, Stored, judge_fall
-from sluice_operator.autotune.engine_facts import Emulated
-from sluice_operator.autotune.search_messages import Answer, Question, make_terms
-from sluice_operator.autotune.workload import Workload
+from sluice_operator.autotune.decision import (
+    HISTORY_COOLDOWNS,
+    StoredSliders,
+    TunerObservation,
+    TunerState,
+    has_attainment_fallen,
+)
+from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
+from sluice_operator.autotune.workload import WorkloadSample
 from sluice_operator.routers.attainment import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 COOLDOWN_S = 100.0
-ENGINE = Emulated(gpu="a100-80g", model="qwen2.5-14b")
+ENGINE = EmulatedEngineFacts(gpu="a100-80g", model="qwen2.5-14b")
 BOUNDS = {
     "prefillHeavy": {"min": "25%", "max": "75%"},
     "chunkSizes": {"prefillHeavy": {"min": 256, "max": 2048}, "decodeHeavy": {"min": 0, "max": 512}},
@@ -62,13 +68,13 @@ class Plant:
 
     spec: object = field(default_factory=make_spec)
     rows: tuple[tuple[int, int, str], ...] = (LONG,) * 100
-    best: Callable[[Question], Sliders] = lambda question: FOR_LONG
+    best: Callable[[SearchRequest], Sliders] = lambda request: FOR_LONG
     attainment: Callable[[Sliders], float] = lambda sliders: 0.95
     gain: float = 0.2
     rate_rps: float = 2.0
     search_s: float = 3.0
-    state: State = field(default_factory=State)
-    stored: Stored | None = None
+    state: TunerState = field(default_factory=TunerState)
+    stored: StoredSliders | None = None
     now: float = 1000.0
     counts: Counts = field(default_factory=Counts)
     is_settled: bool = True
@@ -82,21 +88,21 @@ class Plant:
     def sliders(self) -> Sliders:
         return self.state.tuned or resolve_sliders(self.spec)
 
-    def see(self) -> Seen:
+    def observe(self) -> TunerObservation:
         spec_sliders = resolve_sliders(self.spec)
-        question = Question(
-            terms=make_terms(self.spec),
+        request = SearchRequest(
+            constraints=make_constraints(self.spec),
             spec_sliders=spec_sliders,
             in_force=spec_sliders,
-            workload=Workload(rows=self.rows, rate_rps=self.rate_rps),
+            workload=WorkloadSample(rows=self.rows, rate_rps=self.rate_rps),
             engine=ENGINE,
         )
-        return Seen(
+        return TunerObservation(
             now=self.now,
             mode=self.spec.autotune.mode,
             basis=decision.make_basis(self.spec),
             cooldown_s=float(self.spec.autotune.cooldown_seconds),
-            question=question if self.has_sample else None,
+            request=request if self.has_sample else None,
             missing=(Reason.NO_SAMPLE, "no requests"),
             counts=self.counts,
             is_settled=self.is_settled,
@@ -110,10 +116,10 @@ class Plant:
         num_met = round(self.attainment(self.sliders) * num_finished)
         self.counts += Counts(num_finished=num_finished, num_met_both=num_met)
         if self.state.is_searching and self.due_s is not None and self.now >= self.due_s:
-            self.state = decision.take_answer(self.state, self.answer(self.state.asked), self.now)
+            self.state = decision.record_result(self.state, self.answer(self.state.last_request), self.now)
         before, sliders = self.state, self.sliders
-        self.state = decision.decide(self.state, self.see())
-        if self.state.is_searching and self.state.asked is not before.asked:
+        self.state = decision.decide(self.state, self.observe())
+        if self.state.is_searching and self.state.last_request is not before.last_request:
             self.num_asked += 1
             self.due_s = self.now + self.search_s
         if self.sliders != sliders:
@@ -125,10 +131,10 @@ class Plant:
         for _ in range(int(duration_s / step_s)):
             self.step(step_s)
 
-    def answer(self, question: Question) -> Answer:
-        best = self.best(question)
-        gain = 0.0 if best == question.in_force else self.gain
-        return Answer(
+    def answer(self, request: SearchRequest) -> SearchResult:
+        best = self.best(request)
+        gain = 0.0 if best == request.in_force else self.gain
+        return SearchResult(
             sliders=best,
             goodput_rps=2.0 * (1.0 + gain),
             attainment=0.95,
@@ -139,13 +145,13 @@ class Plant:
 
     @property
     def reason(self) -> Reason:
-        verdict = decision.judge(self.state, self.see())
-        assert verdict.reason in REASONS[ConditionType.AUTOTUNED]
-        return verdict.reason
+        status = decision.describe_status(self.state, self.observe())
+        assert status.reason in REASONS[ConditionType.AUTOTUNED]
+        return status.reason
 
 
-def best_for(question: Question) -> Sliders:
-    prompts = [row[0] for row in question.workload.rows]
+def best_for(request: SearchRequest) -> Sliders:
+    prompts = [row[0] for row in request.workload.rows]
     return FOR_LONG if sum(prompts) / len(prompts) > 4000 else FOR_SHORT
 
 
@@ -155,8 +161,8 @@ def test_recommend_searches_once_and_changes_nothing() -> None:
     plant.run(600)
     assert (plant.num_asked, plant.changes) == (1, [])
     assert plant.reason is Reason.RECOMMENDED
-    assert plant.state.answer is not None
-    assert plant.state.answer.sliders == FOR_LONG
+    assert plant.state.result is not None
+    assert plant.state.result.sliders == FOR_LONG
 
 
 def test_apply_measures_first_then_changes_then_keeps_what_proved_itself() -> None:
@@ -172,7 +178,7 @@ def test_apply_measures_first_then_changes_then_keeps_what_proved_itself() -> No
 
 
 def test_a_gain_below_the_threshold_changes_nothing() -> None:
-    plant = Plant(gain=decision.LEAST_GAIN - 0.001)
+    plant = Plant(gain=decision.MIN_GAIN - 0.001)
     plant.run(600)
     assert plant.changes == []
     assert plant.reason is Reason.TUNED
@@ -217,7 +223,7 @@ def test_an_edit_of_a_slider_wins_at_once_and_begins_anew() -> None:
     plant.spec = make_spec(chunkSizes={"prefillHeavy": 1024, "decodeHeavy": 64})
     plant.step()
     assert plant.sliders == replace(SPECS, prefill_heavy_tokens=1024)
-    assert plant.state.answer is None
+    assert plant.state.result is None
     edited_s = plant.now
     plant.run(COOLDOWN_S - 2)
     assert plant.reason is Reason.COOLING_DOWN
@@ -229,11 +235,11 @@ def test_an_edit_of_a_slider_wins_at_once_and_begins_anew() -> None:
 def test_an_edited_objective_is_asked_about_at_once_and_ends_the_search_under_way() -> None:
     plant = Plant(search_s=30.0)
     plant.run(10)
-    first = plant.state.asked
+    first = plant.state.last_request
     plant.spec = make_spec(slo={"ttftMilliseconds": 2000, "tpotMilliseconds": 40})
     plant.step()
-    assert plant.state.asked is not first
-    assert plant.state.asked.terms.classes[0].tpot_milliseconds == 40
+    assert plant.state.last_request is not first
+    assert plant.state.last_request.constraints.classes[0].tpot_milliseconds == 40
     assert (plant.state.is_searching, plant.num_asked) == (True, 2)
 
 
@@ -284,8 +290,8 @@ def test_a_sample_that_has_grown_fourfold_is_asked_about_without_ending_a_trial(
 def test_a_failed_search_is_said_and_tried_again_later() -> None:
     plant = Plant(search_s=float("inf"))
     plant.run(5)
-    plant.state = decision.take_failure(plant.state, "out of luck", plant.now)
-    assert decision.judge(plant.state, plant.see()).message == "out of luck"
+    plant.state = decision.record_failure(plant.state, "out of luck", plant.now)
+    assert decision.describe_status(plant.state, plant.observe()).message == "out of luck"
     plant.run(decision.RETRY_S - 2)
     assert plant.num_asked == 1
     plant.run(5)
@@ -297,7 +303,7 @@ def test_an_answer_to_an_older_workload_is_not_put_in_force() -> None:
     plant.run(30)
     plant.rows, plant.search_s = (SHORT,) * 100, float("inf")
     plant.step()
-    plant.state = decision.take_failure(plant.state, "out of luck", plant.now)
+    plant.state = decision.record_failure(plant.state, "out of luck", plant.now)
     plant.is_settled = True
     plant.run(50)
     assert plant.changes == []
@@ -310,7 +316,7 @@ def test_off_takes_the_spec_again_and_forgets() -> None:
     assert plant.sliders == FOR_LONG
     plant.spec = make_spec(autotune={"mode": "Off", "bounds": BOUNDS})
     plant.step()
-    assert (plant.sliders, plant.state, plant.reason) == (SPECS, State(), Reason.OFF)
+    assert (plant.sliders, plant.state, plant.reason) == (SPECS, TunerState(), Reason.OFF)
 
 
 def test_without_a_sample_what_is_in_force_stays() -> None:
@@ -327,7 +333,7 @@ def test_without_a_sample_what_is_in_force_stays() -> None:
 def test_a_new_process_goes_on_with_the_sliders_of_the_last_one_unless_the_spec_was_edited() -> None:
     old = Plant()
     old.run(200)
-    stored = Stored.from_json(Stored(basis=old.state.basis, sliders=old.sliders).to_json())
+    stored = StoredSliders.from_json(StoredSliders(basis=old.state.basis, sliders=old.sliders).to_json())
     new = Plant(stored=stored, has_sample=False)
     new.step()
     assert new.sliders == FOR_LONG
@@ -338,15 +344,15 @@ def test_a_new_process_goes_on_with_the_sliders_of_the_last_one_unless_the_spec_
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"basis": "b", "sliders": {"a": 1}}', '{"basis": "b"}'])
 def test_what_somebody_edited_is_no_memory(text: str) -> None:
-    assert Stored.from_json(text) is None
+    assert StoredSliders.from_json(text) is None
 
 
 def test_a_fall_is_one_beyond_chance() -> None:
     before = Counts(num_finished=200, num_met_both=190)
-    assert not judge_fall(before, Counts(num_finished=19, num_met_both=0)), "too few to say"
-    assert not judge_fall(before, Counts(num_finished=40, num_met_both=37))
-    assert judge_fall(before, Counts(num_finished=40, num_met_both=30))
-    assert not judge_fall(before, Counts(num_finished=200, num_met_both=200))
+    assert not has_attainment_fallen(before, Counts(num_finished=19, num_met_both=0)), "too few to say"
+    assert not has_attainment_fallen(before, Counts(num_finished=40, num_met_both=37))
+    assert has_attainment_fallen(before, Counts(num_finished=40, num_met_both=30))
+    assert not has_attainment_fallen(before, Counts(num_finished=200, num_met_both=200))
 
 
 @settings(max_examples=25, deadline=None)
@@ -356,7 +362,7 @@ def test_a_fall_is_one_beyond_chance() -> None:
 )
 def test_a_flapping_workload_does_not_flap_the_sliders(periods: list[float], bad: Sliders | None) -> None:
     plant = Plant(best=best_for, attainment=lambda sliders: 0.5 if sliders == bad else 0.95)
-    turns, duration_s, next_s, is_long = 0, 2 * MEMORY_COOLDOWNS * COOLDOWN_S, plant.now, True
+    turns, duration_s, next_s, is_long = 0, 2 * HISTORY_COOLDOWNS * COOLDOWN_S, plant.now, True
     end_s = plant.now + duration_s
     while plant.now < end_s:
         if plant.now >= next_s:
@@ -368,7 +374,7 @@ def test_a_flapping_workload_does_not_flap_the_sliders(periods: list[float], bad
     forward = [at_s for at_s in times if at_s not in plant.returns_s]
     assert all(after - before >= COOLDOWN_S for before, after in itertools.pairwise(forward))
     for start_s in times:
-        within = [at_s for at_s in times if start_s <= at_s < start_s + MEMORY_COOLDOWNS * COOLDOWN_S]
+        within = [at_s for at_s in times if start_s <= at_s < start_s + HISTORY_COOLDOWNS * COOLDOWN_S]
         assert len(within) <= 7, "1 + 2 + 4 + 8 cool-downs of waiting fit, and a return for each of few"
 
 

@@ -44,13 +44,13 @@ class Clockwork:
             now=lambda: self.world.now,
             now_text=lambda: "t",
         )
-        self.wake()
+        self.enqueue()
 
     @property
     def roles(self) -> list[str]:
         return sorted(pod["metadata"]["labels"].get(ROLE_LABEL, "") for pod in self.world.engines)
 
-    def wake(self) -> None:
+    def enqueue(self) -> None:
         self._schedule.add(KEY, self.world.now)
 
     async def run_until(self, is_reached: Callable[[], bool], patience_s: float) -> float:
@@ -65,7 +65,7 @@ class Clockwork:
         self.world.kubernetes.run_controllers()
         if (seen := self.world.snapshot()) != self._seen:
             self._seen = seen
-            self.wake()
+            self.enqueue()
         if self._schedule.take(self.world.now) is not None:
             await self._look()
         self.world.now += STEP_S
@@ -126,7 +126,7 @@ async def test_a_dead_api_server_is_asked_at_a_bounded_rate_whatever_happens_mea
     work.fail(1.0)
     started_s, num_looks, num_calls = work.world.now, work.num_looks, len(work.world.kubernetes.calls)
     while work.world.now - started_s < 600.0:
-        work.wake()
+        work.enqueue()
         await work.step()
     num_looks, num_calls = work.num_looks - num_looks, len(work.world.kubernetes.calls) - num_calls
     assert 600.0 / MAX_BACKOFF_S < num_looks <= 600.0 / EVENT_PAUSE_S
@@ -139,7 +139,7 @@ async def test_when_nothing_happens_a_dead_api_server_is_asked_once_in_a_while(s
     work = Clockwork(random.Random(seed))
     await work.run_until(lambda: work.world.conditions.get("Progressing") == ("False", "Settled"), 60.0)
     work.fail(1.0)
-    work.wake()
+    work.enqueue()
     started_s, num_looks = work.world.now, work.num_looks
     await work.run_until(lambda: work.world.now - started_s > 600.0, 700.0)
     assert work.num_looks - num_looks <= 600.0 / (MAX_BACKOFF_S / 2) + 6
@@ -155,7 +155,7 @@ async def test_an_api_server_that_is_back_is_noticed_in_time(happens) -> None:
     await work.run_until(lambda: work.world.now - started_s > 300.0, 400.0)
     work.fail(0.0)
     if happens:
-        work.wake()
+        work.enqueue()
     took_s = await work.run_until(lambda: work.roles.count("p-heavy") == 3, MAX_BACKOFF_S + 5.0)
     if happens:
         assert took_s < EVENT_PAUSE_S + 5.0
@@ -175,5 +175,5 @@ async def test_somebody_who_is_always_faster_does_not_keep_a_cluster_from_its_tu
     work.world.kubernetes.before = conflict
     work.world.edit(prefillHeavy=3)
     await work.run_until(lambda: remaining == 0, 20 * MAX_BACKOFF_S)
-    work.wake()
+    work.enqueue()
     assert await work.run_until(lambda: work.roles.count("p-heavy") == 3, MAX_BACKOFF_S) < EVENT_PAUSE_S + 5.0

@@ -22,11 +22,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboar
 
 from sluice_engine.server.metrics import EngineCollector
 from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES
-from sluice_operator.metrics import Metrics
-from sluice_operator.settings import Settings
+from sluice_operator.metrics import OperatorMetrics
+from sluice_operator.settings import OperatorSettings
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.scheduling.state import RouterState
-from sluice_router.scheduling.status import Collector
+from sluice_router.scheduling.status import RouterCollector
 from sluice_router.settings import Limits
 
 if TYPE_CHECKING:
@@ -86,19 +86,19 @@ def find_metrics() -> dict[str, set[str]]:
     """Labels by name of every sample that router, engine and operator export, from their own collectors."""
     state = RouterState(router_id="r", limits=Limits(), rng=random.Random(1))
     families = [
-        *Collector(state, lambda: 0.0).collect(),
+        *RouterCollector(state, lambda: 0.0).collect(),
         *EdgeMetrics(NoSlowReaders()).collect(),
         *EngineCollector(IdleServer()).collect(),
     ]
     found = {name: set(getattr(family, "_labelnames", ())) for family in families for name in name_samples(family)}
-    for metric in list_metrics(Metrics()):
+    for metric in list_metrics(OperatorMetrics()):
         for family in metric.collect():
             found |= {name: set(metric._labelnames) for name in name_samples(family)}
     return found
 
 
-def list_metrics(metrics: Metrics) -> list[Any]:
-    return [getattr(metrics, name) for name in Metrics.__slots__ if name != "registry"]
+def list_metrics(metrics: OperatorMetrics) -> list[Any]:
+    return [getattr(metrics, name) for name in OperatorMetrics.__slots__ if name != "registry"]
 
 
 METRICS = find_metrics()
@@ -213,7 +213,7 @@ def test_bounds_are_those_of_the_operator() -> None:
     def bounds(name: str) -> set[Any]:
         return {
             getattr(part, side)
-            for part in Settings.model_fields[name].metadata
+            for part in OperatorSettings.model_fields[name].metadata
             for side in ("ge", "le")
             if hasattr(part, side)
         }
@@ -221,7 +221,7 @@ def test_bounds_are_those_of_the_operator() -> None:
     workers, timeout = SCHEMA["properties"]["workers"], SCHEMA["properties"]["requestTimeoutSeconds"]
     assert bounds("workers") == {workers["minimum"], workers["maximum"]}
     assert bounds("request_timeout_s") == {timeout["maximum"]}
-    defaults = Settings()
+    defaults = OperatorSettings()
     assert (defaults.workers, defaults.resync_s) == (VALUES["workers"], VALUES["resyncSeconds"])
     assert (defaults.request_timeout_s, defaults.log_level) == (VALUES["requestTimeoutSeconds"], VALUES["logLevel"])
 
@@ -230,8 +230,8 @@ def test_versions_and_default_images_are_the_product_s() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert (chart["version"], chart["appVersion"]) == (version, version)
-    assert Settings().engine_image == f"sluice-engine:{version}"
-    assert Settings().router_image == f"sluice-router:{version}"
+    assert OperatorSettings().engine_image == f"sluice-engine:{version}"
+    assert OperatorSettings().router_image == f"sluice-router:{version}"
 
 
 def test_the_definition_is_the_one_of_crds() -> None:

@@ -12,7 +12,7 @@ from sluice_operator.api.conditions import Reason
 from sluice_operator.api.names import COMPONENT_LABEL, ROUTER
 from sluice_operator.controller.preconditions import check_cluster
 from sluice_operator.kubernetes.interface import CERTIFICATES, CLUSTERS, DEPLOYMENTS, PODS, kind_of
-from sluice_operator.settings import Settings
+from sluice_operator.settings import OperatorSettings
 
 KEYS = {"mode": "APIKey", "apiKey": {"secretName": "keys"}}
 GIVEN = {"mode": "SecretRef", "secretName": "given"}
@@ -149,16 +149,16 @@ def body(**spec: Any) -> Any:
     ids=["all", "keys and front", "cert-manager", "no certificate of the operator", "no cert-manager", "nor within"],
 )
 def test_what_cannot_be_had_is_refused_by_name(spec, settings, has_cert_manager, words) -> None:
-    cluster, trouble = check_cluster(body(**spec), settings, has_cert_manager=has_cert_manager)
+    cluster, failure = check_cluster(body(**spec), settings, has_cert_manager=has_cert_manager)
     if words is None:
-        assert trouble is None
+        assert failure is None
         assert cluster is not None
     else:
         assert cluster is None
-        assert trouble is not None
-        assert trouble.reason is Reason.NOT_AVAILABLE
-        assert words in trouble.message
-        assert "; install" in trouble.message
+        assert failure is not None
+        assert failure.reason is Reason.NOT_AVAILABLE
+        assert words in failure.message
+        assert "; install" in failure.message
 
 
 async def test_a_cluster_waits_for_cert_manager_and_goes_on_when_it_is_there() -> None:
@@ -168,7 +168,7 @@ async def test_a_cluster_waits_for_cert_manager_and_goes_on_when_it_is_there() -
     assert world.conditions["Ready"] == ("False", "SpecInvalid")
     assert world.kubernetes.select(DEPLOYMENTS) == []
     # Nobody tells when cert-manager comes.
-    assert await world.look() == 30.0
+    assert await world.reconcile() == 30.0
     world.kubernetes.has_cert_manager = True
     await world.settle()
     assert world.conditions["SpecValid"] == ("True", "Valid")
@@ -211,7 +211,7 @@ async def test_a_certificate_that_is_not_issued_is_named() -> None:
 
 async def test_the_operator_speaks_with_each_router_as_that_router_does() -> None:
     world = World(**ALL)
-    world.settings = Settings(identity="a", namespace="sluice-system", peer_tls="/x")
+    world.settings = OperatorSettings(identity="a", namespace="sluice-system", peer_tls="/x")
     world.start_operator()
     await world.settle()
     routers = world.kubernetes.select(PODS, labels={COMPONENT_LABEL: ROUTER})
@@ -219,14 +219,14 @@ async def test_the_operator_speaks_with_each_router_as_that_router_does() -> Non
     assert world.routers.server_names == names
     # One that was made before TLS was turned on.
     world.kubernetes.edit(PODS, next(iter(names)), {"metadata": {"annotations": {"sluice.dev/control-tls": None}}})
-    await world.look()
+    await world.reconcile()
     del names[next(iter(names))]
     assert world.routers.server_names == names
 
 
 async def test_no_secret_is_ever_read() -> None:
     world = World(**ALL)
-    world.settings = Settings(identity="a", namespace="sluice-system", peer_tls="/x")
+    world.settings = OperatorSettings(identity="a", namespace="sluice-system", peer_tls="/x")
     world.kubernetes.has_cert_manager = True
     world.start_operator()
     await world.settle()

@@ -10,12 +10,12 @@ from google.protobuf.json_format import MessageToDict
 
 from sluice_core.records import EngineId, Role
 from sluice_operator.api.manifest import check_manifest
+from sluice_operator.planning.plan_message import render_plan
 from sluice_operator.resources.commands import (
     EngineSite,
     RouterSite,
     render_engine_command,
     render_engine_environment,
-    render_plan,
     render_router_command,
 )
 

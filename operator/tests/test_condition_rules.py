@@ -12,8 +12,8 @@ from sluice_operator.api.conditions import REASONS, ConditionType, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.controller.condition_rules import decide_conditions
 from sluice_operator.controller.status import is_warning, list_transitions, make_patch, render_status
-from sluice_operator.controller.status_inputs import Findings
-from sluice_operator.planning.scale_down import Scale
+from sluice_operator.controller.status_inputs import StatusInputs
+from sluice_operator.planning.scale_down import ScaleDecision
 from sluice_operator.resources.pod_status import read_pod
 from sluice_operator.routers.attainment import Counts
 from sluice_operator.routers.engine_reports import EngineReport
@@ -74,14 +74,14 @@ TROUBLES: dict[str, tuple[dict[str, Any], Reason | None, str]] = {
 
 @pytest.mark.parametrize(("status", "reason", "words"), TROUBLES.values(), ids=TROUBLES)
 def test_a_pods_trouble_is_one_word_and_names_the_pod(status, reason, words) -> None:
-    trouble = make_pod("engine-1", is_ready=False, **status).trouble
-    assert (trouble.reason if trouble else None) == reason
-    if trouble:
-        assert words in trouble.message
-        assert "engine-1" in trouble.message
+    failure = make_pod("engine-1", is_ready=False, **status).failure
+    assert (failure.reason if failure else None) == reason
+    if failure:
+        assert words in failure.message
+        assert "engine-1" in failure.message
 
 
-def find(old: Any = None, **fields: Any) -> Findings:
+def find(old: Any = None, **fields: Any) -> StatusInputs:
     """A look at a cluster of two engines and a router that serves."""
     body = make_cluster(replicas=2, router={"replicas": 1}, **fields.pop("spec", {}))
     body["metadata"] |= {"uid": "u", "generation": 3}
@@ -104,14 +104,14 @@ def find(old: Any = None, **fields: Any) -> Findings:
         ),
         "reports": {"e1": report, "e2": report},
         "statuses": {"r1": control_pb2.GetStatusResponse(generation=7)},
-        "scale": Scale(replicas=2),
+        "scale": ScaleDecision(replicas=2),
         **fields,
     }
-    return Findings(body=body, cluster=check_manifest({k: v for k, v in body.items() if k != "status"}), **values)
+    return StatusInputs(body=body, cluster=check_manifest({k: v for k, v in body.items() if k != "status"}), **values)
 
 
-def judge(found: Findings) -> dict[str, tuple[str, str]]:
-    return {item.subject: (item.status, item.reason) for item in decide_conditions(found)}
+def describe_conditions(found: StatusInputs) -> dict[str, tuple[str, str]]:
+    return {item.type: (item.status, item.reason) for item in decide_conditions(found)}
 
 
 def deployment(**status: Any) -> dict[str, Any]:
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, str]]] = {
     "first-start": ({"engines": ()}, "Ready", ("False", "Starting")),
     "settled": ({}, "Progressing", ("False", "Settled")),
     "draining": (
-        {"scale": Scale(replicas=2, leaving=frozenset({"e1"}), waiting=frozenset({"e1"}))},
+        {"scale": ScaleDecision(replicas=2, victims=frozenset({"e1"}), undrained=frozenset({"e1"}))},
         "Progressing",
         ("True", "Draining"),
     ),
@@ -201,24 +201,24 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, str]]] = {
 
 @pytest.mark.parametrize(("fields", "subject", "verdict"), CASES.values(), ids=CASES)
 def test_each_condition_says_why(fields, subject, verdict) -> None:
-    assert judge(find(**fields))[subject] == verdict
+    assert describe_conditions(find(**fields))[subject] == verdict
 
 
 def test_a_cluster_that_served_once_says_what_is_missing() -> None:
     served = render_status(find(), "t0")
-    assert judge(find(old=served, engines=()))["Ready"] == ("False", "EnginesNotReady")
-    assert judge(find(old=served, routers=()))["Ready"] == ("False", "RouterNotReady")
+    assert describe_conditions(find(old=served, engines=()))["Ready"] == ("False", "EnginesNotReady")
+    assert describe_conditions(find(old=served, routers=()))["Ready"] == ("False", "RouterNotReady")
 
 
 def test_every_condition_is_there_with_a_reason_that_is_known() -> None:
-    judged = judge(find())
-    assert set(judged) == set(ConditionType)
-    assert all(reason in REASONS[subject] for subject, (_, reason) in judged.items())
+    described = describe_conditions(find())
+    assert set(described) == set(ConditionType)
+    assert all(reason in REASONS[subject] for subject, (_, reason) in described.items())
 
 
 def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
     first = render_status(find(), "t0")
-    second = render_status(find(old=first, scale=Scale(replicas=2)), "t1")
+    second = render_status(find(old=first, scale=ScaleDecision(replicas=2)), "t1")
     assert {item["lastTransitionTime"] for item in second["conditions"]} == {"t0"}
     third = render_status(find(old=second, engines=()), "t2")
     times = {item["type"]: item["lastTransitionTime"] for item in third["conditions"]}

@@ -12,7 +12,7 @@ from crd_schema import CRD, read_crd, read_schema, schema_of_the_model, without_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from verdicts import Case, judge, make_manifest, merge, read_table
+from verdicts import Case, make_manifest, merge, read_table, validate
 
 from sluice_operator.api import validation
 from sluice_operator.api.conditions import REASONS, ConditionType
@@ -46,7 +46,7 @@ RULES = [(path, rule) for path, node in NODES.items() for rule in node.get("x-ku
 @pytest.fixture(scope="module")
 def broken_rules() -> set[tuple[str, str]]:
     """Field and text of each rule of the CRD that a case breaks."""
-    refusals = [refusal for case in TABLE for refusal in judge(case.manifest)]
+    refusals = [refusal for case in TABLE for refusal in validate(case.manifest)]
     return {(re.sub(r"\[\d+\]", "[]", refusal.field), refusal.cause) for refusal in refusals}
 
 
@@ -84,14 +84,14 @@ def test_the_model_gives_the_verdict_of_the_table(case: Case) -> None:
 
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
 def test_the_crd_gives_the_verdict_of_the_table(case: Case) -> None:
-    assert {refusal.field for refusal in judge(case.manifest)} == case.refused
+    assert {refusal.field for refusal in validate(case.manifest)} == case.refused
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.sampled_from(TABLE), min_size=2, max_size=4))
 def test_both_give_one_verdict_on_cases_put_together(cases: list[Case]) -> None:
     manifest = functools.reduce(merge, [case.manifest for case in cases])
-    by_model, by_crd = refused_by_the_model(manifest), {refusal.field for refusal in judge(manifest)}
+    by_model, by_crd = refused_by_the_model(manifest), {refusal.field for refusal in validate(manifest)}
     assert bool(by_model) == bool(by_crd)
     # With several things wrong, each may stop at another point, but not before it has named one of them.
     assert bool(by_model & by_crd) == bool(by_model)
@@ -103,14 +103,14 @@ def test_arguments_that_sluice_sets_are_refused_by_both(argument: str, form: str
     for name in {argument, argument.replace("-", "_")}:
         manifest = make_manifest({"engine": {"extraArgs": [form.format(name)]}}, {})
         assert refused_by_the_model(manifest) == {"spec.engine.extraArgs[0]"}
-        assert {refusal.field for refusal in judge(manifest)} == {"spec.engine.extraArgs[0]"}
+        assert {refusal.field for refusal in validate(manifest)} == {"spec.engine.extraArgs[0]"}
 
 
 @pytest.mark.parametrize("name", sorted(validation.OWNED_ENVIRONMENT))
 def test_variables_that_sluice_sets_are_refused_by_both(name: str) -> None:
     manifest = make_manifest({"engine": {"env": [{"name": name, "value": "1"}]}}, {})
     assert refused_by_the_model(manifest) == {"spec.engine.env[0].name"}
-    assert {refusal.field for refusal in judge(manifest)} == {"spec.engine.env[0].name"}
+    assert {refusal.field for refusal in validate(manifest)} == {"spec.engine.env[0].name"}
 
 
 def test_the_crd_names_no_argument_or_variable_that_the_model_lets_through() -> None:

@@ -17,12 +17,12 @@ from kubernetes.aio.client import models
 from sluice_operator.api import names
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.names import RESTART_HASH_ANNOTATION
-from sluice_operator.resources.desired import Facts, is_in_force, key_of, render_children
-from sluice_operator.resources.rollout_hash import keep_template
+from sluice_operator.resources.desired import RenderInputs, is_applied, key_of, render_children
+from sluice_operator.resources.rollout_hash import keep_pod_template
 from sluice_operator.resources.router_deployment import CPU_REQUEST
-from sluice_operator.settings import Settings
+from sluice_operator.settings import OperatorSettings
 
-SETTINGS = Settings(namespace="sluice-system", identity="a")
+SETTINGS = OperatorSettings(namespace="sluice-system", identity="a")
 TYPES = {
     "Deployment": models.V1Deployment,
     "Service": models.V1Service,
@@ -52,8 +52,8 @@ def check(**spec: Any) -> Any:
 
 
 def render(live: Any = None, *, has_monitors: bool = False, replicas: int = 4, **spec: Any) -> dict[Any, Any]:
-    facts = Facts(engine_replicas=replicas, has_monitors=has_monitors, live=live or {})
-    return {key_of(child): child for child in render_children(check(**spec), facts, SETTINGS)}
+    inputs = RenderInputs(engine_replicas=replicas, has_monitors=has_monitors, live=live or {})
+    return {key_of(child): child for child in render_children(check(**spec), inputs, SETTINGS)}
 
 
 def engine_template(**spec: Any) -> Any:
@@ -89,7 +89,7 @@ def test_the_clients_own_types_know_every_field(spec) -> None:
     for (kind, _), child in render(**spec).items():
         # Round trip: a field that the type does not know, or of another type, would be lost or refused.
         parsed = TYPES[kind].model_validate(child).model_dump(mode="json", by_alias=True, exclude_none=True)
-        assert is_in_force(child, parsed), kind
+        assert is_applied(child, parsed), kind
 
 
 def test_engines_run_the_very_command_of_sluice_up_with_what_the_kubelet_fills_in() -> None:
@@ -187,9 +187,9 @@ def test_an_operator_that_renders_differently_keeps_the_template_until_something
     live = render()["Deployment", "tiny-engine"]
     changed = copy.deepcopy(live)
     changed["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["periodSeconds"] = 99
-    assert keep_template(changed, live)["spec"]["template"] == live["spec"]["template"]
+    assert keep_pod_template(changed, live)["spec"]["template"] == live["spec"]["template"]
     changed["spec"]["template"]["metadata"]["annotations"][RESTART_HASH_ANNOTATION] = "other"
-    assert keep_template(changed, live)["spec"]["template"] == changed["spec"]["template"]
+    assert keep_pod_template(changed, live)["spec"]["template"] == changed["spec"]["template"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"metadata": 1, "spec": {}}'])
@@ -197,7 +197,7 @@ def test_a_kept_template_that_somebody_has_been_at_is_rendered_anew(text) -> Non
     live = render()["Deployment", "tiny-engine"]
     damaged = copy.deepcopy(live)
     damaged["metadata"]["annotations"][names.TEMPLATE_ANNOTATION] = text
-    assert keep_template(live, damaged)["spec"]["template"] == live["spec"]["template"]
+    assert keep_pod_template(live, damaged)["spec"]["template"] == live["spec"]["template"]
 
 
 def test_shared_memory_is_part_of_the_memory_asked_for() -> None:
@@ -350,8 +350,8 @@ def test_monitors_find_a_port_that_services_have() -> None:
 def test_every_name_is_one_that_kubernetes_takes(name) -> None:
     content = make_cluster(name)
     content["metadata"]["uid"] = "u"
-    facts = Facts(engine_replicas=1, has_monitors=True, live={})
-    for child in render_children(check_manifest(content), facts, SETTINGS):
+    inputs = RenderInputs(engine_replicas=1, has_monitors=True, live={})
+    for child in render_children(check_manifest(content), inputs, SETTINGS):
         assert len(child["metadata"]["name"]) <= 63
         assert all(len(value) <= 63 for value in child["metadata"]["labels"].values())
 
@@ -381,10 +381,10 @@ def test_every_name_is_one_that_kubernetes_takes(name) -> None:
     ids=str,
 )
 def test_what_is_wanted_is_in_force_when_the_server_says_the_same(wanted, live, verdict) -> None:
-    assert is_in_force(wanted, live) is verdict
+    assert is_applied(wanted, live) is verdict
 
 
 @settings(deadline=None)
 @given(st.recursive(st.integers() | st.text() | st.booleans(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_everything_is_in_force_where_it_is(value) -> None:
-    assert is_in_force(value, value)
+    assert is_applied(value, value)

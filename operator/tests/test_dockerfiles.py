@@ -21,7 +21,7 @@ from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.containers import CONTAINER_SECURITY, POD_SECURITY, TMP_MOUNT
 from sluice_operator.resources.engine_deployment import render_engines
 from sluice_operator.resources.router_deployment import render_routers
-from sluice_operator.settings import Settings
+from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +31,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Values of the build argument ENGINE; the first is the default.
 ENGINES = ("engine", "engine-cpu")
 FILES = {"operator": "operator", "router": "router", "engine": "engine_image", "engine-cpu": "engine_image"}
-SETTINGS = Settings()
+SETTINGS = OperatorSettings()
 VENV = "/opt/sluice"
 HUB = {"name": "org/model", "source": {"huggingFace": {}}}
 RDMA = {"mode": "RDMA", "rdma": {"fabric": "RoCE", "resourceName": "rdma/hca", "resourceCount": 1}}

@@ -7,7 +7,7 @@ import random
 import pytest
 from fake_kubernetes import FakeKubernetes
 
-from sluice_operator.controller.leader_election import LEASE_S, RENEW_DEADLINE_S, RENEW_S, RETRY_S, Elector
+from sluice_operator.controller.leader_election import LEASE_S, RENEW_DEADLINE_S, RENEW_S, RETRY_S, LeaderElector
 from sluice_operator.kubernetes.interface import LEASES, BusyError, LeaseLostError
 
 
@@ -19,8 +19,8 @@ class Clock:
         return self.now
 
 
-def make_elector(kubernetes: FakeKubernetes, identity: str, clock: Clock) -> Elector:
-    return Elector(
+def make_elector(kubernetes: FakeKubernetes, identity: str, clock: Clock) -> LeaderElector:
+    return LeaderElector(
         kubernetes, namespace="default", name="lease", identity=identity, now=clock, now_text=lambda: f"t{clock.now}"
     )
 
@@ -28,31 +28,31 @@ def make_elector(kubernetes: FakeKubernetes, identity: str, clock: Clock) -> Ele
 async def test_the_first_one_leads_and_the_second_waits() -> None:
     kubernetes, clock = FakeKubernetes(), Clock()
     a, b = (make_elector(kubernetes, name, clock) for name in "ab")
-    assert await a.attempt()
-    assert not await b.attempt()
+    assert await a.try_acquire_or_renew()
+    assert not await b.try_acquire_or_renew()
     assert (a.is_leading, b.is_leading) == (True, False)
 
 
 async def test_a_lease_runs_out_by_the_watchers_own_clock() -> None:
     kubernetes, clock = FakeKubernetes(), Clock()
     a, b = (make_elector(kubernetes, name, clock) for name in "ab")
-    await a.attempt()
+    await a.try_acquire_or_renew()
     clock.now += 500.0
     # It may have been renewed a moment ago: nobody knows yet.
-    assert not await b.attempt()
+    assert not await b.try_acquire_or_renew()
     clock.now += LEASE_S - 0.1
-    assert not await b.attempt()
+    assert not await b.try_acquire_or_renew()
     clock.now += 0.1
-    assert await b.attempt()
+    assert await b.try_acquire_or_renew()
     assert kubernetes.find(LEASES, "lease")["spec"]["leaseTransitions"] == 1
 
 
 async def test_the_fence_closes_before_anybody_else_may_lead() -> None:
     kubernetes, clock = FakeKubernetes(), Clock()
     a, b = (make_elector(kubernetes, name, clock) for name in "ab")
-    await a.attempt()
-    await b.attempt()
-    while not await b.attempt():
+    await a.try_acquire_or_renew()
+    await b.try_acquire_or_renew()
+    while not await b.try_acquire_or_renew():
         clock.now += 0.5
     assert not a.is_leading
     # A write that was sent in the last moment has its time-out to end.
@@ -67,7 +67,7 @@ async def test_the_lease_counts_from_before_the_request() -> None:
         clock.now += 4.0
 
     kubernetes.after = be_slow
-    await elector.attempt()
+    await elector.try_acquire_or_renew()
     clock.now = 100.0 + RENEW_DEADLINE_S - 0.1
     assert elector.is_leading
     clock.now += 0.1
@@ -77,17 +77,17 @@ async def test_the_lease_counts_from_before_the_request() -> None:
 async def test_a_released_lease_is_taken_at_once() -> None:
     kubernetes, clock = FakeKubernetes(), Clock()
     a, b = (make_elector(kubernetes, name, clock) for name in "ab")
-    await a.attempt()
-    await b.attempt()
+    await a.try_acquire_or_renew()
+    await b.try_acquire_or_renew()
     await a.release()
     assert not a.is_leading
-    assert await b.attempt()
+    assert await b.try_acquire_or_renew()
 
 
 async def test_a_lease_that_another_one_has_is_not_released() -> None:
     kubernetes, clock = FakeKubernetes(), Clock()
     a, b = (make_elector(kubernetes, name, clock) for name in "ab")
-    await a.attempt()
+    await a.try_acquire_or_renew()
     kubernetes.edit(LEASES, "lease", {"spec": {"holderIdentity": "b"}})
     await a.release()
     assert kubernetes.find(LEASES, "lease")["spec"]["holderIdentity"] == "b"
@@ -104,21 +104,21 @@ async def test_two_that_are_equally_fast_do_not_both_lead() -> None:
         nonlocal is_inside
         if verb == "create" and not is_inside:
             is_inside = True
-            attempt = b.attempt()
+            try_acquire_or_renew = b.try_acquire_or_renew()
             with pytest.raises(StopIteration):
-                attempt.send(None)
+                try_acquire_or_renew.send(None)
 
     kubernetes.before = strike
-    assert not await a.attempt()
+    assert not await a.try_acquire_or_renew()
     assert (a.is_leading, b.is_leading) == (False, True)
 
 
 async def test_one_that_finds_another_leading_stops_leading() -> None:
     kubernetes, clock = FakeKubernetes(), Clock()
     elector = make_elector(kubernetes, "a", clock)
-    await elector.attempt()
+    await elector.try_acquire_or_renew()
     kubernetes.edit(LEASES, "lease", {"spec": {"holderIdentity": "b", "renewTime": "x"}})
-    assert not await elector.attempt()
+    assert not await elector.try_acquire_or_renew()
     assert not elector.is_leading
 
 
@@ -131,13 +131,13 @@ async def test_keeping_ends_when_the_lease_cannot_be_renewed() -> None:
     def fail(_verb: str, _plural: str) -> None:
         raise BusyError("no answer")
 
-    elector = Elector(
+    elector = LeaderElector(
         kubernetes, namespace="default", name="lease", identity="a", now=clock, now_text=lambda: "t", sleep=sleep
     )
-    await elector.attempt()
+    await elector.try_acquire_or_renew()
     kubernetes.before = fail
     with pytest.raises(LeaseLostError):
-        await elector.keep()
+        await elector.renew()
     assert RENEW_DEADLINE_S <= clock.now - 100.0 <= RENEW_DEADLINE_S + 2.0
 
 
@@ -160,13 +160,13 @@ async def test_a_renewal_that_fails_is_tried_again_soon() -> None:
             if is_failing:
                 raise BusyError("500")
 
-    elector = Elector(
+    elector = LeaderElector(
         kubernetes, namespace="default", name="lease", identity="a", now=clock, now_text=lambda: "t", sleep=sleep
     )
-    await elector.attempt()
+    await elector.try_acquire_or_renew()
     kubernetes.before = fail
     with pytest.raises(EnoughError):
-        await elector.keep()
+        await elector.renew()
     assert pauses == [RENEW_S, RETRY_S, RETRY_S, RENEW_S, RETRY_S]
 
 
@@ -188,7 +188,7 @@ async def test_there_are_never_two_leaders(seed: int) -> None:
             if rng.random() < 0.02:
                 await elector.release()
             else:
-                await elector.attempt()
+                await elector.try_acquire_or_renew()
         except BusyError:
             pass
         clock.now += rng.choice([0.1, 1.0, 2.0, 6.0])

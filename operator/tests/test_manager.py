@@ -21,8 +21,8 @@ from sluice_operator.health import MAX_QUEUE_AGE_S, Health
 from sluice_operator.kubernetes.interface import CLUSTERS, LeaseLostError
 from sluice_operator.kubernetes.rbac import WATCHED
 from sluice_operator.logs import ObjectFilter, current_object, make_formatter
-from sluice_operator.metrics import Metrics
-from sluice_operator.settings import Settings, parse_settings
+from sluice_operator.metrics import OperatorMetrics
+from sluice_operator.settings import OperatorSettings, parse_settings
 
 
 def test_settings_come_from_the_command_line_and_then_from_the_environment() -> None:
@@ -53,7 +53,7 @@ def test_settings_out_of_bounds_are_refused(arguments) -> None:
 )
 def test_every_event_of_a_cluster_or_its_children_wakes_it(body, key) -> None:
     keys: list[ClusterKey] = []
-    informer = Informer(hear=lambda key, _: keys.append(key), now=lambda: 5.0)
+    informer = Informer(handle_event=lambda key, _: keys.append(key), now=lambda: 5.0)
     informer.take(body)
     assert keys == ([key] if key else [])
     assert find_key(body) == key
@@ -63,7 +63,7 @@ def test_every_event_of_a_cluster_or_its_children_wakes_it(body, key) -> None:
 async def test_events_are_taken_on_the_event_loop() -> None:
     """The queue that they go to is not made for threads."""
     taken: list[tuple[ClusterKey, threading.Thread]] = []
-    informer = Informer(hear=lambda key, _: taken.append((key, threading.current_thread())), now=lambda: 5.0)
+    informer = Informer(handle_event=lambda key, _: taken.append((key, threading.current_thread())), now=lambda: 5.0)
     handlers = informer._make_registry()._watching.get_all_handlers()
     assert len(handlers) == len(WATCHED)
     body = {"kind": "ServingCluster", "metadata": {"name": "c", "namespace": "n"}}
@@ -82,7 +82,7 @@ def test_only_objects_of_ours_are_watched_and_nothing_is_written() -> None:
 
 
 async def test_probes_and_metrics_are_served() -> None:
-    metrics, age_s, is_ready = Metrics(), 0.0, False
+    metrics, age_s, is_ready = OperatorMetrics(), 0.0, False
     health = Health(metrics, refresh=lambda: age_s, is_ready=lambda: is_ready, now=lambda: 0.0)
     task = asyncio.create_task(health.run("127.0.0.1", 0))
     async with aiohttp.ClientSession() as session:
@@ -97,7 +97,7 @@ async def test_probes_and_metrics_are_served() -> None:
         assert (await get("/readyz"))[0] == 503
         is_ready = True
         assert (await get("/readyz"))[0] == 200
-        metrics.take_call("apply", "deployments", 200, 0.004)
+        metrics.record_call("apply", "deployments", 200, 0.004)
         text = (await get("/metrics"))[1]
         assert 'sluice_operator_api_calls_total{resource="deployments",status="200",verb="apply"} 1.0' in text
         assert (await get("/else"))[0] == 404
@@ -132,7 +132,7 @@ def test_an_end_is_explained_by_what_caused_it_however_deep_in_the_task_groups()
 
 async def test_every_known_cluster_is_looked_at_from_time_to_time_whatever_the_watches_say() -> None:
     async with ApiClient(Configuration()) as api:
-        operator = Operator(Settings(resync_s=0.02), api)
+        operator = Operator(OperatorSettings(resync_s=0.02), api)
         keys = {ClusterKey("n", name) for name in "abc"}
         for key in keys:
             operator._informer.take({"kind": "ServingCluster", "metadata": {"name": key.name, "namespace": "n"}})

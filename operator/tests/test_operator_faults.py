@@ -118,7 +118,7 @@ async def test_engines_are_never_taken_away_before_they_have_drained_whenever_th
         for _ in range(8):
             world.kubernetes.run_controllers()
             try:
-                await world.look()
+                await world.reconcile()
             except (Crash, BaseExceptionGroup):
                 world.start_operator()
             world.now += 1.0
@@ -150,7 +150,7 @@ async def test_a_fifth_of_all_requests_may_fail(seed) -> None:
         )
         for _ in range(120):
             world.kubernetes.run_controllers()
-            await world.look()
+            await world.reconcile()
             world.now += 1.0
         world.kubernetes.before = world.kubernetes.after = lambda *_: None
         await world.settle()
@@ -175,7 +175,7 @@ async def test_two_leaders_never_give_two_plans_one_number(seed) -> None:
     for number in range(30):
         world.edit(prefillHeavy=rng.randrange(5), chunkSizes={"prefillHeavy": 256 + number})
         # The second leader strikes in the middle of the first one's look, between its reads and its writes.
-        await look(leaders[0])
+        await reconcile(leaders[0])
         world.now += 0.1
     world.kubernetes.before = lambda *_: None
     await world.settle()
@@ -197,14 +197,14 @@ def interleave(world: World, rng: random.Random, leaders: list[Reconciler]) -> N
         is_inside = True
         try:
             # The fakes never wait: a look runs to its end when it is driven by hand.
-            drive(look(leaders[1]))
+            drive(reconcile(leaders[1]))
         finally:
             is_inside = False
 
     world.kubernetes.before = strike
 
 
-async def look(leader: Reconciler) -> None:
+async def reconcile(leader: Reconciler) -> None:
     try:
         await leader.reconcile(KEY)
     except KubernetesError:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice_operator.api.names import ROLE_LABEL
-from sluice_operator.controller.event_filter import Waking
-from sluice_operator.controller.reconciler import LONGEST_PUT_OFF_S, PUT_OFF_S, Reconciler
+from sluice_operator.controller.event_filter import EventFilter
+from sluice_operator.controller.reconciler import DEFER_S, MAX_DEFER_S, Reconciler
 from sluice_operator.controller.work_queue import WorkQueue
 from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, PODS, Kind
-from sluice_operator.kubernetes.own_writes import Echoes, Version, merge_patch, read_version
+from sluice_operator.kubernetes.own_writes import OwnWrites, Version, merge_patch, read_version
 
 if TYPE_CHECKING:
     from sluice_operator.kubernetes.interface import Object
@@ -37,14 +37,14 @@ async def make_map(world: World) -> Object:
 
 
 async def test_the_event_of_a_write_of_ours_is_an_echo_once_and_no_other_is() -> None:
-    world, echoes = World(), Echoes()
+    world, own_writes = World(), OwnWrites()
     seen = await make_map(world)
     answer = await world.kubernetes.patch(CONFIG_MAPS, "default", NAME, PATCH)
-    echoes.note(seen, PATCH, answer)
-    assert echoes.has(read_version(answer))
-    assert not echoes.has(read_version(seen))
+    own_writes.record(seen, PATCH, answer)
+    assert own_writes.includes(read_version(answer))
+    assert not own_writes.includes(read_version(seen))
     world.kubernetes.edit(CONFIG_MAPS, NAME, {"data": {"other": "x"}})
-    assert not echoes.has(read_version(world.kubernetes.find(CONFIG_MAPS, NAME)))
+    assert not own_writes.includes(read_version(world.kubernetes.find(CONFIG_MAPS, NAME)))
 
 
 @pytest.mark.parametrize(
@@ -59,35 +59,37 @@ async def test_the_event_of_a_write_of_ours_is_an_echo_once_and_no_other_is() ->
     ids=["data", "label", "annotation", "deletion", "status"],
 )
 async def test_whoever_wrote_between_our_look_and_our_write_is_heard_though_only_our_event_comes(edit) -> None:
-    world, echoes = World(), Echoes()
+    world, own_writes = World(), OwnWrites()
     seen = await make_map(world)
     world.kubernetes.edit(CONFIG_MAPS, NAME, edit)
     answer = await world.kubernetes.patch(CONFIG_MAPS, "default", NAME, PATCH)
-    echoes.note(seen, PATCH, answer)
-    assert not echoes.has(read_version(answer))
+    own_writes.record(seen, PATCH, answer)
+    assert not own_writes.includes(read_version(answer))
 
 
 def test_an_event_that_says_nothing_of_its_version_is_news() -> None:
-    echoes = Echoes()
-    assert not echoes.has(read_version({"metadata": {"name": "x"}}))
-    assert not echoes.has(Version(uid="", resource_version=""))
+    own_writes = OwnWrites()
+    assert not own_writes.includes(read_version({"metadata": {"name": "x"}}))
+    assert not own_writes.includes(Version(uid="", resource_version=""))
 
 
 def test_what_the_server_keeps_for_itself_makes_no_difference() -> None:
-    echoes = Echoes()
+    own_writes = OwnWrites()
     seen = {"metadata": {"uid": "u", "resourceVersion": "1", "managedFields": [1], "annotations": {"a": "b"}}}
     patch = {"metadata": {"uid": "u", "annotations": {"a": None}}}
     answer = {"metadata": {"uid": "u", "resourceVersion": "2", "managedFields": [1, 2]}}
-    echoes.note(seen, patch, answer)
-    assert echoes.has(Version(uid="u", resource_version="2"))
+    own_writes.record(seen, patch, answer)
+    assert own_writes.includes(Version(uid="u", resource_version="2"))
 
 
 def test_memory_has_a_bound() -> None:
-    echoes = Echoes(max_objects=3)
+    own_writes = OwnWrites(max_objects=3)
     for number in range(5):
         content = {"metadata": {"uid": f"u{number}", "resourceVersion": str(number)}}
-        echoes.note(content, {}, content)
-    kept = [number for number in range(5) if echoes.has(Version(uid=f"u{number}", resource_version=str(number)))]
+        own_writes.record(content, {}, content)
+    kept = [
+        number for number in range(5) if own_writes.includes(Version(uid=f"u{number}", resource_version=str(number)))
+    ]
     assert kept == [2, 3, 4]
 
 
@@ -117,10 +119,10 @@ def test_a_merge_patch_leaves_what_it_does_not_name_and_takes_away_what_it_names
 # --- when events are judged
 
 
-def make_waking() -> tuple[Waking, WorkQueue[Any], Echoes]:
+def make_event_filter() -> tuple[EventFilter, WorkQueue[Any], OwnWrites]:
     queue: WorkQueue[Any] = WorkQueue(random.Random(1), lambda: 0.0)
-    echoes = Echoes()
-    return Waking(queue, echoes), queue, echoes
+    own_writes = OwnWrites()
+    return EventFilter(queue, own_writes), queue, own_writes
 
 
 def make_event(kind: Kind, version: str) -> Object:
@@ -128,45 +130,45 @@ def make_event(kind: Kind, version: str) -> Object:
 
 
 async def test_an_event_between_two_looks_wakes_at_once_unless_it_is_an_echo() -> None:
-    waking, queue, echoes = make_waking()
-    echoes.note(make_event(CLUSTERS, "6"), {}, make_event(CLUSTERS, "7"))
-    waking.hear(KEY, make_event(CLUSTERS, "7"))
+    event_filter, queue, own_writes = make_event_filter()
+    own_writes.record(make_event(CLUSTERS, "6"), {}, make_event(CLUSTERS, "7"))
+    event_filter.handle_event(KEY, make_event(CLUSTERS, "7"))
     assert len(queue) == 0
-    waking.hear(KEY, make_event(CLUSTERS, "8"))
+    event_filter.handle_event(KEY, make_event(CLUSTERS, "8"))
     assert await queue.get() is KEY
 
 
 @pytest.mark.parametrize(("versions", "wakes"), [(["7"], False), (["8"], True), (["7", "8"], True), ([], False)])
 async def test_an_echo_that_is_faster_than_its_answer_costs_no_look(versions, wakes) -> None:
-    waking, queue, echoes = make_waking()
+    event_filter, queue, own_writes = make_event_filter()
     queue.add(KEY)
     await queue.get()
     for version in versions:
-        waking.hear(KEY, make_event(CONFIG_MAPS, version))
-    assert not waking.is_edited(KEY)
-    echoes.note(make_event(CONFIG_MAPS, "6"), {}, make_event(CONFIG_MAPS, "7"))
+        event_filter.handle_event(KEY, make_event(CONFIG_MAPS, version))
+    assert not event_filter.is_edited(KEY)
+    own_writes.record(make_event(CONFIG_MAPS, "6"), {}, make_event(CONFIG_MAPS, "7"))
     queue.finish(KEY)
-    waking.end_look(KEY)
+    event_filter.end_reconcile(KEY)
     assert len(queue) == wakes
     # Each look hears of its own events only.
     queue.add(KEY)
     await queue.get()
     queue.finish(KEY)
-    waking.end_look(KEY)
+    event_filter.end_reconcile(KEY)
     assert len(queue) == 0
 
 
 async def test_an_edit_of_the_cluster_during_a_look_is_told_to_it() -> None:
-    waking, queue, _ = make_waking()
+    event_filter, queue, _ = make_event_filter()
     queue.add(KEY)
     await queue.get()
-    waking.hear(KEY, make_event(PODS, "7"))
-    assert not waking.is_edited(KEY)
-    waking.hear(KEY, make_event(CLUSTERS, "8"))
-    assert waking.is_edited(KEY)
+    event_filter.handle_event(KEY, make_event(PODS, "7"))
+    assert not event_filter.is_edited(KEY)
+    event_filter.handle_event(KEY, make_event(CLUSTERS, "8"))
+    assert event_filter.is_edited(KEY)
     queue.finish(KEY)
-    waking.end_look(KEY)
-    assert not waking.is_edited(KEY)
+    event_filter.end_reconcile(KEY)
+    assert not event_filter.is_edited(KEY)
 
 
 # --- what a look leaves to the next one
@@ -178,7 +180,7 @@ async def test_an_edit_is_one_short_look_and_one_that_tells_of_it() -> None:
     before, num_events = world.status, len(world.kubernetes.events)
     world.edit(chunkSizes={"prefillHeavy": 1024})
     world.kubernetes.calls.clear()
-    assert await world.look() == PUT_OFF_S
+    assert await world.reconcile() == DEFER_S
     assert world.kubernetes.writes == [("patch", "configmaps")]
     assert [call for call in world.kubernetes.calls if call[0] in ("get", "list")] == [
         ("get", "servingclusters"),
@@ -189,7 +191,7 @@ async def test_an_edit_is_one_short_look_and_one_that_tells_of_it() -> None:
     assert all(plan == world.plan for plan in world.routers.plans.values())
     assert world.status == before
     world.kubernetes.calls.clear()
-    await world.look()
+    await world.reconcile()
     assert world.kubernetes.writes == [("patch_status", "servingclusters")]
     assert world.conditions["Progressing"] == ("False", "Settled")
     assert world.status["effective"]["chunkSizes"]["prefillHeavy"] == 1024
@@ -201,9 +203,9 @@ async def test_routers_that_are_late_are_told_of() -> None:
     await world.settle()
     world.routers.late = set(world.engine_uids)
     world.edit(chunkSizes={"prefillHeavy": 1024})
-    await world.look()
-    world.now += PUT_OFF_S
-    await world.look()
+    await world.reconcile()
+    world.now += DEFER_S
+    await world.reconcile()
     assert world.conditions["Progressing"] == ("True", "ApplyingPlan")
 
 
@@ -223,30 +225,35 @@ async def test_edits_without_end_put_off_children_and_status_for_a_while_only() 
     for number in range(60):
         world.edit(chunkSizes={"prefillHeavy": 600 + number})
         world.kubernetes.calls.clear()
-        await world.look()
+        await world.reconcile()
         assert world.kubernetes.writes[0] == ("patch", "configmaps")
         if ("patch_status", "servingclusters") in world.kubernetes.writes:
             told_s.append(world.now)
         world.now += 0.1
     assert len(told_s) >= 5
-    assert all(later - sooner <= LONGEST_PUT_OFF_S + 0.2 for sooner, later in itertools.pairwise(told_s))
+    assert all(later - sooner <= MAX_DEFER_S + 0.2 for sooner, later in itertools.pairwise(told_s))
 
 
 async def test_no_write_of_a_flip_wakes_anybody_and_no_mark_of_who_leaves_is_missed() -> None:
-    world, echoes = World(), Echoes()
+    world, own_writes = World(), OwnWrites()
     world.reconciler = Reconciler(
-        world.kubernetes, world.routers, world.settings, now=lambda: world.now, now_text=lambda: "t", echoes=echoes
+        world.kubernetes,
+        world.routers,
+        world.settings,
+        now=lambda: world.now,
+        now_text=lambda: "t",
+        own_writes=own_writes,
     )
 
     async def look_at_news() -> set[str]:
         """One look; the kinds of the objects that it wrote, and whose events are news."""
         before = world.snapshot()
-        await world.look()
+        await world.reconcile()
         return {
             kind
             for (kind, *address), version in world.snapshot().items()
             if version != before.get((kind, *address))
-            and not echoes.has(read_version(world.kubernetes.objects[kind, *address]))
+            and not own_writes.includes(read_version(world.kubernetes.objects[kind, *address]))
         }
 
     await world.settle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice_operator.resources.pod_template import find_refused, find_refused_affinity, merge
+from sluice_operator.resources.pod_template import find_refused_affinity_terms, find_refused_fields, strategic_merge
 
 RENDERED = {
     "metadata": {"labels": {"a": "b"}},
@@ -31,7 +31,7 @@ def test_maps_and_keyed_lists_are_merged_and_other_lists_replaced() -> None:
             "tolerations": [{"key": "y"}],
         },
     }
-    assert merge(RENDERED, over) == {
+    assert strategic_merge(RENDERED, over) == {
         "metadata": {"labels": {"a": "b"}, "annotations": {"n": "v"}},
         "spec": {
             "containers": [
@@ -54,8 +54,8 @@ def test_maps_and_keyed_lists_are_merged_and_other_lists_replaced() -> None:
 
 
 def test_nothing_merged_is_nothing_changed() -> None:
-    assert merge(RENDERED, {}) == RENDERED
-    assert find_refused({}, allow_host_access=False) == []
+    assert strategic_merge(RENDERED, {}) == RENDERED
+    assert find_refused_fields({}, allow_host_access=False) == []
 
 
 def container(**fields):
@@ -165,24 +165,24 @@ FREE = {
 @pytest.mark.parametrize("over", OWNED.values(), ids=OWNED)
 @pytest.mark.parametrize("allow_host_access", [False, True])
 def test_what_is_ours_is_refused_always(over, allow_host_access) -> None:
-    lines = find_refused(over, allow_host_access=allow_host_access)
+    lines = find_refused_fields(over, allow_host_access=allow_host_access)
     assert len(lines) == 1
     assert lines[0].startswith("spec.engine.podTemplate")
 
 
 @pytest.mark.parametrize("over", HOST.values(), ids=HOST)
 def test_ways_to_the_host_are_refused_unless_the_administrator_allows_them(over) -> None:
-    assert len(find_refused(over, allow_host_access=False)) == 1
-    assert find_refused(over, allow_host_access=True) == []
+    assert len(find_refused_fields(over, allow_host_access=False)) == 1
+    assert find_refused_fields(over, allow_host_access=True) == []
 
 
 @pytest.mark.parametrize("over", FREE.values(), ids=FREE)
 def test_the_rest_is_free(over) -> None:
-    assert find_refused(over, allow_host_access=False) == []
+    assert find_refused_fields(over, allow_host_access=False) == []
 
 
 @pytest.mark.parametrize("affinity", [EVERYWHERE, {"podAffinity": 1}], ids=["namespaces", "no-affinity"])
 def test_the_engines_affinity_stays_in_its_namespace(affinity) -> None:
-    (line,) = find_refused_affinity(affinity, allow_host_access=False)
+    (line,) = find_refused_affinity_terms(affinity, allow_host_access=False)
     assert line.startswith("spec.engine.affinity")
-    assert find_refused_affinity(affinity, allow_host_access=True) == []
+    assert find_refused_affinity_terms(affinity, allow_host_access=True) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cluster_harness import World
 from fake_kubernetes import FakeKubernetes
 
-from sluice_operator.controller.leader_election import Elector
+from sluice_operator.controller.leader_election import LeaderElector
 from sluice_operator.kubernetes.interface import CLUSTERS, KINDS, SERVICES
 from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES, WATCHED
 
@@ -63,9 +63,11 @@ async def test_the_rights_are_those_that_are_used_and_no_others() -> None:
 
 async def test_the_rights_to_the_lease_are_those_that_are_used() -> None:
     kubernetes = FakeKubernetes()
-    elector = Elector(kubernetes, namespace="default", name="l", identity="a", now=lambda: 0.0, now_text=lambda: "t")
+    elector = LeaderElector(
+        kubernetes, namespace="default", name="l", identity="a", now=lambda: 0.0, now_text=lambda: "t"
+    )
     for _ in range(2):
-        await elector.attempt()
+        await elector.try_acquire_or_renew()
     await elector.release()
     assert collect(kubernetes) == flatten(LEASE_RULES)
 

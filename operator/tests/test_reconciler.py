@@ -10,10 +10,10 @@ from fake_kubernetes import make_cluster
 
 from sluice.v1 import control_pb2
 from sluice_operator.kubernetes.interface import (
-    BUDGETS,
     CLUSTERS,
     CONFIG_MAPS,
     DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
     PODS,
     SERVICES,
     BusyError,
@@ -77,7 +77,7 @@ async def test_a_settled_cluster_causes_no_writes_and_few_reads() -> None:
     world = World()
     await world.settle()
     world.kubernetes.calls.clear()
-    await world.look()
+    await world.reconcile()
     assert world.kubernetes.writes == []
     # The client asks for definitions once in a while only.
     assert len([verb for verb, _ in world.kubernetes.calls if verb != "discover"]) == 8
@@ -126,7 +126,7 @@ async def test_the_plan_is_stored_before_anything_else_is_written() -> None:
     await world.settle()
     world.edit(prefillHeavy=3, router={"replicas": 3})
     world.kubernetes.calls.clear()
-    await world.look()
+    await world.reconcile()
     assert world.kubernetes.writes[0] == ("patch", "configmaps")
 
 
@@ -140,7 +140,7 @@ async def test_a_slider_is_in_force_whatever_becomes_of_the_children() -> None:
 
     world.kubernetes.before = fail
     world.edit(chunkSizes={"prefillHeavy": 1024}, router={"replicas": 3})
-    await world.look()
+    await world.reconcile()
     assert world.deployment()["spec"]["replicas"] == 4
     plans = world.routers.plans.values()
     assert plans
@@ -170,7 +170,7 @@ async def test_engines_are_drained_before_they_go() -> None:
     world.edit(replicas=2)
     for _ in range(5):
         world.kubernetes.run_controllers()
-        await world.look()
+        await world.reconcile()
     assert world.deployment()["spec"]["replicas"] == 4
     assert world.conditions["Progressing"] == ("True", "Draining")
     draining = {part.engine_id for part in world.plan.engines if part.is_draining}
@@ -190,7 +190,7 @@ async def test_an_engine_that_never_drains_goes_when_its_time_is_over() -> None:
     world.routers.stuck = set(world.engine_uids)
     world.edit(replicas=3)
     for _ in range(3):
-        after_s = await world.look()
+        after_s = await world.reconcile()
     assert world.deployment()["spec"]["replicas"] == 4
     assert after_s is not None
     assert 0 < after_s <= 35
@@ -206,7 +206,7 @@ async def test_a_scale_down_that_is_taken_back_leaves_no_mark() -> None:
     world.routers.stuck = set(before)
     world.edit(replicas=2)
     for _ in range(3):
-        await world.look()
+        await world.reconcile()
     world.edit(replicas=4)
     await world.settle()
     assert world.engine_uids == before
@@ -219,10 +219,10 @@ async def test_scaling_up_and_down_to_one_takes_the_budget_away_and_back() -> No
     await world.settle()
     world.edit(replicas=1)
     await world.settle()
-    assert [item["metadata"]["name"] for item in world.kubernetes.select(BUDGETS)] == ["tiny-router"]
+    assert [item["metadata"]["name"] for item in world.kubernetes.select(DISRUPTION_BUDGETS)] == ["tiny-router"]
     world.edit(replicas=3)
     await world.settle()
-    assert len(world.kubernetes.select(BUDGETS)) == 2
+    assert len(world.kubernetes.select(DISRUPTION_BUDGETS)) == 2
     assert len(world.engines) == 3
 
 
@@ -257,7 +257,7 @@ async def test_a_restarting_edit_replaces_every_engine_one_at_a_time() -> None:
     for _ in range(40):
         world.kubernetes.run_controllers()
         fewest = min(fewest, sum("deletionTimestamp" not in pod["metadata"] for pod in world.engines))
-        await world.look()
+        await world.reconcile()
     assert not before & world.engine_uids
     assert fewest == 3
     assert world.deployment("router")["spec"]["template"] == routers
@@ -270,8 +270,8 @@ async def test_a_slider_above_what_old_engines_can_run_is_in_force_as_they_are_r
     await world.settle()
     sizes = {"prefillHeavy": 4096, "decodeHeavy": 512}
     world.edit(engine={"maxBatchTokens": 4096}, chunkSizes=sizes)
-    await world.look()
-    await world.look()
+    await world.reconcile()
+    await world.reconcile()
     assert world.plan.unnamed_chunk_size_tokens == 512
     assert world.status["effective"]["chunkSizes"] == {"prefillHeavy": 2048, "decodeHeavy": 512}
     await world.settle()
@@ -325,7 +325,7 @@ async def test_a_child_edited_by_hand_is_set_right(change) -> None:
     await world.settle()
     spec, labels = world.deployment()["spec"], world.deployment()["metadata"]["labels"]
     world.kubernetes.edit(DEPLOYMENTS, "tiny-engine", change)
-    await world.look()
+    await world.reconcile()
     await world.settle()
     assert world.deployment()["spec"] == spec
     assert world.deployment()["metadata"]["labels"] == labels
@@ -356,7 +356,7 @@ async def test_a_plan_damaged_by_hand_is_made_again_and_its_number_grows(damage)
             world.kubernetes.edit(CONFIG_MAPS, "tiny-plan", {"data": {"plan.json": text.replace("512", "511")}})
         case "unlabelled":
             world.kubernetes.edit(CONFIG_MAPS, "tiny-plan", {"metadata": {"labels": None}})
-    await world.look()
+    await world.reconcile()
     await world.settle()
     assert world.plan.generation == generation + (damage != "unlabelled")
     assert {part.engine_id for part in world.plan.engines} == engines
@@ -374,8 +374,8 @@ async def test_a_cluster_deleted_while_it_is_created_leaves_nothing() -> None:
             world.kubernetes.remove(CLUSTERS, "default", "tiny")
 
     world.kubernetes.after = delete_in_the_middle
-    await world.look()
-    await world.look()
+    await world.reconcile()
+    await world.reconcile()
     world.kubernetes.collect_garbage()
     assert world.kubernetes.objects == {}
     assert world.routers.addresses[KEY] == {}
@@ -386,7 +386,7 @@ async def test_a_cluster_that_is_on_its_way_out_is_left_alone() -> None:
     await world.settle()
     world.kubernetes.edit(CLUSTERS, "tiny", {"metadata": {"deletionTimestamp": "now"}})
     world.kubernetes.calls.clear()
-    await world.look()
+    await world.reconcile()
     assert world.kubernetes.writes == []
     assert world.routers.addresses[KEY] == {}
 
@@ -398,7 +398,7 @@ async def test_a_cluster_made_anew_under_its_old_name_waits_for_the_old_children
     world.kubernetes.remove(CLUSTERS, "default", "tiny")
     world.kubernetes.put(make_cluster())
     versions = world.snapshot()
-    await world.look()
+    await world.reconcile()
     # Nothing of the old cluster is adopted or edited while the collector is late.
     assert {address: version for address, version in world.snapshot().items() if address in versions} == versions
     await world.settle()
@@ -426,11 +426,11 @@ async def test_a_new_process_says_nothing_of_routers_before_they_had_time_to_ans
     before = world.snapshot()
     world.start_operator()
     world.routers.is_silent = True
-    after_s = await world.look()
+    after_s = await world.reconcile()
     assert after_s is not None
     assert world.snapshot() == before
     world.now += after_s
-    await world.look()
+    await world.reconcile()
     assert world.conditions["Progressing"] == ("True", "ApplyingPlan")
     # What was in force stays known.
     assert world.status["effective"]["prefillHeavy"] == 2
@@ -450,7 +450,7 @@ async def test_what_may_not_be_done_is_said_and_the_rest_is_done() -> None:
     await world.settle()
     assert world.conditions["Degraded"] == ("True", "Forbidden")
     assert world.conditions["Ready"] == ("True", "Serving")
-    assert await world.look() == 30.0
+    assert await world.reconcile() == 30.0
 
 
 @pytest.mark.parametrize("plural", ["pods", "deployments", "services"])
@@ -464,7 +464,7 @@ async def test_a_right_to_look_that_is_missing_is_said(plural) -> None:
 
     world.kubernetes.before = forbid
     for _ in range(3):
-        assert await world.look() == 0.5
+        assert await world.reconcile() == 0.5
     assert world.conditions["Degraded"] == ("True", "Forbidden")
     assert plural in world.message("Degraded")
     assert world.conditions["Ready"] == ("True", "Serving")
@@ -483,7 +483,7 @@ async def test_a_right_to_ask_whose_a_name_is_that_is_missing_is_said(plural) ->
             raise ForbiddenError(f"{plural} is forbidden")
 
     world.kubernetes.before = forbid
-    assert await world.look() == 0.5
+    assert await world.reconcile() == 0.5
     assert world.conditions["Degraded"] == ("True", "Forbidden")
     assert plural in world.message("Degraded")
     world.kubernetes.before = lambda *_: None
@@ -519,7 +519,7 @@ async def test_a_cluster_whose_only_prefill_engine_fails_makes_another() -> None
     change = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
     world.kubernetes.edit(PODS, pod["metadata"]["name"], change)
     for _ in range(3):
-        await world.look()
+        await world.reconcile()
     serving = {part.engine_id for part in world.plan.engines if part.role == 1}
     assert serving
     assert failed not in serving
@@ -544,8 +544,8 @@ async def test_measurements_are_written_every_fifteen_seconds_and_transitions_at
             )
         ]
         for status in world.routers.statuses(KEY).values():
-            world.reconciler.measure(KEY, status)
-        await world.look()
+            world.reconciler.record_status(KEY, status)
+        await world.reconcile()
     assert len(written) <= 5
     assert all(later - earlier >= 15 for earlier, later in itertools.pairwise(written[1:]))
     assert world.status["attainment"]["both"] == "80%"
@@ -560,7 +560,7 @@ async def test_events_tell_of_transitions_once() -> None:
     assert all(event["type"] == "Normal" for event in world.kubernetes.events)
     before = len(world.kubernetes.events)
     for _ in range(5):
-        await world.look()
+        await world.reconcile()
     assert len(world.kubernetes.events) == before
     world.edit(prefillHeavy=9)
     await world.settle()

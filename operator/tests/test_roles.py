@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sluice_core.records import EngineId, Role
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import count_prefill_heavy, resolve_sliders
-from sluice_operator.planning.roles import assign
+from sluice_operator.planning.roles import assign_roles
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 NAMES = [EngineId(f"e{index}") for index in range(8)]
@@ -31,15 +31,15 @@ NAMES = [EngineId(f"e{index}") for index in range(8)]
     ids=["fresh", "kept", "new fills D", "new fills P", "least flips to D", "least flips to P", "gone", "all", "none"],
 )
 def test_roles(current: dict[EngineId, Role], engines: str, count: int, expected: str) -> None:
-    roles = assign(current, [EngineId(name) for name in engines], count)
+    roles = assign_roles(current, [EngineId(name) for name in engines], count)
     assert "".join("P" if role is P else "D" for role in roles.values()) == expected
 
 
 def test_the_least_loaded_engine_flips() -> None:
     current = {EngineId("a"): D, EngineId("b"): D}
     loads = {EngineId("a"): 5, EngineId("b"): 2}
-    assert assign(current, list(current), 1, loads) == {"a": D, "b": P}
-    assert assign({EngineId("a"): P, EngineId("b"): P}, list(current), 1, loads) == {"a": P, "b": D}
+    assert assign_roles(current, list(current), 1, loads) == {"a": D, "b": P}
+    assert assign_roles({EngineId("a"): P, EngineId("b"): P}, list(current), 1, loads) == {"a": P, "b": D}
 
 
 @given(
@@ -51,7 +51,7 @@ def test_the_least_loaded_engine_flips() -> None:
 def test_counts_are_right_and_flips_are_fewest(
     current: dict[EngineId, Role], engines: list[EngineId], count: int, loads: dict[EngineId, int]
 ) -> None:
-    roles = assign(current, engines, count, loads)
+    roles = assign_roles(current, engines, count, loads)
     wanted = min(count, len(engines))
     assert list(roles) == engines
     assert sum(role is P for role in roles.values()) == wanted
@@ -61,7 +61,7 @@ def test_counts_are_right_and_flips_are_fewest(
     has_p, has_d = kept.count(P), kept.count(D)
     assert flips == max(0, has_p - wanted, has_d - (len(engines) - wanted))
     assert num_new >= 0
-    assert assign(roles, engines, count, loads) == roles
+    assert assign_roles(roles, engines, count, loads) == roles
 
 
 @pytest.mark.parametrize(

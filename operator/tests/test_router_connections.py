@@ -15,8 +15,8 @@ from sluice.certificates import CertificateFolder
 from sluice.credentials import PeerCheck, make_server_credentials
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 from sluice_operator.api.names import ClusterKey
-from sluice_operator.routers.connections import RouterLinks
-from sluice_operator.routers.engine_reports import is_worth_a_look, merge_reports
+from sluice_operator.routers.connections import RouterConnections
+from sluice_operator.routers.engine_reports import merge_reports, needs_reconcile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -67,43 +67,43 @@ class Following:
     def __init__(self, router: Router, certificates: CertificateFolder | None = None) -> None:
         self.port = router.port
         self.certificates = certificates
-        self.woken, self.heard = asyncio.Event(), asyncio.Event()
+        self.enqueued, self.heard = asyncio.Event(), asyncio.Event()
         self.measured: list[control_pb2.GetStatusResponse] = []
 
     async def __aenter__(self) -> Self:
         self.group = asyncio.TaskGroup()
         await self.group.__aenter__()
-        self.links = RouterLinks(
+        self.connections = RouterConnections(
             self.group,
-            wake=lambda _: self.woken.set(),
-            measure=lambda _, status: self.measure(status),
+            enqueue=lambda _: self.enqueued.set(),
+            record_status=lambda _, status: self.record_status(status),
             port=self.port,
             certificates=self.certificates,
         )
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self.links.follow(KEY, {})
+        self.connections.set_routers(KEY, {})
         await self.group.__aexit__(None, None, None)
 
-    def measure(self, status: control_pb2.GetStatusResponse) -> None:
+    def record_status(self, status: control_pb2.GetStatusResponse) -> None:
         self.measured.append(status)
         self.heard.set()
 
     async def wait(self) -> None:
         async with asyncio.timeout(10):
-            await self.woken.wait()
-        self.woken.clear()
+            await self.enqueued.wait()
+        self.enqueued.clear()
 
 
 async def test_a_plan_gets_there_and_its_status_comes_back(router) -> None:
     async with Following(router) as following:
-        following.links.follow(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
         await following.wait()
-        following.links.offer(KEY, plan_pb2.Plan(generation=3))
+        following.connections.set_plan(KEY, plan_pb2.Plan(generation=3))
         await following.wait()
-        assert following.links.statuses(KEY)["pod"].generation == 3
-        assert following.links.count() == 1
+        assert following.connections.statuses(KEY)["pod"].generation == 3
+        assert following.connections.count() == 1
 
 
 ROUTER_NAME, OPERATOR_NAME = "c-router-control.n.svc", "sluice-operator.system.svc"
@@ -113,7 +113,7 @@ async def until_following(following: Following, generation: int) -> None:
     """Waits until the router's status with a generation has come back."""
     async with asyncio.timeout(20):
         while True:
-            status = following.links.statuses(KEY).get("pod")
+            status = following.connections.statuses(KEY).get("pod")
             if status is not None and status.generation == generation:
                 return
             await asyncio.sleep(0.02)
@@ -132,15 +132,15 @@ async def test_a_control_port_with_tls_is_spoken_with_and_certificates_change_un
     made.port = server.add_secure_port("127.0.0.1:0", make_server_credentials(folders[ROUTER_NAME]))
     await server.start()
     async with Following(made, folders[OPERATOR_NAME]) as following:
-        following.links.follow(KEY, {"pod": "127.0.0.1"}, {"pod": ROUTER_NAME})
-        following.links.offer(KEY, plan_pb2.Plan(generation=3))
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1"}, {"pod": ROUTER_NAME})
+        following.connections.set_plan(KEY, plan_pb2.Plan(generation=3))
         await until_following(following, 3)
-        before = following.links._clusters[KEY].slots["pod"].link
+        before = following.connections._clusters[KEY].routers["pod"].connection
         for step in ((second, trusted), (second, (second,))):
             for name, folder in folders.items():
                 mount_secret(tmp_path / name, make_files(step[0], name, trusted=step[1]))
                 assert folder.refresh()
-        following.links.offer(KEY, plan_pb2.Plan(generation=4))
+        following.connections.set_plan(KEY, plan_pb2.Plan(generation=4))
         await until_following(following, 4)
         # The old authority is trusted by nobody: what comes now has come over a new connection.
         await server.stop(0)
@@ -148,18 +148,18 @@ async def test_a_control_port_with_tls_is_spoken_with_and_certificates_change_un
         control_pb2_grpc.add_ControlServicer_to_server(made, again)
         again.add_secure_port(f"127.0.0.1:{made.port}", make_server_credentials(folders[ROUTER_NAME]))
         await again.start()
-        following.links.offer(KEY, plan_pb2.Plan(generation=5))
+        following.connections.set_plan(KEY, plan_pb2.Plan(generation=5))
         await until_following(following, 5)
-        assert following.links._clusters[KEY].slots["pod"].link is before
+        assert following.connections._clusters[KEY].routers["pod"].connection is before
         # Another name is another router.
-        following.links.follow(KEY, {"pod": "127.0.0.1"}, {"pod": "other-router-control.n.svc"})
-        following.links.offer(KEY, plan_pb2.Plan(generation=6))
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1"}, {"pod": "other-router-control.n.svc"})
+        following.connections.set_plan(KEY, plan_pb2.Plan(generation=6))
         async with asyncio.timeout(20):
-            while not following.links.refusals(KEY):
+            while not following.connections.refusals(KEY):
                 await following.wait()
-        (refusal,) = following.links.refusals(KEY).values()
+        (refusal,) = following.connections.refusals(KEY).values()
         assert refusal.endswith("not trusted: the certificate shown there is not for other-router-control.n.svc")
-        assert following.links.statuses(KEY) == {}
+        assert following.connections.statuses(KEY) == {}
         assert made.status.generation == 5
     await again.stop(0)
 
@@ -191,56 +191,56 @@ async def test_distrust_is_told_in_words(tmp_path, signers, operator_name, words
         trusting = replace(certificates.current, authorities=router.cert_pem.bytes())
         certificates.current = trusting
     async with Following(made, certificates) as following:
-        following.links.follow(KEY, {"pod": "127.0.0.1"}, {"pod": ROUTER_NAME})
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1"}, {"pod": ROUTER_NAME})
         async with asyncio.timeout(20):
-            while not following.links.refusals(KEY):
+            while not following.connections.refusals(KEY):
                 await following.wait()
-        assert words in following.links.refusals(KEY)["pod"]
+        assert words in following.connections.refusals(KEY)["pod"]
     await server.stop(0)
 
 
 async def test_a_router_that_comes_later_gets_the_plan_too(router) -> None:
     async with Following(router) as following:
-        following.links.follow(KEY, {"pod": "127.0.0.1"})
-        following.links.offer(KEY, plan_pb2.Plan(generation=4))
-        following.links.follow(KEY, {"pod": "127.0.0.1", "later": "127.0.0.1"})
-        while len(following.links.statuses(KEY)) < 2 or router.status.generation != 4:
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_plan(KEY, plan_pb2.Plan(generation=4))
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1", "later": "127.0.0.1"})
+        while len(following.connections.statuses(KEY)) < 2 or router.status.generation != 4:
             await following.wait()
 
 
 async def test_a_refusal_is_told(router) -> None:
     router.refusal = "engines[0].chunk_size_tokens is 9, allowed are 0 to 8"
     async with Following(router) as following:
-        following.links.follow(KEY, {"pod": "127.0.0.1"})
-        following.links.offer(KEY, plan_pb2.Plan(generation=5))
-        while not following.links.refusals(KEY):
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_plan(KEY, plan_pb2.Plan(generation=5))
+        while not following.connections.refusals(KEY):
             await following.wait()
-        assert following.links.refusals(KEY) == {"pod": router.refusal}
+        assert following.connections.refusals(KEY) == {"pod": router.refusal}
         router.refusal = ""
-        following.links.offer(KEY, plan_pb2.Plan(generation=6))
-        assert following.links.refusals(KEY) == {}
+        following.connections.set_plan(KEY, plan_pb2.Plan(generation=6))
+        assert following.connections.refusals(KEY) == {}
 
 
 async def test_counters_are_measured_and_wake_nobody(router) -> None:
     async with Following(router) as following:
-        following.links.follow(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
         await following.wait()
         router.change(classes=[control_pb2.ClassCounters(num_finished=7)])
         async with asyncio.timeout(10):
             while not following.measured[-1].classes:
                 await following.heard.wait()
                 following.heard.clear()
-        assert not following.woken.is_set()
+        assert not following.enqueued.is_set()
 
 
 async def test_a_cluster_that_is_gone_has_no_links(router) -> None:
     async with Following(router) as following:
-        following.links.follow(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
         await following.wait()
-        following.links.follow(KEY, {})
-        assert following.links.count() == 0
-        assert following.links.statuses(KEY) == {}
-        following.links.offer(KEY, plan_pb2.Plan(generation=1))
+        following.connections.set_routers(KEY, {})
+        assert following.connections.count() == 0
+        assert following.connections.statuses(KEY) == {}
+        following.connections.set_plan(KEY, plan_pb2.Plan(generation=1))
 
 
 def engine(**fields) -> control_pb2.EngineStatus:
@@ -283,5 +283,5 @@ def test_routers_without_a_stream_have_no_say() -> None:
 def test_loads_are_no_news_and_states_are(change, verdict) -> None:
     old = control_pb2.GetStatusResponse(version=1, engines=[engine()])
     new = control_pb2.GetStatusResponse(version=2, engines=[engine(**change)])
-    assert is_worth_a_look(old, new) is verdict
-    assert is_worth_a_look(old, None)
+    assert needs_reconcile(old, new) is verdict
+    assert needs_reconcile(old, None)

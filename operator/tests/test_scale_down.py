@@ -17,17 +17,17 @@ from sluice_operator.resources.pod_status import Pod
 from sluice_operator.routers.engine_reports import EngineReport
 
 
-def make_pod(number: int, *, is_ready: bool = True, is_marked: bool = False, is_ending: bool = False) -> Pod:
+def make_pod(number: int, *, is_ready: bool = True, has_deletion_cost: bool = False, is_ending: bool = False) -> Pod:
     return Pod(
         name=f"pod-{number}",
         engine_id=EngineId(f"e{number}"),
         address="",
         role_label="",
-        is_marked=is_marked,
+        has_deletion_cost=has_deletion_cost,
         is_ready=is_ready,
         is_ending=is_ending,
         has_ended=False,
-        trouble=None,
+        failure=None,
     )
 
 
@@ -49,7 +49,7 @@ def worlds(draw: st.DrawFn) -> Any:
         make_pod(
             number,
             is_ready=draw(st.booleans()),
-            is_marked=draw(st.booleans()),
+            has_deletion_cost=draw(st.booleans()),
             is_ending=draw(st.integers(0, 4)) == 0,
         )
         for number in range(draw(st.integers(0, 8)))
@@ -72,22 +72,22 @@ def test_replicas_fall_only_when_everybody_who_goes_may_go(world, wanted, live, 
     )
     present = [pod for pod in pods if pod.is_present]
     assert scale.replicas in (wanted, live)
-    assert scale.waiting <= scale.leaving <= {pod.engine_id for pod in present}
+    assert scale.undrained <= scale.victims <= {pod.engine_id for pod in present}
     if scale.replicas < live:
-        assert not scale.waiting
-        goes_first = sorted(present, key=lambda pod: (pod.is_ready, not pod.is_marked))
+        assert not scale.undrained
+        goes_first = sorted(present, key=lambda pod: (pod.is_ready, not pod.has_deletion_cost))
         surplus = goes_first[: max(0, len(present) - wanted)]
         # Kubernetes takes those that are not ready, then those that are marked: the very ones that we chose.
         for pod in surplus:
             if pod.is_ready:
-                assert pod.is_marked
+                assert pod.has_deletion_cost
         for pod in present:
-            if pod.engine_id in scale.leaving and pod.is_ready:
-                assert pod.is_marked
+            if pod.engine_id in scale.victims and pod.is_ready:
+                assert pod.has_deletion_cost
                 assert reports[pod.engine_id].is_drained
     if wanted >= live:
         assert scale.replicas == wanted
-        assert not scale.leaving
+        assert not scale.victims
 
 
 @settings(deadline=None)
@@ -100,13 +100,13 @@ def test_victims_stay_the_same_while_they_drain(world, wanted, num_prefill_heavy
         make_pod(
             int(pod.name.removeprefix("pod-")),
             is_ready=pod.is_ready,
-            is_marked=pod.engine_id in first.leaving,
+            has_deletion_cost=pod.engine_id in first.victims,
             is_ending=pod.is_ending,
         )
         for pod in pods
     ]
-    busier = {engine_id: make_report(load=99) for engine_id in first.leaving}
-    assert decide_scale(wanted, 8, marked, reports=busier, **arguments).leaving == first.leaving
+    busier = {engine_id: make_report(load=99) for engine_id in first.victims}
+    assert decide_scale(wanted, 8, marked, reports=busier, **arguments).victims == first.victims
 
 
 @settings(deadline=None)
@@ -116,10 +116,10 @@ def test_a_plan_names_everybody_who_serves_and_is_made_once(world, replicas, pre
     content = make_cluster(replicas=replicas, prefillHeavy=prefill_heavy)
     content["metadata"]["uid"] = "u"
     cluster = check_manifest(content)
-    leaving = {pod.engine_id for pod in pods if int(pod.name[4:]) in leaving_numbers and pod.is_present}
+    victims = {pod.engine_id for pod in pods if int(pod.name[4:]) in leaving_numbers and pod.is_present}
 
     def make(stored: StoredPlan) -> Any:
-        return make_plan(cluster, stored, pods, leaving=leaving, reports=reports, statuses=[])
+        return make_plan(cluster, stored, pods, victims=victims, reports=reports, statuses=[])
 
     plan = make(StoredPlan(generation=41))
     assert plan.generation == 42
@@ -128,7 +128,7 @@ def test_a_plan_names_everybody_who_serves_and_is_made_once(world, replicas, pre
     parts = {part.engine_id: part for part in plan.engines}
     serving = {pod.engine_id for pod in pods if pod.is_present and pod.is_ready}
     assert serving <= set(parts)
-    assert {engine_id for engine_id, part in parts.items() if part.is_draining} == leaving
+    assert {engine_id for engine_id, part in parts.items() if part.is_draining} == victims
     staying = [part for part in plan.engines if not part.is_draining]
     wanted = resolve_sliders(cluster.spec).num_prefill_heavy
     assert sum(part.role == 1 for part in staying) == min(wanted, len(staying))

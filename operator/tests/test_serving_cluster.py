@@ -10,10 +10,11 @@ import pytest
 import yaml
 from verdicts import LEAST
 
-from sluice_operator.api import serving_cluster
-from sluice_operator.api.field_effects import Effect, Part
+from sluice_operator.api import serving_cluster, spec
+from sluice_operator.api.field_effects import FieldEffect
+from sluice_operator.api.field_types import ManifestModel
 from sluice_operator.api.manifest import ManifestError, check_manifest, parse_manifest
-from sluice_operator.api.spec_changes import diff
+from sluice_operator.api.spec_changes import diff_specs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -230,30 +231,34 @@ def test_every_example_is_valid(path: Path) -> None:
 
 
 EFFECTS = [
-    ("spec.replicas", 3, Effect.LIVE),
-    ("spec.prefillHeavy", 1, Effect.LIVE),
-    ("spec.chunkSizes.decodeHeavy", 64, Effect.LIVE),
-    ("spec.slo.ttftMilliseconds", 600, Effect.LIVE),
-    ("spec.strategy", "Aggregated", Effect.LIVE),
-    ("spec.parameters.watermarkPercent", 90, Effect.LIVE),
-    ("spec.autotune.cooldownSeconds", 60, Effect.LIVE),
-    ("spec.router.replicas", 3, Effect.LIVE),
-    ("spec.router.image", "x", Effect.RESTARTS_ROUTERS),
-    ("spec.router.service.type", "NodePort", Effect.RESTARTS_ROUTERS),
-    ("spec.engine.maxBatchTokens", 4096, Effect.RESTARTS_ENGINES),
-    ("spec.network.kvPort", 5700, Effect.RESTARTS_ENGINES),
-    ("spec.model.name", "other", Effect.RESTARTS_ALL),
+    ("spec.replicas", 3, FieldEffect.LIVE),
+    ("spec.prefillHeavy", 1, FieldEffect.LIVE),
+    ("spec.chunkSizes.decodeHeavy", 64, FieldEffect.LIVE),
+    ("spec.slo.ttftMilliseconds", 600, FieldEffect.LIVE),
+    ("spec.strategy", "Aggregated", FieldEffect.LIVE),
+    ("spec.parameters.watermarkPercent", 90, FieldEffect.LIVE),
+    ("spec.autotune.cooldownSeconds", 60, FieldEffect.LIVE),
+    ("spec.router.replicas", 3, FieldEffect.LIVE),
+    ("spec.router.image", "x", FieldEffect.RESTARTS_ROUTERS),
+    ("spec.router.service.type", "NodePort", FieldEffect.RESTARTS_ROUTERS),
+    ("spec.engine.maxBatchTokens", 4096, FieldEffect.RESTARTS_ENGINES),
+    ("spec.network.kvPort", 5700, FieldEffect.RESTARTS_ENGINES),
+    ("spec.model.name", "other", FieldEffect.RESTARTS_ALL),
 ]
 
 
 @pytest.mark.parametrize(("path", "value", "effect"), EFFECTS, ids=[path for path, _, _ in EFFECTS])
-def test_each_field_says_what_its_change_does(path: str, value: object, effect: Effect) -> None:
-    changes = diff(check_manifest(LEAST).spec, check_manifest(edit(path, value)).spec)
+def test_each_field_says_what_its_change_does(path: str, value: object, effect: FieldEffect) -> None:
+    changes = diff_specs(check_manifest(LEAST).spec, check_manifest(edit(path, value)).spec)
     assert [(change.field, change.new, change.effect) for change in changes] == [(path, value, effect)]
 
 
 def test_every_field_is_described() -> None:
-    models = [model for model in vars(serving_cluster).values() if isinstance(model, type) and issubclass(model, Part)]
+    models = [
+        model
+        for model in {**vars(spec), **vars(serving_cluster)}.values()
+        if isinstance(model, type) and issubclass(model, ManifestModel)
+    ]
     names = [
         f"{model.__name__}.{name}" for model in models for name, f in model.model_fields.items() if not f.description
     ]

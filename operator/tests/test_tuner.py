@@ -13,16 +13,16 @@ from fake_kubernetes import READS
 from test_operator_faults import Crash, CrashOnce
 
 from sluice.v1 import control_pb2
-from sluice_core.planning.search import Effort
+from sluice_core.planning.search import SearchEffort
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.names import TUNED_ANNOTATION
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune import search_process
-from sluice_operator.autotune.engine_facts import Emulated, Measured, find_facts
+from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, MeasuredEngineFacts, find_engine_facts
 from sluice_operator.autotune.search import make_effort, make_problem, search
-from sluice_operator.autotune.search_messages import Answer, Question, make_terms
-from sluice_operator.autotune.search_process import SearchError, Searches
-from sluice_operator.autotune.workload import Workload, has_shifted, read_workload
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
+from sluice_operator.autotune.search_process import SearchError, SearchRunner
+from sluice_operator.autotune.workload import WorkloadSample, has_shifted, read_workload
 from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ COEFFICIENTS = control_pb2.LatencyCoefficients(
 )
 
 
-def make_answer(sliders: Sliders = FOUND, attainment: float = 0.934) -> Answer:
-    return Answer(
+def make_answer(sliders: Sliders = FOUND, attainment: float = 0.934) -> SearchResult:
+    return SearchResult(
         sliders=sliders,
         goodput_rps=3.0,
         attainment=attainment,
@@ -78,12 +78,12 @@ class Tuned:
         self.world.routers.samples = make_samples(2000)
         self.world.routers.latency = COEFFICIENTS
         self.world.routers.num_fitted_iterations = 300
-        self.asked: list[Question] = []
-        self.answer: Answer | Exception = make_answer()
+        self.last_request: list[SearchRequest] = []
+        self.answer: SearchResult | Exception = make_answer()
         self.num_met = self.num_finished = 0
 
-    async def ask(self, question: Question) -> Answer:
-        self.asked.append(question)
+    async def ask(self, request: SearchRequest) -> SearchResult:
+        self.last_request.append(request)
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -101,14 +101,14 @@ class Tuned:
             )
         ]
         for status in self.world.routers.statuses(KEY).values():
-            self.world.reconciler.measure(KEY, status)
+            self.world.reconciler.record_status(KEY, status)
 
     async def run(self, seconds: int, share: float = 1.0) -> None:
         for _ in range(seconds):
             self.finish(5, share)
             await asyncio.sleep(0)
             self.world.kubernetes.run_controllers()
-            await self.world.look()
+            await self.world.reconcile()
             self.world.now += 1.0
 
     @property
@@ -132,9 +132,9 @@ async def test_recommend_writes_the_status_and_nothing_else() -> None:
         "time": "",
     }
     assert tuned.chunks == [64, 64, 512, 512]
-    assert len(tuned.asked) == 1
-    engine = tuned.asked[0].engine
-    assert isinstance(engine, Measured)
+    assert len(tuned.last_request) == 1
+    engine = tuned.last_request[0].engine
+    assert isinstance(engine, MeasuredEngineFacts)
     assert engine.coefficients == pytest.approx((0.02, 9e-5, 5e-9, 4e-4, 1e-5, 1e-7))
     assert (engine.kv_blocks_total, engine.block_size_tokens, engine.max_num_seqs) == (1000, 16, 256)
 
@@ -243,16 +243,16 @@ async def test_an_edited_objective_is_answered_at_once_and_a_shifted_workload_to
     tuned.world.edit(slo={"ttftMilliseconds": 2000, "tpotMilliseconds": 50})
     await tuned.run(3)
     assert tuned.world.status["recommended"]["predictedAttainment"] == "50%"
-    assert tuned.asked[-1].in_force == FOUND
+    assert tuned.last_request[-1].in_force == FOUND
     await tuned.run(30)
-    num_asked = len(tuned.asked)
+    num_asked = len(tuned.last_request)
     tuned.world.routers.samples[:] = make_samples(5000)
-    tuned.world.woken.clear()
+    tuned.world.enqueued.clear()
     tuned.world.now += 2.0
     tuned.finish(1)
-    assert tuned.world.woken == [KEY], "counters alone cause no look"
+    assert tuned.world.enqueued == [KEY], "counters alone cause no look"
     await tuned.run(3)
-    assert len(tuned.asked) == num_asked + 1
+    assert len(tuned.last_request) == num_asked + 1
 
 
 @pytest.mark.parametrize("failure", [SearchError("no chunk size fits"), ZeroDivisionError("a mistake")])
@@ -263,7 +263,7 @@ async def test_a_search_that_fails_is_a_condition_and_the_cluster_goes_on(failur
     assert tuned.condition == ("False", "SearchFailed")
     assert str(failure) in tuned.world.message("Autotuned")
     assert tuned.world.conditions["Ready"] == ("True", "Serving")
-    assert len(tuned.asked) == 1
+    assert len(tuned.last_request) == 1
 
 
 async def test_a_tuner_with_nothing_to_say_writes_nothing() -> None:
@@ -273,7 +273,7 @@ async def test_a_tuner_with_nothing_to_say_writes_nothing() -> None:
     await tuned.world.settle()
     tuned.world.kubernetes.calls.clear()
     for _ in range(5):
-        await tuned.world.look()
+        await tuned.world.reconcile()
         tuned.world.now += 1.0
     assert tuned.world.kubernetes.writes == []
 
@@ -292,7 +292,7 @@ async def test_what_is_missing_is_said(change: dict[str, object], reason: str) -
         setattr(tuned.world.routers, name, value)
     await tuned.world.settle()
     assert tuned.condition == ("False", reason)
-    assert tuned.asked == []
+    assert tuned.last_request == []
 
 
 async def test_bounds_that_leave_no_choice_are_said() -> None:
@@ -304,7 +304,7 @@ async def test_bounds_that_leave_no_choice_are_said() -> None:
 async def test_the_tuner_of_a_deleted_cluster_ends_its_search() -> None:
     tuned, ended = Tuned(autotune=APPLY), asyncio.Event()
 
-    async def wait_for_ever(question: Question) -> Answer:
+    async def wait_for_ever(request: SearchRequest) -> SearchResult:
         try:
             await asyncio.Event().wait()
         finally:
@@ -315,7 +315,7 @@ async def test_the_tuner_of_a_deleted_cluster_ends_its_search() -> None:
     await tuned.world.settle()
     await tuned.run(3)
     tuned.world.kubernetes.objects.pop(next(key for key in tuned.world.kubernetes.objects if key[0] == CLUSTERS.name))
-    await tuned.world.look()
+    await tuned.world.reconcile()
     await asyncio.wait_for(ended.wait(), 5)
 
 
@@ -326,7 +326,7 @@ def test_the_rate_is_that_of_all_routers_and_lengths_are_put_together() -> None:
     workload = read_workload([make_status(make_samples(100, 50, 0.5)), make_status(make_samples(900, 50, 0.25))])
     assert workload is not None
     assert workload.rate_rps == pytest.approx(6.0)
-    assert workload.figures[1].mean == 500
+    assert workload.means[1].mean == 500
     assert workload.rows[0] == (100, 50, "chat")
 
 
@@ -347,9 +347,9 @@ def test_few_requests_or_requests_without_an_answer_say_nothing() -> None:
 
 
 def test_small_samples_shift_by_chance_and_large_ones_do_not() -> None:
-    def make(mean: int, count: int) -> Workload:
+    def make(mean: int, count: int) -> WorkloadSample:
         rows = tuple((mean * factor, 10, "") for factor in (1, 3) for _ in range(count // 2))
-        return Workload(rows=rows, rate_rps=1.0)
+        return WorkloadSample(rows=rows, rate_rps=1.0)
 
     assert not has_shifted(make(100, 30), make(150, 30))
     assert has_shifted(make(100, 1000), make(150, 1000))
@@ -357,7 +357,7 @@ def test_small_samples_shift_by_chance_and_large_ones_do_not() -> None:
 
 
 def test_fits_of_engines_are_averaged_by_what_they_have_seen() -> None:
-    spec = make_question().terms and make_spec()
+    spec = make_question().constraints and make_spec()
     slow = control_pb2.LatencyCoefficients(base_s=0.03)
     fast = control_pb2.LatencyCoefficients(base_s=0.01)
     known = {"kv_blocks_total": 10, "block_size_tokens": 16, "max_num_seqs": 8}
@@ -365,11 +365,11 @@ def test_fits_of_engines_are_averaged_by_what_they_have_seen() -> None:
         make_status([], latency=slow, num_fitted_iterations=100, **known),
         make_status([], latency=fast, num_fitted_iterations=300, **known),
     ]
-    facts, _ = find_facts(spec, views)
-    assert isinstance(facts, Measured)
+    facts, _ = find_engine_facts(spec, views)
+    assert isinstance(facts, MeasuredEngineFacts)
     assert facts.coefficients[0] == pytest.approx(0.015)
     assert not facts.differs(facts)
-    slower, _ = find_facts(spec, views[:1] * 2)
+    slower, _ = find_engine_facts(spec, views[:1] * 2)
     assert slower is not None
     assert facts.differs(slower)
 
@@ -390,21 +390,21 @@ def make_spec(**changes: object) -> object:
     return check_manifest(body).spec
 
 
-def make_question(num_requests: int = 60, **changes: object) -> Question:
+def make_question(num_requests: int = 60, **changes: object) -> SearchRequest:
     spec = make_spec(**changes)
     lengths = ((500 + 37 * number % 3000, 20 + 13 * number % 200, "") for number in range(num_requests))
     sliders = resolve_sliders(spec)
-    return Question(
-        terms=make_terms(spec),
+    return SearchRequest(
+        constraints=make_constraints(spec),
         spec_sliders=sliders,
         in_force=sliders,
-        workload=Workload(rows=tuple(lengths), rate_rps=2.0),
-        engine=Emulated(gpu="a100-80g", model="qwen2.5-14b"),
+        workload=WorkloadSample(rows=tuple(lengths), rate_rps=2.0),
+        engine=EmulatedEngineFacts(gpu="a100-80g", model="qwen2.5-14b"),
     )
 
 
 def test_a_question_survives_the_way_to_another_process() -> None:
-    measured = Measured(
+    measured = MeasuredEngineFacts(
         coefficients=(1e-3, 2e-5, 0.0, 1e-4, 0.0, 1e-8),
         kv_blocks_total=10,
         block_size_tokens=16,
@@ -413,12 +413,14 @@ def test_a_question_survives_the_way_to_another_process() -> None:
     )
     classes = [{"name": "chat", "ttftMilliseconds": 300, "tpotMilliseconds": 30, "priority": 2}]
     slo = {"ttftMilliseconds": 1000, "tpotMilliseconds": 50, "classes": classes}
-    question = make_question(slo=slo)
-    for engine in (question.engine, measured):
-        asked = Question(**{**{name: getattr(question, name) for name in question.__slots__}, "engine": engine})
-        assert Question.from_json(asked.to_json()) == asked
+    request = make_question(slo=slo)
+    for engine in (request.engine, measured):
+        last_request = SearchRequest(
+            **{**{name: getattr(request, name) for name in request.__slots__}, "engine": engine}
+        )
+        assert SearchRequest.from_json(last_request.to_json()) == last_request
     answer = make_answer()
-    assert Answer.from_json(answer.to_json()) == answer
+    assert SearchResult.from_json(answer.to_json()) == answer
 
 
 @pytest.mark.parametrize("rate_rps", [0.5, 5.0, 50.0])
@@ -433,51 +435,51 @@ def test_runs_of_a_search_hold_hundreds_of_requests(rate_rps: float) -> None:
     [("TaiChi", None), ("Aggregated", "num_prefill_heavy"), ("Disaggregated", "decode_heavy_tokens")],
 )
 def test_a_search_stays_within_bounds_and_is_no_worse_than_what_is_in_force(strategy: str, kept: str | None) -> None:
-    question = make_question(strategy=strategy)
-    answer = search(question, Effort(seeds=(1,), duration_s=12.0, num_compared=1))
+    request = make_question(strategy=strategy)
+    answer = search(request, SearchEffort(seeds=(1,), duration_s=12.0, num_compared=1))
     assert 1 <= answer.sliders.num_prefill_heavy <= 3
     if strategy != "Disaggregated":
-        assert 256 <= answer.sliders.prefill_heavy_tokens <= 2048 or answer.sliders == question.in_force
+        assert 256 <= answer.sliders.prefill_heavy_tokens <= 2048 or answer.sliders == request.in_force
     assert answer.gain >= 0.0
     assert 0.0 <= answer.attainment <= 1.0
     if kept is not None:
-        assert getattr(answer.sliders, kept) == getattr(question.in_force, kept)
+        assert getattr(answer.sliders, kept) == getattr(request.in_force, kept)
 
 
 def test_objectives_that_nothing_meets_are_answered_with_an_attainment_to_expect() -> None:
-    question = make_question(slo={"ttftMilliseconds": 4000, "tpotMilliseconds": 1})
-    answer = search(question, Effort(seeds=(1,), duration_s=12.0, num_compared=1))
+    request = make_question(slo={"ttftMilliseconds": 4000, "tpotMilliseconds": 1})
+    answer = search(request, SearchEffort(seeds=(1,), duration_s=12.0, num_compared=1))
     assert (answer.goodput_rps, answer.gain, answer.least_gain) == (0.0, 0.0, 0.0)
     assert answer.attainment < 0.5
 
 
 def test_a_slider_without_bounds_is_left_alone_by_apply_and_free_for_recommend() -> None:
     one = {"prefillHeavy": {"min": 1, "max": 3}}
-    applied = make_question(autotune={**APPLY, "bounds": one}).terms
+    applied = make_question(autotune={**APPLY, "bounds": one}).constraints
     assert (applied.prefill_tokens, applied.decode_tokens) == ((8192, 8192), (512, 512))
-    recommended = make_question(autotune={"mode": "Recommend", "bounds": one}).terms
+    recommended = make_question(autotune={"mode": "Recommend", "bounds": one}).constraints
     assert (recommended.prefill_tokens, recommended.decode_tokens) == ((64, 8192), (0, 8192))
 
 
 async def test_a_search_runs_in_a_process_of_its_own() -> None:
     chunks = {"decodeHeavy": {"min": 128, "max": 192}}
-    question = make_question(autotune={**APPLY, "bounds": {"chunkSizes": chunks}})
-    answer = await Searches().ask(question)
+    request = make_question(autotune={**APPLY, "bounds": {"chunkSizes": chunks}})
+    answer = await SearchRunner().run(request)
     assert answer.sliders.decode_heavy_tokens in (128, 192, 512)
     assert answer.gain >= 0.0
 
 
 async def test_a_search_that_cannot_be_made_says_why() -> None:
     unknown = make_question()
-    object.__setattr__(unknown, "engine", Emulated(gpu="abacus", model="qwen2.5-14b"))
+    object.__setattr__(unknown, "engine", EmulatedEngineFacts(gpu="abacus", model="qwen2.5-14b"))
     with pytest.raises(SearchError, match="abacus"):
-        await Searches().ask(unknown)
+        await SearchRunner().run(unknown)
     with pytest.raises(SearchError, match="did not start"):
-        await Searches(("/nonexistent",)).ask(unknown)
+        await SearchRunner(("/nonexistent",)).run(unknown)
     with pytest.raises(SearchError, match="cannot be read"):
-        await Searches((sys.executable, "-c", "import sys; sys.stdin.read(); print('[]')")).ask(unknown)
+        await SearchRunner((sys.executable, "-c", "import sys; sys.stdin.read(); print('[]')")).run(unknown)
     with pytest.raises(SearchError, match="exit status 3"):
-        await Searches((sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)")).ask(unknown)
+        await SearchRunner((sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)")).run(unknown)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -489,7 +491,7 @@ async def test_a_search_is_killed_when_it_is_late_or_not_wanted(
     if is_late:
         monkeypatch.setattr(search_process, "LIMIT_S", 1.0)
         monkeypatch.setattr(search_process, "LIMIT_PER_ENGINE_S", 0.0)
-    task = asyncio.create_task(Searches((sys.executable, "-c", program)).ask(make_question()))
+    task = asyncio.create_task(SearchRunner((sys.executable, "-c", program)).run(make_question()))
     if is_late:
         with pytest.raises(SearchError, match="took more than 1 s"):
             await task

@@ -95,7 +95,7 @@ class Refusal:
     cause: str
 
 
-def judge(manifest: dict[str, Any]) -> list[Refusal]:
+def validate(manifest: dict[str, Any]) -> list[Refusal]:
     """Finds what the CRD has against a manifest, as the API server does: fields, values, then rules."""
     schema = read_schema()
     stored = copy.deepcopy(manifest)

@@ -16,9 +16,9 @@
     │   └── ShuttingDownError
     ├── DeadlineError
     └── EngineFaultError        engines failed under the request
-    PlanRefusedError (ValueError) never reaches a client
+    PlanRefusedError (ValueError) and EngineProtocolError never reach a client
 
-HTTP status, OpenAI ``type`` and ``code``, and gRPC status come from ``TABLE`` alone; the ``code`` is also the metric label
+HTTP status, OpenAI ``type`` and ``code``, and gRPC status come from ``ERROR_STATUSES`` alone; the ``code`` is also the metric label
 and the header ``x-sluice-reason``.
 """
 
@@ -45,7 +45,7 @@ class RouterError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code or TABLE[type(self)].code
+        self.code = code or ERROR_STATUSES[type(self)].code
         self.retry_after_s = retry_after_s
 
 
@@ -109,12 +109,16 @@ class EngineFaultError(RouterError):
     """Engines failed under the request, or one refused to run it."""
 
 
+class EngineProtocolError(Exception):
+    """An engine broke the protocol (a gap, an unknown slot, ...): its stream is given up."""
+
+
 class PlanRefusedError(ValueError):
     """A plan is not applied; the message names the field, the value and the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ErrorStatus:
     """What a client sees of an error.
 
     Args:
@@ -134,55 +138,55 @@ _INVALID = grpc.StatusCode.INVALID_ARGUMENT
 _UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
-TABLE: dict[type[RouterError], Outcome] = {
-    InvalidRequestError: Outcome(
+ERROR_STATUSES: dict[type[RouterError], ErrorStatus] = {
+    InvalidRequestError: ErrorStatus(
         http_status=400, type="invalid_request_error", code="invalid_value", grpc_status=_INVALID
     ),
-    UnauthenticatedError: Outcome(
+    UnauthenticatedError: ErrorStatus(
         http_status=401,
         type="invalid_request_error",
         code="invalid_api_key",
         grpc_status=grpc.StatusCode.UNAUTHENTICATED,
     ),
-    ModelNotFoundError: Outcome(
+    ModelNotFoundError: ErrorStatus(
         http_status=404,
         type="invalid_request_error",
         code="model_not_found",
         grpc_status=grpc.StatusCode.NOT_FOUND,
     ),
-    UnsupportedEndpointError: Outcome(
+    UnsupportedEndpointError: ErrorStatus(
         http_status=404,
         type="invalid_request_error",
         code="unsupported_endpoint",
         grpc_status=grpc.StatusCode.UNIMPLEMENTED,
     ),
-    BodyTooLargeError: Outcome(
+    BodyTooLargeError: ErrorStatus(
         http_status=413, type="invalid_request_error", code="body_too_large", grpc_status=_EXHAUSTED
     ),
-    ClientGoneError: Outcome(
+    ClientGoneError: ErrorStatus(
         http_status=499, type="client_error", code="client_gone", grpc_status=grpc.StatusCode.CANCELLED
     ),
-    SloInfeasibleError: Outcome(
+    SloInfeasibleError: ErrorStatus(
         http_status=429, type="rate_limit_error", code="slo_infeasible", grpc_status=_EXHAUSTED
     ),
-    QueueFullError: Outcome(http_status=429, type="rate_limit_error", code="rate_limited", grpc_status=_EXHAUSTED),
-    NoEngineError: Outcome(http_status=503, type="server_error", code="no_engine", grpc_status=_UNAVAILABLE),
-    KeysUnavailableError: Outcome(
+    QueueFullError: ErrorStatus(http_status=429, type="rate_limit_error", code="rate_limited", grpc_status=_EXHAUSTED),
+    NoEngineError: ErrorStatus(http_status=503, type="server_error", code="no_engine", grpc_status=_UNAVAILABLE),
+    KeysUnavailableError: ErrorStatus(
         http_status=503, type="server_error", code="keys_unavailable", grpc_status=_UNAVAILABLE
     ),
-    ShuttingDownError: Outcome(http_status=503, type="server_error", code="draining", grpc_status=_UNAVAILABLE),
-    DeadlineError: Outcome(
+    ShuttingDownError: ErrorStatus(http_status=503, type="server_error", code="draining", grpc_status=_UNAVAILABLE),
+    DeadlineError: ErrorStatus(
         http_status=504,
         type="server_error",
         code="deadline_exceeded",
         grpc_status=grpc.StatusCode.DEADLINE_EXCEEDED,
     ),
-    EngineFaultError: Outcome(
+    EngineFaultError: ErrorStatus(
         http_status=500, type="server_error", code="engine_fault", grpc_status=grpc.StatusCode.INTERNAL
     ),
 }
 
 
-def outcome_of(error: RouterError) -> Outcome:
+def error_status_of(error: RouterError) -> ErrorStatus:
     """Looks up what a client sees of ``error``."""
-    return TABLE[type(error)]
+    return ERROR_STATUSES[type(error)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Turns:
+class FairQueue:
     """One kind of work, of which a turn has room for one piece; first come, first served."""
 
     def __init__(self) -> None:

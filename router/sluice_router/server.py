@@ -28,18 +28,18 @@ from sluice_core.latency import OnlineLatencyModel
 from sluice_router.api import control_service
 from sluice_router.api.grpc_api import GrpcApi
 from sluice_router.api.http_api import HttpApi
-from sluice_router.api.info_endpoints import METRICS, PROBES, Pages
+from sluice_router.api.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
 from sluice_router.engines import discovery
-from sluice_router.engines.engine_connections import EngineLinks
+from sluice_router.engines.engine_connections import EngineConnections
 from sluice_router.errors import PlanRefusedError, ShuttingDownError
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
-from sluice_router.security.tls import Securing
+from sluice_router.security.tls import RouterSecurity
 from sluice_router.settings import load_profile
 from sluice_router.text.tokenizer import ModelText
 
 if TYPE_CHECKING:
-    from sluice_router.settings import Settings
+    from sluice_router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ GC_THRESHOLDS = (1_000, 1_000, 10)
 CLOSE_GRACE_S = 1.0
 
 
-def make_router(settings: Settings) -> Router:
+def make_router(settings: RouterSettings) -> Router:
     """Makes the data plane, without I/O."""
     profile = load_profile(settings.latency_profile) if settings.latency_profile else None
     state = RouterState(
@@ -64,7 +64,7 @@ def make_router(settings: Settings) -> Router:
     return Router(state, time.monotonic)
 
 
-class Server:
+class RouterServer:
     """A router process.
 
     Args:
@@ -75,27 +75,27 @@ class Server:
         ports: Ports listened on, by name, once started.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self.router = make_router(settings)
-        self._securing = securing = Securing(settings)
-        self.router.registry.register(securing)
-        peers = securing.peers
-        self._links = EngineLinks(
+        self._security = security = RouterSecurity(settings)
+        self.router.registry.register(security)
+        peers = security.peers
+        self._connections = EngineConnections(
             self.router,
             hello_timeout_s=settings.limits.hello_timeout_s,
             rng=random.Random(),  # noqa: S311 - jitter
             tls=(lambda: peers.engine_tls) if peers else None,
         )
-        self.router.connect(self._links)
+        self.router.connect(self._connections)
         self._text = ModelText.load(Path(settings.model))
-        self._http = HttpApi(self.router, self._text, front=securing.front)
-        self._grpc = GrpcApi(self.router, self._text, self._http.metrics, front=securing.front)
+        self._http = HttpApi(self.router, self._text, access=security.client_access)
+        self._grpc = GrpcApi(self.router, self._text, self._http.metrics, access=security.client_access)
         self._control = grpc.aio.server(interceptors=peers.interceptors if peers else ())
         self._health = health.aio.HealthServicer()
         # Whoever may scrape may not therefore use what clients need a key for.
-        open_paths = PROBES | {METRICS} if securing.front.keys else None
-        self._pages = Pages(self.router, self._text, paths=open_paths)
+        open_paths = PROBE_PATHS | {METRICS_PATH} if security.client_access.keys else None
+        self._info_endpoints = InfoEndpoints(self.router, self._text, paths=open_paths)
         self._pages_runner: web.ServerRunner | None = None
         self._stop = asyncio.Event()
         self.ports: dict[str, int] = {}
@@ -109,11 +109,11 @@ class Server:
                     tasks.create_task(self._tick(), name="tick"),
                     tasks.create_task(self._report_health(), name="health"),
                     tasks.create_task(self._discover(tasks), name="discovery"),
-                    tasks.create_task(self._securing.keep(self.router, self._http.renew_certificate), name="securing"),
+                    tasks.create_task(self._keep_security(), name="keys and certificates"),
                 ]
                 await self._stop.wait()
                 await self._drain()
-                self._links.stop()
+                self._connections.stop()
                 for runner in runners:
                     runner.cancel()
         finally:
@@ -154,7 +154,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._control)
         names = (control_service.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._control)
-        address, peers = f"{self._settings.host}:{self._settings.control_port}", self._securing.peers
+        address, peers = f"{self._settings.host}:{self._settings.control_port}", self._security.peers
         if peers is None:
             port = self._control.add_insecure_port(address)
         else:
@@ -171,7 +171,7 @@ class Server:
         return int(runner.addresses[0][1])
 
     async def _show_page(self, request: web.BaseRequest) -> web.StreamResponse:
-        page = self._pages.find(request.path)
+        page = self._info_endpoints.find(request.path)
         if page is None or request.method not in {"GET", "HEAD"}:
             return web.Response(status=404)
         return page()
@@ -194,12 +194,20 @@ class Server:
             await self._health.set("", serving if self.router.is_ready else not_serving)
             await asyncio.sleep(TICK_S)
 
+    async def _keep_security(self) -> None:
+        """Uses the newest API keys and certificates."""
+        await self._security.keep(
+            set_fault=self.router.set_edge_fault,
+            keep_owners=self.router.state.metrics.keep_owners,
+            renew_client_certificate=self._http.renew_certificate,
+        )
+
     async def _discover(self, tasks: asyncio.TaskGroup) -> None:
         def start(address: str) -> asyncio.Task[None]:
-            return tasks.create_task(self._links.keep(address), name=f"link {address}")
+            return tasks.create_task(self._connections.keep(address), name=f"engine at {address}")
 
         def set_addresses(addresses: frozenset[str]) -> None:
-            self._links.set_addresses(addresses, start)
+            self._connections.set_addresses(addresses, start)
 
         await discovery.watch(discovery.parse_discovery(self._settings.engines), set_addresses)
 
@@ -211,7 +219,7 @@ class Server:
         self._http.announce_close()
         self._grpc.announce_close(self._settings.grace_s + CLOSE_GRACE_S)
         deadline_s = self.router.now() + self._settings.grace_s
-        while self.router.state.requests and self.router.now() < deadline_s:  # noqa: ASYNC110 - once, at the end
+        while self.router.state.requests.live and self.router.now() < deadline_s:  # noqa: ASYNC110 - once, at the end
             await asyncio.sleep(TICK_S)
         self.router.fail_all(lambda: ShuttingDownError("this router is about to leave", retry_after_s=1.0))
 
@@ -224,9 +232,9 @@ class Server:
         self._text.close()
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: RouterSettings) -> None:
     """Runs a router until SIGTERM or SIGINT."""
-    server = Server(settings)
+    server = RouterServer(settings)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)

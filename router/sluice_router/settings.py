@@ -48,7 +48,7 @@ class Limits(BaseModel):
     num_samples: int = Field(default=4096, ge=0, description="requests sampled for the planner")
 
 
-class Settings(BaseModel):
+class RouterSettings(BaseModel):
     """Everything a router is started with."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -107,7 +107,7 @@ def load_profile(text: str) -> IterationProfile:
     return load_model_on_gpu(model, *parse_gpus(gpus)).profile
 
 
-def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
+def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> RouterSettings:
     """Reads the command line.
 
     Args:
@@ -123,7 +123,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | No
     """
     environment = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(prog="sluice_router", description="Routes requests to vLLM engines under SLOs.")
-    fields = {**Settings.model_fields, **Limits.model_fields}
+    fields = {**RouterSettings.model_fields, **Limits.model_fields}
     del fields["limits"]
     for name, field in fields.items():
         fallback = environment.get(f"SLUICE_ROUTER_{name.upper()}")
@@ -135,4 +135,4 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | No
         )
     values = vars(parser.parse_args(arguments))
     limits = {name: values.pop(name) for name in Limits.model_fields if name in values}
-    return Settings(**values, limits=Limits(**limits))
+    return RouterSettings(**values, limits=Limits(**limits))

@@ -1,4 +1,4 @@
-"""A router's data plane without I/O: a clock in hand, fake cores for engines, sinks that check what they get."""
+"""A router's data plane without I/O: a clock in hand, fake cores for engines, response streams that check what they get."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from sluice_core.records import RequestId
     from sluice_router.errors import RouterError
+    from sluice_router.scheduling.entities import ConnectedEngine
     from sluice_router.scheduling.requests import Finish
-    from sluice_router.scheduling.state import Engine
 
 
 class Clock:
@@ -39,7 +39,7 @@ class Clock:
 
 
 @dataclass
-class CheckingSink:
+class CheckingResponseStream:
     """Takes tokens as a client would, and fails on anything that comes twice, late or out of order."""
 
     prompt: list[int]
@@ -104,11 +104,11 @@ class Harness:
         self.router.connect(self)
         self.cores: dict[str, FakeCore] = {}
         self.num_attached = 0
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, ConnectedEngine] = {}
         self.down: dict[str, deque[engine_pb2.AttachRequest]] = {}
         self.up: dict[str, deque[engine_pb2.AttachResponse]] = {}
         self.closed: list[tuple[str, str]] = []
-        self.sinks: dict[RequestId, CheckingSink] = {}
+        self.response_streams: dict[RequestId, CheckingResponseStream] = {}
         for name in roles or {}:
             self.attach(name)
         if roles and plan:
@@ -117,11 +117,11 @@ class Harness:
 
     # LinkWriter
 
-    def send(self, engine: Engine, message: engine_pb2.AttachRequest) -> None:
+    def send(self, engine: ConnectedEngine, message: engine_pb2.AttachRequest) -> None:
         if self.engines.get(engine.engine_id) is engine:
             self.down[engine.engine_id].append(message)
 
-    def close(self, engine: Engine, reason: str) -> None:
+    def close(self, engine: ConnectedEngine, reason: str) -> None:
         self.closed.append((engine.engine_id, reason))
         if self.engines.get(engine.engine_id) is engine:
             del self.engines[engine.engine_id]
@@ -139,13 +139,13 @@ class Harness:
         self.num_attached += 1
         address = f"127.0.0.1:{self.num_attached}"
         hello = core.hello()
-        self.router.set_addresses(frozenset({*self.state.links, address}))
+        self.router.set_addresses(frozenset({*self.state.engines.endpoints, address}))
 
-        def register(engine: Engine) -> None:
+        def register(engine: ConnectedEngine) -> None:
             self.engines[name] = engine
 
         engine = self.router.attach(address, hello.hello, register)
-        self.router.on_step(engine, hello)
+        self.router.handle_message(engine, hello)
 
     def kill(self, name: str) -> None:
         """The engine's process is gone."""
@@ -178,7 +178,7 @@ class Harness:
 
     def deliver_up(self, name: str) -> None:
         if self.up[name] and name in self.engines:
-            self.router.on_step(self.engines[name], self.up[name].popleft())
+            self.router.handle_message(self.engines[name], self.up[name].popleft())
 
     def deliver(self) -> None:
         """Delivers everything that is on a wire, and what comes of it."""
@@ -204,7 +204,7 @@ class Harness:
 
     def run(self, num_steps: int = 100) -> None:
         for _ in range(num_steps):
-            if not self.state.requests:
+            if not self.state.requests.live:
                 break
             self.step_all()
         for _ in range(3):
@@ -212,30 +212,30 @@ class Harness:
 
     # clients
 
-    def admit(self, prompt_tokens: int = 20, max_tokens: int = 8, **fields) -> tuple[RequestId, CheckingSink]:
+    def admit(self, prompt_tokens: int = 20, max_tokens: int = 8, **fields) -> tuple[RequestId, CheckingResponseStream]:
         request = make_request(prompt_tokens, max_tokens, now=self.clock.now_s, **fields)
-        sink = CheckingSink(list(request.prompt_token_ids))
-        request_id = self.router.admit(request, sink)
-        self.sinks[request_id] = sink
-        return request_id, sink
+        response_stream = CheckingResponseStream(list(request.prompt_token_ids))
+        request_id = self.router.admit(request, response_stream)
+        self.response_streams[request_id] = response_stream
+        return request_id, response_stream
 
     def engine_of(self, request_id: RequestId) -> str:
-        stay = self.state.requests[request_id].stay
-        assert stay is not None
-        return str(stay.engine.engine_id)
+        submission = self.state.requests.live[request_id].submission
+        assert submission is not None
+        return str(submission.engine.engine_id)
 
     def count(self, name: str, *labels: str) -> int:
         return self.state.metrics.counters[name][labels]
 
     def assert_idle(self) -> None:
         """Nothing leaked: no request, no slot, no KV block, no grant."""
-        assert not self.state.requests
-        assert not self.state.waiting
+        assert not self.state.requests.live
+        assert not self.state.requests.waiting
         for engine in self.engines.values():
-            assert engine.num_stays == 0, f"{engine.engine_id} has stays"
-            assert all(stay is None for stay in engine.slots)
+            assert engine.num_taken_slots == 0, f"{engine.engine_id} has submissions"
+            assert all(submission is None for submission in engine.slots)
             assert not engine.grants
-            assert (engine.moves_in, engine.moves_out) == (0, 0)
+            assert (engine.migrations_in, engine.migrations_out) == (0, 0)
         for name in self.engines:
             core = self.cores[name]
             assert core.is_idle, f"{name}: {core.running} {core.pinned} {core.grants}"

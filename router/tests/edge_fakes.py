@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_core.records import RequestId
 from sluice_router.api import sse
-from sluice_router.api.response_streams import StreamSink
+from sluice_router.api.response_streams import SseResponseStream
 from sluice_router.errors import InvalidRequestError, RouterError
-from sluice_router.scheduling.requests import Finish, NewRequest, ResponseSink, ServedModel, Usage
+from sluice_router.scheduling.requests import Finish, NewRequest, ResponseStream, ServedModel, Usage
 from sluice_router.text.output import Output, OutputSettings
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Live:
     """A request in the fake."""
 
     request: NewRequest
-    sink: ResponseSink
+    response_stream: ResponseStream
     num_tokens: int = 0
 
 
@@ -78,14 +78,14 @@ class FakePlane:
     def now(self) -> float:
         return asyncio.get_running_loop().time() if self.clock_s is None else self.clock_s
 
-    def admit(self, request: NewRequest, sink: ResponseSink) -> RequestId:
+    def admit(self, request: NewRequest, response_stream: ResponseStream) -> RequestId:
         if self.refusal is not None:
             raise self.refusal
         if request.slo_class not in ("", "chat", "batch"):
             raise InvalidRequestError(f"class {request.slo_class!r} is unknown", param="slo_class")
         request_id = RequestId(f"req-{next(self._numbers)}")
         self.admitted.append(request)
-        self.live[request_id] = Live(request, sink)
+        self.live[request_id] = Live(request, response_stream)
         self._note()
         if self.script is not None:
             asyncio.get_running_loop().call_soon(self._tick, request_id, self.script(request))
@@ -112,10 +112,10 @@ class FakePlane:
         stop_at = None
         for index, token_id in enumerate(token_ids):
             live.num_tokens += 1
-            stop_at = live.sink.on_token(token_id, None if logprobs is None else logprobs[index])
+            stop_at = live.response_stream.on_token(token_id, None if logprobs is None else logprobs[index])
             if stop_at is not None:
                 break
-        live.sink.flush(self.now())
+        live.response_stream.flush(self.now())
         if stop_at is not None:
             live.num_tokens = stop_at
             self.finish(request_id, STOP)
@@ -124,13 +124,13 @@ class FakePlane:
     def finish(self, request_id: RequestId, reason: Any = LENGTH, stop_token_id: int | None = None) -> None:
         live = self.live.pop(request_id, None)
         if live is not None:
-            live.sink.on_finished(Finish(reason=reason, stop_token_id=stop_token_id, usage=make_usage(live)))
+            live.response_stream.on_finished(Finish(reason=reason, stop_token_id=stop_token_id, usage=make_usage(live)))
             self._note()
 
     def fail(self, request_id: RequestId, error: RouterError) -> None:
         live = self.live.pop(request_id, None)
         if live is not None:
-            live.sink.on_error(error)
+            live.response_stream.on_error(error)
             self._note()
 
     async def wait(self, condition: Callable[[], bool], timeout_s: float = 10) -> None:
@@ -160,7 +160,9 @@ class FakePlane:
         self.changed.set()
 
 
-def make_stream_sink(text: ModelText, *, slow_readers: SlowReaders, cancel: Callable[[], None]) -> StreamSink:
+def make_sse_response_stream(
+    text: ModelText, *, slow_readers: SlowReaders, cancel: Callable[[], None]
+) -> SseResponseStream:
     """A stream of ``/v1/completions`` as the HTTP edge makes it."""
     settings = OutputSettings()
     answer = sse.CompletionFormat(
@@ -172,7 +174,9 @@ def make_stream_sink(text: ModelText, *, slow_readers: SlowReaders, cancel: Call
         includes_usage=False,
         prompt_token_ids=None,
     )
-    return StreamSink(Output(text, settings), answer, slow_readers=slow_readers, interval_tokens=1, cancel=cancel)
+    return SseResponseStream(
+        Output(text, settings), answer, slow_readers=slow_readers, interval_tokens=1, cancel=cancel
+    )
 
 
 def make_usage(live: Live) -> Usage:

@@ -13,8 +13,8 @@ from edge_fakes import write_model
 from fake_engine import make_plan
 from google.protobuf import json_format
 
-from sluice_router.server import Server
-from sluice_router.settings import Settings
+from sluice_router.server import RouterServer
+from sluice_router.settings import RouterSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PD = {"p0": "P", "d0": "D"}
 
 
-def make_settings(folder: Path, **changes: object) -> Settings:
+def make_settings(folder: Path, **changes: object) -> RouterSettings:
     """Settings of a router whose model, plan (two engines, ``PD``) and list of engines lie in a folder."""
     write_model(folder)
     (folder / "plan.json").write_text(json_format.MessageToJson(make_plan(PD)))
@@ -36,17 +36,17 @@ def make_settings(folder: Path, **changes: object) -> Settings:
         "plan": str(folder / "plan.json"),
         "grace_s": 20,
     }
-    return Settings(**{**fields, **changes})
+    return RouterSettings(**{**fields, **changes})
 
 
-def tell_engines(folder: Path, *engines: FakeEngine) -> None:
+def write_engine_addresses(folder: Path, *engines: FakeEngine) -> None:
     """Lets routers find engines."""
     (folder / "engines.json").write_text(json.dumps([engine.address for engine in engines]))
 
 
 @contextlib.asynccontextmanager
-async def running(settings: Settings) -> AsyncIterator[Server]:
-    server = Server(settings)
+async def running(settings: RouterSettings) -> AsyncIterator[RouterServer]:
+    server = RouterServer(settings)
     task = asyncio.create_task(server.run())
     await until(lambda: "http" in server.ports or task.done())
     try:
@@ -57,7 +57,7 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
             await task
 
 
-async def get(server: Server, path: str, port: str = "metrics") -> tuple[int, str]:
+async def get(server: RouterServer, path: str, port: str = "metrics") -> tuple[int, str]:
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"http://127.0.0.1:{server.ports[port]}{path}") as answer,
@@ -65,6 +65,6 @@ async def get(server: Server, path: str, port: str = "metrics") -> tuple[int, st
         return answer.status, await answer.text()
 
 
-async def until_ready(server: Server) -> None:
+async def until_ready(server: RouterServer) -> None:
     await until(lambda: server.router.is_ready)
     assert (await get(server, "/readyz"))[0] == 200

@@ -19,18 +19,18 @@ from data_plane_harness import until
 from edge_fakes import FakePlane
 from fake_engine import FakeCore, FakeEngine, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from server_harness import PD, get, make_settings, running, tell_engines, until_ready
+from server_harness import PD, get, make_settings, running, until_ready, write_engine_addresses
 
 from sluice.certificates import CertificateFolder
 from sluice.v1 import router_pb2, router_pb2_grpc
 from sluice_router.api.http_api import HttpApi, HttpSettings
-from sluice_router.security.access_control import Front
+from sluice_router.security.access_control import ClientAccess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sluice_router.server import Server
+    from sluice_router.server import RouterServer
 
 KEY, SECOND_KEY, WRONG_KEY = "sk-canary-alice-0001", "sk-canary-alice-0002", "sk-canary-wrong-0003"
 BODY = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
@@ -57,7 +57,7 @@ def bearing(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def client(server: Server, **arguments: object) -> httpx.AsyncClient:
+def client(server: RouterServer, **arguments: object) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{server.ports['http']}",
         trust_env=False,
@@ -72,7 +72,7 @@ async def test_requests_need_a_key_and_probes_do_not(tmp_path, keys):
         running(make_settings(tmp_path, api_keys=str(keys))) as server,
         client(server) as http,
     ):
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         assert (await http.post("/v1/completions", json=BODY, headers=bearing(KEY))).status_code == 200
         for header, code in ((None, "missing_api_key"), (bearing(WRONG_KEY), "invalid_api_key")):
@@ -98,7 +98,7 @@ async def test_requests_need_a_key_and_probes_do_not(tmp_path, keys):
 async def test_the_official_client_knows_what_is_wrong(tmp_path, keys):
     engines = [FakeEngine(FakeCore(name)) for name in PD]
     async with serving(*engines), running(make_settings(tmp_path, api_keys=str(keys))) as server:
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         url = f"http://127.0.0.1:{server.ports['http']}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=KEY) as good:
@@ -114,7 +114,7 @@ async def test_the_official_client_knows_what_is_wrong(tmp_path, keys):
 async def test_grpc_needs_a_key_and_its_health_does_not(tmp_path, keys):
     engines = [FakeEngine(FakeCore(name)) for name in PD]
     async with serving(*engines), running(make_settings(tmp_path, api_keys=str(keys))) as server:
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.ports['grpc']}") as channel:
             stub = router_pb2_grpc.RouterStub(channel)
@@ -149,7 +149,7 @@ async def test_a_change_of_keys_is_in_force_at_once_and_breaks_no_stream(tmp_pat
         running(make_settings(tmp_path, api_keys=str(keys))) as server,
         client(server) as http,
     ):
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         body = {**BODY, "max_tokens": 200, "stream": True, "stream_options": {"include_usage": True}}
         async with http.stream("POST", "/v1/completions", json=body, headers=bearing(KEY)) as stream:
@@ -177,8 +177,8 @@ async def test_without_keys_the_router_is_not_ready_and_says_why(tmp_path, keys,
         running(make_settings(tmp_path, api_keys=str(keys))) as server,
         client(server) as http,
     ):
-        tell_engines(tmp_path, *engines)
-        await until(lambda: len(server.router.state.engines) == len(PD))
+        write_engine_addresses(tmp_path, *engines)
+        await until(lambda: len(server.router.state.engines.connected) == len(PD))
         status, text = await get(server, "/readyz")
         assert status == 503
         assert f"{keys} holds no key that can be used; all are refused" in text
@@ -200,7 +200,7 @@ async def test_keys_go_to_no_engine_no_log_no_answer_and_no_metric(tmp_path, key
         running(make_settings(tmp_path, api_keys=str(keys))) as server,
         client(server) as http,
     ):
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         for key in (KEY, WRONG_KEY):
             answers += [
@@ -233,7 +233,7 @@ async def test_owners_who_are_gone_leave_the_metrics(tmp_path, keys):
         running(make_settings(tmp_path, api_keys=str(keys))) as server,
         client(server) as http,
     ):
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         await http.post("/v1/completions", json=BODY, headers=bearing(KEY))
         assert 'owner="alice"' in (await get(server, "/metrics"))[1]
@@ -258,7 +258,7 @@ async def test_http_and_grpc_are_encrypted_and_nothing_else_is_spoken(tmp_path, 
     folder = mount_secret(tmp_path / "tls", make_files(authority, NAME, "localhost", "127.0.0.1"))
     engines = [FakeEngine(FakeCore(name)) for name in PD]
     async with serving(*engines), running(make_settings(tmp_path, front_tls=str(folder))) as server:
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         url = f"https://127.0.0.1:{server.ports['http']}"
         async with httpx.AsyncClient(base_url=url, verify=trusting(authority), trust_env=False) as http:
@@ -285,7 +285,7 @@ async def test_a_new_certificate_is_shown_to_new_clients_while_a_stream_goes_on(
     second = trustme.CA()
     engines = [FakeEngine(FakeCore(name), step_s=0.02) for name in PD]
     async with serving(*engines), running(make_settings(tmp_path, front_tls=str(folder))) as server:
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         url = f"https://127.0.0.1:{server.ports['http']}"
         grpc_address = f"127.0.0.1:{server.ports['grpc']}"
@@ -328,8 +328,8 @@ async def test_a_new_certificate_is_shown_to_new_clients_while_a_stream_goes_on(
 
 async def test_a_client_that_does_not_end_its_handshake_is_cut_off(tmp_path, authority, text):
     folder = mount_secret(tmp_path / "tls", make_files(authority, "127.0.0.1"))
-    front = Front(certificates=CertificateFolder(folder, is_mutual=False))
-    api = HttpApi(FakePlane(), text, HttpSettings(header_timeout_s=0.3), front=front)
+    access = ClientAccess(certificates=CertificateFolder(folder, is_mutual=False))
+    api = HttpApi(FakePlane(), text, HttpSettings(header_timeout_s=0.3), access=access)
     port = await api.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     # The first byte of a handshake, and no more.
@@ -344,16 +344,16 @@ async def test_a_client_that_leaves_is_noticed_through_tls_too(tmp_path, authori
     folder = mount_secret(tmp_path / "tls", make_files(authority, "127.0.0.1"))
     engines = [FakeEngine(FakeCore(name), step_s=0.02) for name in PD]
     async with serving(*engines), running(make_settings(tmp_path, front_tls=str(folder))) as server:
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         connector = aiohttp.TCPConnector(ssl=trusting(authority))
         async with aiohttp.ClientSession(connector=connector) as session:
             url = f"https://127.0.0.1:{server.ports['http']}/v1/completions"
             answer = await session.post(url, json={**BODY, "max_tokens": 400, "stream": True})
             await answer.content.readline()
-            assert server.router.state.requests
+            assert server.router.state.requests.live
             answer.close()
-            await until(lambda: not server.router.state.requests)
+            await until(lambda: not server.router.state.requests.live)
         await until(lambda: not any(engine.core.running for engine in engines))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from data_plane_harness import CheckingSink, Harness, make_request
+from data_plane_harness import CheckingResponseStream, Harness, make_request
 from fake_engine import expected_output, make_plan
 
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
@@ -23,16 +23,16 @@ ONE = {"d0": "D"}
 
 def test_request_runs_to_its_end_and_leaves_nothing():
     harness = Harness(ONE)
-    _, sink = harness.admit(20, 8)
+    _, response_stream = harness.admit(20, 8)
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, 8)
-    assert sink.finish is not None
-    assert sink.finish.reason == sampling_pb2.FINISH_REASON_LENGTH
-    assert sink.finish.usage.prompt_tokens == 20
-    assert sink.finish.usage.output_tokens == 8
-    assert sink.finish.usage.ttft_s == pytest.approx(0.01)
-    assert sink.finish.usage.tpot_s == pytest.approx(0.01)
-    assert sink.finish.usage.is_slo_met
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 8)
+    assert response_stream.finish is not None
+    assert response_stream.finish.reason == sampling_pb2.FINISH_REASON_LENGTH
+    assert response_stream.finish.usage.prompt_tokens == 20
+    assert response_stream.finish.usage.output_tokens == 8
+    assert response_stream.finish.usage.ttft_s == pytest.approx(0.01)
+    assert response_stream.finish.usage.tpot_s == pytest.approx(0.01)
+    assert response_stream.finish.usage.is_slo_met
     harness.assert_idle()
 
 
@@ -55,14 +55,14 @@ def test_bad_request_is_refused_by_name_value_and_limit(fields, error, words):
     harness.assert_idle()
 
 
-def test_request_without_a_plan_is_told_to_come_back():
+def test_request_without_a_plan_gets_retry_after():
     harness = Harness(ONE, plan=False)
     with pytest.raises(NoEngineError) as caught:
         harness.admit()
     assert caught.value.retry_after_s
 
 
-def test_request_at_shutdown_is_told_to_come_back():
+def test_request_at_shutdown_gets_retry_after():
     harness = Harness(ONE)
     harness.router.stop_accepting()
     assert not harness.router.is_ready
@@ -87,7 +87,7 @@ def test_objectives_are_the_class_unless_the_request_says_otherwise():
     harness.router.apply_plan(make_plan(ONE, generation=2, slo_classes=[default, gold]))
     one, _ = harness.admit(slo_class="gold", tpot_slo_s=0.5)
     two, _ = harness.admit(priority=-1)
-    first, second = harness.state.requests[one], harness.state.requests[two]
+    first, second = harness.state.requests.live[one], harness.state.requests.live[two]
     assert (first.slo.ttft_s, first.slo.tpot_s, first.priority) == (0.1, 0.5, 7)
     assert (second.slo.ttft_s, second.slo.tpot_s, second.priority) == (5.0, 0.5, -1)
     harness.run()
@@ -119,37 +119,37 @@ def test_seed_of_the_client_is_kept():
 def test_request_waits_for_an_engine_and_goes_on_when_one_comes():
     harness = Harness({})
     harness.router.apply_plan(make_plan(ONE))
-    _, sink = harness.admit()
+    _, response_stream = harness.admit()
     harness.clock.advance(3)
     harness.router.tick()
-    assert not sink.is_over
+    assert not response_stream.is_over
     harness.attach("d0")
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, 8)
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 8)
     harness.assert_idle()
 
 
 def test_wait_for_an_engine_ends_with_no_engine_and_an_estimate():
     harness = Harness({}, limits=Limits(wait_limit_s=5))
     harness.router.apply_plan(make_plan(ONE))
-    _, sink = harness.admit()
+    _, response_stream = harness.admit()
     harness.clock.advance(4.9)
     harness.router.tick()
-    assert sink.error is None
+    assert response_stream.error is None
     harness.clock.advance(0.2)
     harness.router.tick()
-    assert isinstance(sink.error, NoEngineError)
-    assert sink.error.retry_after_s
+    assert isinstance(response_stream.error, NoEngineError)
+    assert response_stream.error.retry_after_s
     harness.assert_idle()
 
 
 def test_deadline_ends_a_running_request_and_aborts_it():
     harness = Harness(ONE)
-    _, sink = harness.admit(20, 100, deadline_s=harness.clock.now_s + 0.05)
+    _, response_stream = harness.admit(20, 100, deadline_s=harness.clock.now_s + 0.05)
     for _ in range(8):
         harness.step_all()
-    assert isinstance(sink.error, DeadlineError)
-    assert 0 < len(sink.token_ids) < 8
+    assert isinstance(response_stream.error, DeadlineError)
+    assert 0 < len(response_stream.token_ids) < 8
     harness.assert_idle()
 
 
@@ -165,14 +165,14 @@ def test_infeasible_request_is_rejected_with_an_estimate_when_the_plan_says_so()
     harness.router.apply_plan(make_plan(ONE, generation=2, parameters=parameters))
     # An engine with few measured iterations never justifies a rejection.
     for _ in range(120):
-        _, sink = harness.admit(200, 1)
+        _, response_stream = harness.admit(200, 1)
         harness.run()
-        assert sink.finish is not None
+        assert response_stream.finish is not None
     errors: list[RouterError] = []
     for _ in range(400):
-        _, sink = harness.admit(200, 1, ttft_slo_s=0.05)
-        if sink.error is not None:
-            errors.append(sink.error)
+        _, response_stream = harness.admit(200, 1, ttft_slo_s=0.05)
+        if response_stream.error is not None:
+            errors.append(response_stream.error)
     assert errors
     assert all(isinstance(error, SloInfeasibleError) for error in errors)
     assert errors[0].retry_after_s is not None
@@ -185,7 +185,7 @@ def test_engine_of_another_routers_share_is_taken_when_ones_own_is_busier():
     harness = Harness({"d0": "D", "d1": "D"})
     load = harness.cores["d0"].load()
     load.is_of_others = True
-    harness.router.on_step(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+    harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
     engines = [harness.engine_of(harness.admit(200, 4, first=number)[0]) for number in range(3)]
     assert engines == ["d1", "d1", "d0"]
 
@@ -203,8 +203,8 @@ def test_client_gone_while_queued_and_while_running_is_aborted_at_once():
     first, first_sink = harness.admit(20, 100)
     harness.step_all()
     second, second_sink = harness.admit(20, 100)
-    for request_id, sink in ((first, first_sink), (second, second_sink)):
-        sink.is_cancelled = True
+    for request_id, response_stream in ((first, first_sink), (second, second_sink)):
+        response_stream.is_cancelled = True
         harness.router.cancel(request_id)
     harness.deliver()
     harness.assert_idle()
@@ -226,7 +226,7 @@ def test_recoveries_are_placed_first_the_most_indebted_ahead():
     harness.router.tick()
     harness.deliver()
     order = [submit.request_id for submit in core.submitted]
-    slos = [harness.state.requests[name].slo.tpot_s for name in order if name != new]
+    slos = [harness.state.requests.live[name].slo.tpot_s for name in order if name != new]
     assert slos == sorted(slos)
     assert order[-1] == new
     harness.run()
@@ -236,8 +236,8 @@ def test_recoveries_are_placed_first_the_most_indebted_ahead():
 def test_arrival_counts_from_the_first_byte():
     harness = Harness(ONE)
     request = make_request(20, 2, now=harness.clock.now_s - 1.5)
-    sink = CheckingSink(list(request.prompt_token_ids))
-    harness.router.admit(request, sink)
+    response_stream = CheckingResponseStream(list(request.prompt_token_ids))
+    harness.router.admit(request, response_stream)
     harness.run()
-    assert sink.finish is not None
-    assert sink.finish.usage.ttft_s == pytest.approx(1.51)
+    assert response_stream.finish is not None
+    assert response_stream.finish.usage.ttft_s == pytest.approx(1.51)

@@ -57,13 +57,13 @@ def test_unknown_id_has_no_story():
 
 
 @pytest.mark.parametrize("num_requests", [50])
-def test_ring_is_bounded(num_requests):
+def test_decision_log_is_bounded(num_requests):
     harness = Harness(PD, limits=Limits(ring_size=100))
     first, _ = harness.admit(20, 2)
     harness.run()
     for _ in range(num_requests):
         harness.admit(20, 2)
     harness.run()
-    assert len(harness.state.ring) == 100
+    assert len(harness.state.decision_log) == 100
     story = harness.router.explain(first)
     assert story is None

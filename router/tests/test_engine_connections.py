@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from data_plane_harness import CheckingSink, make_request, until
+from data_plane_harness import CheckingResponseStream, make_request, until
 from fake_engine import FakeCore, FakeEngine, expected_output, make_plan, make_rng, serving
 
 from sluice.v1 import control_pb2, control_pb2_grpc, engine_pb2
 from sluice_router.api.control_service import ControlService
-from sluice_router.engines.engine_connections import EngineLinks
+from sluice_router.engines.engine_connections import EngineConnections
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
 from sluice_router.settings import Limits
@@ -32,23 +32,23 @@ PATIENT = LIMITS.model_copy(update={"resume_grace_s": 10.0})
 class Wired:
     """A data plane with real links."""
 
-    def __init__(self, router: Router, links: EngineLinks, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, router: Router, links: EngineConnections, tasks: asyncio.TaskGroup) -> None:
         self.router = router
         self.links = links
         self._tasks = tasks
-        self.sinks: list[CheckingSink] = []
+        self.response_streams: list[CheckingResponseStream] = []
 
     def use(self, *addresses: str) -> None:
         self.links.set_addresses(
             frozenset(addresses), lambda address: self._tasks.create_task(self.links.keep(address))
         )
 
-    def admit(self, max_tokens: int = 40, *, first: int = 1) -> CheckingSink:
+    def admit(self, max_tokens: int = 40, *, first: int = 1) -> CheckingResponseStream:
         request = make_request(20, max_tokens, first=first, now=self.router.now())
-        sink = CheckingSink(list(request.prompt_token_ids))
-        self.sinks.append(sink)
-        self.router.admit(request, sink)
-        return sink
+        response_stream = CheckingResponseStream(list(request.prompt_token_ids))
+        self.response_streams.append(response_stream)
+        self.router.admit(request, response_stream)
+        return response_stream
 
     def state_of(self, engine_id: str) -> control_pb2.EngineState.ValueType:
         states = {engine.engine_id: engine.state for engine in self.router.describe().engines}
@@ -60,7 +60,7 @@ async def wiring(*engines: FakeEngine, router_id: str = "router-1", limits: Limi
     """Connects a data plane to engines, and takes it down with the block."""
     state = RouterState(router_id=router_id, limits=limits, rng=make_rng())
     router = Router(state, time.monotonic)
-    links = EngineLinks(router, hello_timeout_s=limits.hello_timeout_s, rng=make_rng())
+    links = EngineConnections(router, hello_timeout_s=limits.hello_timeout_s, rng=make_rng())
     router.connect(links)
 
     async def tick() -> None:
@@ -89,15 +89,17 @@ DD = {"d0": "D", "d1": "D"}
 
 @pytest.fixture(name="is_ready")
 def _is_ready() -> Callable[[Wired, int], bool]:
-    return lambda wired, number: len(wired.router.state.table) == number
+    return lambda wired, number: len(wired.router.state.engines.table) == number
 
 
 async def finish_all(wired: Wired) -> None:
-    await until(lambda: all(sink.is_over for sink in wired.sinks))
-    for sink in wired.sinks:
-        assert sink.error is None
-        assert sink.finish is not None
-        assert sink.token_ids == expected_output(sink.prompt, sink.finish.usage.output_tokens)
+    await until(lambda: all(response_stream.is_over for response_stream in wired.response_streams))
+    for response_stream in wired.response_streams:
+        assert response_stream.error is None
+        assert response_stream.finish is not None
+        assert response_stream.token_ids == expected_output(
+            response_stream.prompt, response_stream.finish.usage.output_tokens
+        )
 
 
 async def test_requests_stream_and_move_between_engines(is_ready):
@@ -120,7 +122,7 @@ async def test_fault_in_mid_stream_costs_no_token(is_ready, fault):
         await until(lambda: is_ready(wired, 2))
         for number in range(6):
             wired.admit(40, first=number)
-        await until(lambda: all(len(sink.token_ids) > 3 for sink in wired.sinks))
+        await until(lambda: all(len(response_stream.token_ids) > 3 for response_stream in wired.response_streams))
         victim = engines[0]
         assert victim.core.running
         if fault == "kill":
@@ -132,7 +134,14 @@ async def test_fault_in_mid_stream_costs_no_token(is_ready, fault):
         await finish_all(wired)
         reasons = {"kill": "stream", "silence": "silence", "hang": "hang"}
         assert wired.router.state.metrics.counters["engine_losses"][(reasons[fault],)] >= 1
-        assert sum(sink.finish.usage.num_recoveries for sink in wired.sinks if sink.finish) >= 1
+        assert (
+            sum(
+                response_stream.finish.usage.num_recoveries
+                for response_stream in wired.response_streams
+                if response_stream.finish
+            )
+            >= 1
+        )
 
 
 async def test_stream_that_breaks_is_taken_up_again_by_the_same_engine(is_ready):
@@ -142,7 +151,7 @@ async def test_stream_that_breaks_is_taken_up_again_by_the_same_engine(is_ready)
         await until(lambda: is_ready(wired, 2))
         for number in range(6):
             wired.admit(60, first=number)
-        await until(lambda: all(len(sink.token_ids) > 3 for sink in wired.sinks))
+        await until(lambda: all(len(response_stream.token_ids) > 3 for response_stream in wired.response_streams))
         victim = engines[0]
         running = len(victim.core.running)
         victim.end_stream()
@@ -161,8 +170,8 @@ async def test_restarted_engine_is_found_again(is_ready):
     async with wiring(engine) as wired:
         wired.router.apply_plan(make_plan({"d0": "D"}))
         await until(lambda: is_ready(wired, 1))
-        sink = wired.admit(60)
-        await until(lambda: len(sink.token_ids) > 3)
+        response_stream = wired.admit(60)
+        await until(lambda: len(response_stream.token_ids) > 3)
         await engine.kill()
         await until(lambda: wired.state_of("d0") == control_pb2.ENGINE_STATE_LOST)
         again = FakeEngine(FakeCore("d0", epoch=2))
@@ -194,7 +203,7 @@ async def test_address_that_leaves_the_discovery_serves_until_its_stream_ends(is
         await until(lambda: is_ready(wired, 2))
         for number in range(4):
             wired.admit(40, first=number)
-        await until(lambda: all(len(sink.token_ids) > 3 for sink in wired.sinks))
+        await until(lambda: all(len(response_stream.token_ids) > 3 for response_stream in wired.response_streams))
         wired.use(engines[1].address)
         assert is_ready(wired, 2)
         await engines[0].kill()
@@ -216,10 +225,10 @@ async def test_drain_empties_an_engine_while_streams_go_on(is_ready):
         await until(lambda: is_ready(wired, 2))
         for number in range(6):
             wired.admit(100, first=number)
-        await until(lambda: all(len(sink.token_ids) > 3 for sink in wired.sinks))
+        await until(lambda: all(len(response_stream.token_ids) > 3 for response_stream in wired.response_streams))
         wired.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
         await until(lambda: wired.state_of("d0") == control_pb2.ENGINE_STATE_DRAINED)
-        assert not any(sink.is_over for sink in wired.sinks)
+        assert not any(response_stream.is_over for response_stream in wired.response_streams)
         await finish_all(wired)
 
 
@@ -245,17 +254,17 @@ async def test_control_applies_plans_tells_status_and_moves(is_ready):
         assert (answer.is_applied, answer.generation) == (False, 3)
         assert "generation is 2" in answer.error
         await until(lambda: is_ready(wired, 2))
-        sink = wired.admit(100)
-        await until(lambda: len(sink.token_ids) > 3)
-        (request_id,) = wired.router.state.requests
-        stay = wired.router.state.requests[request_id].stay
-        assert stay is not None
-        other = "d0" if stay.engine.engine_id == "d1" else "d1"
+        response_stream = wired.admit(100)
+        await until(lambda: len(response_stream.token_ids) > 3)
+        (request_id,) = wired.router.state.requests.live
+        submission = wired.router.state.requests.live[request_id].submission
+        assert submission is not None
+        other = "d0" if submission.engine.engine_id == "d1" else "d1"
         moved = await control.Move(control_pb2.MoveRequest(request_id=request_id, engine_id=other))
         assert moved.is_started, moved.reason
         await finish_all(wired)
-        assert sink.finish is not None
-        assert sink.finish.usage.num_hand_offs == 1
+        assert response_stream.finish is not None
+        assert response_stream.finish.usage.num_hand_offs == 1
         status = await control.GetStatus(control_pb2.GetStatusRequest())
         assert status.acknowledged_generation == 3
 
@@ -287,8 +296,8 @@ async def test_message_out_of_order_costs_the_stream_and_no_token(is_ready):
     async with serving(*engines), wiring(*engines) as wired:
         wired.router.apply_plan(make_plan(DD))
         await until(lambda: is_ready(wired, 2))
-        sink = wired.admit(40)
-        await until(lambda: len(sink.token_ids) > 3)
+        response_stream = wired.admit(40)
+        await until(lambda: len(response_stream.token_ids) > 3)
         victim = next(engine for engine in engines if engine.core.running)
         victim.say(engine_pb2.AttachResponse(slots=[0], token_ids=[1], output_indexes=[1000]))
         await finish_all(wired)

@@ -16,8 +16,8 @@ from h2.events import RequestReceived
 from sluice.v1 import engine_pb2, engine_pb2_grpc
 from sluice_router.engines import engine_stream
 from sluice_router.engines.engine_stream import EngineStream, StreamEndedError, connect
-from sluice_router.fair_loop import Turns
-from sluice_router.observability.metrics import LinkTraffic
+from sluice_router.fair_loop import FairQueue
+from sluice_router.observability.metrics import EngineTraffic
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -49,9 +49,9 @@ async def serving(serve: Serve) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def calling(
-    address: str, traffic: LinkTraffic | None = None, turns: Turns | None = None
+    address: str, traffic: EngineTraffic | None = None, fair_queue: FairQueue | None = None
 ) -> AsyncIterator[EngineStream]:
-    stream = await connect(address, traffic or LinkTraffic(), turns or Turns())
+    stream = await connect(address, traffic or EngineTraffic(), fair_queue or FairQueue())
     try:
         yield stream
     finally:
@@ -109,7 +109,7 @@ async def test_more_than_the_receive_window_arrives():
         assert fault == "the engine ended the stream"
 
 
-async def test_burst_is_handled_one_message_per_turn_of_the_loop():
+async def test_burst_is_handled_one_message_per_loop_iteration():
     async def burst(_requests, _context):
         for index in range(50):
             yield make_message(index)
@@ -135,19 +135,19 @@ async def test_burst_is_handled_one_message_per_turn_of_the_loop():
         assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(seen))
 
 
-async def test_engines_with_bursts_are_handled_in_turn():
+async def test_engines_with_bursts_are_handled_round_robin():
     """One message of all engines per turn of the loop, and no engine waits for another's burst."""
 
     async def burst(_requests, _context):
         for index in range(10):
             yield make_message(index)
 
-    turns = Turns()
+    fair_queue = FairQueue()
     async with (
         serving(burst) as first,
         serving(burst) as second,
-        calling(first, turns=turns) as one,
-        calling(second, turns=turns) as other,
+        calling(first, fair_queue=fair_queue) as one,
+        calling(second, fair_queue=fair_queue) as other,
     ):
         await one.read_first()
         await other.read_first()
@@ -223,7 +223,7 @@ async def test_messages_cut_anywhere_are_put_together(chunk_bytes):
 
 
 @pytest.mark.parametrize("has_first", [False, True], ids=["before the first message", "after it"])
-async def test_status_of_the_end_is_told(has_first):
+async def test_grpc_status_of_the_end_is_returned(has_first):
     async def refuse(_requests, context):
         if has_first:
             yield make_message(0)
@@ -267,7 +267,7 @@ async def test_port_that_speaks_something_else_is_a_fault(answer):
 
 async def test_port_that_nobody_listens_on_is_a_fault():
     with pytest.raises(StreamEndedError, match="unavailable"):
-        await connect("127.0.0.1:1", LinkTraffic(), Turns())
+        await connect("127.0.0.1:1", EngineTraffic(), FairQueue())
 
 
 async def test_compressed_message_ends_the_stream():
@@ -323,7 +323,7 @@ async def test_bytes_are_counted_in_both_directions():
 
     request = engine_pb2.AttachRequest()
     request.submits.add().prompt_token_ids.extend([7] * 20_000)
-    traffic = LinkTraffic()
+    traffic = EngineTraffic()
     async with serving(answer) as address, calling(address, traffic) as stream:
         assert 0 < traffic.num_bytes_down < 1000
         stream.send(request)

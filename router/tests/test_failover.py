@@ -17,7 +17,7 @@ THREE = {"d0": "D", "d1": "D", "d2": "D"}
 def test_request_goes_on_elsewhere_from_prompt_and_emitted_tokens():
     harness = Harness(TWO)
     sampling = sampling_pb2.SamplingParams(max_tokens=20, temperature=0.9)
-    request_id, sink = harness.admit(sampling=sampling)
+    request_id, response_stream = harness.admit(sampling=sampling)
     first = harness.engine_of(request_id)
     for _ in range(5):
         harness.step_all()
@@ -26,8 +26,8 @@ def test_request_goes_on_elsewhere_from_prompt_and_emitted_tokens():
     second = harness.engine_of(request_id)
     harness.run()
     after = harness.cores[second].submitted[0]
-    assert sink.token_ids == expected_output(sink.prompt, 20)
-    assert list(after.output_token_ids) == expected_output(sink.prompt, 5)
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 20)
+    assert list(after.output_token_ids) == expected_output(response_stream.prompt, 5)
     assert after.sampling == before.sampling
     assert after.sampling.HasField("seed")
     assert after.fence > before.fence
@@ -39,27 +39,27 @@ def test_request_goes_on_elsewhere_from_prompt_and_emitted_tokens():
 
 def test_request_without_tokens_is_plainly_retried():
     harness = Harness(TWO)
-    request_id, sink = harness.admit()
+    request_id, response_stream = harness.admit()
     harness.deliver()
     first = harness.engine_of(request_id)
     harness.kill(first)
     harness.run()
     (name,) = harness.cores
     assert not harness.cores[name].submitted[0].is_recovery
-    assert sink.finish is not None
+    assert response_stream.finish is not None
     harness.assert_idle()
 
 
 def test_restarted_engine_is_not_taken_for_its_predecessor():
     harness = Harness(TWO)
-    request_id, sink = harness.admit(20, 30)
+    request_id, response_stream = harness.admit(20, 30)
     name = harness.engine_of(request_id)
     for _ in range(3):
         harness.step_all()
     harness.attach(name, epoch=2)
     assert harness.closed == [(name, "epoch")]
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, 30)
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
     assert harness.count("recoveries", "epoch") == 1
     harness.assert_idle()
 
@@ -76,7 +76,7 @@ def test_requests_kept_from_an_earlier_stream_that_are_unknown_are_aborted():
 def test_request_goes_on_where_it_was_when_only_the_stream_broke(steps_meanwhile):
     """What was on the way and what came meanwhile is sent again, from the token that the router names."""
     harness = Harness(TWO, limits=Limits(resume_grace_s=10))
-    request_id, sink = harness.admit(20, 30)
+    request_id, response_stream = harness.admit(20, 30)
     name = harness.engine_of(request_id)
     for _ in range(4):
         harness.step_all()
@@ -84,12 +84,12 @@ def test_request_goes_on_where_it_was_when_only_the_stream_broke(steps_meanwhile
     harness.cut(name)
     for _ in range(steps_meanwhile):
         harness.step_all()
-        assert harness.state.requests[request_id].stay is None
+        assert harness.state.requests.live[request_id].submission is None
     harness.reconnect(name)
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, 30)
-    assert sink.finish is not None
-    assert sink.finish.usage.num_recoveries == 0
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
+    assert response_stream.finish is not None
+    assert response_stream.finish.usage.num_recoveries == 0
     (core,) = [core for core in harness.cores.values() if core.submitted]
     assert core.engine_id == name
     assert len(core.submitted) == 1
@@ -102,43 +102,43 @@ def test_request_goes_on_where_it_was_when_only_the_stream_broke(steps_meanwhile
 def test_logprobs_come_along_when_a_request_is_resumed():
     harness = Harness({"d0": "D"})
     sampling = sampling_pb2.SamplingParams(max_tokens=10, num_logprobs=1)
-    _, sink = harness.admit(sampling=sampling)
+    _, response_stream = harness.admit(sampling=sampling)
     harness.step_all()
     harness.cut("d0")
     harness.step_all()
     harness.reconnect("d0")
     harness.run()
-    assert [entry.logprob for entry in sink.logprobs] == [-float(index) for index in range(10)]
+    assert [entry.logprob for entry in response_stream.logprobs] == [-float(index) for index in range(10)]
 
 
 def test_request_that_never_reached_the_engine_is_placed_at_once_when_its_stream_comes_back():
     harness = Harness({"d0": "D"})
-    _, sink = harness.admit()
+    _, response_stream = harness.admit()
     harness.cut("d0")
     harness.reconnect("d0")
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, 8)
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 8)
     assert harness.count("resumed") == 0
     assert harness.count("recoveries", "stream") == 1
 
 
 def test_request_waits_for_its_engine_only_so_long():
     harness = Harness(TWO, limits=Limits(resume_grace_s=0.3))
-    request_id, sink = harness.admit(20, 60)
+    request_id, response_stream = harness.admit(20, 60)
     name = harness.engine_of(request_id)
     other = next(item for item in TWO if item != name)
     harness.step_all()
     harness.cut(name)
     harness.clock.advance(0.29)
     harness.router.tick()
-    assert request_id in harness.state.waiting
+    assert request_id in harness.state.requests.waiting
     harness.clock.advance(0.02)
     harness.router.tick()
     assert harness.engine_of(request_id) == other
     harness.reconnect(name)
     harness.run()
     assert harness.cores[name].aborted_held == [request_id]
-    assert sink.token_ids == expected_output(sink.prompt, 60)
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 60)
     assert harness.count("recoveries", "stream") == 1
     harness.assert_idle()
 
@@ -150,7 +150,7 @@ def test_engine_that_cannot_be_reached_is_not_waited_for():
     harness.step_all()
     address = harness.engines[name].address
     harness.cut(name)
-    assert request_id in harness.state.waiting
+    assert request_id in harness.state.requests.waiting
     harness.router.note_fault(address, "unavailable: refused")
     assert harness.engine_of(request_id) != name
 
@@ -158,7 +158,7 @@ def test_engine_that_cannot_be_reached_is_not_waited_for():
 def test_router_that_was_cut_off_from_all_engines_takes_up_what_they_kept():
     """Silence has cost the time that a broken stream would be given; but nobody else has taken the request."""
     harness = Harness({"d0": "D"}, limits=Limits(silence_limit_s=2, iteration_age_floor_s=50))
-    request_id, sink = harness.admit(20, 30)
+    request_id, response_stream = harness.admit(20, 30)
     for _ in range(3):
         harness.step_all()
     for _ in range(21):
@@ -168,10 +168,10 @@ def test_router_that_was_cut_off_from_all_engines_takes_up_what_they_kept():
     harness.cores["d0"].step()
     harness.clock.advance(5)
     harness.router.tick()
-    assert request_id in harness.state.waiting
+    assert request_id in harness.state.requests.waiting
     harness.reconnect("d0")
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, 30)
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
     assert len(harness.cores["d0"].submitted) == 1
     harness.assert_idle()
 
@@ -179,7 +179,7 @@ def test_router_that_was_cut_off_from_all_engines_takes_up_what_they_kept():
 @pytest.mark.parametrize("phase", ["asked", "handing off", "pulling"])
 def test_request_in_the_midst_of_a_move_is_resumed_only_if_its_kv_is_untouched(phase):
     harness = Harness(TWO)
-    request_id, sink = harness.admit(20, 30)
+    request_id, response_stream = harness.admit(20, 30)
     source = harness.engine_of(request_id)
     target = next(name for name in TWO if name != source)
     harness.step_all()
@@ -196,16 +196,16 @@ def test_request_in_the_midst_of_a_move_is_resumed_only_if_its_kv_is_untouched(p
     harness.reconnect(victim)
     harness.run()
     assert harness.count("resumed") == (phase == "asked")
-    assert sink.token_ids == expected_output(sink.prompt, 30)
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
     harness.assert_idle()
 
 
 def test_client_that_leaves_while_its_engine_is_away_is_aborted_there():
     harness = Harness({"d0": "D"})
-    request_id, sink = harness.admit(20, 30)
+    request_id, response_stream = harness.admit(20, 30)
     harness.step_all()
     harness.cut("d0")
-    sink.is_cancelled = True
+    response_stream.is_cancelled = True
     harness.router.cancel(request_id)
     harness.reconnect("d0")
     harness.deliver()
@@ -215,7 +215,7 @@ def test_client_that_leaves_while_its_engine_is_away_is_aborted_there():
 
 def test_silent_engine_is_lost_after_its_limit():
     harness = Harness(TWO, limits=Limits(silence_limit_s=2, iteration_age_floor_s=50))
-    request_id, sink = harness.admit(20, 30)
+    request_id, response_stream = harness.admit(20, 30)
     silent = harness.engine_of(request_id)
     other = next(name for name in TWO if name != silent)
     harness.deliver()
@@ -226,7 +226,7 @@ def test_silent_engine_is_lost_after_its_limit():
         tick_with(harness, other)
     assert harness.closed == [(silent, "silence")]
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, 30)
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
     harness.assert_idle()
 
 
@@ -236,13 +236,13 @@ def tick_with(harness: Harness, *names: str, age_s: float | None = None) -> None
     for name in names:
         load = harness.cores[name].load()
         load.iteration_age_s = 1e9 if age_s is None else age_s
-        harness.router.on_step(harness.engines[name], engine_pb2.AttachResponse(load=load))
+        harness.router.handle_message(harness.engines[name], engine_pb2.AttachResponse(load=load))
     harness.router.tick()
 
 
 def test_engine_that_stands_still_with_work_is_lost():
     harness = Harness(TWO, limits=Limits(iteration_age_floor_s=3))
-    request_id, sink = harness.admit(20, 30)
+    request_id, response_stream = harness.admit(20, 30)
     stuck = harness.engine_of(request_id)
     harness.step_all()
     for _ in range(29):
@@ -252,7 +252,7 @@ def test_engine_that_stands_still_with_work_is_lost():
         tick_with(harness, *harness.engines)
     assert harness.closed == [(stuck, "hang")]
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, 30)
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
     harness.assert_idle()
 
 
@@ -279,7 +279,7 @@ def test_idle_engine_is_not_lost_however_old_its_iteration():
     harness.assert_idle()
 
 
-def test_pause_of_the_router_is_not_held_against_the_engines():
+def test_pause_of_the_router_does_not_count_as_engine_silence():
     harness = Harness(TWO)
     harness.router.tick()
     harness.clock.advance(10)
@@ -289,14 +289,14 @@ def test_pause_of_the_router_is_not_held_against_the_engines():
 
 def test_request_that_ran_on_two_dead_engines_is_given_up():
     harness = Harness(THREE)
-    request_id, sink = harness.admit(20, 50)
+    request_id, response_stream = harness.admit(20, 50)
     for _ in range(2):
         for _ in range(3):
             harness.step_all()
         harness.kill(harness.engine_of(request_id))
-    assert isinstance(sink.error, EngineFaultError)
-    assert "limit is 2" in sink.error.message
-    assert sink.error.code == "engine_fault"
+    assert isinstance(response_stream.error, EngineFaultError)
+    assert "limit is 2" in response_stream.error.message
+    assert response_stream.error.code == "engine_fault"
     (survivor,) = harness.engines
     assert survivor
     harness.assert_idle()
@@ -304,74 +304,74 @@ def test_request_that_ran_on_two_dead_engines_is_given_up():
 
 def test_attempts_are_limited():
     harness = Harness(TWO, limits=Limits(max_deaths=9, max_recoveries=3))
-    request_id, sink = harness.admit(20, 50)
+    request_id, response_stream = harness.admit(20, 50)
     for epoch in range(2, 5):
         harness.step_all()
         name = harness.engine_of(request_id)
         harness.kill(name)
         harness.attach(name, epoch=epoch)
-    assert sink.error is None
+    assert response_stream.error is None
     harness.deliver()
     harness.step_all()
     harness.kill(harness.engine_of(request_id))
-    assert isinstance(sink.error, EngineFaultError)
+    assert isinstance(response_stream.error, EngineFaultError)
     harness.assert_idle()
 
 
 def test_queued_requests_do_not_count_the_death_of_an_engine_that_never_had_them():
     harness = Harness(THREE)
-    request_id, sink = harness.admit(20, 5)
+    request_id, response_stream = harness.admit(20, 5)
     for _ in range(2):  # the submit never reaches the engine
         harness.kill(harness.engine_of(request_id))
     harness.run()
-    assert sink.finish is not None
+    assert response_stream.finish is not None
     harness.assert_idle()
 
 
 def test_after_the_last_engine_requests_wait_and_then_fail():
     harness = Harness({"d0": "D"}, limits=Limits(wait_limit_s=5))
-    _, sink = harness.admit(20, 50)
+    _, response_stream = harness.admit(20, 50)
     for _ in range(3):
         harness.step_all()
     harness.kill("d0")
-    assert sink.error is None
+    assert response_stream.error is None
     harness.clock.advance(5.1)
     harness.router.tick()
-    assert isinstance(sink.error, NoEngineError)
+    assert isinstance(response_stream.error, NoEngineError)
     harness.assert_idle()
 
 
 def test_only_engine_serves_again_after_its_restart():
     harness = Harness({"d0": "D"})
-    _, sink = harness.admit(20, 20)
+    _, response_stream = harness.admit(20, 20)
     for _ in range(3):
         harness.step_all()
     harness.kill("d0")
     harness.attach("d0", epoch=2)
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, 20)
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 20)
     harness.assert_idle()
 
 
 def test_last_token_without_its_end_is_not_computed_again():
     harness = Harness(TWO)
-    request_id, sink = harness.admit(20, 3)
+    request_id, response_stream = harness.admit(20, 3)
     name = harness.engine_of(request_id)
     harness.deliver()
     message = harness.cores[name].step()
     message.MergeFrom(harness.cores[name].step())
     message.MergeFrom(harness.cores[name].step())
     del message.finished[:]
-    harness.router.on_step(harness.engines[name], message)
+    harness.router.handle_message(harness.engines[name], message)
     harness.kill(name)
-    assert sink.finish is not None
-    assert sink.finish.reason == sampling_pb2.FINISH_REASON_LENGTH
+    assert response_stream.finish is not None
+    assert response_stream.finish.reason == sampling_pb2.FINISH_REASON_LENGTH
     harness.assert_idle()
 
 
 def test_lost_engine_is_reported():
     harness = Harness(TWO)
-    version = harness.state.version
+    version = harness.state.status.version
     harness.kill("d0")
     status = harness.router.describe()
     assert status.version > version

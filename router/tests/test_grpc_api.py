@@ -238,14 +238,14 @@ async def test_slow_client_gets_larger_deltas_and_is_shed_at_its_limit(plane, te
         call = router_pb2_grpc.RouterStub(channel).Generate(router_pb2.GenerateRequest(text="hi"))
         reading = asyncio.create_task(call.read())
         await plane.wait(lambda: bool(plane.live))
-        sink = plane.live["req-1"].sink
+        response_stream = plane.live["req-1"].response_stream
         largest = 0
         plane.emit("req-1", ids)
         await reading
         async with asyncio.timeout(20):
             while "req-1" in plane.live:
                 plane.emit("req-1", ids)
-                largest = max(largest, sink.num_buffered_bytes)
+                largest = max(largest, response_stream.num_buffered_bytes)
                 await asyncio.sleep(0)
         assert plane.cancelled == [("req-1", "slow_reader")]
         assert readers.num_shed == {"stream_bytes": 1}

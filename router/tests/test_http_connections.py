@@ -261,7 +261,7 @@ async def test_client_that_goes_while_queued_is_cancelled(start, plane, body):
 
 async def test_client_that_goes_in_mid_stream_harms_no_other(start, plane):
     _, port = await start()
-    async with connect(port) as (stays, stays_writer):
+    async with connect(port) as (submissions, stays_writer):
         stays_writer.write(request_bytes("/v1/completions", STREAM))
         await plane.wait(lambda: len(plane.live) == 1)
         async with connect(port) as (goes, goes_writer):
@@ -278,7 +278,7 @@ async def test_client_that_goes_in_mid_stream_harms_no_other(start, plane):
         await plane.wait(lambda: bool(plane.cancelled))
         assert plane.cancelled == [("req-2", "client_gone")]
         plane.finish("req-1")
-        events = await read_until(stays, b"\r\n0\r\n\r\n")
+        events = await read_until(submissions, b"\r\n0\r\n\r\n")
         assert events.count(b'"finish_reason":null') == 51
 
 
@@ -329,11 +329,11 @@ async def test_slow_reader_is_shed_at_its_limit_and_others_are_not(start, plane,
     async with _stall(plane, port) as (slow,), connect(port, limit=2**24) as (other, other_writer):
         other_writer.write(request_bytes("/v1/completions", STREAM))
         await plane.wait(lambda: len(plane.live) == 2)
-        sink = plane.live["req-1"].sink
+        response_stream = plane.live["req-1"].response_stream
         largest = 0
         while "req-1" in plane.live:
             plane.emit("req-1", ids)
-            largest = max(largest, sink.num_buffered_bytes)
+            largest = max(largest, response_stream.num_buffered_bytes)
             plane.emit("req-2", ids[:1])
             await asyncio.sleep(0)
         assert plane.cancelled == [("req-1", "slow_reader")]
@@ -452,7 +452,7 @@ async def test_close_cuts_what_outlasts_the_grace_time(start, plane):
         assert plane.cancelled == [("req-1", "client_gone")]
 
 
-async def test_burst_of_new_clients_is_accepted_in_few_turns(start):
+async def test_burst_of_new_clients_is_accepted_in_few_loop_iterations(start):
     """uvloop accepts one connection per listener and turn of the loop."""
     _, port = await start()
     with contextlib.ExitStack() as sockets:

@@ -8,7 +8,7 @@ from fake_engine import expected_output, make_plan
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId
-from sluice_router.scheduling.state import MovePhase
+from sluice_router.scheduling.entities import MigrationPhase
 from sluice_router.settings import Limits
 
 PD = {"p0": "P", "d0": "D"}
@@ -25,34 +25,34 @@ def start_on(harness: Harness, name: str, max_tokens: int = 40):
     """Admits a request that is placed on one engine."""
     others = [other for other in harness.engines if other != name]
     for other in others:
-        harness.state.table.configure(
+        harness.state.engines.table.configure(
             EngineId(other), role=harness.engines[other].role, chunk_size_tokens=0, is_draining=False
         )
-    request_id, sink = harness.admit(20, max_tokens)
+    request_id, response_stream = harness.admit(20, max_tokens)
     for other in others:
         engine = harness.engines[other]
-        harness.state.table.configure(
+        harness.state.engines.table.configure(
             EngineId(other), role=engine.role, chunk_size_tokens=engine.chunk_size_tokens, is_draining=False
         )
     assert harness.engine_of(request_id) == name
     harness.deliver()
-    return request_id, sink
+    return request_id, response_stream
 
 
-def check_end(harness: Harness, sink, num_tokens: int = 40) -> None:
+def check_end(harness: Harness, response_stream, num_tokens: int = 40) -> None:
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, num_tokens)
-    assert sink.finish is not None
+    assert response_stream.token_ids == expected_output(response_stream.prompt, num_tokens)
+    assert response_stream.finish is not None
     harness.assert_idle()
 
 
 def test_finished_prefill_moves_to_a_decode_heavy_engine():
     harness = Harness(PD)
-    request_id, sink = start_on(harness, "p0")
+    request_id, response_stream = start_on(harness, "p0")
     for _ in range(4):
         harness.step_all()
     assert harness.engine_of(request_id) == "d0"
-    check_end(harness, sink)
+    check_end(harness, response_stream)
     submits = harness.cores["d0"].submitted
     assert [submit.fence for submit in submits] == [2]
     assert submits[0].kv.engine_id == "p0"
@@ -60,27 +60,27 @@ def test_finished_prefill_moves_to_a_decode_heavy_engine():
     assert submits[0].grant_id
     assert not submits[0].is_recovery
     assert submits[0].since_first_token_s > 0
-    assert sink.finish.usage.num_hand_offs == 1
+    assert response_stream.finish.usage.num_hand_offs == 1
     assert harness.count("moves", "prefill_done", "done") == 1
 
 
 def test_prefill_on_a_decode_heavy_engine_decodes_in_place():
     harness = Harness(PD)
-    _, sink = start_on(harness, "d0")
-    check_end(harness, sink)
+    _, response_stream = start_on(harness, "d0")
+    check_end(harness, response_stream)
     assert not harness.cores["p0"].submitted
 
 
 def test_one_token_answer_is_not_moved():
     harness = Harness(PD)
-    _, sink = start_on(harness, "p0", 1)
-    check_end(harness, sink, 1)
+    _, response_stream = start_on(harness, "p0", 1)
+    check_end(harness, response_stream, 1)
     assert not harness.cores["d0"].commands[-1].grant_requests
 
 
 def test_source_keeps_the_kv_until_the_target_has_the_first_token():
     harness = Harness(PD)
-    request_id, sink = start_on(harness, "p0")
+    request_id, response_stream = start_on(harness, "p0")
     harness.step_all()  # first token, grant, hand-off
     harness.step("p0")  # its part ends
     harness.deliver()
@@ -89,47 +89,47 @@ def test_source_keeps_the_kv_until_the_target_has_the_first_token():
     harness.step("d0")
     harness.deliver()
     assert not harness.cores["p0"].pinned
-    check_end(harness, sink)
+    check_end(harness, response_stream)
 
 
 def test_without_a_grant_the_request_goes_on_and_is_proposed_again():
     harness = Harness(PD)
     harness.cores["d0"].refuse_grants = "watermark"
-    request_id, sink = start_on(harness, "p0")
+    request_id, response_stream = start_on(harness, "p0")
     for _ in range(5):
         harness.step_all()
     assert harness.engine_of(request_id) == "p0"
-    assert len(sink.token_ids) == 5
+    assert len(response_stream.token_ids) == 5
     assert harness.count("flow_blocked", "prefill_done", "watermark") == 1
     harness.cores["d0"].refuse_grants = ""
     harness.up["p0"].append(harness.cores["p0"].propose(engine_pb2.MOVE_CAUSE_PREFILL_DONE))
     harness.deliver()
     harness.step_all()
     assert harness.engine_of(request_id) == "d0"
-    check_end(harness, sink)
+    check_end(harness, response_stream)
 
 
 def test_unanswered_grant_request_is_given_up_and_given_back():
     harness = Harness(PD, limits=Limits(silence_limit_s=100, iteration_age_floor_s=100))
-    request_id, sink = start_on(harness, "p0")
+    request_id, response_stream = start_on(harness, "p0")
     harness.step("p0")
     harness.deliver_up("p0")
-    assert harness.state.requests[request_id].move is not None
+    assert harness.state.requests.live[request_id].migration is not None
     waiting = list(harness.down["d0"])
     harness.down["d0"].clear()
     harness.clock.advance(2.1)
     harness.router.tick()
-    assert harness.state.requests[request_id].move is None
+    assert harness.state.requests.live[request_id].migration is None
     assert harness.count("flow_blocked", "prefill_done", "grant_timeout") == 1
     harness.down["d0"].extendleft(reversed(waiting))
-    check_end(harness, sink)
+    check_end(harness, response_stream)
 
 
 def test_degradation_and_backflow_go_back_and_forth_and_backflow_resets_the_length():
     harness = Harness(PD)
     harness.router.apply_plan(make_plan(PD, generation=2, parameters=NO_PAUSE))
     harness.deliver()
-    request_id, sink = start_on(harness, "d0")
+    request_id, response_stream = start_on(harness, "d0")
     for cause, name in ((DEGRADE, "p0"), (BACKFLOW, "d0"), (DEGRADE, "p0"), (BACKFLOW, "d0")):
         for _ in range(3):
             harness.step_all()
@@ -143,7 +143,7 @@ def test_degradation_and_backflow_go_back_and_forth_and_backflow_resets_the_leng
     assert harness.cores["p0"].submitted[0].output_tokens_since_reset == len(
         harness.cores["p0"].submitted[0].output_token_ids
     )
-    check_end(harness, sink)
+    check_end(harness, response_stream)
     fences = sorted(submit.fence for core in harness.cores.values() for submit in core.submitted)
     assert fences == [1, 2, 3, 4, 5]
 
@@ -152,7 +152,7 @@ def test_degradation_and_backflow_go_back_and_forth_and_backflow_resets_the_leng
 def test_token_that_a_hand_off_lost_is_noticed_and_computed_again(field):
     """The source's count, or its KV, is of a token that never came."""
     harness = Harness({"d0": "D", "d1": "D"})
-    request_id, sink = start_on(harness, "d0")
+    request_id, response_stream = start_on(harness, "d0")
     for _ in range(3):
         harness.step_all()
     assert harness.router.move(request_id, "d1") == ""
@@ -168,119 +168,119 @@ def test_token_that_a_hand_off_lost_is_noticed_and_computed_again(field):
     assert harness.closed == [("d0", "protocol")]
     assert harness.engine_of(request_id) == "d1"
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, len(sink.token_ids))
-    assert sink.finish is not None
-    assert sink.finish.usage.num_recoveries == 1
+    assert response_stream.token_ids == expected_output(response_stream.prompt, len(response_stream.token_ids))
+    assert response_stream.finish is not None
+    assert response_stream.finish.usage.num_recoveries == 1
 
 
 def test_degradation_soon_after_a_move_is_blocked():
     harness = Harness(PD)
-    request_id, sink = start_on(harness, "p0")
+    request_id, response_stream = start_on(harness, "p0")
     for _ in range(5):
         harness.step_all()
     assert harness.engine_of(request_id) == "d0"
     harness.up["d0"].append(harness.cores["d0"].propose(DEGRADE))
     harness.deliver()
     assert harness.count("flow_blocked", "degrade", "too_soon") == 1
-    check_end(harness, sink)
+    check_end(harness, response_stream)
 
 
 def test_refused_hand_off_gives_the_grant_back():
     harness = Harness(PD)
     harness.cores["p0"].refuse_hand_offs = "preempted"
-    request_id, sink = start_on(harness, "p0")
+    request_id, response_stream = start_on(harness, "p0")
     harness.step_all()
     assert harness.engine_of(request_id) == "p0"
     assert harness.cores["d0"].released_grants
     assert harness.count("moves", "prefill_done", "preempted") == 1
-    check_end(harness, sink)
+    check_end(harness, response_stream)
 
 
 def test_request_that_ends_before_its_hand_off_gives_the_grant_back():
     harness = Harness(PD)
-    _, sink = start_on(harness, "p0", 2)
+    _, response_stream = start_on(harness, "p0", 2)
     harness.step("p0")
     harness.step("p0")  # it ends on the wire, before the router knows its first token
-    check_end(harness, sink, 2)
+    check_end(harness, response_stream, 2)
 
 
-@pytest.mark.parametrize("phase", list(MovePhase))
+@pytest.mark.parametrize("phase", list(MigrationPhase))
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 def test_death_in_any_phase_of_a_move_loses_no_token(phase, victim):
     harness = Harness(PDD)
-    request_id, sink = start_on(harness, "p0")
+    request_id, response_stream = start_on(harness, "p0")
     harness.kill("d1")  # so that the target is known
     harness.attach("d1", epoch=2)
-    harness.state.table.remove(EngineId("d1"))
+    harness.state.engines.table.remove(EngineId("d1"))
     harness.step("p0")
     harness.deliver_up("p0")
-    if phase >= MovePhase.HANDING_OFF:
+    if phase >= MigrationPhase.HANDING_OFF:
         harness.deliver_down("d0")
         harness.deliver_up("d0")
-    if phase >= MovePhase.SUBMITTED:
+    if phase >= MigrationPhase.SUBMITTED:
         harness.deliver_down("p0")
         harness.step("p0")
         harness.deliver_up("p0")
         harness.deliver_up("p0")
-    move = harness.state.requests[request_id].move
+    move = harness.state.requests.live[request_id].migration
     assert move is not None
     assert move.phase is phase
     harness.kill(victim)
     harness.router.apply_plan(make_plan(PDD, generation=2))
-    check_end(harness, sink)
+    check_end(harness, response_stream)
 
 
 def hand_off_and_wait(harness: Harness, alive: tuple[str, ...], seconds: float):
     """Hands a request off; then time passes in which the target gets no KV, and only ``alive`` report."""
-    request_id, sink = start_on(harness, "p0")
+    request_id, response_stream = start_on(harness, "p0")
     harness.step_all()
     harness.step("p0")
     harness.deliver()
-    move = harness.state.requests[request_id].move
+    move = harness.state.requests.live[request_id].migration
     assert move is not None
-    assert move.phase is MovePhase.SUBMITTED
+    assert move.phase is MigrationPhase.SUBMITTED
     for _ in range(round(seconds * 10)):
         harness.clock.advance(0.1)
         for name in alive:
             load = harness.cores[name].load()
             load.iteration_age_s = 1e9
-            harness.router.on_step(harness.engines[name], engine_pb2.AttachResponse(load=load))
+            harness.router.handle_message(harness.engines[name], engine_pb2.AttachResponse(load=load))
         harness.router.tick()
-    return sink
+    return response_stream
 
 
 def test_request_whose_kv_does_not_come_in_time_is_recomputed():
     harness = Harness(PD, limits=Limits(pull_timeout_s=1, silence_limit_s=50, iteration_age_floor_s=50))
-    sink = hand_off_and_wait(harness, ("p0", "d0"), 1.2)
+    response_stream = hand_off_and_wait(harness, ("p0", "d0"), 1.2)
     assert harness.count("moves", "prefill_done", "pull_timeout") == 1
-    check_end(harness, sink)
+    check_end(harness, response_stream)
     assert harness.count("recoveries", "pull_timeout") == 1
 
 
 def test_request_that_pulls_from_an_engine_that_stands_still_is_recomputed():
     harness = Harness(PD, limits=Limits(silence_limit_s=2, iteration_age_floor_s=50, pull_timeout_s=50))
-    sink = hand_off_and_wait(harness, ("d0",), 2.2)
+    response_stream = hand_off_and_wait(harness, ("d0",), 2.2)
     assert harness.closed == [("p0", "silence")]
     harness.router.apply_plan(make_plan({"d0": "D"}, generation=2))
-    check_end(harness, sink)
+    check_end(harness, response_stream)
     assert harness.count("recoveries", "source_lost") == 1
 
 
-@pytest.mark.parametrize("phase", list(MovePhase))
+@pytest.mark.parametrize("phase", list(MigrationPhase))
 def test_client_gone_in_any_phase_of_a_move_frees_everything(phase):
     harness = Harness(PD)
-    request_id, sink = start_on(harness, "p0")
+    request_id, response_stream = start_on(harness, "p0")
     harness.step("p0")
     harness.deliver_up("p0")
-    if phase >= MovePhase.HANDING_OFF:
+    if phase >= MigrationPhase.HANDING_OFF:
         harness.deliver_down("d0")
         harness.deliver_up("d0")
-    if phase >= MovePhase.SUBMITTED:
+    if phase >= MigrationPhase.SUBMITTED:
         harness.deliver_down("p0")
         harness.step("p0")
         harness.deliver_up("p0")
         harness.deliver_up("p0")
-    sink.is_cancelled = True
+    response_stream.is_cancelled = True
     harness.router.cancel(request_id)
     harness.deliver()
     for _ in range(3):
@@ -298,8 +298,8 @@ def test_moves_in_flight_are_capped_per_engine_for_all_routers_together(num_rout
         del number
     harness.step("p0")
     harness.deliver_up("p0")
-    assert harness.engines["p0"].moves_out == 2
-    assert harness.engines["d0"].moves_in == 2
+    assert harness.engines["p0"].migrations_out == 2
+    assert harness.engines["d0"].migrations_in == 2
     assert harness.count("flow_blocked", "prefill_done", "source_busy") == 3
     harness.run()
     harness.assert_idle()
@@ -308,7 +308,7 @@ def test_moves_in_flight_are_capped_per_engine_for_all_routers_together(num_rout
 def test_draining_engine_is_emptied_and_gets_nothing_new():
     roles = {"d0": "D", "d1": "D"}
     harness = Harness(roles)
-    request_id, sink = start_on(harness, "d0")
+    request_id, response_stream = start_on(harness, "d0")
     for _ in range(3):
         harness.step_all()
     harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
@@ -318,7 +318,7 @@ def test_draining_engine_is_emptied_and_gets_nothing_new():
         harness.step_all()
     assert harness.engine_of(request_id) == "d1"
     assert harness.engines["d0"].status == control_pb2.ENGINE_STATE_DRAINED
-    check_end(harness, sink)
+    check_end(harness, response_stream)
     assert harness.count("moves", "drain", "done") == 1
 
 
@@ -373,33 +373,33 @@ def test_a_roll_that_changes_the_fingerprint_completes_and_breaks_no_stream():
     roll(harness, "d1", generation, requests)
     assert harness.count("recoveries", "fingerprint") > 0
     harness.run(300)
-    for request_id, sink in requests:
-        assert sink.finish is not None, request_id
-        assert sink.finish.usage.num_recoveries == 0
+    for request_id, response_stream in requests:
+        assert response_stream.finish is not None, request_id
+        assert response_stream.finish.usage.num_recoveries == 0
     assert {engine.fingerprint for engine in harness.engines.values()} == {"new"}
     harness.assert_idle()
 
 
 def test_the_last_engine_of_its_fingerprint_keeps_its_requests_while_nobody_else_serves():
     harness = Harness(TWO)
-    request_id, sink = start_on(harness, "d0")
+    request_id, response_stream = start_on(harness, "d0")
     harness.kill("d1")
     harness.router.apply_plan(make_plan({"d0": "D-drain"}, generation=2))
     harness.run()
-    assert sink.finish is not None, request_id
+    assert response_stream.finish is not None, request_id
     assert harness.count("recoveries", "fingerprint") == 0
 
 
 def test_engine_that_says_it_drains_is_emptied_too():
     harness = Harness({"d0": "D", "d1": "D"})
-    request_id, sink = start_on(harness, "d0")
+    request_id, response_stream = start_on(harness, "d0")
     harness.step_all()
     harness.cores["d0"].is_draining = True
     for _ in range(5):
         harness.clock.advance(0.3)
         harness.step_all()
     assert harness.engine_of(request_id) == "d1"
-    check_end(harness, sink)
+    check_end(harness, response_stream)
 
 
 @pytest.mark.parametrize(
@@ -413,25 +413,25 @@ def test_engine_that_says_it_drains_is_emptied_too():
 )
 def test_move_by_hand(request_id, engine_id, reason):
     harness = Harness({"d0": "D", "d1": "D"})
-    _, sink = start_on_by_hand(harness)
+    _, response_stream = start_on_by_hand(harness)
     assert harness.router.move(request_id, EngineId(engine_id)) == reason
     if not reason:
         assert harness.router.move("mine", EngineId(engine_id)) == "moving"
-    check_end(harness, sink)
+    check_end(harness, response_stream)
 
 
 def start_on_by_hand(harness: Harness):
-    harness.state.table.configure(
+    harness.state.engines.table.configure(
         EngineId("d1"), role=harness.engines["d1"].role, chunk_size_tokens=0, is_draining=False
     )
-    request_id, sink = harness.admit(20, 40, client_request_id="mine")
-    harness.state.table.configure(
+    request_id, response_stream = harness.admit(20, 40, client_request_id="mine")
+    harness.state.engines.table.configure(
         EngineId("d1"), role=harness.engines["d1"].role, chunk_size_tokens=256, is_draining=False
     )
     assert harness.router.move("mine", EngineId("d1")) == "not_decoding"
     harness.step_all()
     assert harness.engine_of(request_id) == "d0"
-    return request_id, sink
+    return request_id, response_stream
 
 
 def test_nothing_moves_where_roles_are_void():
@@ -443,7 +443,7 @@ def test_nothing_moves_where_roles_are_void():
     harness.router.apply_plan(make_plan(PD, generation=2, engines=parts))
     harness.deliver()
     assert {core.strategy for core in harness.cores.values()} == {plan_pb2.STRATEGY_AGGREGATED}
-    sinks = [harness.admit(20, 20)[1] for _ in range(4)]
+    response_streams = [harness.admit(20, 20)[1] for _ in range(4)]
     harness.run()
-    assert all(sink.finish.usage.num_hand_offs == 0 for sink in sinks)
+    assert all(response_stream.finish.usage.num_hand_offs == 0 for response_stream in response_streams)
     harness.assert_idle()

@@ -1,4 +1,4 @@
-"""A stream's sink while its client keeps up, pauses and goes on: every event once, whenever the transport is full."""
+"""A response stream while its client keeps up, pauses and goes on: every event once, whenever the transport is full."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from edge_fakes import LENGTH, make_stream_sink
+from edge_fakes import LENGTH, make_sse_response_stream
 
 from sluice_router.api import sse
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.scheduling.requests import Finish, Usage
 
 if TYPE_CHECKING:
-    from sluice_router.api.response_streams import StreamSink
+    from sluice_router.api.response_streams import SseResponseStream
     from sluice_router.text.tokenizer import ModelText
 
 WORDS = "hello world the end"
@@ -33,8 +33,8 @@ FINISH = Finish(reason=LENGTH, stop_token_id=None, usage=USAGE)
 class Pipe:
     """A connection and its client; full once it has taken so many events."""
 
-    def __init__(self, sink: StreamSink, *, room: int) -> None:
-        self.sink = sink
+    def __init__(self, response_stream: SseResponseStream, *, room: int) -> None:
+        self.response_stream = response_stream
         self.room = room
         self.events: list[bytes] = []
 
@@ -52,14 +52,14 @@ class Pipe:
         self.events.append(data)
         self.room -= 1
         if self.room == 0:
-            self.sink.on_paused(1.0)
+            self.response_stream.on_paused(1.0)
 
     def abort(self) -> None:
         raise AssertionError("nobody reads too slowly here")
 
     def drain(self, room: int) -> None:
         self.room = room
-        self.sink.on_drained()
+        self.response_stream.on_drained()
 
 
 @pytest.fixture
@@ -67,26 +67,26 @@ def readers() -> SlowReaders:
     return SlowReaders(SlowReaderLimits())
 
 
-def make_sink(text: ModelText, readers: SlowReaders) -> StreamSink:
-    return make_stream_sink(text, slow_readers=readers, cancel=lambda: pytest.fail("cancelled"))
+def make_response_stream(text: ModelText, readers: SlowReaders) -> SseResponseStream:
+    return make_sse_response_stream(text, slow_readers=readers, cancel=lambda: pytest.fail("cancelled"))
 
 
 @pytest.mark.parametrize("room", range(1, 20))
 async def test_every_event_goes_out_once_whenever_the_client_pauses(text, readers, room):
-    sink = make_sink(text, readers)
+    response_stream = make_response_stream(text, readers)
     token_ids = text.encode_now(WORDS, add_special_tokens=False)
     assert len(token_ids) < 18, "the end never fills the transport"
-    pipe = Pipe(sink, room=room)
-    sink.on_token(token_ids[0], None)
-    sink.flush(0.0)
-    sink.open(pipe, 0.0)
+    pipe = Pipe(response_stream, room=room)
+    response_stream.on_token(token_ids[0], None)
+    response_stream.flush(0.0)
+    response_stream.open(pipe, 0.0)
     for token_id in token_ids[1:]:
-        sink.on_token(token_id, None)
-        sink.flush(0.0)
-    sink.on_finished(FINISH)
+        response_stream.on_token(token_id, None)
+        response_stream.flush(0.0)
+    response_stream.on_finished(FINISH)
     assert len(readers) == (room <= len(token_ids))
     pipe.drain(99)
-    await sink.wait_sent()
+    await response_stream.wait_sent()
     pipe.drain(99)
     assert len(readers) == 0
     body = b"".join(pipe.events)

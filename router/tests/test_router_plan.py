@@ -58,12 +58,12 @@ def test_bad_plan_is_refused_whole(changes, words):
     harness = Harness(PD)
     harness.router.apply_plan(make_plan(PD, generation=5))
     harness.deliver()
-    before = harness.state.plan
+    before = harness.state.active.plan
     with pytest.raises(PlanRefusedError) as caught:
         harness.router.apply_plan(make_plan(PD, **{"generation": 6, **changes}))
     for word in words:
         assert word in str(caught.value)
-    assert harness.state.plan is before
+    assert harness.state.active.plan is before
     assert not any(harness.down.values())
     assert harness.count("plans", "refused") == 1
 
@@ -75,9 +75,9 @@ def test_first_plan_needs_a_cluster():
 
 def test_same_plan_again_changes_nothing():
     harness = Harness(PD)
-    version = harness.state.version
+    version = harness.state.status.version
     harness.router.apply_plan(make_plan(PD))
-    assert harness.state.version == version
+    assert harness.state.status.version == version
     assert not any(harness.down.values())
 
 
@@ -87,7 +87,7 @@ def test_role_counts_from_the_acknowledgement():
     swapped = make_plan({"p0": "D", "d0": "P"}, generation=2)
     harness.router.apply_plan(swapped)
     harness.deliver()
-    table = harness.state.table
+    table = harness.state.engines.table
     assert table[EngineId("p0")].role is Role.DECODE_HEAVY
     assert table[EngineId("d0")].role is Role.DECODE_HEAVY
     assert table[EngineId("d0")].chunk_size_tokens == 256
@@ -104,7 +104,7 @@ def test_engine_gets_no_placements_before_it_acknowledged():
     harness = Harness(PD)
     core = harness.attach("d1", acknowledges=False)
     harness.deliver()
-    assert EngineId("d1") not in harness.state.table
+    assert EngineId("d1") not in harness.state.engines.table
     for _ in range(20):
         harness.admit(20, 2)
     harness.run()
@@ -119,8 +119,8 @@ def test_engine_is_seen_with_the_load_that_it_reported_before_its_acknowledgemen
         cluster_uid="uid-1", generation=1, role=plan_pb2.ROLE_DECODE_HEAVY, chunk_size_tokens=256
     )
     # An idle engine may be silent from here on for as long as a heartbeat.
-    harness.router.on_step(harness.engines["d1"], engine_pb2.AttachResponse(configured=configured))
-    seen = harness.state.table[EngineId("d1")]
+    harness.router.handle_message(harness.engines["d1"], engine_pb2.AttachResponse(configured=configured))
+    seen = harness.state.engines.table[EngineId("d1")]
     assert seen.load.kv_blocks_total == 1000
     assert seen.view is not None
     assert seen.view.blocked_reason == ""
@@ -145,7 +145,7 @@ def test_chunk_size_above_what_an_engine_can_run_is_cut_for_that_engine_alone():
         "unnamed": (128, 128),
     }
     assert {item.last_fault for item in status.engines} == {""}
-    assert [item.chunk_size_tokens for item in harness.state.table] == [2048, 4096, 128]
+    assert [item.chunk_size_tokens for item in harness.state.engines.table] == [2048, 4096, 128]
 
 
 def test_drain_is_in_force_on_an_engine_whose_chunk_size_is_cut():
@@ -167,7 +167,7 @@ def test_unnamed_engine_serves_with_the_decode_heavy_setting():
     configure = core.commands[-1].configure
     assert configure.role == plan_pb2.ROLE_DECODE_HEAVY
     assert configure.chunk_size_tokens == 256
-    assert harness.state.table[EngineId("new")].role is Role.DECODE_HEAVY
+    assert harness.state.engines.table[EngineId("new")].role is Role.DECODE_HEAVY
 
 
 def test_engine_that_comes_later_gets_its_part_at_once():
@@ -185,19 +185,19 @@ def test_newer_plan_of_another_router_is_harmless():
     core.configured.chunk_size_tokens = 128
     harness.router.apply_plan(make_plan(PD, generation=2))
     harness.deliver()
-    assert harness.state.table[EngineId("d0")].chunk_size_tokens == 128
-    _, sink = harness.admit()
+    assert harness.state.engines.table[EngineId("d0")].chunk_size_tokens == 128
+    _, response_stream = harness.admit()
     harness.run()
-    assert sink.finish is not None
+    assert response_stream.finish is not None
 
 
-def test_part_that_an_engine_refuses_is_told():
+def test_engine_plan_that_an_engine_refuses_is_reported():
     harness = Harness(PD)
     engine = harness.engines["d0"]
     message = harness.cores["d0"].hello()
     message.ClearField("hello")
     message.configured.error = "chunk_size_tokens is 7, at least 16 is needed"
-    harness.router.on_step(engine, message)
+    harness.router.handle_message(engine, message)
     faults = {item.engine_id: item.last_fault for item in harness.router.describe().engines}
     assert "at least 16" in faults["d0"]
 
@@ -209,10 +209,10 @@ def test_engines_of_one_model_serve_together_whatever_their_fingerprints():
     harness.attach("d2", model="m2", fingerprint="m2/block32")
     harness.router.apply_plan(make_plan({"d0": "D", "d1": "D", "d2": "D"}))
     harness.deliver()
-    assert {engine.engine_id for engine in harness.state.table} == {"d0", "d1"}
-    sinks = [harness.admit(20, 3)[1] for _ in range(8)]
+    assert {engine.engine_id for engine in harness.state.engines.table} == {"d0", "d1"}
+    response_streams = [harness.admit(20, 3)[1] for _ in range(8)]
     harness.run()
-    assert all(sink.finish is not None for sink in sinks)
+    assert all(response_stream.finish is not None for response_stream in response_streams)
     assert harness.cores["d0"].submitted
     assert harness.cores["d1"].submitted
     harness.assert_idle()
@@ -225,7 +225,7 @@ def test_plan_names_a_model_or_a_fingerprint(named):
     harness.attach("d1", model="m2", fingerprint="m2/block64")
     harness.router.apply_plan(make_plan({"d0": "D", "d1": "D"}, model_fingerprint=named))
     harness.deliver()
-    assert [engine.engine_id for engine in harness.state.table] == ["d0"]
+    assert [engine.engine_id for engine in harness.state.engines.table] == ["d0"]
 
 
 def test_foreign_model_is_refused_and_the_rest_serves():
@@ -246,30 +246,32 @@ def test_new_model_is_accepted_when_the_last_engine_of_the_old_one_has_gone():
     harness.attach("n0", fingerprint="new")
     harness.attach("n1", fingerprint="new")
     harness.deliver()
-    _, sink = harness.admit(20, 30)
+    _, response_stream = harness.admit(20, 30)
     harness.step_all()
     harness.kill("p0")
     harness.kill("d0")
     harness.router.tick()
     harness.deliver()
     # A stream never changes its model: the one that has begun waits, and fails when its time is up.
-    assert len(harness.state.table) == 0
+    assert len(harness.state.engines.table) == 0
     harness.clock.advance(1)
     for _ in range(31):
         for name in ("n0", "n1"):
-            harness.router.on_step(harness.engines[name], engine_pb2.AttachResponse(load=harness.cores[name].load()))
+            harness.router.handle_message(
+                harness.engines[name], engine_pb2.AttachResponse(load=harness.cores[name].load())
+            )
         harness.clock.advance(1)
         harness.router.tick()
-    assert sink.error is not None
-    assert sink.error.code == "no_engine"
-    assert sink.error.retry_after_s is not None
-    assert sink.error.retry_after_s >= 30
+    assert response_stream.error is not None
+    assert response_stream.error.code == "no_engine"
+    assert response_stream.error.retry_after_s is not None
+    assert response_stream.error.retry_after_s >= 30
     harness.router.tick()
     harness.deliver()
-    assert len(harness.state.table) == 2
-    _, sink = harness.admit(20, 3)
+    assert len(harness.state.engines.table) == 2
+    _, response_stream = harness.admit(20, 3)
     harness.run()
-    assert sink.finish is not None
+    assert response_stream.finish is not None
 
 
 def test_model_of_the_plan_decides():
@@ -280,19 +282,19 @@ def test_model_of_the_plan_decides():
     states = {item.engine_id: item.state for item in harness.router.describe().engines}
     refused, ready = control_pb2.ENGINE_STATE_REFUSED, control_pb2.ENGINE_STATE_READY
     assert states == {"p0": refused, "d0": refused, "d1": ready}
-    assert [engine.engine_id for engine in harness.state.table] == ["d1"]
+    assert [engine.engine_id for engine in harness.state.engines.table] == ["d1"]
 
 
 def test_plan_change_between_two_messages_breaks_no_stream():
     harness = Harness(PD)
-    _, sink = harness.admit(20, 60)
+    _, response_stream = harness.admit(20, 60)
     for generation in range(2, 30):
         roles = PD if generation % 2 else {"p0": "D", "d0": "P"}
         harness.router.apply_plan(make_plan(roles, generation=generation))
         harness.step_all()
     harness.run()
-    assert sink.finish is not None
-    assert len(sink.token_ids) == 60
+    assert response_stream.finish is not None
+    assert len(response_stream.token_ids) == 60
     harness.assert_idle()
 
 

@@ -14,7 +14,7 @@ from data_plane_harness import until
 from fake_engine import FakeCore, FakeEngine, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from server_harness import PD, get, make_settings, running, tell_engines, until_ready
+from server_harness import PD, get, make_settings, running, until_ready, write_engine_addresses
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc, sampling_pb2
 from sluice_router.server import TICK_S
@@ -36,13 +36,13 @@ async def test_router_becomes_ready_serves_and_lets_answers_end_at_shutdown(sett
         status, text = await get(server, "/readyz")
         assert status == 503
         assert "no engine" in text
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 60, "ignore_eos": True}
         async with aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{server.ports['http']}/v1/completions"
             asking = asyncio.create_task(session.post(url, json=body))
-            await until(lambda: server.router.state.requests)
+            await until(lambda: server.router.state.requests.live)
             server.stop()
             await until(lambda: not server.router.is_ready)
             assert (await get(server, "/readyz"))[0] == 503
@@ -55,10 +55,10 @@ async def test_router_becomes_ready_serves_and_lets_answers_end_at_shutdown(sett
         assert usage["completion_tokens"] == 60
 
 
-async def test_grpc_clients_are_told_to_connect_elsewhere_while_their_calls_go_on(settings, tmp_path):
+async def test_grpc_clients_get_goaway_while_their_calls_go_on(settings, tmp_path):
     engine = FakeEngine(FakeCore("d0"), step_s=0.05)
     async with serving(engine), running(settings) as server:
-        tell_engines(tmp_path, engine)
+        write_engine_addresses(tmp_path, engine)
         await until_ready(server)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.ports['grpc']}") as channel:
             stub = router_pb2_grpc.RouterStub(channel)
@@ -71,7 +71,7 @@ async def test_grpc_clients_are_told_to_connect_elsewhere_while_their_calls_go_o
             server.stop()
             async with asyncio.timeout(10):
                 await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
-            assert server.router.state.requests
+            assert server.router.state.requests.live
             async for delta in deltas:
                 num_tokens += len(delta.token_ids)
         assert num_tokens == 60
@@ -93,13 +93,13 @@ async def test_lag_of_the_event_loop_is_measured(settings):
 async def test_grace_is_limited(settings, tmp_path):
     engine = FakeEngine(FakeCore("d0"), step_s=0.05)
     async with serving(engine), running(settings.model_copy(update={"grace_s": 0.3})) as server:
-        tell_engines(tmp_path, engine)
+        write_engine_addresses(tmp_path, engine)
         await until_ready(server)
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
         async with aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{server.ports['http']}/v1/completions"
             asking = asyncio.create_task(session.post(url, json=body))
-            await until(lambda: server.router.state.requests)
+            await until(lambda: server.router.state.requests.live)
             server.stop()
             answer = await asking
             assert answer.status == 503

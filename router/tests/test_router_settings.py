@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from sluice_core.latency.catalog import load_model_on_gpu
 from sluice_core.records import EngineId, IterationShape, Role
-from sluice_core.scheduling.engine_table import EngineSpec
+from sluice_core.scheduling.engine_table import EngineConfig
 from sluice_router import errors
 from sluice_router.server import make_router
 from sluice_router.settings import parse_settings
@@ -42,8 +42,8 @@ def test_value_out_of_bounds_is_refused_by_name(arguments):
 
 def test_a_latency_profile_is_what_engines_start_with():
     settings = parse_settings([*NEEDED, "--latency-profile", "qwen2.5-32b@a100-80gx2"], {})
-    table = make_router(settings).state.table
-    spec = EngineSpec(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
+    table = make_router(settings).state.engines.table
+    spec = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
     table.add(EngineId("a"), spec, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048)
     shape = IterationShape(prefill_tokens=2048, num_chunks=1)
     expected_s = load_model_on_gpu("qwen2.5-32b", "a100-80g", 2).profile.estimate_shape_s(shape)
@@ -70,7 +70,7 @@ def leaves(base: type[errors.RouterError]) -> list[type[errors.RouterError]]:
 @pytest.mark.parametrize("kind", leaves(errors.RouterError))
 def test_every_error_has_one_row_in_the_table(kind):
     error = kind("why", retry_after_s=3)
-    outcome = errors.outcome_of(error)
+    outcome = errors.error_status_of(error)
     assert 400 <= outcome.http_status < 600
     assert error.code == outcome.code
     assert kind("why", code="finer").code == "finer"
@@ -78,4 +78,4 @@ def test_every_error_has_one_row_in_the_table(kind):
 
 def test_overload_can_be_retried_and_says_so():
     for kind in leaves(errors.OverloadError):
-        assert errors.outcome_of(kind("x")).http_status in {429, 503}
+        assert errors.error_status_of(kind("x")).http_status in {429, 503}

@@ -15,7 +15,7 @@ from sluice_core.records import EngineId
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.scheduling.state import RouterState
-from sluice_router.scheduling.status import Collector
+from sluice_router.scheduling.status import RouterCollector
 from sluice_router.settings import Limits
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
@@ -68,7 +68,7 @@ def test_metrics_are_complete_and_parse():
 
 def test_document_lists_every_metric_with_its_labels():
     state = RouterState(router_id="r", limits=Limits(), rng=make_rng())
-    families = [*Collector(state, lambda: 0.0).collect(), *EdgeMetrics(SlowReaders(SlowReaderLimits())).collect()]
+    families = [*RouterCollector(state, lambda: 0.0).collect(), *EdgeMetrics(SlowReaders(SlowReaderLimits())).collect()]
     exposed = {
         (family.name + "_total" * (family.type == "counter"), family.type, tuple(getattr(family, "_labelnames", ())))
         for family in families
@@ -77,9 +77,9 @@ def test_document_lists_every_metric_with_its_labels():
     assert {(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows} == exposed
 
 
-def test_bytes_of_a_link_are_told_by_engine_and_address_and_outlive_a_stream():
+def test_stream_bytes_are_reported_by_engine_and_address_and_outlive_a_stream():
     harness = Harness({"d0": "D"})
-    (address,) = harness.state.links
+    (address,) = harness.state.engines.endpoints
     harness.router.traffic_of(address).num_bytes_up += 700
     harness.router.traffic_of(address).num_bytes_down += 30
     harness.kill("d0")
@@ -122,7 +122,9 @@ def test_status_counts_requests_by_class_and_samples_them():
     _, gone = harness.admit(20, 60)
     harness.step_all()
     gone.is_cancelled = True
-    harness.router.cancel(next(name for name, sink in harness.sinks.items() if sink is gone))
+    harness.router.cancel(
+        next(name for name, response_stream in harness.response_streams.items() if response_stream is gone)
+    )
     harness.admit(20, 6, ttft_slo_s=0.0001)
     harness.run()
     status = harness.router.describe()
@@ -137,7 +139,7 @@ def test_status_counts_requests_by_class_and_samples_them():
     fitted = [engine for engine in status.engines if engine.HasField("latency")]
     assert fitted
     for engine in fitted:
-        latency = harness.router.state.table[EngineId(engine.engine_id)].latency
+        latency = harness.router.state.engines.table[EngineId(engine.engine_id)].latency
         assert engine.latency.per_token_s == latency.coefficients.per_token_s
         assert engine.latency.base_s > 0
     assert all(engine.block_size_tokens and engine.max_num_seqs for engine in status.engines)
@@ -165,35 +167,35 @@ def test_finished_requests_are_news_once_a_second():
     harness = Harness(PD)
     harness.admit(20, 2)
     harness.run()
-    version = harness.state.version
+    version = harness.state.status.version
     for _ in range(20):  # 5 requests in 0.2 s
         harness.admit(20, 2)
         harness.step_all()
-    assert harness.state.version == version
+    assert harness.state.status.version == version
     harness.clock.advance(1)
     harness.router.tick()
-    assert harness.state.version == version + 1
+    assert harness.state.status.version == version + 1
     harness.clock.advance(1)
     harness.router.tick()
-    assert harness.state.version == version + 1
+    assert harness.state.status.version == version + 1
 
 
 def test_new_transport_of_an_engine_is_news():
     """The control plane waits for it: a fall-back from RDMA shows when engines meet."""
     harness = Harness({"d0": "D"})
-    version = harness.state.version
+    version = harness.state.status.version
     for transport, is_news in (("fake", False), ("rc_mlx5", True), ("rc_mlx5", False), ("rc_mlx5,tcp", True)):
         load = harness.cores["d0"].load()
         load.transport = transport
-        harness.router.on_step(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
-        assert (harness.state.version > version) is is_news
+        harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+        assert (harness.state.status.version > version) is is_news
         assert harness.router.describe().engines[0].transport == transport
-        version = harness.state.version
+        version = harness.state.status.version
 
 
 def test_address_without_a_stream_says_why():
     harness = Harness(PD)
-    harness.router.set_addresses(frozenset({*harness.state.links, "127.0.0.1:9"}))
+    harness.router.set_addresses(frozenset({*harness.state.engines.endpoints, "127.0.0.1:9"}))
     harness.router.note_fault("127.0.0.1:9", "unavailable: refused")
     (missing,) = [engine for engine in harness.router.describe().engines if not engine.engine_id]
     assert missing.state == control_pb2.ENGINE_STATE_CONNECTING

@@ -16,7 +16,7 @@ from certificate_files import make_files, mount_secret
 from data_plane_harness import until
 from fake_engine import FakeCore, FakeEngine, serving
 from pydantic import ValidationError
-from server_harness import PD, get, make_settings, running, tell_engines, until_ready
+from server_harness import PD, get, make_settings, running, until_ready, write_engine_addresses
 
 from sluice.certificates import CertificateFolder
 from sluice.credentials import PeerCheck, make_channel, make_server_credentials
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from sluice_router.server import Server
-    from sluice_router.settings import Settings
+    from sluice_router.server import RouterServer
+    from sluice_router.settings import RouterSettings
 
 ENGINE, ROUTER, CONTROL = "tiny-engines.ns.svc", "tiny-router.ns.svc", "sluice-operator.system.svc"
 BODY = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
@@ -50,7 +50,7 @@ def stranger() -> trustme.CA:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, authority: trustme.CA) -> Settings:
+def settings(tmp_path: Path, authority: trustme.CA) -> RouterSettings:
     folder = mount_secret(tmp_path / "router", make_files(authority, ROUTER))
     return make_settings(tmp_path, peer_tls=str(folder), engine_name=ENGINE, control_name=CONTROL)
 
@@ -70,18 +70,18 @@ def make_engines(folder: Path, step_s: float = 0.005) -> tuple[CertificateFolder
     return certificates, engines
 
 
-def faults(server: Server) -> list[str]:
-    return [link.last_fault for link in server.router.state.links.values()]
+def faults(server: RouterServer) -> list[str]:
+    return [link.last_fault for link in server.router.state.engines.endpoints.values()]
 
 
-def client(server: Server) -> httpx.AsyncClient:
+def client(server: RouterServer) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.ports['http']}", trust_env=False)
 
 
 async def test_engines_that_may_be_trusted_serve(tmp_path, settings, authority):
     _, engines = make_engines(mount_secret(tmp_path / "engine", make_files(authority, ENGINE)))
     async with serving(*engines), running(settings) as server, client(server) as http:
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         assert (await http.post("/v1/completions", json=BODY)).json()["usage"]["completion_tokens"] == 4
         assert 'sluice_certificate_expiry_timestamp_seconds{use="peers"}' in (await get(server, "/metrics"))[1]
@@ -115,7 +115,7 @@ async def test_engines_that_may_not_be_trusted_do_not(
     else:
         _, engines = make_engines(mount_secret(tmp_path / "engine", files))
     async with serving(*engines), running(settings) as server:
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until(lambda: any(faults(server)))
         # One of the engines is asked first.
         assert any(re.search(fault, told) for told in faults(server)), faults(server)
@@ -126,7 +126,7 @@ async def test_engines_that_may_not_be_trusted_do_not(
 async def test_an_engine_without_tls_is_not_spoken_with(tmp_path, settings):
     engine = FakeEngine(FakeCore("p0"))
     async with serving(engine), running(settings) as server:
-        tell_engines(tmp_path, engine)
+        write_engine_addresses(tmp_path, engine)
         await until(lambda: any(faults(server)))
         assert not engine.num_streams
 
@@ -135,7 +135,7 @@ async def test_an_engine_refuses_whoever_is_no_router(tmp_path, settings, author
     _, engines = make_engines(mount_secret(tmp_path / "engine", make_files(authority, ENGINE)))
     mount_secret(tmp_path / "router", make_files(authority, "other-router.ns.svc"))
     async with serving(*engines), running(settings) as server:
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
 
         def refusals() -> list[str]:
             return [fault for fault in faults(server) if "permission_denied" in fault]
@@ -154,13 +154,13 @@ async def test_certificates_and_their_authority_change_under_a_stream(tmp_path, 
     )
     mount_secret(tmp_path / "router", make_files(authority, ROUTER, trusted=both))
     async with serving(*engines), running(settings) as server, client(server) as http:
-        tell_engines(tmp_path, *engines)
+        write_engine_addresses(tmp_path, *engines)
         await until_ready(server)
         body = {**BODY, "max_tokens": 300, "stream": True, "stream_options": {"include_usage": True}}
         async with http.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.aiter_lines()
             await anext(lines)
-            peers = server._securing.peers
+            peers = server._security.peers
             for step in ((stranger, both), (stranger, (stranger,))):
                 before = peers.engine_tls
                 mount_secret(tmp_path / "engine", make_files(step[0], ENGINE, trusted=step[1]))
@@ -172,8 +172,8 @@ async def test_certificates_and_their_authority_change_under_a_stream(tmp_path, 
                 FakeCore("late"), credentials=make_server_credentials(certificates), interceptors=[PeerCheck([ROUTER])]
             )
             async with serving(late):
-                tell_engines(tmp_path, *engines, late)
-                await until(lambda: "late" in server.router.state.engines)
+                write_engine_addresses(tmp_path, *engines, late)
+                await until(lambda: "late" in server.router.state.engines.connected)
                 rest = [line async for line in lines]
             assert rest[-2] == "data: [DONE]"
             assert json.loads(rest[-4].removeprefix("data: "))["usage"]["completion_tokens"] == 300

@@ -22,30 +22,30 @@ def token_message(slot: int, prompt: list[int], *indexes: int) -> engine_pb2.Att
 
 
 def say(harness: Harness, name: str, message: engine_pb2.AttachResponse) -> None:
-    harness.router.on_step(harness.engines[name], message)
+    harness.router.handle_message(harness.engines[name], message)
 
 
 def test_each_dirty_stream_is_flushed_once_per_message():
     harness = Harness(ONE)
-    sinks = [harness.admit(20, 9, first=number)[1] for number in (1, 2, 3)]
+    response_streams = [harness.admit(20, 9, first=number)[1] for number in (1, 2, 3)]
     harness.deliver()
-    for slot, sink in enumerate(sinks):
-        sink.slot = slot  # type: ignore[attr-defined]
+    for slot, response_stream in enumerate(response_streams):
+        response_stream.slot = slot  # type: ignore[attr-defined]
     message = engine_pb2.AttachResponse()
     for index in range(3):
-        for slot, sink in enumerate(sinks[:2]):
-            message.MergeFrom(token_message(slot, sink.prompt, index))
+        for slot, response_stream in enumerate(response_streams[:2]):
+            message.MergeFrom(token_message(slot, response_stream.prompt, index))
     say(harness, "d0", message)
-    assert [sink.num_flushes for sink in sinks] == [1, 1, 0]
-    assert [len(sink.token_ids) for sink in sinks] == [3, 3, 0]
+    assert [response_stream.num_flushes for response_stream in response_streams] == [1, 1, 0]
+    assert [len(response_stream.token_ids) for response_stream in response_streams] == [3, 3, 0]
 
 
 def test_first_flushed_stream_changes_from_message_to_message():
     harness = Harness(ONE)
     order: list[int] = []
     for number in range(3):
-        _, sink = harness.admit(20, 50, first=number + 1)
-        sink.flush = lambda now, number=number: order.append(number)  # type: ignore[method-assign]
+        _, response_stream = harness.admit(20, 50, first=number + 1)
+        response_stream.flush = lambda now, number=number: order.append(number)  # type: ignore[method-assign]
     for _ in range(4):
         harness.step_all()
     firsts = order[::3]
@@ -55,12 +55,12 @@ def test_first_flushed_stream_changes_from_message_to_message():
 
 def test_known_tokens_are_dropped():
     harness = Harness(ONE)
-    _, sink = harness.admit(20, 9)
+    _, response_stream = harness.admit(20, 9)
     harness.deliver()
-    say(harness, "d0", token_message(0, sink.prompt, 0, 1, 2))
-    say(harness, "d0", token_message(0, sink.prompt, 1, 2, 3))
-    say(harness, "d0", token_message(0, sink.prompt, 0))
-    assert sink.token_ids == expected_output(sink.prompt, 4)
+    say(harness, "d0", token_message(0, response_stream.prompt, 0, 1, 2))
+    say(harness, "d0", token_message(0, response_stream.prompt, 1, 2, 3))
+    say(harness, "d0", token_message(0, response_stream.prompt, 0))
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 4)
     assert harness.count("stale_tokens") == 3
 
 
@@ -80,19 +80,19 @@ def test_known_tokens_are_dropped():
 )
 def test_broken_protocol_loses_the_engine_and_no_token(message):
     harness = Harness(TWO)
-    request_id, sink = harness.admit(20, 9)
+    request_id, response_stream = harness.admit(20, 9)
     name = harness.engine_of(request_id)
     harness.deliver()
     say(harness, name, message)
     assert harness.closed == [(name, "protocol")]
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, 9)
-    assert sink.finish is not None
-    assert sink.finish.usage.num_recoveries == 1
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 9)
+    assert response_stream.finish is not None
+    assert response_stream.finish.usage.num_recoveries == 1
     harness.assert_idle()
 
 
-def test_failing_sink_costs_its_own_request_alone():
+def test_failing_response_stream_costs_its_own_request_alone():
     harness = Harness(ONE)
     _, good = harness.admit(20, 9, first=1)
     _, bad = harness.admit(20, 9, first=2)
@@ -121,47 +121,47 @@ def test_failing_flush_costs_its_own_request_alone():
     harness.assert_idle()
 
 
-def test_cancel_from_within_a_sink_is_served_after_the_event():
+def test_cancel_from_within_a_response_stream_is_served_after_the_event():
     harness = Harness(ONE)
-    request_id, sink = harness.admit(20, 50)
+    request_id, response_stream = harness.admit(20, 50)
 
     def flush(now: float) -> None:
-        sink.is_cancelled = True
+        response_stream.is_cancelled = True
         harness.router.cancel(request_id, "slow_reader")
 
-    sink.flush = flush  # type: ignore[method-assign]
+    response_stream.flush = flush  # type: ignore[method-assign]
     harness.run()
-    assert len(sink.token_ids) == 1
+    assert len(response_stream.token_ids) == 1
     assert harness.count("rejected", "slow_reader") == 1
     harness.assert_idle()
 
 
 def test_stop_string_aborts_at_the_engine_and_cuts_the_usage():
     harness = Harness(ONE)
-    _, sink = harness.admit(20, 50)
-    sink.stop_at = 3
+    _, response_stream = harness.admit(20, 50)
+    response_stream.stop_at = 3
     harness.run()
-    assert sink.finish is not None
-    assert sink.finish.reason == sampling_pb2.FINISH_REASON_STOP
-    assert sink.finish.usage.output_tokens == 3
+    assert response_stream.finish is not None
+    assert response_stream.finish.reason == sampling_pb2.FINISH_REASON_STOP
+    assert response_stream.finish.usage.output_tokens == 3
     assert any(message.aborts for message in harness.cores["d0"].commands)
     harness.assert_idle()
 
 
 def test_stop_string_in_the_last_token_ends_once():
     harness = Harness(ONE)
-    _, sink = harness.admit(20, 3)
-    sink.stop_at = 3
+    _, response_stream = harness.admit(20, 3)
+    response_stream.stop_at = 3
     harness.run()
-    assert sink.finish is not None
-    assert sink.finish.reason == sampling_pb2.FINISH_REASON_STOP
+    assert response_stream.finish is not None
+    assert response_stream.finish.reason == sampling_pb2.FINISH_REASON_STOP
     harness.assert_idle()
 
 
 def test_slot_is_not_reused_in_the_message_that_ends_it():
     harness = Harness(ONE)
-    _, sink = harness.admit(20, 50)
-    sink.stop_at = 1
+    _, response_stream = harness.admit(20, 50)
+    response_stream.stop_at = 1
     harness.deliver()
     harness.step("d0")
     # The stop string's abort, and a new request, leave with one message.
@@ -173,19 +173,19 @@ def test_slot_is_not_reused_in_the_message_that_ends_it():
     harness.assert_idle()
 
 
-def test_stop_token_is_told():
+def test_stop_token_is_reported():
     harness = Harness(ONE)
-    _, sink = harness.admit(20, 9)
+    _, response_stream = harness.admit(20, 9)
     harness.deliver()
-    message = token_message(0, sink.prompt, 0)
+    message = token_message(0, response_stream.prompt, 0)
     message.finished.add(
         slot=0, reason=sampling_pb2.FINISH_REASON_STOP, stop_token_id=0, num_output_tokens=1, num_cached_tokens=16
     )
     say(harness, "d0", message)
-    assert sink.finish is not None
-    assert sink.finish.stop_token_id == 0
-    assert sink.finish.usage.cached_tokens == 16
-    assert sink.finish.usage.tpot_s is None
+    assert response_stream.finish is not None
+    assert response_stream.finish.stop_token_id == 0
+    assert response_stream.finish.usage.cached_tokens == 16
+    assert response_stream.finish.usage.tpot_s is None
 
 
 def test_logprobs_come_with_their_tokens():
@@ -208,18 +208,18 @@ def test_logprobs_come_with_their_tokens():
 )
 def test_error_of_an_engine_reaches_the_client(reason, error):
     harness = Harness(ONE)
-    _, sink = harness.admit(20, 9)
+    _, response_stream = harness.admit(20, 9)
     harness.deliver()
     message = engine_pb2.AttachResponse()
     message.finished.add(slot=0, reason=reason, error="grammar: bad")
     say(harness, "d0", message)
-    assert isinstance(sink.error, error)
-    assert "grammar: bad" in sink.error.message
+    assert isinstance(response_stream.error, error)
+    assert "grammar: bad" in response_stream.error.message
 
 
 def test_returned_prompt_is_placed_elsewhere():
     harness = Harness(TWO)
-    request_id, sink = harness.admit(20, 5)
+    request_id, response_stream = harness.admit(20, 5)
     first = harness.engine_of(request_id)
     harness.deliver()
     harness.up[first].append(harness.cores[first].return_unstarted())
@@ -227,7 +227,7 @@ def test_returned_prompt_is_placed_elsewhere():
     harness.deliver()
     assert harness.engine_of(request_id) != first
     harness.run()
-    assert sink.token_ids == expected_output(sink.prompt, 5)
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 5)
     harness.assert_idle()
 
 

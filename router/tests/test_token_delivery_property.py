@@ -58,21 +58,21 @@ class DataPlaneMachine(RuleBasedStateMachine):
     def admit(self, prompt_tokens, max_tokens, stop_at, is_sampled, number):
         for extra in range(number):
             sampling = sampling_pb2.SamplingParams(max_tokens=max_tokens, temperature=float(is_sampled))
-            _, sink = self.harness.admit(prompt_tokens + extra, sampling=sampling)
-            sink.stop_at = stop_at
+            _, response_stream = self.harness.admit(prompt_tokens + extra, sampling=sampling)
+            response_stream.stop_at = stop_at
 
-    @precondition(lambda self: self.harness.state.requests and not self.is_calm)
+    @precondition(lambda self: self.harness.state.requests.live and not self.is_calm)
     @rule(data=st.data())
     def cancel(self, data):
-        request_id = data.draw(st.sampled_from(list(self.harness.state.requests)))
-        self.harness.sinks[request_id].is_cancelled = True
+        request_id = data.draw(st.sampled_from(list(self.harness.state.requests.live)))
+        self.harness.response_streams[request_id].is_cancelled = True
         self.harness.router.cancel(request_id)
 
-    @precondition(lambda self: self.harness.state.requests and not self.is_calm)
+    @precondition(lambda self: self.harness.state.requests.live and not self.is_calm)
     @rule(data=st.data())
     def break_sink(self, data):
-        request_id = data.draw(st.sampled_from(list(self.harness.state.requests)))
-        self.harness.sinks[request_id].raises = RuntimeError("broken sink")
+        request_id = data.draw(st.sampled_from(list(self.harness.state.requests.live)))
+        self.harness.response_streams[request_id].raises = RuntimeError("broken response_stream")
 
     @rule(name=names)
     def deliver_down(self, name):
@@ -104,10 +104,10 @@ class DataPlaneMachine(RuleBasedStateMachine):
         if is_delivered:
             self.harness.deliver()
 
-    @precondition(lambda self: self.harness.state.requests)
+    @precondition(lambda self: self.harness.state.requests.live)
     @rule(data=st.data(), name=names)
     def move_by_hand(self, data, name):
-        request_id = data.draw(st.sampled_from(list(self.harness.state.requests)))
+        request_id = data.draw(st.sampled_from(list(self.harness.state.requests.live)))
         self.harness.router.move(request_id, name)
 
     @rule(name=names)
@@ -174,15 +174,15 @@ class DataPlaneMachine(RuleBasedStateMachine):
     @invariant()
     def each_request_is_in_one_place(self):
         state = self.harness.state
-        assert state.held.keys() <= state.waiting.keys()
-        for request_id, request in state.requests.items():
-            places = (request.stay is not None) + (request_id in state.waiting)
+        assert state.requests.awaiting_resume.keys() <= state.requests.waiting.keys()
+        for request_id, request in state.requests.live.items():
+            places = (request.submission is not None) + (request_id in state.requests.waiting)
             assert places == 1, f"{request_id} is in {places} places"
-            if request.stay is not None:
-                assert not request.stay.engine.is_lost
-                assert request.hold is None
-                assert request.stay.request is request
-                assert request.stay.engine.slots[request.stay.slot] is request.stay
+            if request.submission is not None:
+                assert not request.submission.engine.is_lost
+                assert request.pending_resume is None
+                assert request.submission.request is request
+                assert request.submission.engine.slots[request.submission.slot] is request.submission
 
     def teardown(self):
         """Everybody comes back, and all that is left ends."""
@@ -198,11 +198,11 @@ class DataPlaneMachine(RuleBasedStateMachine):
         harness.clock.advance(3)
         harness.router.tick()
         harness.run(20)
-        for sink in harness.sinks.values():
-            assert sink.token_ids == expected_output(sink.prompt, len(sink.token_ids))
-            assert sink.is_over or sink.is_cancelled or sink.raises
-            if sink.finish is not None and not sink.raises:
-                assert sink.finish.usage.output_tokens == len(sink.token_ids)
+        for response_stream in harness.response_streams.values():
+            assert response_stream.token_ids == expected_output(response_stream.prompt, len(response_stream.token_ids))
+            assert response_stream.is_over or response_stream.is_cancelled or response_stream.raises
+            if response_stream.finish is not None and not response_stream.raises:
+                assert response_stream.finish.usage.output_tokens == len(response_stream.token_ids)
         harness.assert_idle()
 
 

@@ -21,7 +21,7 @@ from sluice_cli.simulation.trial_pool import TrialPool
 from sluice_core.planning.candidates import PrefillHeavyBounds
 from sluice_core.planning.planner import Planner
 from sluice_core.planning.prediction import measure_curves
-from sluice_core.planning.search import Effort
+from sluice_core.planning.search import SearchEffort
 from sluice_core.strategies import get_strategy
 from sluice_operator.api.manifest import ManifestError, parse_manifest
 
@@ -157,7 +157,9 @@ def plan(
         rows = read_trace(trace, skips_unanswered=skip_unanswered, reads_hashes=reads_hashes)
         cluster = None if manifest is None else parse_manifest(manifest.read_text())
         inputs = make_inputs(cluster, Flags(**given), rows)
-        result, page = _carry_out(inputs, Effort(seeds=seeds, duration_s=duration_s), jobs, draws=html is not None)
+        result, page = _carry_out(
+            inputs, SearchEffort(seeds=seeds, duration_s=duration_s), jobs, draws=html is not None
+        )
     except (ValueError, ManifestError) as error:
         raise click.ClickException(str(error)) from error
     if html is not None:
@@ -173,7 +175,7 @@ def plan(
         )
 
 
-def _carry_out(inputs: PlanInputs, effort: Effort, jobs: int, *, draws: bool) -> tuple[PlanResult, str]:
+def _carry_out(inputs: PlanInputs, effort: SearchEffort, jobs: int, *, draws: bool) -> tuple[PlanResult, str]:
     """Plans, with a progress bar where standard error is a terminal; returns the plan and, if it draws, the page."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

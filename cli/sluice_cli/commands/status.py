@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sluice.certificates import CertificateError, CertificateFolder
 from sluice_cli.output.cluster_view import ClusterView, TuningView, make_view
-from sluice_operator.routers.connection import ControlTls, ask_status
+from sluice_operator.routers.connection import ControlTls, fetch_status
 
 if TYPE_CHECKING:
     from sluice.v1 import control_pb2
@@ -44,4 +44,4 @@ async def _ask(router: ProcessRecord) -> control_pb2.GetStatusResponse | None:
             # The launcher says so in its log; what its processes are can be shown all the same.
             return None
         tls = ControlTls(certificates=certificates, server_name=router.peer_name)
-    return await ask_status(f"127.0.0.1:{router.ports['control']}", tls=tls)
+    return await fetch_status(f"127.0.0.1:{router.ports['control']}", tls=tls)

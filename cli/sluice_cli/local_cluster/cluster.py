@@ -28,10 +28,10 @@ from sluice_cli.processes.supervisor import Program
 from sluice_core.records import EngineId
 from sluice_operator.api import names
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.autotune.tuner import Circumstances
+from sluice_operator.autotune.tuner import TunerInputs
 from sluice_operator.resources import commands
-from sluice_operator.routers.connection import RouterLink
-from sluice_operator.routers.engine_reports import has_taken, merge_reports
+from sluice_operator.routers.connection import RouterConnection
+from sluice_operator.routers.engine_reports import has_acknowledged, merge_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sluice_cli.processes.child_processes import Spawner
     from sluice_cli.processes.ports import PortBook
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.autotune.search_process import Ask
+    from sluice_operator.autotune.search_process import RunSearch
 
 # Between SIGTERM and SIGKILL, beyond the drain itself: interpreters take seconds to shut down under load.
 STOP_MARGIN_S = 15.0
@@ -79,7 +79,7 @@ class LocalCluster:
         http_port: int | None = None,
         report: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
-        ask: Ask | None = None,
+        ask: RunSearch | None = None,
     ) -> None:
         self.manifest = manifest
         # As if its user had asked for the sliders that are in force.
@@ -272,7 +272,7 @@ class LocalCluster:
         program.launch = Launch(command=tuple(command), log=self._directory.log_path(name))
         tls = make_control_tls(security)
         address = f"{HOST}:{site.control_port}"
-        link = RouterLink(name, address, report=self._report, on_status=self._on_status, tls=tls)
+        link = RouterConnection(name, address, log=self._report, on_status=self._on_status, tls=tls)
         self._routers[name] = RouterSlot(
             site=site,
             program=program,
@@ -282,7 +282,7 @@ class LocalCluster:
             security=security,
         )
         if self._planner.plan:
-            link.offer(self._planner.plan)
+            link.set_plan(self._planner.plan)
         self._group.create_task(program.run(), name=name)
 
     async def _remove_router(self, name: str) -> None:
@@ -361,7 +361,7 @@ class LocalCluster:
             return
         self._plan_s = self._clock()
         for slot in self._routers.values():
-            slot.link.offer(plan)
+            slot.link.set_plan(plan)
         self._pulse()
 
     def _retune(self) -> None:
@@ -378,8 +378,8 @@ class LocalCluster:
     def _statuses(self) -> list[control_pb2.GetStatusResponse]:
         return [slot.link.status for slot in self._routers.values() if slot.link.status]
 
-    def _circumstances(self) -> Circumstances:
-        return Circumstances(
+    def _circumstances(self) -> TunerInputs:
+        return TunerInputs(
             cluster=self.manifest,
             statuses=self._statuses(),
             counts=self._tuning.counts,
@@ -394,7 +394,7 @@ class LocalCluster:
             and len(self._engines) == self.manifest.spec.replicas
             and all(map(self._is_serving, self._engines))
             and len(statuses) == len(self._routers)
-            and has_taken(plan, merge_reports(statuses), statuses)
+            and has_acknowledged(plan, merge_reports(statuses), statuses)
         )
 
     def _loads(self) -> dict[EngineId, int]:

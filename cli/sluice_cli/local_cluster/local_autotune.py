@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sluice_cli.output.cluster_view import TuningView
 from sluice_operator.api.sliders import Sliders, resolve_sliders
-from sluice_operator.autotune.search_process import Searches
+from sluice_operator.autotune.search_process import SearchRunner
 from sluice_operator.autotune.tuner import Tuner
 from sluice_operator.routers.attainment import AttainmentWindow
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2
     from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.autotune.search_messages import Answer
-    from sluice_operator.autotune.search_process import Ask
-    from sluice_operator.autotune.tuner import Circumstances
+    from sluice_operator.autotune.search_messages import SearchResult
+    from sluice_operator.autotune.search_process import RunSearch
+    from sluice_operator.autotune.tuner import TunerInputs
     from sluice_operator.routers.attainment import Counts
 
 
@@ -41,12 +41,12 @@ class LocalTuning:
         report: Callable[[str], None],
         wake: Callable[[], None],
         clock: Callable[[], float],
-        ask: Ask | None = None,
+        ask: RunSearch | None = None,
     ) -> None:
         self._directory = directory
         self._report = report
         self._clock = clock
-        self._tuner = Tuner(ask or Searches().ask, wake=wake, now=clock)
+        self._tuner = Tuner(ask or SearchRunner().run, enqueue=wake, now=clock)
         self._window = AttainmentWindow()
         self._in_force: tuple[Sliders, Sliders] | None = None
         self.view: TuningView | None = None
@@ -62,9 +62,9 @@ class LocalTuning:
         """Requests that the routers finished so far."""
         return self._window.total
 
-    def look(self, circumstances: Circumstances) -> ServingCluster:
+    def look(self, circumstances: TunerInputs) -> ServingCluster:
         """Decides; returns the manifest with the sliders that are to be in force."""
-        effective = self._tuner.look(circumstances)
+        effective = self._tuner.update(circumstances)
         asked_for, in_force = resolve_sliders(circumstances.cluster.spec), resolve_sliders(effective.spec)
         # What the user changed is reported with the edit.
         if self._in_force is not None and asked_for == self._in_force[0] and in_force != self._in_force[1]:
@@ -73,9 +73,9 @@ class LocalTuning:
         self._show()
         return effective
 
-    def is_due(self, circumstances: Callable[[], Circumstances]) -> bool:
+    def is_due(self, circumstances: Callable[[], TunerInputs]) -> bool:
         """Whether a look would decide something; asked at every status, so that what is the case is seldom gathered."""
-        return self._tuner.is_due(circumstances)
+        return self._tuner.needs_update(circumstances)
 
     def stop(self) -> None:
         """Ends the search under way."""
@@ -83,7 +83,7 @@ class LocalTuning:
 
     def _show(self) -> None:
         """Tells what was decided, where it is another thing than before."""
-        verdict, answer, old = self._tuner.judge(), self._tuner.answer, self.view
+        verdict, answer, old = self._tuner.describe_status(), self._tuner.result, self.view
         if verdict is None or verdict.reason == "Off":
             view = None
         else:
@@ -110,7 +110,7 @@ def format_sliders(sliders: Sliders) -> str:
     )
 
 
-def _describe_answer(answer: Answer | None) -> dict[str, Any]:
+def _describe_answer(answer: SearchResult | None) -> dict[str, Any]:
     if answer is None:
         return {}
     return {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sluice.certificates import CertificateError, read_certificates
 from sluice_operator.api import names
-from sluice_operator.api.manifest import Problem
+from sluice_operator.api.manifest import ManifestProblem
 from sluice_operator.resources.certificates import describe_security
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def describe_local_security(manifest: ServingCluster, component: str, locate: Ca
 
 def check_local(
     manifest: ServingCluster, home: Path, volumes: Mapping[str, Path], secrets: Mapping[str, Path] | None = None
-) -> list[Problem]:
+) -> list[ManifestProblem]:
     """Finds what local processes cannot do.
 
     Args:
@@ -71,7 +71,7 @@ def check_local(
     problems = []
     if spec.model.source.persistent_volume_claim is None:
         problems.append(
-            Problem(
+            ManifestProblem(
                 field="spec.model.source",
                 message="local clusters read models from volumes only; use persistentVolumeClaim, and --volume NAME=DIR",
             )
@@ -79,26 +79,26 @@ def check_local(
     elif not (directory := find_model(manifest, home, volumes)).is_dir():
         claim = spec.model.source.persistent_volume_claim.claim_name
         hint = f"put the model there or pass --volume {claim}=DIR (`make model` makes the tiny one)"
-        problems.append(Problem(field="spec.model.source", message=f"{directory} is not a directory; {hint}"))
+        problems.append(ManifestProblem(field="spec.model.source", message=f"{directory} is not a directory; {hint}"))
     modes = (
         ("network.mode", spec.network.mode, "RDMA", "TCP"),
         ("network.tls.mode", spec.network.tls.mode, "CertManager", "SecretRef"),
         ("router.tls.mode", spec.router.tls.mode, "CertManager", "SecretRef"),
     )
     problems += [
-        Problem(field=f"spec.{field}", message=f"{mode!r} needs pods; use {local}")
+        ManifestProblem(field=f"spec.{field}", message=f"{mode!r} needs pods; use {local}")
         for field, mode, remote, local in modes
         if mode == remote
     ]
     problems += _check_secrets(manifest, lambda name: find_secret(name, home, secrets or {}))
     return problems + [
-        Problem(field=f"spec.engine.env[{index}].valueFrom", message="needs pods; use value")
+        ManifestProblem(field=f"spec.engine.env[{index}].valueFrom", message="needs pods; use value")
         for index, variable in enumerate(spec.engine.env)
         if variable.value_from is not None
     ]
 
 
-def _check_secrets(manifest: ServingCluster, locate: Callable[[str], Path]) -> Iterator[Problem]:
+def _check_secrets(manifest: ServingCluster, locate: Callable[[str], Path]) -> Iterator[ManifestProblem]:
     """Finds Secrets that are not here, and certificates that could not be used."""
     router, network = manifest.spec.router, manifest.spec.network
     if router.auth.api_key is not None:
@@ -106,7 +106,7 @@ def _check_secrets(manifest: ServingCluster, locate: Callable[[str], Path]) -> I
         if not locate(name).is_dir():
             hint = f"put the keys there, a file per owner, or pass --secret {name}=DIR"
             message = f"{locate(name)} is not a directory; {hint}"
-            yield Problem(field="spec.router.auth.apiKey.secretName", message=message)
+            yield ManifestProblem(field="spec.router.auth.apiKey.secretName", message=message)
     peers = (names.name_engine_peer(manifest.metadata), names.name_router_peer(manifest.metadata))
     for field, secret, wanted in (
         ("router", router.tls.secret_name, ()),
@@ -116,7 +116,7 @@ def _check_secrets(manifest: ServingCluster, locate: Callable[[str], Path]) -> I
             fault = _find_fault(locate(secret), wanted)
             if fault:
                 message = f"{fault}; pass --secret {secret}=DIR if it lies elsewhere"
-                yield Problem(field=f"spec.{field}.tls.secretName", message=message)
+                yield ManifestProblem(field=f"spec.{field}.tls.secretName", message=message)
 
 
 def _find_fault(folder: Path, wanted: tuple[str, ...]) -> str:

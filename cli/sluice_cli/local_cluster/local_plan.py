@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from google.protobuf.json_format import MessageToDict
 
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.planning.roles import assign
-from sluice_operator.resources.commands import render_plan
+from sluice_operator.planning.plan_message import render_plan
+from sluice_operator.planning.roles import assign_roles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -70,7 +70,7 @@ class Planner:
         staying = [engine_id for engine_id in engine_ids if engine_id not in self._leaving]
         leaving = {engine_id: role for engine_id, role in self.roles.items() if engine_id in self._leaving}
         count = resolve_sliders(manifest.spec).num_prefill_heavy
-        self.roles = assign(self.roles, staying, count, loads) | leaving
+        self.roles = assign_roles(self.roles, staying, count, loads) | leaving
         old = self.plan
         if not self.roles or (old and old == self._render(manifest, old.generation, old.cluster_uid)):
             return None

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import watchfiles
 
-from sluice_operator.api.field_effects import Effect
-from sluice_operator.api.manifest import ManifestError, Problem, parse_manifest
-from sluice_operator.api.spec_changes import Change, diff
+from sluice_operator.api.field_effects import FieldEffect
+from sluice_operator.api.manifest import ManifestError, ManifestProblem, parse_manifest
+from sluice_operator.api.spec_changes import FieldChange, diff_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ async def follow_manifest(
     path: Path,
     text: str,
     cluster: LocalCluster,
-    check: Callable[[ServingCluster], list[Problem]],
+    check: Callable[[ServingCluster], list[ManifestProblem]],
     report: Callable[[str], None],
 ) -> None:
     """Applies each valid edit of a manifest to a cluster, until cancelled.
@@ -60,7 +60,7 @@ def take_edit(
     text: str,
     path: Path,
     cluster: LocalCluster,
-    check: Callable[[ServingCluster], list[Problem]],
+    check: Callable[[ServingCluster], list[ManifestProblem]],
     report: Callable[[str], None],
 ) -> bool:
     """Applies an edit, or says why not; then the old plan stays.
@@ -75,7 +75,7 @@ def take_edit(
     problems = check(manifest) + _check_name(manifest, cluster.manifest)
     if problems:
         return _refuse(path, problems, report)
-    changes = diff(cluster.manifest.spec, manifest.spec)
+    changes = diff_specs(cluster.manifest.spec, manifest.spec)
     for change in changes:
         report(f"{path.name}: {change} ({describe_effect(change)})")
     if changes:
@@ -83,7 +83,7 @@ def take_edit(
     return True
 
 
-def _refuse(path: Path, problems: Sequence[Problem], report: Callable[[str], None]) -> bool:
+def _refuse(path: Path, problems: Sequence[ManifestProblem], report: Callable[[str], None]) -> bool:
     report(f"{path.name} refused, the cluster stays as it is:")
     for problem in problems:
         report(f"  {problem}")
@@ -98,21 +98,21 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def describe_effect(change: Change) -> str:
+def describe_effect(change: FieldChange) -> str:
     """Says what a change does to the running cluster."""
     match change.effect:
-        case Effect.LIVE:
+        case FieldEffect.LIVE:
             return "live"
-        case Effect.RESTARTS_ENGINES:
+        case FieldEffect.RESTARTS_ENGINES:
             return "restarts engines one at a time, after they handed their requests over"
-        case Effect.RESTARTS_ROUTERS:
+        case FieldEffect.RESTARTS_ROUTERS:
             return "restarts routers, after their streams have ended"
-        case Effect.RESTARTS_ALL:
+        case FieldEffect.RESTARTS_ALL:
             return "stops the cluster and starts it anew"
 
 
-def _check_name(new: ServingCluster, old: ServingCluster) -> list[Problem]:
+def _check_name(new: ServingCluster, old: ServingCluster) -> list[ManifestProblem]:
     if new.metadata.name == old.metadata.name:
         return []
     message = f"{new.metadata.name!r} is another cluster than the running {old.metadata.name!r}; start it by itself"
-    return [Problem(field="metadata.name", message=message)]
+    return [ManifestProblem(field="metadata.name", message=message)]

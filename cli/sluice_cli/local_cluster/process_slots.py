@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sluice_cli.processes.supervisor import Program
     from sluice_core.records import EngineId
     from sluice_operator.resources import commands
-    from sluice_operator.routers.connection import RouterLink
+    from sluice_operator.routers.connection import RouterConnection
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class RouterSlot:
     site: commands.RouterSite
     program: Program
     identity: str
-    link: RouterLink
+    link: RouterConnection
     link_task: asyncio.Task[None]
     security: commands.Security
 
@@ -82,7 +82,7 @@ def make_control_tls(security: commands.Security) -> ControlTls | None:
     return ControlTls(certificates=certificates, server_name=security.router_name)
 
 
-async def keep_link(link: RouterLink, tls: ControlTls | None) -> None:
+async def keep_link(link: RouterConnection, tls: ControlTls | None) -> None:
     """Keeps a link, and its certificate up to date, until cancelled."""
     async with asyncio.TaskGroup() as group:
         group.create_task(link.run())

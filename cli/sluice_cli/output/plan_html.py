@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
-    from sluice_core.planning.candidates import Candidate
+    from sluice_core.planning.candidates import SliderCandidate
     from sluice_core.planning.planner import PlanResult
 
 _FACTORS = (0.6, 0.75, 0.85, 0.92, 1.0, 1.08, 1.2)  # of the plan's goodput
@@ -54,13 +54,15 @@ $heat
 """)
 
 
-def choose_shown(result: PlanResult) -> tuple[list[Candidate], list[float]]:
+def choose_shown(result: PlanResult) -> tuple[list[SliderCandidate], list[float]]:
     """Chooses the candidates whose attainment is drawn, and the rates, around the plan's goodput."""
-    candidates = [standing.candidate for standing in result.found.standings[:_MOST_LINES]]
+    candidates = [ranked.candidate for ranked in result.found.ranking[:_MOST_LINES]]
     return candidates, [factor * result.goodput_rps.mean for factor in _FACTORS]
 
 
-def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate, Sequence[tuple[float, float]]]) -> str:
+def make_page(
+    inputs: PlanInputs, result: PlanResult, curves: Mapping[SliderCandidate, Sequence[tuple[float, float]]]
+) -> str:
     """Makes the page.
 
     Args:
@@ -72,7 +74,7 @@ def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate,
         name_candidate(candidate): [(rate, 100 * attainment) for rate, attainment in points]
         for candidate, points in curves.items()
     }
-    spec, binding = inputs.spec, result.binding
+    spec, binding = inputs.spec, result.bottleneck
     facts = {
         "Goodput": f"{show_interval(result.goodput_rps, '.2f')} requests/s at {100 * inputs.goal.target:g} % attainment",
         "Attainment": f"{show_interval(result.prediction.attainment, '.1f', 100)} % at {result.prediction.rate_rps:.2f} requests/s",
@@ -95,8 +97,8 @@ def make_page(inputs: PlanInputs, result: PlanResult, curves: Mapping[Candidate,
         missed=COLOURS[1],
         heat=_draw_heat(result),
         alternatives="".join(
-            f"<tr><td>{escape(name_candidate(other.standing.candidate))}</td>"
-            f"<td>{other.standing.goodput_rps:.2f}</td><td>{show_interval(other.difference, '+.1f', 100)} %</td></tr>"
+            f"<tr><td>{escape(name_candidate(other.ranked.candidate))}</td>"
+            f"<td>{other.ranked.goodput_rps:.2f}</td><td>{show_interval(other.difference, '+.1f', 100)} %</td></tr>"
             for other in result.alternatives
         ),
     )
@@ -133,12 +135,12 @@ def _draw_heat(result: PlanResult) -> str:
     """
     chosen = result.chosen
     by_count: dict[int, dict[tuple[int, int], float]] = {}
-    for standing in result.found.explored:
-        candidate = standing.candidate
+    for ranked in result.found.explored:
+        candidate = ranked.candidate
         if (candidate.strategy, candidate.replicas) == (chosen.strategy, chosen.replicas):
             values = by_count.setdefault(candidate.num_prefill_heavy, {})
             place = (candidate.prefill_heavy_tokens, candidate.decode_heavy_tokens)
-            values[place] = max(values.get(place, 0.0), standing.goodput_rps)
+            values[place] = max(values.get(place, 0.0), ranked.goodput_rps)
     count = max(by_count, key=lambda one: (len(by_count[one]) >= _LEAST_CELLS, -abs(one - chosen.num_prefill_heavy)))
     marked = (chosen.prefill_heavy_tokens, chosen.decode_heavy_tokens)
     labels = ("chunk size of P-heavy engines, tokens", "chunk size of D-heavy engines, tokens")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
-    from sluice_core.planning.candidates import Candidate
+    from sluice_core.planning.candidates import SliderCandidate
     from sluice_core.planning.planner import Alternative, PlanResult
     from sluice_core.planning.prediction import Interval
 
@@ -31,7 +31,7 @@ RESOURCES = {
 }
 
 
-def format_candidate_engines(candidate: Candidate) -> str:
+def format_candidate_engines(candidate: SliderCandidate) -> str:
     """Writes a candidate's engines as ``--engines`` reads them."""
     is_whole = candidate.strategy == "disaggregated"
     groups = [
@@ -44,12 +44,12 @@ def format_candidate_engines(candidate: Candidate) -> str:
     return format_engines(groups)
 
 
-def name_candidate(candidate: Candidate) -> str:
+def name_candidate(candidate: SliderCandidate) -> str:
     """Names a candidate for people."""
     return f"{candidate.strategy} {format_candidate_engines(candidate)}{_parameters_of(candidate)}"
 
 
-def make_patch(candidate: Candidate, inputs: PlanInputs) -> dict[str, Any]:
+def make_patch(candidate: SliderCandidate, inputs: PlanInputs) -> dict[str, Any]:
     """Makes the merge patch of a ServingCluster that puts a candidate in force.
 
     What a strategy does not use stays as the manifest has it.
@@ -76,7 +76,7 @@ def make_patch(candidate: Candidate, inputs: PlanInputs) -> dict[str, Any]:
     return {"spec": spec}
 
 
-def describe_candidate(candidate: Candidate) -> dict[str, Any]:
+def describe_candidate(candidate: SliderCandidate) -> dict[str, Any]:
     """Describes a candidate in the words of ``sluice simulate``'s flags."""
     return {
         "engines": format_candidate_engines(candidate),
@@ -89,7 +89,7 @@ def describe_candidate(candidate: Candidate) -> dict[str, Any]:
 
 def make_plan_report(inputs: PlanInputs, result: PlanResult) -> dict[str, Any]:
     """Makes the JSON that ``--json`` prints."""
-    spec, goal, binding = inputs.spec, inputs.goal, result.binding
+    spec, goal, binding = inputs.spec, inputs.goal, result.bottleneck
     metrics = make_report([detail.summary for detail in result.prediction.details])
     return {
         **describe_candidate(result.chosen),
@@ -118,7 +118,7 @@ def make_plan_report(inputs: PlanInputs, result: PlanResult) -> dict[str, Any]:
             "resource": binding.resource,
             "rate_rps": binding.rate_rps,
             "missed": binding.missed,
-            "relief": binding.relief,
+            "relief": binding.attainment_gains,
         },
         "alternatives": [_describe_alternative(alternative) for alternative in result.alternatives],
         "in_force": None if result.in_force is None else describe_candidate(result.in_force.candidate),
@@ -132,8 +132,8 @@ def make_plan_report(inputs: PlanInputs, result: PlanResult) -> dict[str, Any]:
 
 def _describe_alternative(alternative: Alternative) -> dict[str, Any]:
     return {
-        **describe_candidate(alternative.standing.candidate),
-        "goodput_rps": alternative.standing.goodput_rps,
+        **describe_candidate(alternative.ranked.candidate),
+        "goodput_rps": alternative.ranked.goodput_rps,
         "difference": alternative.difference.mean,
         "difference_interval": _list_ends(alternative.difference),
     }
@@ -146,7 +146,7 @@ def _list_ends(interval: Interval) -> list[float | None]:
 def make_plan_summary(inputs: PlanInputs, result: PlanResult) -> RenderableType:
     """Shows the plan on a terminal."""
     table = Table(box=None, show_header=False, pad_edge=False)
-    chosen, prediction, binding = result.chosen, result.prediction, result.binding
+    chosen, prediction, binding = result.chosen, result.prediction, result.bottleneck
     gpus = f"{chosen.num_gpus} GPUs"
     table.add_row("plan", f"{chosen.strategy} {format_candidate_engines(chosen)} on {gpus}{_parameters_of(chosen)}")
     table.add_row("goodput", f"{show_interval(result.goodput_rps, '.2f')} requests/s at {100 * inputs.goal.target:g} %")
@@ -187,18 +187,18 @@ def _make_alternatives_table(result: PlanResult) -> Table:
     for name in ("next best", "engines", "goodput", "against the plan"):
         table.add_column(name)
     for alternative in result.alternatives:
-        candidate = alternative.standing.candidate
+        candidate = alternative.ranked.candidate
         in_force = result.in_force is not None and candidate == result.in_force.candidate
         table.add_row(
             candidate.strategy + (" (in force)" if in_force else ""),
             format_candidate_engines(candidate) + _parameters_of(candidate),
-            f"{alternative.standing.goodput_rps:.2f}",
+            f"{alternative.ranked.goodput_rps:.2f}",
             f"{show_interval(alternative.difference, '+.1f', 100)} %",
         )
     return table
 
 
-def _parameters_of(candidate: Candidate) -> str:
+def _parameters_of(candidate: SliderCandidate) -> str:
     if candidate.strategy != "taichi":
         return ""
     return f", M {candidate.watermark:g}, alpha {candidate.approaching_factor:g}"

@@ -22,9 +22,9 @@ from sluice_core.sim.cell import (
     MESSAGE_S,
     Cell,
     EngineSetup,
-    Link,
     NoGrant,
     SimOptions,
+    TransferLink,
     TtftEnd,
 )
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS, TraceError, TraceRow, parse_trace
@@ -341,7 +341,7 @@ def build_engines(spec: CellSpec) -> list[EngineSetup]:
         bytes_per_s=settings.link_bytes_per_s or speed.bytes_per_s,
         latency_s=speed.latency_s if settings.link_latency_s is None else settings.link_latency_s,
     )
-    link = Link(name="shared" if settings.link_shared else "", speed=speed)
+    link = TransferLink(name="shared" if settings.link_shared else "", speed=speed)
     return [
         EngineSetup(
             engine_id=EngineId(f"{role.value[0].lower()}{number}"),

@@ -19,13 +19,13 @@ from sluice_core.planning.candidates import (
     APPROACHING_FACTORS,
     LEAST_CHUNK_TOKENS,
     WATERMARKS,
-    Candidate,
     PrefillHeavyBounds,
-    Space,
+    SearchSpace,
+    SliderCandidate,
     list_chunk_sizes,
 )
 from sluice_core.planning.planner import Goal
-from sluice_core.planning.trials import Problem
+from sluice_core.planning.trials import PlanningProblem
 from sluice_core.records import FlowParameters, Slo
 from sluice_core.strategies import STRATEGIES, get_strategy
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sluice_core.sim.traces import TraceRow
-    from sluice_operator.api.serving_cluster import ServingCluster, TokenBounds
+    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.spec import TokenBounds
 
 _RANGE = re.compile(r"([0-9]{1,7})(%?)(?:-([0-9]{1,7})(%?))?")
 _MOST_REPLICAS = 1024  # as many as a manifest may ask for
@@ -92,10 +93,10 @@ class PlanInputs:
     """
 
     spec: CellSpec
-    problem: Problem
-    space: Space
+    problem: PlanningProblem
+    space: SearchSpace
     goal: Goal
-    in_force: Candidate | None
+    in_force: SliderCandidate | None
     manifest: ServingCluster | None
 
 
@@ -124,7 +125,7 @@ def make_inputs(manifest: ServingCluster | None, flags: Flags, rows: Sequence[Tr
     parallels = flags.tensor_parallels or (spec.tensor_parallel,)
     spec = replace(spec, tensor_parallel=parallels[0])
     settings = spec.settings
-    problem = Problem(
+    problem = PlanningProblem(
         rows=rows,
         slo=spec.slo,
         engines={parallel: build_engines(_with_engine(spec, parallel))[0] for parallel in parallels},
@@ -182,12 +183,12 @@ def _with_engine(spec: CellSpec, tensor_parallel: int) -> CellSpec:
     return replace(spec, tensor_parallel=tensor_parallel, engines=(group,))
 
 
-def _make_candidate(spec: CellSpec) -> Candidate:
+def _make_candidate(spec: CellSpec) -> SliderCandidate:
     """Makes the candidate that a cell is; one group of engines is aggregation, whatever the strategy says."""
     most = spec.settings.max_batch_tokens
     sizes = [most if group.chunk_size_tokens is None else group.chunk_size_tokens for group in spec.engines]
     is_single = len(spec.engines) == 1
-    return Candidate(
+    return SliderCandidate(
         strategy="aggregated" if is_single else spec.strategy,
         num_prefill_heavy=spec.engines[0].count,
         num_decode_heavy=0 if is_single else spec.engines[1].count,
@@ -199,7 +200,7 @@ def _make_candidate(spec: CellSpec) -> Candidate:
     )
 
 
-def _make_space(manifest: ServingCluster | None, flags: Flags, spec: CellSpec) -> Space:
+def _make_space(manifest: ServingCluster | None, flags: Flags, spec: CellSpec) -> SearchSpace:
     most = spec.settings.max_batch_tokens
     bounds = manifest.spec.autotune.bounds if manifest else None
     chunks = bounds.chunk_sizes if bounds else None
@@ -212,7 +213,7 @@ def _make_space(manifest: ServingCluster | None, flags: Flags, spec: CellSpec) -
     in_force = [group.chunk_size_tokens or 0 for group in spec.engines]
     named = {change.partition("=")[0] for change in flags.changes}
     settings = spec.settings
-    return Space(
+    return SearchSpace(
         strategies=flags.strategies or tuple(STRATEGIES),
         prefill_heavy_tokens=list_chunk_sizes(prefill[0], min(prefill[1], most), in_force[:1]),
         decode_heavy_tokens=list_chunk_sizes(decode[0], min(decode[1], most), in_force[1:]),

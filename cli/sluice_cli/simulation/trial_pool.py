@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from sluice_cli.simulation.worker_processes import start_workers
-from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial
+from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_evaluators: list[Evaluator] = []
+_evaluators: list[TrialEvaluator] = []
 
 
-def _prepare(problem: Problem) -> None:
+def _prepare(problem: PlanningProblem) -> None:
     """Once per process: what all its runs share."""
-    _evaluators[:] = [Evaluator(problem)]
+    _evaluators[:] = [TrialEvaluator(problem)]
 
 
-def _evaluate(trial: Trial) -> Outcome:
+def _evaluate(trial: SearchTrial) -> TrialResult:
     return _evaluators[0].evaluate(trial)
 
 
@@ -30,11 +30,11 @@ class TrialPool:
         num_processes: 1: this process.
     """
 
-    def __init__(self, problem: Problem, num_processes: int) -> None:
-        self._evaluator = Evaluator(problem)
+    def __init__(self, problem: PlanningProblem, num_processes: int) -> None:
+        self._evaluator = TrialEvaluator(problem)
         self._pool = start_workers(num_processes, _prepare, problem)
 
-    def run(self, trials: Sequence[Trial]) -> list[Outcome]:
+    def run(self, trials: Sequence[SearchTrial]) -> list[TrialResult]:
         """Makes runs, in their order."""
         if self._pool is None:
             return [self._evaluator.evaluate(trial) for trial in trials]

@@ -1,4 +1,4 @@
-"""Processes that simulate, for ``sluice simulate``, ``sluice plan`` and ``sluice bench paper``."""
+"""Processes that simulate, for ``sluice simulate``, ``sluice plan`` and ``benchmarks/papers``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class SliderCandidate:
     """A choice of every slider.
 
     Args:
@@ -85,7 +85,7 @@ class PrefillHeavyBounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class SearchSpace:
     """What a plan may choose.
 
     Args:
@@ -121,7 +121,7 @@ class Space:
             if size == 0:
                 raise ValueError(f"there are no {name} to choose from")
 
-    def contains(self, candidate: Candidate) -> bool:
+    def contains(self, candidate: SliderCandidate) -> bool:
         """Say whether a candidate is within the bounds, with an engine of each role where both are needed."""
         if candidate.strategy not in self.strategies:
             return False
@@ -147,7 +147,7 @@ class Space:
         num_prefill_heavy: int = 0,
         prefill_heavy_tokens: int = 0,
         decode_heavy_tokens: int = 0,
-    ) -> Candidate:
+    ) -> SliderCandidate:
         """Make the candidate of a strategy that uses no more of the sliders than the strategy does.
 
         Chunk sizes go to the nearest that may be chosen; M and alpha to the nearest of their defaults.
@@ -162,7 +162,7 @@ class Space:
                 find_nearest(self.prefill_heavy_tokens, prefill_heavy_tokens),
                 find_nearest(self.decode_heavy_tokens, decode_heavy_tokens),
             )
-        return Candidate(
+        return SliderCandidate(
             strategy=strategy,
             num_prefill_heavy=num_prefill_heavy,
             num_decode_heavy=replicas - num_prefill_heavy,
@@ -207,7 +207,7 @@ _COARSE_AGGREGATED = (128, 256, 512, 1024, 2048)
 _COARSE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 
 
-def list_coarse(space: Space, replicas: int, tensor_parallel: int) -> list[Candidate]:
+def list_coarse(space: SearchSpace, replicas: int, tensor_parallel: int) -> list[SliderCandidate]:
     """List candidates all over the space, few enough to try each."""
     counts = space.prefill_heavy.resolve(replicas)
     spread: list[int] = []
@@ -240,7 +240,7 @@ def list_coarse(space: Space, replicas: int, tensor_parallel: int) -> list[Candi
 _STEPS = ((1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1), (1, 0, 1), (-1, 0, -1))
 
 
-def list_neighbours(space: Space, candidate: Candidate, count_step: int = 1) -> list[Candidate]:
+def list_neighbours(space: SearchSpace, candidate: SliderCandidate, count_step: int = 1) -> list[SliderCandidate]:
     """List the candidates around one, M and alpha aside.
 
     Args:
@@ -248,7 +248,7 @@ def list_neighbours(space: Space, candidate: Candidate, count_step: int = 1) -> 
         candidate: The one.
         count_step: How many P-heavy engines are a step.
     """
-    found: dict[Candidate, None] = {}
+    found: dict[SliderCandidate, None] = {}
     for by_count, by_prefill, by_decode in _STEPS:
         moved = _step(space, candidate, by_count * count_step, by_prefill, by_decode)
         if moved is not None and moved != candidate and space.contains(moved):
@@ -256,9 +256,9 @@ def list_neighbours(space: Space, candidate: Candidate, count_step: int = 1) -> 
     return list(found)
 
 
-def list_smaller(space: Space, candidate: Candidate, *, of_prefill_heavy: bool) -> list[Candidate]:
+def list_smaller(space: SearchSpace, candidate: SliderCandidate, *, of_prefill_heavy: bool) -> list[SliderCandidate]:
     """List the candidates with ever smaller chunks of the P-heavy engines, or of the others."""
-    found: list[Candidate] = []
+    found: list[SliderCandidate] = []
     by_prefill, by_decode = (-1, 0) if of_prefill_heavy else (0, -1)
     moved = _step(space, candidate, 0, by_prefill, by_decode)
     while moved is not None and space.contains(moved):
@@ -267,7 +267,9 @@ def list_smaller(space: Space, candidate: Candidate, *, of_prefill_heavy: bool) 
     return found
 
 
-def _step(space: Space, candidate: Candidate, by_count: int, by_prefill: int, by_decode: int) -> Candidate | None:
+def _step(
+    space: SearchSpace, candidate: SliderCandidate, by_count: int, by_prefill: int, by_decode: int
+) -> SliderCandidate | None:
     """Take a step that the strategy has; None at the end of the lattice."""
     is_aggregated, is_disaggregated = candidate.strategy == "aggregated", candidate.strategy == "disaggregated"
     if (is_aggregated and (by_count or by_decode)) or (is_disaggregated and (by_prefill or by_decode)):
@@ -285,7 +287,7 @@ def _step(space: Space, candidate: Candidate, by_count: int, by_prefill: int, by
     )
 
 
-def resize(candidate: Candidate, replicas: int, space: Space) -> Candidate | None:
+def resize(candidate: SliderCandidate, replicas: int, space: SearchSpace) -> SliderCandidate | None:
     """Give a candidate another number of engines at the same share of P-heavy ones; None: out of bounds."""
     if candidate.num_decode_heavy == 0:
         return replace(candidate, num_prefill_heavy=replicas)
@@ -296,7 +298,7 @@ def resize(candidate: Candidate, replicas: int, space: Space) -> Candidate | Non
     return replace(candidate, num_prefill_heavy=count, num_decode_heavy=replicas - count)
 
 
-def list_parameter_neighbours(space: Space, candidate: Candidate) -> list[Candidate]:
+def list_parameter_neighbours(space: SearchSpace, candidate: SliderCandidate) -> list[SliderCandidate]:
     """List the candidates that differ in M or alpha alone; both work where decodes flow."""
     if candidate.strategy != "taichi":
         return []

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 _SLOPE = 0.1 / 0.45
 
 
-class Curve:
+class AttainmentCurve:
     """Attainment of one candidate by rate; mutable: points are added."""
 
     __slots__ = ("points",)

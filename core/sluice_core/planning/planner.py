@@ -11,19 +11,26 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.arena import Arena, RunTrials, Standing
-from sluice_core.planning.candidates import Candidate, Space, resize
-from sluice_core.planning.prediction import Binding, Interval, Prediction, estimate_interval, find_binding, predict
-from sluice_core.planning.search import Effort, Found, Search
-from sluice_core.planning.trials import Problem
+from sluice_core.planning.candidates import SearchSpace, SliderCandidate, resize
+from sluice_core.planning.comparison import CandidateComparison, RankedCandidate, RunTrials
+from sluice_core.planning.prediction import (
+    Bottleneck,
+    Interval,
+    Prediction,
+    estimate_interval,
+    find_bottleneck,
+    predict,
+)
+from sluice_core.planning.search import Search, SearchEffort, SearchResult
+from sluice_core.planning.trials import PlanningProblem
 from sluice_core.sim.cell import EngineSetup
 
 _FIRST_ENGINES = 4  # of the small cluster that the number for a rate is guessed from
 _MOST_SIZES = 6  # numbers of engines that are tried around the guess
-_FRESH = 1000  # seeds of predictions are those of the search and so much
+_PREDICTION_SEED_OFFSET = 1000  # seeds of predictions are those of the search and so much
 _USED_SHARE = 0.6  # of what engines could do if nobody had to wait
 _SHOWN_OVERLOAD = 0.04  # of a rate: what must show within a run
-_ANSWERS_PER_RUN = 4  # one after the other: KV caches fill within the first two
+_RESPONSES_PER_RUN = 4  # one after the other: KV caches fill within the first two
 _TYPICAL_CHUNK, _TYPICAL_DECODES = 1024, 64
 _FEW_REQUESTS = 30  # of a run that shows what requests need
 
@@ -52,11 +59,11 @@ class Alternative:
     """Another candidate, and how close it comes.
 
     Args:
-        standing: It and its goodput.
+        ranked: It and its goodput.
         difference: Its goodput over that of the chosen one, on the same seeds, minus 1.
     """
 
-    standing: Standing
+    ranked: RankedCandidate
     difference: Interval
 
 
@@ -68,7 +75,7 @@ class PlanResult:
         chosen: The candidate.
         goodput_rps: Its goodput.
         prediction: At the wanted rate if it is met, else at its goodput.
-        binding: What holds it back.
+        bottleneck: What holds it back.
         alternatives: Others, the best first.
         in_force: The plan in force; None: there is none, or it has other engines.
         is_met: The wanted rate is served at the target; True without one.
@@ -77,20 +84,20 @@ class PlanResult:
         num_iterations: Simulated iterations.
     """
 
-    chosen: Candidate
+    chosen: SliderCandidate
     goodput_rps: Interval
     prediction: Prediction
-    binding: Binding
+    bottleneck: Bottleneck
     alternatives: tuple[Alternative, ...]
-    in_force: Standing | None
+    in_force: RankedCandidate | None
     is_met: bool
-    found: Found
+    found: SearchResult
     num_trials: int
     num_iterations: int
 
 
 class Planner:
-    """Plans; mutable in what its arena has learned.
+    """Plans; mutable in what its comparison has learned.
 
     Args:
         problem: What is planned for.
@@ -102,22 +109,22 @@ class Planner:
 
     def __init__(
         self,
-        problem: Problem,
-        space: Space,
-        effort: Effort,
+        problem: PlanningProblem,
+        space: SearchSpace,
+        effort: SearchEffort,
         run_trials: RunTrials,
         report: Callable[[float, str], None] | None = None,
     ) -> None:
         self._problem = problem
         self._space = space
-        filled_s = min(_ANSWERS_PER_RUN * estimate_answer_s(problem), effort.most_duration_s)
+        filled_s = min(_RESPONSES_PER_RUN * estimate_response_s(problem), effort.most_duration_s)
         least_s = max(effort.least_duration_s, problem.slo.ttft_s / _SHOWN_OVERLOAD)
         self._effort = replace(effort, least_duration_s=min(least_s, effort.most_duration_s), filled_s=filled_s)
         self._run_trials = run_trials
         self._report = report
         self._span = (0.0, 0.9)
 
-    def plan(self, goal: Goal, in_force: Candidate | None = None) -> PlanResult:
+    def plan(self, goal: Goal, in_force: SliderCandidate | None = None) -> PlanResult:
         """Plan.
 
         Args:
@@ -127,46 +134,55 @@ class Planner:
         Raises:
             ValueError: Nothing is within the bounds, or nothing within them meets the objectives at any rate.
         """
-        arena = Arena(self._run_trials, goal.target)
+        comparison = CandidateComparison(self._run_trials, goal.target)
         if goal.rate_rps is None:
-            found = self._find_highest(arena, goal, in_force)
+            found = self._find_highest(comparison, goal, in_force)
         else:
-            found = self._find_fewest(arena, goal, goal.rate_rps, in_force)
+            found = self._find_fewest(comparison, goal, goal.rate_rps, in_force)
         if not _has_goodput(found):
             raise ValueError(self._explain_unmet(goal, found))
-        return self._describe(arena, goal, found, in_force)
+        return self._describe(comparison, goal, found, in_force)
 
-    def _find_highest(self, arena: Arena, goal: Goal, in_force: Candidate | None) -> Found:
+    def _find_highest(
+        self, comparison: CandidateComparison, goal: Goal, in_force: SliderCandidate | None
+    ) -> SearchResult:
         """Find the highest goodput of as many GPUs as ``goal.most_replicas`` engines have."""
         num_gpus = goal.most_replicas * goal.tensor_parallels[0]
         sizes = [(num_gpus // parallel, parallel) for parallel in goal.tensor_parallels if num_gpus >= parallel]
-        best: Found | None = None
+        best: SearchResult | None = None
         for position, (replicas, parallel) in enumerate(sizes):
             self._span = (0.9 * position / len(sizes), 0.9 * (position + 1) / len(sizes))
-            found = self._search(arena, replicas, parallel, None, in_force)
+            found = self._search(comparison, replicas, parallel, None, in_force)
             if best is None or found.best.goodput_rps > best.best.goodput_rps:
                 best = found
         assert best is not None
         return best
 
-    def _find_fewest(self, arena: Arena, goal: Goal, rate_rps: float, in_force: Candidate | None) -> Found:
+    def _find_fewest(
+        self, comparison: CandidateComparison, goal: Goal, rate_rps: float, in_force: SliderCandidate | None
+    ) -> SearchResult:
         """Find the fewest GPUs that serve a rate; if none do, what serves most of it."""
-        best: Found | None = None
+        best: SearchResult | None = None
         for position, parallel in enumerate(goal.tensor_parallels):
             share = 0.9 / len(goal.tensor_parallels)
             self._span = (share * position, share * (position + 1))
-            found = self._find_fewest_engines(arena, goal, rate_rps, parallel, in_force)
+            found = self._find_fewest_engines(comparison, goal, rate_rps, parallel, in_force)
             if best is None or _rank_for_rate(found, rate_rps) < _rank_for_rate(best, rate_rps):
                 best = found
         assert best is not None
         return best
 
     def _find_fewest_engines(
-        self, arena: Arena, goal: Goal, rate_rps: float, tensor_parallel: int, in_force: Candidate | None
-    ) -> Found:
+        self,
+        comparison: CandidateComparison,
+        goal: Goal,
+        rate_rps: float,
+        tensor_parallel: int,
+        in_force: SliderCandidate | None,
+    ) -> SearchResult:
         low, high = goal.least_replicas, goal.most_replicas
         replicas = min(max(low, _FIRST_ENGINES), high)
-        found = self._search(arena, replicas, tensor_parallel, None, in_force)
+        found = self._search(comparison, replicas, tensor_parallel, None, in_force)
         if not _has_goodput(found):
             return found
         tried = {replicas: found}
@@ -176,7 +192,7 @@ class Planner:
                 near = tried[min(tried, key=lambda number: abs(number - guess))].best
                 start_rps = near.goodput_rps * guess / near.candidate.replicas
                 tried[guess] = self._search(
-                    arena, guess, tensor_parallel, start_rps, resize(near.candidate, guess, self._space)
+                    comparison, guess, tensor_parallel, start_rps, resize(near.candidate, guess, self._space)
                 )
             serves = tried[guess].best.goodput_rps >= rate_rps
             following = guess - 1 if serves else guess + 1
@@ -189,12 +205,12 @@ class Planner:
 
     def _search(
         self,
-        arena: Arena,
+        comparison: CandidateComparison,
         replicas: int,
         tensor_parallel: int,
         start_rps: float | None,
-        in_force: Candidate | None,
-    ) -> Found:
+        in_force: SliderCandidate | None,
+    ) -> SearchResult:
         start, end = self._span
 
         def report(share: float, stage: str) -> None:
@@ -202,14 +218,14 @@ class Planner:
                 self._report(start + share * (end - start), f"{replicas} engines: {stage}")
 
         is_same = in_force is not None and (in_force.replicas, in_force.tensor_parallel) == (replicas, tensor_parallel)
-        return Search(arena, self._space, self._effort, report).find_best(
+        return Search(comparison, self._space, self._effort, report).find_best(
             replicas,
             tensor_parallel,
             start_rps or estimate_start_rps(self._problem, replicas, tensor_parallel),
             in_force if is_same else None,
         )
 
-    def _explain_unmet(self, goal: Goal, found: Found) -> str:
+    def _explain_unmet(self, goal: Goal, found: SearchResult) -> str:
         """Say how far the objectives are from what requests need that hardly share an engine."""
         best, duration_s, slo = found.best.candidate, found.fidelity.duration_s, self._problem.slo
         prediction = predict(self._run_trials, best, _FEW_REQUESTS / duration_s, found.fidelity.seeds[:1], duration_s)
@@ -221,15 +237,17 @@ class Planner:
             f"{prediction.attainment.mean:.4g}, with a median TTFT and TPOT of {' and '.join(medians) or 'nothing finished'}"
         )
 
-    def _describe(self, arena: Arena, goal: Goal, found: Found, in_force: Candidate | None) -> PlanResult:
+    def _describe(
+        self, comparison: CandidateComparison, goal: Goal, found: SearchResult, in_force: SliderCandidate | None
+    ) -> PlanResult:
         chosen = found.best
-        seeds = [seed + _FRESH for seed in self._effort.seeds]
+        seeds = [seed + _PREDICTION_SEED_OFFSET for seed in self._effort.seeds]
         is_met = goal.rate_rps is None or chosen.goodput_rps >= goal.rate_rps
         # Far above the goodput nothing is met, and a run takes for ever.
         rate_rps = goal.rate_rps if goal.rate_rps is not None and is_met else chosen.goodput_rps
         duration_s = found.fidelity.duration_s
         prediction = predict(self._run_trials, chosen.candidate, rate_rps, seeds, duration_s)
-        binding = find_binding(
+        bottleneck = find_bottleneck(
             self._run_trials,
             chosen.candidate,
             chosen.goodput_rps,
@@ -238,22 +256,22 @@ class Planner:
         )
         if self._report is not None:
             self._report(1.0, "done")
-        others = [standing for standing in found.standings if standing is not chosen]
+        others = [ranked for ranked in found.ranking if ranked is not chosen]
         return PlanResult(
             chosen=chosen.candidate,
             goodput_rps=estimate_interval(chosen.goodputs_rps, 0.0),
             prediction=prediction,
-            binding=binding,
-            alternatives=tuple(_compare(standing, chosen) for standing in others),
-            in_force=next((one for one in found.standings if one.candidate == in_force), None),
+            bottleneck=bottleneck,
+            alternatives=tuple(_compare(ranked, chosen) for ranked in others),
+            in_force=next((one for one in found.ranking if one.candidate == in_force), None),
             is_met=is_met,
             found=found,
-            num_trials=arena.num_trials,
-            num_iterations=arena.num_iterations,
+            num_trials=comparison.num_trials,
+            num_iterations=comparison.num_iterations,
         )
 
 
-def estimate_start_rps(problem: Problem, replicas: int, tensor_parallel: int) -> float:
+def estimate_start_rps(problem: PlanningProblem, replicas: int, tensor_parallel: int) -> float:
     """Guess a goodput: what engines could do if nobody waited, times a typical share."""
     profile = problem.engines[tensor_parallel].profile
     prompt = statistics.fmean(row.prompt_tokens for row in problem.rows)
@@ -265,16 +283,16 @@ def estimate_start_rps(problem: Problem, replicas: int, tensor_parallel: int) ->
     return _USED_SHARE * replicas / request_s
 
 
-def estimate_answer_s(problem: Problem) -> float:
+def estimate_response_s(problem: PlanningProblem) -> float:
     """Estimate how long an answer takes on an engine as full as it gets; no longer than its objective allows.
 
     So long a cluster takes to fill. With as many decodes as there are seats or KV blocks for, each iteration has the prompts
     that take the place of the answers that end in it.
     """
-    return max(_estimate_answer_s(problem, engine) for engine in problem.engines.values())
+    return max(_estimate_engine_response_s(problem, engine) for engine in problem.engines.values())
 
 
-def _estimate_answer_s(problem: Problem, engine: EngineSetup) -> float:
+def _estimate_engine_response_s(problem: PlanningProblem, engine: EngineSetup) -> float:
     prompt = statistics.fmean(row.prompt_tokens for row in problem.rows)
     output = statistics.fmean(row.output_tokens for row in problem.rows)
     context = prompt + output / 2
@@ -291,21 +309,21 @@ def _estimate_answer_s(problem: Problem, engine: EngineSetup) -> float:
     return output * min(iteration_s, problem.slo.tpot_s)
 
 
-def _has_goodput(found: Found) -> bool:
+def _has_goodput(found: SearchResult) -> bool:
     """Say whether anything meets the objectives: of less than a request in a whole run nothing is known but that it is little."""
     return found.best.goodput_rps * found.fidelity.duration_s >= 1.0
 
 
-def _rank_for_rate(found: Found, rate_rps: float) -> tuple[bool, float, float]:
+def _rank_for_rate(found: SearchResult, rate_rps: float) -> tuple[bool, float, float]:
     """Order findings: those that serve the rate by GPUs, the others by goodput."""
     goodput_rps = found.best.goodput_rps
     serves = goodput_rps >= rate_rps
     return not serves, found.best.candidate.num_gpus if serves else -goodput_rps, -goodput_rps
 
 
-def _compare(standing: Standing, chosen: Standing) -> Alternative:
+def _compare(ranked: RankedCandidate, chosen: RankedCandidate) -> Alternative:
     ratios = [
         ours / theirs - 1.0 if theirs > 0 else 0.0
-        for ours, theirs in zip(standing.goodputs_rps, chosen.goodputs_rps, strict=True)
+        for ours, theirs in zip(ranked.goodputs_rps, chosen.goodputs_rps, strict=True)
     ]
-    return Alternative(standing=standing, difference=estimate_interval(ratios))
+    return Alternative(ranked=ranked, difference=estimate_interval(ratios))

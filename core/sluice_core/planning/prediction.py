@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.arena import Fidelity, RunTrials
-from sluice_core.planning.candidates import Candidate
-from sluice_core.planning.trials import Detail, Trial
+from sluice_core.planning.candidates import SliderCandidate
+from sluice_core.planning.comparison import Fidelity, RunTrials
+from sluice_core.planning.trials import SearchTrial, TrialDetails
 
 # Quantiles of Student's t for two-sided 95 % intervals, by degrees of freedom; beyond, the normal one.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -45,11 +45,11 @@ class Prediction:
 
     rate_rps: float
     attainment: Interval
-    details: tuple[Detail, ...]
+    details: tuple[TrialDetails, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
+class Bottleneck:
     """What keeps goodput from being higher.
 
     Args:
@@ -57,14 +57,14 @@ class Binding:
         resource: ``prefill``, ``decode`` or ``kv``: of what a little more helps most; ``none``: nothing does.
         rate_rps: Rate at which this was tried.
         missed: Share of requests that missed ``ttft``, ``tpot`` or ``both``.
-        relief: Attainment gained by more of each resource.
+        attainment_gains: Attainment gained by more of each resource.
     """
 
     objective: str
     resource: str
     rate_rps: float
     missed: dict[str, float]
-    relief: dict[str, float]
+    attainment_gains: dict[str, float]
 
 
 def estimate_interval(values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> Interval:
@@ -85,7 +85,7 @@ def estimate_interval(values: Sequence[float], low: float = -math.inf, high: flo
 
 
 def predict(
-    run_trials: RunTrials, candidate: Candidate, rate_rps: float, seeds: Sequence[int], duration_s: float
+    run_trials: RunTrials, candidate: SliderCandidate, rate_rps: float, seeds: Sequence[int], duration_s: float
 ) -> Prediction:
     """Predict a candidate at a rate.
 
@@ -98,7 +98,7 @@ def predict(
     """
     outcomes = run_trials(
         [
-            Trial(candidate=candidate, seed=seed, rate_rps=rate_rps, duration_s=duration_s, is_detailed=True)
+            SearchTrial(candidate=candidate, seed=seed, rate_rps=rate_rps, duration_s=duration_s, is_detailed=True)
             for seed in seeds
         ]
     )
@@ -111,11 +111,11 @@ def predict(
 
 def measure_curves(
     run_trials: RunTrials,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[SliderCandidate],
     rates_rps: Sequence[float],
     seeds: Sequence[int],
     duration_s: float,
-) -> dict[Candidate, tuple[tuple[float, float], ...]]:
+) -> dict[SliderCandidate, tuple[tuple[float, float], ...]]:
     """Measure attainment by rate, on the same requests for all candidates.
 
     Args:
@@ -129,12 +129,12 @@ def measure_curves(
         Of each candidate, rates with the mean attainment over the seeds.
     """
     trials = [
-        Trial(candidate=candidate, seed=seed, rate_rps=rate_rps, duration_s=duration_s)
+        SearchTrial(candidate=candidate, seed=seed, rate_rps=rate_rps, duration_s=duration_s)
         for candidate in candidates
         for rate_rps in rates_rps
         for seed in seeds
     ]
-    by_point: dict[tuple[Candidate, float], list[float]] = {}
+    by_point: dict[tuple[SliderCandidate, float], list[float]] = {}
     for outcome in run_trials(trials):
         by_point.setdefault((outcome.trial.candidate, outcome.trial.rate_rps), []).append(outcome.attainment)
     return {
@@ -143,13 +143,13 @@ def measure_curves(
     }
 
 
-def find_binding(
+def find_bottleneck(
     run_trials: RunTrials,
-    candidate: Candidate,
+    candidate: SliderCandidate,
     start_rps: float,
     target: float,
     fidelity: Fidelity,
-) -> Binding:
+) -> Bottleneck:
     """Find what binds a candidate just above its goodput.
 
     Args:
@@ -160,10 +160,10 @@ def find_binding(
         fidelity: Of the runs.
     """
 
-    def run(variant: Candidate, rate_rps: float, kv_scale: float = 1.0) -> tuple[float, list[Detail]]:
+    def run(variant: SliderCandidate, rate_rps: float, kv_scale: float = 1.0) -> tuple[float, list[TrialDetails]]:
         outcomes = run_trials(
             [
-                Trial(
+                SearchTrial(
                     candidate=variant,
                     seed=seed,
                     rate_rps=rate_rps,
@@ -179,7 +179,7 @@ def find_binding(
 
     rate_rps = start_rps
     attainment = 1.0
-    details: list[Detail] = []
+    details: list[TrialDetails] = []
     for _ in range(_MOST_OVERLOADS):
         rate_rps *= _OVERLOAD
         attainment, details = run(candidate, rate_rps)
@@ -187,20 +187,20 @@ def find_binding(
             break
     missed = _sum_missed(details)
     objective = "ttft" if missed["ttft"] >= missed["tpot"] else "tpot"
-    relief = {
+    attainment_gains = {
         resource: run(variant, rate_rps, kv_scale)[0] - attainment
-        for resource, variant, kv_scale in _list_reliefs(candidate, objective)
+        for resource, variant, kv_scale in _list_relaxations(candidate, objective)
     }
-    return Binding(
+    return Bottleneck(
         objective=objective,
-        resource=_choose_resource(relief),
+        resource=_choose_resource(attainment_gains),
         rate_rps=rate_rps,
         missed=missed,
-        relief=relief,
+        attainment_gains=attainment_gains,
     )
 
 
-def _list_reliefs(candidate: Candidate, objective: str) -> list[tuple[str, Candidate, float]]:
+def _list_relaxations(candidate: SliderCandidate, objective: str) -> list[tuple[str, SliderCandidate, float]]:
     """List a little more of each resource: its name, the candidate with more engines, and the scale of the KV capacity."""
     extra = max(1, candidate.replicas // _EXTRA_SHARE)
     more_prefill = replace(candidate, num_prefill_heavy=candidate.num_prefill_heavy + extra)
@@ -212,15 +212,15 @@ def _list_reliefs(candidate: Candidate, objective: str) -> list[tuple[str, Candi
     return [more_kv, ("prefill" if objective == "ttft" else "decode", more_prefill, 1.0)]
 
 
-def _choose_resource(relief: dict[str, float]) -> str:
+def _choose_resource(attainment_gains: dict[str, float]) -> str:
     """Choose what is short: KV where more of it alone does half of what engines do, which bring KV too."""
-    best = max((name for name in relief if name != "kv"), key=relief.__getitem__)
-    if relief["kv"] > 0 and relief["kv"] >= _KV_SHARE * relief[best]:
+    best = max((name for name in attainment_gains if name != "kv"), key=attainment_gains.__getitem__)
+    if attainment_gains["kv"] > 0 and attainment_gains["kv"] >= _KV_SHARE * attainment_gains[best]:
         return "kv"
-    return best if relief[best] > 0 else "none"
+    return best if attainment_gains[best] > 0 else "none"
 
 
-def _sum_missed(details: Sequence[Detail]) -> dict[str, float]:
+def _sum_missed(details: Sequence[TrialDetails]) -> dict[str, float]:
     total = sum(detail.summary.num_requests for detail in details)
     return {
         "ttft": sum(detail.num_missed_ttft for detail in details) / total,

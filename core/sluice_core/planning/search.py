@@ -5,7 +5,7 @@ longer ones; M and alpha; and the best few of each strategy on whole runs over s
 which the best candidate so far is about to fail, which is where candidates differ; shorter runs flatter, so with longer ones
 that is found anew. Of candidates that did the same one is looked at.
 
-Engines of a large cluster do what those of a smaller one do, so all rounds but the last are run on ``SCOUTED_ENGINES`` at most.
+Engines of a large cluster do what those of a smaller one do, so all rounds but the last are run on ``MOST_EXPLORED_ENGINES`` at most.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.arena import Arena, Fidelity, Standing
 from sluice_core.planning.candidates import (
-    Candidate,
-    Space,
+    SearchSpace,
+    SliderCandidate,
     list_coarse,
     list_neighbours,
     list_parameter_neighbours,
     list_smaller,
     resize,
 )
+from sluice_core.planning.comparison import CandidateComparison, Fidelity, RankedCandidate
 
 # The clock of a search: which share of it each round takes, as measured on examples.
 STAGES = {"rate": 0.03, "explore": 0.30, "refine": 0.65, "parameters": 0.75, "compare": 1.0}
 
-SCOUTED_ENGINES = 16  # more engines even bursts out a little more: a few percent of goodput, alike for all candidates
+MOST_EXPLORED_ENGINES = (
+    16  # more engines even bursts out a little more: a few percent of goodput, alike for all candidates
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class SearchEffort:
     """How much is simulated.
 
     Args:
@@ -79,47 +81,51 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Args:
-        standings: Whole runs of the best, best first.
+        ranking: Whole runs of the best, best first.
         fidelity: Of these runs.
         explored: Every candidate that was tried, with the goodput that short runs gave it; in a large cluster what that of
             fewer engines makes one expect.
     """
 
-    standings: tuple[Standing, ...]
+    ranking: tuple[RankedCandidate, ...]
     fidelity: Fidelity
-    explored: tuple[Standing, ...]
+    explored: tuple[RankedCandidate, ...]
 
     @property
-    def best(self) -> Standing:
+    def best(self) -> RankedCandidate:
         """The best candidate."""
-        return self.standings[0]
+        return self.ranking[0]
 
 
 class Search:
     """Looks for the best candidate of a number of engines.
 
     Args:
-        arena: Compares.
+        comparison: Compares.
         space: What may be chosen.
         effort: How much is simulated.
         report: Is told how far the search is, from 0 to 1, and the round.
     """
 
     def __init__(
-        self, arena: Arena, space: Space, effort: Effort, report: Callable[[float, str], None] | None = None
+        self,
+        comparison: CandidateComparison,
+        space: SearchSpace,
+        effort: SearchEffort,
+        report: Callable[[float, str], None] | None = None,
     ) -> None:
-        self._arena = arena
+        self._comparison = comparison
         self._space = space
         self._effort = effort
         self._report = report
 
     def find_best(
-        self, replicas: int, tensor_parallel: int, start_rps: float, in_force: Candidate | None = None
-    ) -> Found:
+        self, replicas: int, tensor_parallel: int, start_rps: float, in_force: SliderCandidate | None = None
+    ) -> SearchResult:
         """Find the best candidate.
 
         Args:
@@ -131,54 +137,54 @@ class Search:
         Raises:
             ValueError: There is no candidate within the bounds.
         """
-        warm = [] if in_force is None else [in_force]
-        if replicas <= SCOUTED_ENGINES:
-            explored, refined = self._scout(replicas, tensor_parallel, start_rps, warm)
-            return self._compare(refined, explored, warm)
+        initial = [] if in_force is None else [in_force]
+        if replicas <= MOST_EXPLORED_ENGINES:
+            explored, refined = self._explore_and_refine(replicas, tensor_parallel, start_rps, initial)
+            return self._compare(refined, explored, initial)
         space = replace(self._space, prefill_heavy=self._space.prefill_heavy.scale(replicas))
-        small = Search(self._arena, space, self._effort, self._report)
-        small_warm = [
-            one for one in (resize(candidate, SCOUTED_ENGINES, space) for candidate in warm) if one is not None
+        small = Search(self._comparison, space, self._effort, self._report)
+        small_initial = [
+            one for one in (resize(candidate, MOST_EXPLORED_ENGINES, space) for candidate in initial) if one is not None
         ]
-        explored, refined = small._scout(
-            SCOUTED_ENGINES, tensor_parallel, start_rps * SCOUTED_ENGINES / replicas, small_warm
+        explored, refined = small._explore_and_refine(
+            MOST_EXPLORED_ENGINES, tensor_parallel, start_rps * MOST_EXPLORED_ENGINES / replicas, small_initial
         )
-        refined = self._enlarge(refined, replicas)
-        return self._compare(self._add_between(refined, replicas), self._enlarge(explored, replicas), warm)
+        refined = self._scale_up(refined, replicas)
+        return self._compare(self._add_between(refined, replicas), self._scale_up(explored, replicas), initial)
 
-    def _scout(
-        self, replicas: int, tensor_parallel: int, start_rps: float, warm: Sequence[Candidate]
-    ) -> tuple[list[Standing], list[Standing]]:
+    def _explore_and_refine(
+        self, replicas: int, tensor_parallel: int, start_rps: float, initial: Sequence[SliderCandidate]
+    ) -> tuple[list[RankedCandidate], list[RankedCandidate]]:
         """Run all rounds but the last; returns what was explored, and the best of it refined."""
-        coarse = list(dict.fromkeys([*warm, *list_coarse(self._space, replicas, tensor_parallel)]))
+        coarse = list(dict.fromkeys([*initial, *list_coarse(self._space, replicas, tensor_parallel)]))
         if not coarse:
             raise ValueError(f"no plan of {replicas} engines is within the bounds")
         rate_rps = self._find_rate(coarse, start_rps)
-        fidelity = self._shorten(rate_rps, _SHORT)
+        fidelity = self._choose_short_fidelity(rate_rps, _SHORT)
         explored = self._explore(coarse, rate_rps, fidelity)
-        centres = self._leave_out_alike(explored, _NUM_CENTRES, fidelity)
-        fidelity = self._shorten(explored[0].goodput_rps, _MIDDLE)
+        centres = self._drop_duplicates(explored, _NUM_CENTRES, fidelity)
+        fidelity = self._choose_short_fidelity(explored[0].goodput_rps, _MIDDLE)
         refined = self._tune_parameters(
-            self._refine(_pick(centres, _NUM_CENTRES, warm), explored[0].goodput_rps, fidelity), fidelity
+            self._refine(_select(centres, _NUM_CENTRES, initial), explored[0].goodput_rps, fidelity), fidelity
         )
-        return explored, self._leave_out_alike(refined, len(refined), fidelity)
+        return explored, self._drop_duplicates(refined, len(refined), fidelity)
 
-    def _enlarge(self, standings: Sequence[Standing], replicas: int) -> list[Standing]:
+    def _scale_up(self, ranking: Sequence[RankedCandidate], replicas: int) -> list[RankedCandidate]:
         """Give candidates more engines at the same share, and as much more goodput; those out of bounds are left out."""
-        enlarged: dict[Candidate, Standing] = {}
-        for standing in standings:
-            candidate = resize(standing.candidate, replicas, self._space)
+        enlarged: dict[SliderCandidate, RankedCandidate] = {}
+        for ranked in ranking:
+            candidate = resize(ranked.candidate, replicas, self._space)
             if candidate is not None and candidate not in enlarged:
-                factor = replicas / standing.candidate.replicas
-                goodputs_rps = tuple([factor * goodput_rps for goodput_rps in standing.goodputs_rps])
-                enlarged[candidate] = Standing(candidate=candidate, goodputs_rps=goodputs_rps)
+                factor = replicas / ranked.candidate.replicas
+                goodputs_rps = tuple([factor * goodput_rps for goodput_rps in ranked.goodputs_rps])
+                enlarged[candidate] = RankedCandidate(candidate=candidate, goodputs_rps=goodputs_rps)
         return list(enlarged.values())
 
-    def _add_between(self, standings: Sequence[Standing], replicas: int) -> list[Standing]:
+    def _add_between(self, ranking: Sequence[RankedCandidate], replicas: int) -> list[RankedCandidate]:
         """Put the numbers of P-heavy engines behind the best one that a smaller cluster could not have."""
-        best = standings[0]
-        step = max(1, replicas // SCOUTED_ENGINES // 2)
-        known = {standing.candidate for standing in standings}
+        best = ranking[0]
+        step = max(1, replicas // MOST_EXPLORED_ENGINES // 2)
+        known = {ranked.candidate for ranked in ranking}
         between = [
             replace(best, candidate=moved)
             for moved in list_neighbours(self._space, best.candidate, step)
@@ -186,127 +192,140 @@ class Search:
             and moved.prefill_heavy_tokens == best.candidate.prefill_heavy_tokens
             and moved.decode_heavy_tokens == best.candidate.decode_heavy_tokens
         ]
-        return [best, *between, *standings[1:]]
+        return [best, *between, *ranking[1:]]
 
-    def _tell(self, stage: str) -> None:
+    def _report_stage(self, stage: str) -> None:
         if self._report is not None:
             self._report(STAGES[stage], stage)
 
-    def _shorten(self, rate_rps: float, share: float) -> Fidelity:
+    def _choose_short_fidelity(self, rate_rps: float, share: float) -> Fidelity:
         """Make runs of one seed that are a share of a whole one."""
         return Fidelity(seeds=self._effort.seeds[:1], duration_s=self._effort.choose_ranking_s(rate_rps, share))
 
-    def _find_rate(self, coarse: Sequence[Candidate], start_rps: float) -> float:
+    def _find_rate(self, coarse: Sequence[SliderCandidate], start_rps: float) -> float:
         """Find the order of magnitude of the goodput, by a few different candidates."""
         few = list(coarse[:1]) + list(coarse[1 :: max(1, len(coarse) // 3)])
-        standings = self._arena.climb(few, self._shorten(start_rps, _SHORT), start_rps, _COARSE_FACTOR)
-        self._tell("rate")
-        return standings[0].goodput_rps
+        ranking = self._comparison.rank(few, self._choose_short_fidelity(start_rps, _SHORT), start_rps, _COARSE_FACTOR)
+        self._report_stage("rate")
+        return ranking[0].goodput_rps
 
-    def _explore(self, coarse: Sequence[Candidate], rate_rps: float, fidelity: Fidelity) -> list[Standing]:
+    def _explore(self, coarse: Sequence[SliderCandidate], rate_rps: float, fidelity: Fidelity) -> list[RankedCandidate]:
         """Try candidates all over the space; strategies that are far behind at a lower rate, where theirs differ."""
-        standings = self._arena.climb(coarse, fidelity, rate_rps, _FACTOR)
+        ranking = self._comparison.rank(coarse, fidelity, rate_rps, _FACTOR)
         for strategy in self._space.strategies:
-            of_it = [standing for standing in standings if standing.candidate.strategy == strategy]
-            if of_it and all(self._arena.find_passing_rate(one.candidate, fidelity) is None for one in of_it):
-                few = [standing.candidate for standing in of_it[:_MOST_BEHIND]]
-                climbed = self._arena.climb(few, fidelity, of_it[0].goodput_rps, _FACTOR)
-                known = {standing.candidate: standing for standing in [*standings, *climbed]}
-                standings = sorted(known.values(), key=_by_goodput)
-        self._tell("explore")
-        return standings
+            of_it = [ranked for ranked in ranking if ranked.candidate.strategy == strategy]
+            if of_it and all(self._comparison.find_passing_rate(one.candidate, fidelity) is None for one in of_it):
+                few = [ranked.candidate for ranked in of_it[:_MOST_BEHIND]]
+                reranked = self._comparison.rank(few, fidelity, of_it[0].goodput_rps, _FACTOR)
+                known = {ranked.candidate: ranked for ranked in [*ranking, *reranked]}
+                ranking = sorted(known.values(), key=_negate_goodput)
+        self._report_stage("explore")
+        return ranking
 
-    def _refine(self, centres: Sequence[Candidate], rate_rps: float, fidelity: Fidelity) -> list[Standing]:
-        """Go from the best to their neighbours, as long as that gains something, or any of the first few was not asked."""
-        rate_rps = self._arena.locate(centres[0], fidelity, rate_rps)
-        standings = self._arena.climb(centres, fidelity, rate_rps, _FINE_FACTOR)
-        asked: list[Candidate] = []
+    def _refine(self, centres: Sequence[SliderCandidate], rate_rps: float, fidelity: Fidelity) -> list[RankedCandidate]:
+        """Go from the best to their neighbours, as long as that gains something, or any of the first few was not expanded."""
+        rate_rps = self._comparison.locate_goodput(centres[0], fidelity, rate_rps)
+        ranking = self._comparison.rank(centres, fidelity, rate_rps, _FINE_FACTOR)
+        expanded: list[SliderCandidate] = []
         num_idle = 0
-        while len(standings) < _MOST_REFINED and num_idle < _MOST_IDLE:
-            centre = self._choose_centre(standings, asked, fidelity)
+        while len(ranking) < _MOST_REFINED and num_idle < _MOST_IDLE:
+            centre = self._choose_centre(ranking, expanded, fidelity)
             if centre is None:
                 break
-            asked.append(centre)
-            known = {standing.candidate for standing in standings}
+            expanded.append(centre)
+            known = {ranked.candidate for ranked in ranking}
             new = [moved for moved in list_neighbours(self._space, centre) if moved not in known]
-            best_rps = standings[0].goodput_rps
-            standings = self._challenge(standings, new, fidelity)
-            standings = self._cross_plateaus(standings, centre, fidelity)
-            num_idle = 0 if standings[0].goodput_rps > best_rps * _WORTHWHILE else num_idle + 1
-        self._tell("refine")
-        return standings
+            best_rps = ranking[0].goodput_rps
+            ranking = self._rank_with_best(ranking, new, fidelity)
+            ranking = self._cross_plateaus(ranking, centre, fidelity)
+            num_idle = 0 if ranking[0].goodput_rps > best_rps * _WORTHWHILE else num_idle + 1
+        self._report_stage("refine")
+        return ranking
 
     def _choose_centre(
-        self, standings: Sequence[Standing], asked: Sequence[Candidate], fidelity: Fidelity
-    ) -> Candidate | None:
-        """Choose whose neighbours to try: of the first few, near the best, the first that was not asked yet."""
-        least_rps = standings[0].goodput_rps * _NEAR
-        for standing in self._leave_out_alike(standings, _NUM_CENTRES, fidelity):
-            candidate = standing.candidate
-            if standing.goodput_rps < least_rps:
+        self, ranking: Sequence[RankedCandidate], expanded: Sequence[SliderCandidate], fidelity: Fidelity
+    ) -> SliderCandidate | None:
+        """Choose whose neighbours to try: of the first few, near the best, the first that was not expanded yet."""
+        least_rps = ranking[0].goodput_rps * _NEAR
+        for ranked in self._drop_duplicates(ranking, _NUM_CENTRES, fidelity):
+            candidate = ranked.candidate
+            if ranked.goodput_rps < least_rps:
                 break
-            if not any(candidate == one or self._arena.are_alike(candidate, one, fidelity) for one in asked):
+            if not any(candidate == one or self._comparison.behave_alike(candidate, one, fidelity) for one in expanded):
                 return candidate
         return None
 
-    def _cross_plateaus(self, standings: Sequence[Standing], centre: Candidate, fidelity: Fidelity) -> list[Standing]:
+    def _cross_plateaus(
+        self, ranking: Sequence[RankedCandidate], centre: SliderCandidate, fidelity: Fidelity
+    ) -> list[RankedCandidate]:
         """Go on to smaller chunks where the next smaller ones change nothing, as far as the first that do."""
-        standings = list(standings)
+        ranking = list(ranking)
         for of_prefill_heavy in (True, False):
             nearest, *farther = list_smaller(self._space, centre, of_prefill_heavy=of_prefill_heavy) or [centre]
-            while farther and self._arena.are_alike(nearest, centre, fidelity):
+            while farther and self._comparison.behave_alike(nearest, centre, fidelity):
                 nearest, *farther = farther
-                known = {standing.candidate for standing in standings}
+                known = {ranked.candidate for ranked in ranking}
                 if nearest not in known:
-                    standings = self._challenge(standings, [nearest], fidelity)
-        return standings
+                    ranking = self._rank_with_best(ranking, [nearest], fidelity)
+        return ranking
 
-    def _leave_out_alike(self, standings: Iterable[Standing], number: int, fidelity: Fidelity) -> list[Standing]:
+    def _drop_duplicates(
+        self, ranking: Iterable[RankedCandidate], number: int, fidelity: Fidelity
+    ) -> list[RankedCandidate]:
         """List the first few that do not do the same as one before them."""
-        found: list[Standing] = []
-        for standing in standings:
+        found: list[RankedCandidate] = []
+        for ranked in ranking:
             if len(found) == number:
                 break
-            if not any(self._arena.are_alike(standing.candidate, one.candidate, fidelity) for one in found):
-                found.append(standing)
+            if not any(self._comparison.behave_alike(ranked.candidate, one.candidate, fidelity) for one in found):
+                found.append(ranked)
         return found
 
-    def _challenge(self, standings: Sequence[Standing], new: Sequence[Candidate], fidelity: Fidelity) -> list[Standing]:
+    def _rank_with_best(
+        self, ranking: Sequence[RankedCandidate], new: Sequence[SliderCandidate], fidelity: Fidelity
+    ) -> list[RankedCandidate]:
         """Rank new candidates among those that were compared, from the rate on that the best one reached."""
         if not new:
-            return list(standings)
-        best = standings[0]
-        rate_rps = self._arena.find_passing_rate(best.candidate, fidelity) or best.goodput_rps
-        climbed = self._arena.climb([best.candidate, *new], fidelity, rate_rps, _FINE_FACTOR)
-        known = {standing.candidate: standing for standing in [*standings, *climbed]}
-        return sorted(known.values(), key=_by_goodput)
+            return list(ranking)
+        best = ranking[0]
+        rate_rps = self._comparison.find_passing_rate(best.candidate, fidelity) or best.goodput_rps
+        reranked = self._comparison.rank([best.candidate, *new], fidelity, rate_rps, _FINE_FACTOR)
+        known = {ranked.candidate: ranked for ranked in [*ranking, *reranked]}
+        return sorted(known.values(), key=_negate_goodput)
 
-    def _tune_parameters(self, refined: Sequence[Standing], fidelity: Fidelity) -> list[Standing]:
+    def _tune_parameters(self, refined: Sequence[RankedCandidate], fidelity: Fidelity) -> list[RankedCandidate]:
         """Try other M and alpha for the best; one is taken that gains more than chance would."""
         neighbours = list_parameter_neighbours(self._space, refined[0].candidate)
-        tried = self._challenge(refined, neighbours, fidelity)
-        self._tell("parameters")
+        tried = self._rank_with_best(refined, neighbours, fidelity)
+        self._report_stage("parameters")
         best = next((one for one in tried if one.candidate in neighbours), None)
         default = next(one for one in tried if one.candidate == refined[0].candidate)
         if best is None or best.goodput_rps < default.goodput_rps * _WORTHWHILE:
             return list(refined)
         return [best, *refined]
 
-    def _compare(self, refined: Sequence[Standing], explored: Sequence[Standing], warm: Sequence[Candidate]) -> Found:
+    def _compare(
+        self,
+        refined: Sequence[RankedCandidate],
+        explored: Sequence[RankedCandidate],
+        initial: Sequence[SliderCandidate],
+    ) -> SearchResult:
         """Look closely at the best few, at the best of each strategy, and at the plan in force."""
-        best = _pick(refined, self._effort.num_compared, warm)
+        best = _select(refined, self._effort.num_compared, initial)
         for strategy in self._space.strategies:
-            of_it = [standing for standing in refined if standing.candidate.strategy == strategy]
-            of_it = of_it or [standing for standing in explored if standing.candidate.strategy == strategy]
-            best += [standing.candidate for standing in of_it[:1]]
+            of_it = [ranked for ranked in refined if ranked.candidate.strategy == strategy]
+            of_it = of_it or [ranked for ranked in explored if ranked.candidate.strategy == strategy]
+            best += [ranked.candidate for ranked in of_it[:1]]
         rate_rps = refined[0].goodput_rps
-        starts_rps = dict.fromkeys(warm, rate_rps) | {one.candidate: one.goodput_rps for one in [*explored, *refined]}
+        starts_rps = dict.fromkeys(initial, rate_rps) | {
+            one.candidate: one.goodput_rps for one in [*explored, *refined]
+        }
         fidelity = Fidelity(seeds=self._effort.seeds, duration_s=self._effort.choose_duration_s(rate_rps))
-        standings = self._arena.sharpen(list(dict.fromkeys(best)), fidelity, starts_rps)
-        self._tell("compare")
-        everything = {standing.candidate: standing for standing in [*standings, *explored, *refined]}
-        return Found(
-            standings=tuple(standings), fidelity=fidelity, explored=tuple(sorted(everything.values(), key=_by_goodput))
+        ranking = self._comparison.measure_goodputs(list(dict.fromkeys(best)), fidelity, starts_rps)
+        self._report_stage("compare")
+        everything = {ranked.candidate: ranked for ranked in [*ranking, *explored, *refined]}
+        return SearchResult(
+            ranking=tuple(ranking), fidelity=fidelity, explored=tuple(sorted(everything.values(), key=_negate_goodput))
         )
 
 
@@ -321,11 +340,13 @@ _MOST_REFINED = 70
 _MOST_BEHIND = 6  # candidates of a strategy that is far behind
 
 
-def _pick(standings: Iterable[Standing], number: int, always: Iterable[Candidate]) -> list[Candidate]:
+def _select(
+    ranking: Iterable[RankedCandidate], number: int, always: Iterable[SliderCandidate]
+) -> list[SliderCandidate]:
     """Pick the first few, and what is always there."""
-    first = [standing.candidate for standing in standings][:number]
+    first = [ranked.candidate for ranked in ranking][:number]
     return list(dict.fromkeys([*first, *always]))
 
 
-def _by_goodput(standing: Standing) -> float:
-    return -standing.goodput_rps
+def _negate_goodput(ranked: RankedCandidate) -> float:
+    return -ranked.goodput_rps

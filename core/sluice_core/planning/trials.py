@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.candidates import Candidate
+from sluice_core.planning.candidates import SliderCandidate
 from sluice_core.records import EngineId, FlowParameters, Role, Slo, SloClass
 from sluice_core.sim.cell import Arrival, Cell, EngineSetup, SimOptions
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
@@ -23,7 +23,7 @@ from sluice_core.strategies import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class PlanningProblem:
     """What is planned for: everything that no slider changes.
 
     Args:
@@ -46,7 +46,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class SearchTrial:
     """A run to make.
 
     Args:
@@ -59,7 +59,7 @@ class Trial:
         kv_scale: Scales the KV capacity, to see what more of it would change.
     """
 
-    candidate: Candidate
+    candidate: SliderCandidate
     seed: int
     rate_rps: float
     duration_s: float
@@ -69,7 +69,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Detail:
+class TrialDetails:
     """What is kept of a detailed run.
 
     Args:
@@ -88,7 +88,7 @@ class Detail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TrialResult:
     """What a run came to.
 
     Args:
@@ -100,14 +100,14 @@ class Outcome:
         detail: Every metric, if asked for.
     """
 
-    trial: Trial
+    trial: SearchTrial
     attainment: float
     num_iterations: int
     end_s: float = math.nan
-    detail: Detail | None = None
+    detail: TrialDetails | None = None
 
 
-def build_cell(problem: Problem, candidate: Candidate, seed: int, kv_scale: float = 1.0) -> Cell:
+def build_cell(problem: PlanningProblem, candidate: SliderCandidate, seed: int, kv_scale: float = 1.0) -> Cell:
     """Build the cluster of a candidate: P-heavy engines first."""
     template = problem.engines[candidate.tensor_parallel]
     if kv_scale != 1.0:
@@ -131,28 +131,28 @@ def build_cell(problem: Problem, candidate: Candidate, seed: int, kv_scale: floa
     )
 
 
-class Evaluator:
+class TrialEvaluator:
     """Makes runs; mutable only in the requests that it keeps.
 
     Args:
         problem: What is planned for.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
         self._workloads: dict[int, PoissonWorkload] = {}
         self._latest = (0, 0.0, 0.0)
         self._arrivals: Sequence[Arrival] = ()
 
-    def evaluate(self, trial: Trial) -> Outcome:
+    def evaluate(self, trial: SearchTrial) -> TrialResult:
         """Make a run."""
         problem = self._problem
         arrivals = self._make_arrivals(trial)
         if not arrivals:
-            return Outcome(trial=trial, attainment=0.0, num_iterations=0)
+            return TrialResult(trial=trial, attainment=0.0, num_iterations=0)
         simulation = Simulation(build_cell(problem, trial.candidate, trial.seed, trial.kv_scale), arrivals)
         is_whole = simulation.run(most_missed=int(len(arrivals) * (1.0 - trial.least_attainment) + 1e-9))
-        return Outcome(
+        return TrialResult(
             trial=trial,
             attainment=1.0 - simulation.num_missed / simulation.num_arrived,
             num_iterations=sum(engine.counters.num_iterations for engine in simulation.engines),
@@ -160,7 +160,7 @@ class Evaluator:
             detail=_describe(simulation) if is_whole and trial.is_detailed else None,
         )
 
-    def _make_arrivals(self, trial: Trial) -> Sequence[Arrival]:
+    def _make_arrivals(self, trial: SearchTrial) -> Sequence[Arrival]:
         """Make the requests of a run; one candidate after the other serves the same."""
         problem, seed, key = self._problem, trial.seed, (trial.seed, trial.rate_rps, trial.duration_s)
         if key != self._latest:
@@ -171,18 +171,21 @@ class Evaluator:
         return self._arrivals
 
 
-def _describe(simulation: Simulation) -> Detail:
+def _describe(simulation: Simulation) -> TrialDetails:
     late = slow = both = 0
     for request in simulation.requests:
         if request.state is not RequestState.FINISHED:
             both += 1
             continue
         tpot_s = request.tpot_s
-        is_late, is_slow = request.ttft_s > request.ttft_slo_s, tpot_s is not None and tpot_s > request.tpot_slo_s
-        late += is_late and not is_slow
-        slow += is_slow and not is_late
-        both += is_late and is_slow
-    return Detail(
+        schedules_late, is_slow = (
+            request.ttft_s > request.ttft_slo_s,
+            tpot_s is not None and tpot_s > request.tpot_slo_s,
+        )
+        late += schedules_late and not is_slow
+        slow += is_slow and not schedules_late
+        both += schedules_late and is_slow
+    return TrialDetails(
         summary=summarize(simulation),
         latencies_s=list_latencies(simulation.requests),
         num_missed_ttft=late,
@@ -192,4 +195,4 @@ def _describe(simulation: Simulation) -> Detail:
 
 
 # Problems, trials and outcomes go between processes.
-register(Candidate, Detail, Outcome, Problem, Trial)
+register(SliderCandidate, TrialDetails, TrialResult, PlanningProblem, SearchTrial)

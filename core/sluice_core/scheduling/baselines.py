@@ -14,7 +14,7 @@ from sluice_core.scheduling.engine_table import EngineState, EngineTable
 from sluice_core.scheduling.placement import NUM_RECORDS, CachedTokens, get_urgency
 
 
-class _Balancing:
+class _SloBlindPlacement:
     """What both share: every request in the order of urgency to the engine that ``_pick`` names.
 
     Args:
@@ -49,8 +49,8 @@ class _Balancing:
         raise NotImplementedError
 
 
-class RoundRobinPlacement(_Balancing):
-    """Each prefill to the next engine in turn; for the arguments see ``_Balancing``."""
+class RoundRobinPlacement(_SloBlindPlacement):
+    """Each prefill to the next engine in turn; for the arguments see ``_SloBlindPlacement``."""
 
     def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
         super().__init__(parameters, rng, num_records)
@@ -64,7 +64,7 @@ class RoundRobinPlacement(_Balancing):
         following: EngineState | None = None
         first: EngineState | None = None
         for state in engines.list_loads():
-            if not _can_take(state, request):
+            if not _accepts_prefills(state, request):
                 continue
             if first is None or state.number < first.number:
                 first = state
@@ -76,20 +76,20 @@ class RoundRobinPlacement(_Balancing):
         return chosen
 
 
-class LeastWorkPlacement(_Balancing):
+class LeastWorkPlacement(_SloBlindPlacement):
     """Each prefill to the engine with the fewest queued prefill tokens; of equals the one with the least KV committed.
 
-    For the arguments see ``_Balancing``.
+    For the arguments see ``_SloBlindPlacement``.
     """
 
     def _get_reason(self) -> str:
         return "least_work"
 
     def _pick(self, request: PrefillRequest, engines: EngineTable) -> EngineState | None:
-        return min((state for state in engines if _can_take(state, request)), key=_compute_work, default=None)
+        return min((state for state in engines if _accepts_prefills(state, request)), key=_compute_work, default=None)
 
 
-def _can_take(state: EngineState, request: PrefillRequest) -> bool:
+def _accepts_prefills(state: EngineState, request: PrefillRequest) -> bool:
     """Say whether an engine takes new prompts at all."""
     return (
         state.chunk_size_tokens > 0

@@ -91,18 +91,18 @@ class FlowPolicy:
             New proposals, most urgent first.
         """
         parameters = self.parameters
-        engine.wake(now, min_tokens=parameters.min_tokens_between_moves, alpha=parameters.approaching_factor)
+        engine.refresh_ranking(now, min_tokens=parameters.min_tokens_between_moves, alpha=parameters.approaching_factor)
         limit = MAX_STANDING_PROPOSALS - engine.num_proposed
         if limit <= 0:
             return []
         if engine.is_draining:
-            return [_propose(now, engine, decode, MoveCause.DRAIN) for decode in engine.list_members(limit)]
+            return [_propose(now, engine, decode, MoveCause.DRAIN) for decode in engine.list_without_proposal(limit)]
         if engine.role is _DECODE_HEAVY:
             return self._degrade(now, engine, limit) if self.degrades else []
         proposals = self._flow_back(now, engine, limit) if self.flows_back else []
         if self.moves_first_decodes:
-            at_home = engine.list_at_home(limit - len(proposals))
-            proposals += [_propose(now, engine, decode, MoveCause.PREFILL_DONE) for decode in at_home]
+            prefilled_here = engine.list_prefilled_here(limit - len(proposals))
+            proposals += [_propose(now, engine, decode, MoveCause.PREFILL_DONE) for decode in prefilled_here]
         return proposals
 
     def target(self, now: float, request: FlowRequest, engines: EngineTable) -> EngineId | None:  # noqa: ARG002 - a policy may look at the time
@@ -126,14 +126,14 @@ class FlowPolicy:
             same_role = [state for state in others if source is not None and state.role is source.role]
             return self._pick_least_used(same_role or others)
         role = _PREFILL_HEAVY if request.cause is MoveCause.DEGRADE else _DECODE_HEAVY
-        if engines.are_roles_void or (source is not None and source.role is role):
+        if engines.has_uniform_chunk_size or (source is not None and source.role is role):
             return None
         return self._pick_least_used(self._list_with_room(request, engines, role))
 
     def _flow_back(self, now: float, engine: DecodeSet, limit: int) -> list[MoveProposal]:
         """Algorithm 1, lines 1 to 3: decodes whose TPOT so far nears the SLO, the furthest beyond it first."""
-        slow = engine.list_slow(now, limit)
-        slow += [decode for decode in engine.list_fresh() if engine.has_tpot_above(decode, now, 1.0)]
+        slow = engine.list_near_tpot_slo(now, limit)
+        slow += [decode for decode in engine.list_recently_moved() if engine.has_tpot_above(decode, now, 1.0)]
         if not slow:
             return []
         slow.sort(key=lambda decode: engine.compute_tpot_share(decode, now), reverse=True)
@@ -152,7 +152,7 @@ class FlowPolicy:
             if decode is None:
                 break
             if engine.has_tpot_above(decode, now, alpha):
-                engine.set_aside(decode, now + PROPOSAL_BACKOFF_S)
+                engine.back_off(decode, now + PROPOSAL_BACKOFF_S)
             else:
                 proposals.append(_propose(now, engine, decode, MoveCause.DEGRADE))
         return proposals
@@ -174,7 +174,7 @@ class FlowPolicy:
                 and not state.is_draining
                 and state.engine_id not in request.excluded
                 and state.committed_kv_blocks + request.num_blocks <= share * state.load.kv_blocks_total
-                and state.num_committed_seqs + 1 <= share * state.spec.max_num_seqs
+                and state.num_committed_seqs + 1 <= share * state.config.max_num_seqs
             ):
                 found.append(state)
         return found

@@ -35,12 +35,12 @@ class Decode:
         request_id: The request.
         number: Unique in the set, ascending by arrival: breaks ties.
         prompt_tokens: Prompt length.
-        born_at: Iteration at which its output length was 0.
-        reset_at: Iteration at which the length that degradation sorts by was 0.
+        start_iteration: Iteration at which its output length was 0.
+        reset_iteration: Iteration at which the length that degradation sorts by was 0.
         first_token_s: When the client got the first token, on the caller's clock.
         tpot_slo_s: TPOT objective, in seconds.
         is_moved_in: It came from another engine with its KV.
-        joined_at: Iteration at which it joined.
+        join_iteration: Iteration at which it joined.
 
     Attributes:
         num_proposals: Proposals so far.
@@ -50,18 +50,18 @@ class Decode:
     """
 
     __slots__ = (
-        "born_at",
         "first_token_s",
         "has_left",
         "is_moved_in",
         "is_ranked",
-        "joined_at",
+        "join_iteration",
         "num_proposals",
         "number",
         "prompt_tokens",
         "proposed_blocks",
         "request_id",
-        "reset_at",
+        "reset_iteration",
+        "start_iteration",
         "tpot_slo_s",
     )
 
@@ -71,22 +71,22 @@ class Decode:
         request_id: RequestId,
         number: int,
         prompt_tokens: int,
-        born_at: int,
-        reset_at: int,
+        start_iteration: int,
+        reset_iteration: int,
         first_token_s: float,
         tpot_slo_s: float,
         is_moved_in: bool,
-        joined_at: int,
+        join_iteration: int,
     ) -> None:
         self.request_id = request_id
         self.number = number
         self.prompt_tokens = prompt_tokens
-        self.born_at = born_at
-        self.reset_at = reset_at
+        self.start_iteration = start_iteration
+        self.reset_iteration = reset_iteration
         self.first_token_s = first_token_s
         self.tpot_slo_s = tpot_slo_s
         self.is_moved_in = is_moved_in
-        self.joined_at = joined_at
+        self.join_iteration = join_iteration
         self.num_proposals = 0
         self.proposed_blocks: int | None = None
         self.is_ranked = False
@@ -127,11 +127,11 @@ class DecodeSet:
         self._num_joined = 0
         self._alpha = 1.0
         self._members: dict[RequestId, Decode] = {}
-        self._at_home: dict[RequestId, Decode] = {}  # prefilled here and ranked
-        self._fresh: deque[Decode] = deque()
+        self._prefilled_here: dict[RequestId, Decode] = {}  # prefilled here and ranked
+        self._recently_moved: deque[Decode] = deque()
         self._longest: list[tuple[int, int, Decode]] = []
-        self._slowest: dict[float, list[tuple[float, int, Decode]]] = {}  # by TPOT SLO; the most urgent is last
-        self._resting: list[tuple[float, int, Decode]] = []  # a heap by the end of the rest
+        self._by_tpot_key: dict[float, list[tuple[float, int, Decode]]] = {}  # by TPOT SLO; the most urgent is last
+        self._backing_off: list[tuple[float, int, Decode]] = []  # a heap by the end of the rest
 
     def __len__(self) -> int:
         return len(self._members)
@@ -179,16 +179,16 @@ class DecodeSet:
             request_id=request_id,
             number=self._num_joined,
             prompt_tokens=prompt_tokens,
-            born_at=self._iteration - output_tokens,
-            reset_at=self._iteration - output_tokens_since_reset,
+            start_iteration=self._iteration - output_tokens,
+            reset_iteration=self._iteration - output_tokens_since_reset,
             first_token_s=now - since_first_token_s,
             tpot_slo_s=tpot_slo_s,
             is_moved_in=is_moved_in,
-            joined_at=self._iteration,
+            join_iteration=self._iteration,
         )
         self._members[request_id] = decode
         if is_moved_in:
-            self._fresh.append(decode)
+            self._recently_moved.append(decode)
         else:
             self._rank(decode)
 
@@ -199,7 +199,7 @@ class DecodeSet:
             return
         decode.has_left = True
         self._unrank(decode)
-        self._withdraw(decode)
+        self._withdraw_proposal(decode)
 
     def advance(self, skipped: Iterable[RequestId] = ()) -> None:
         """Count an iteration in which every member gained one token.
@@ -217,28 +217,28 @@ class DecodeSet:
 
     def output_tokens(self, request_id: RequestId) -> int:
         """Count the tokens of the whole request so far."""
-        return self._iteration - self._members[request_id].born_at
+        return self._iteration - self._members[request_id].start_iteration
 
     def output_tokens_since_reset(self, request_id: RequestId) -> int:
         """Count the length that Algorithm 1 sorts by."""
-        return self._iteration - self._members[request_id].reset_at
+        return self._iteration - self._members[request_id].reset_iteration
 
     def count_blocks(self, decode: Decode) -> int:
         """Count the KV blocks that a decode holds: its last token has no KV yet."""
-        num_tokens = decode.prompt_tokens + self._iteration - decode.born_at - 1
+        num_tokens = decode.prompt_tokens + self._iteration - decode.start_iteration - 1
         return blocks_for_tokens(num_tokens, self.block_size_tokens)
 
     def has_tpot_above(self, decode: Decode, now: float, share: float) -> bool:
         """Say whether its TPOT so far is above a share of its SLO; never before the second token."""
-        num_gaps = self._iteration - decode.born_at - 1
+        num_gaps = self._iteration - decode.start_iteration - 1
         return num_gaps > 0 and now - decode.first_token_s > share * decode.tpot_slo_s * num_gaps
 
     def compute_tpot_share(self, decode: Decode, now: float) -> float:
         """Compute its TPOT so far as a share of its SLO; 0 before the second token."""
-        num_gaps = self._iteration - decode.born_at - 1
+        num_gaps = self._iteration - decode.start_iteration - 1
         return (now - decode.first_token_s) / (num_gaps * decode.tpot_slo_s) if num_gaps > 0 else 0.0
 
-    def wake(self, now: float, *, min_tokens: int, alpha: float) -> None:
+    def refresh_ranking(self, now: float, *, min_tokens: int, alpha: float) -> None:
         """Rank what may be proposed (again): O(woken), and O(members) when alpha changes.
 
         Args:
@@ -246,32 +246,34 @@ class DecodeSet:
             min_tokens: Output tokens between two moves of a request.
             alpha: Approaching factor.
         """
-        while self._resting and (self._resting[0][0] <= now or self._resting[0][2].has_left):
-            decode = heapq.heappop(self._resting)[2]
+        while self._backing_off and (self._backing_off[0][0] <= now or self._backing_off[0][2].has_left):
+            decode = heapq.heappop(self._backing_off)[2]
             if not decode.has_left:
-                self._withdraw(decode)
+                self._withdraw_proposal(decode)
                 self._rank(decode)
-        while self._fresh and (self._fresh[0].has_left or self._iteration - self._fresh[0].joined_at >= min_tokens):
-            decode = self._fresh.popleft()
+        while self._recently_moved and (
+            self._recently_moved[0].has_left or self._iteration - self._recently_moved[0].join_iteration >= min_tokens
+        ):
+            decode = self._recently_moved.popleft()
             if not decode.has_left and decode.proposed_blocks is None:
                 self._rank(decode)
         if alpha != self._alpha:
             self._alpha = alpha
-            self._rank_by_slowness()
+            self._rebuild_tpot_order()
 
-    def list_fresh(self) -> Iterator[Decode]:
+    def list_recently_moved(self) -> Iterator[Decode]:
         """Iterate over decodes that came by a move fewer than ``min_tokens`` tokens ago."""
         return (
             decode
-            for decode in self._fresh
+            for decode in self._recently_moved
             if not decode.has_left and not decode.is_ranked and decode.proposed_blocks is None
         )
 
-    def list_at_home(self, limit: int) -> list[Decode]:
+    def list_prefilled_here(self, limit: int) -> list[Decode]:
         """List at most ``limit`` ranked decodes that were prefilled here, oldest first."""
-        return [decode for decode, _ in zip(self._at_home.values(), range(limit), strict=False)]
+        return [decode for decode, _ in zip(self._prefilled_here.values(), range(limit), strict=False)]
 
-    def list_members(self, limit: int) -> list[Decode]:
+    def list_without_proposal(self, limit: int) -> list[Decode]:
         """List at most ``limit`` members without a standing proposal, oldest first."""
         idle = (decode for decode in self._members.values() if decode.proposed_blocks is None)
         return [decode for decode, _ in zip(idle, range(limit), strict=False)]
@@ -280,10 +282,10 @@ class DecodeSet:
         """Return the ranked decode with the longest output since its reset; of equals the first to join."""
         return self._longest[0][2] if self._longest else None
 
-    def list_slow(self, now: float, limit: int) -> list[Decode]:
+    def list_near_tpot_slo(self, now: float, limit: int) -> list[Decode]:
         """List ranked decodes whose TPOT so far is above alpha times their SLO: at most ``limit`` per distinct SLO."""
         slow: list[Decode] = []
-        for tpot_slo_s, order in self._slowest.items():
+        for tpot_slo_s, order in self._by_tpot_key.items():
             bound = self._alpha * tpot_slo_s * self._iteration - now - _ROUNDING_S
             found = 0
             for key, _, decode in reversed(order):
@@ -297,19 +299,19 @@ class DecodeSet:
     def propose(self, decode: Decode, until_s: float) -> None:
         """Let a proposal stand: its blocks count as released until it leaves or ``until_s``."""
         self._unrank(decode)
-        self._withdraw(decode)
+        self._withdraw_proposal(decode)
         decode.num_proposals += 1
         decode.proposed_blocks = self.count_blocks(decode)
         self.num_proposed += 1
         self.proposed_blocks += decode.proposed_blocks
-        heapq.heappush(self._resting, (until_s, decode.number, decode))
+        heapq.heappush(self._backing_off, (until_s, decode.number, decode))
 
-    def set_aside(self, decode: Decode, until_s: float) -> None:
+    def back_off(self, decode: Decode, until_s: float) -> None:
         """Leave a ranked decode out of both orders until ``until_s``."""
         self._unrank(decode)
-        heapq.heappush(self._resting, (until_s, decode.number, decode))
+        heapq.heappush(self._backing_off, (until_s, decode.number, decode))
 
-    def _withdraw(self, decode: Decode) -> None:
+    def _withdraw_proposal(self, decode: Decode) -> None:
         """End a standing proposal."""
         if decode.proposed_blocks is not None:
             self.num_proposed -= 1
@@ -320,42 +322,42 @@ class DecodeSet:
         """Move a decode's counters by some iterations, and its place in the orders with them."""
         was_ranked = decode.is_ranked
         self._unrank(decode)
-        decode.born_at += num_iterations
-        decode.reset_at += num_iterations
+        decode.start_iteration += num_iterations
+        decode.reset_iteration += num_iterations
         if was_ranked:
             self._rank(decode)
 
-    def _slowness(self, decode: Decode) -> float:
+    def _compute_tpot_key(self, decode: Decode) -> float:
         """Compute the static key of the TPOT order."""
-        return self._alpha * decode.tpot_slo_s * (decode.born_at + 1) - decode.first_token_s
+        return self._alpha * decode.tpot_slo_s * (decode.start_iteration + 1) - decode.first_token_s
 
     def _rank(self, decode: Decode) -> None:
         """Put a decode in both orders."""
         if decode.is_ranked:
             return
         decode.is_ranked = True
-        insort(self._longest, (decode.reset_at, decode.number, decode))
-        order = self._slowest.setdefault(decode.tpot_slo_s, [])
-        insort(order, (self._slowness(decode), decode.number, decode))
+        insort(self._longest, (decode.reset_iteration, decode.number, decode))
+        order = self._by_tpot_key.setdefault(decode.tpot_slo_s, [])
+        insort(order, (self._compute_tpot_key(decode), decode.number, decode))
         if not decode.is_moved_in:
-            self._at_home[decode.request_id] = decode
+            self._prefilled_here[decode.request_id] = decode
 
     def _unrank(self, decode: Decode) -> None:
         """Take a decode out of both orders."""
         if not decode.is_ranked:
             return
         decode.is_ranked = False
-        del self._longest[bisect_left(self._longest, (decode.reset_at, decode.number))]
-        order = self._slowest[decode.tpot_slo_s]
-        del order[bisect_left(order, (self._slowness(decode), decode.number))]
+        del self._longest[bisect_left(self._longest, (decode.reset_iteration, decode.number))]
+        order = self._by_tpot_key[decode.tpot_slo_s]
+        del order[bisect_left(order, (self._compute_tpot_key(decode), decode.number))]
         if not order:
-            del self._slowest[decode.tpot_slo_s]
-        self._at_home.pop(decode.request_id, None)
+            del self._by_tpot_key[decode.tpot_slo_s]
+        self._prefilled_here.pop(decode.request_id, None)
 
-    def _rank_by_slowness(self) -> None:
+    def _rebuild_tpot_order(self) -> None:
         """Build the TPOT orders again."""
-        self._slowest = {}
+        self._by_tpot_key = {}
         for _, number, decode in self._longest:
-            self._slowest.setdefault(decode.tpot_slo_s, []).append((self._slowness(decode), number, decode))
-        for order in self._slowest.values():
+            self._by_tpot_key.setdefault(decode.tpot_slo_s, []).append((self._compute_tpot_key(decode), number, decode))
+        for order in self._by_tpot_key.values():
             order.sort()

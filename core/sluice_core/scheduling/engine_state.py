@@ -9,7 +9,7 @@ from sluice_core.latency import LatencyModel
 from sluice_core.records import EngineId, EngineLoad, RequestId, Role
 
 
-class EngineSpec(NamedTuple):
+class EngineConfig(NamedTuple):
     """What an engine says about itself in its first message.
 
     Args:
@@ -127,7 +127,7 @@ class EngineState:
 
     Args:
         engine_id: The engine.
-        spec: What it is.
+        config: What it says about itself.
         number: Unique in the table.
         latency: Its latency model.
         role: Role in force.
@@ -147,7 +147,7 @@ class EngineState:
     """
 
     engine_id: EngineId
-    spec: EngineSpec
+    config: EngineConfig
     number: int
     latency: LatencyModel
     role: Role

@@ -27,14 +27,14 @@ from sluice_core.latency import (
     OnlineLatencyModel,
 )
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
-from sluice_core.scheduling.engine_state import EngineSpec, EngineState, EngineView, Entry, InFlight
+from sluice_core.scheduling.engine_state import EngineConfig, EngineState, EngineView, Entry, InFlight
 
 __all__ = [
     "PROVEN_OBSERVATIONS",
     "RECOVERY_BURST_S",
     "RECOVERY_SHARE",
     "SHARE_MARGIN_TOKENS",
-    "EngineSpec",
+    "EngineConfig",
     "EngineState",
     "EngineTable",
     "EngineView",
@@ -74,7 +74,7 @@ class EngineTable:
         self._make_latency_model = make_latency_model
         self._states: dict[EngineId, EngineState] = {}
         self._num_added = 0
-        self._are_roles_void = True
+        self._has_uniform_chunk_size = True
 
     def __len__(self) -> int:
         return len(self._states)
@@ -83,7 +83,7 @@ class EngineTable:
         return engine_id in self._states
 
     def __iter__(self) -> Iterator[EngineState]:
-        self._settle()
+        self._refresh_stale()
         return iter(self._states.values())
 
     def __getitem__(self, engine_id: EngineId) -> EngineState:
@@ -107,22 +107,22 @@ class EngineTable:
     def order(self) -> list[Entry]:
         """Engines that can take a prefill, sorted; read only."""
         if self._stale:
-            self._settle()
+            self._refresh_stale()
         return self._order
 
     @property
     def blocked(self) -> dict[EngineId, EngineView]:
         """Engines that can take none; read only."""
         if self._stale:
-            self._settle()
+            self._refresh_stale()
         return self._blocked
 
     @property
-    def are_roles_void(self) -> bool:
+    def has_uniform_chunk_size(self) -> bool:
         """True when all engines that do not drain have one chunk size: no transfer, no flow."""
-        return self._are_roles_void
+        return self._has_uniform_chunk_size
 
-    def add(self, engine_id: EngineId, spec: EngineSpec, *, role: Role, chunk_size_tokens: int) -> None:
+    def add(self, engine_id: EngineId, config: EngineConfig, *, role: Role, chunk_size_tokens: int) -> None:
         """Add an engine; it takes placements from its first report on.
 
         Raises:
@@ -133,7 +133,7 @@ class EngineTable:
         self._num_added += 1
         state = EngineState(
             engine_id=engine_id,
-            spec=spec,
+            config=config,
             number=self._num_added,
             latency=OnlineLatencyModel() if self._make_latency_model is None else self._make_latency_model(engine_id),
             role=role,
@@ -148,7 +148,7 @@ class EngineTable:
         state = self._states.pop(engine_id, None)
         if state is not None:
             self._stale.pop(engine_id, None)
-            self._take_out(state)
+            self._remove_view(state)
             self._check_roles()
 
     def configure(self, engine_id: EngineId, *, role: Role, chunk_size_tokens: int, is_draining: bool = False) -> None:
@@ -209,7 +209,7 @@ class EngineTable:
             is_recovery: Counts against the cap on recoveries.
         """
         state = self._states[engine_id]
-        blocks = blocks_for_tokens(kv_tokens, state.spec.block_size_tokens)
+        blocks = blocks_for_tokens(kv_tokens, state.config.block_size_tokens)
         state.in_flight[request_id] = InFlight(placed_at_s=now, tokens=tokens, execute_s=execute_s, blocks=blocks)
         if is_recovery:
             state.recovery_free_at_s = max(now, state.recovery_free_at_s) + execute_s / RECOVERY_SHARE
@@ -220,7 +220,7 @@ class EngineTable:
         state.reserved_kv_blocks += blocks
         view = state.view
         assert view is not None
-        self._put(state, _count_placement(view, state, blocks))
+        self._publish_view(state, _count_placement(view, state, blocks))
 
     def mark_submitted(self, engine_id: EngineId, request_id: RequestId, submit_number: int) -> None:
         """Note under which number a placement was sent; a report that includes the number drops it.
@@ -261,12 +261,12 @@ class EngineTable:
     def _check_roles(self) -> None:
         """Recompute whether roles are void; a change alters the rank and the transfer time of every engine."""
         chunk_sizes = {state.chunk_size_tokens for state in self._states.values() if not state.is_draining}
-        are_roles_void = len(chunk_sizes) <= 1
-        if are_roles_void != self._are_roles_void:
-            self._are_roles_void = are_roles_void
+        has_uniform_chunk_size = len(chunk_sizes) <= 1
+        if has_uniform_chunk_size != self._has_uniform_chunk_size:
+            self._has_uniform_chunk_size = has_uniform_chunk_size
             self._stale.update(self._states)
 
-    def _settle(self) -> None:
+    def _refresh_stale(self) -> None:
         """Bring all stale engines up to date."""
         for state in list(self._stale.values()):
             self._refresh(state)
@@ -276,7 +276,7 @@ class EngineTable:
         self._stale.pop(state.engine_id, None)
         load, placements = state.load, state.in_flight.values()
         num_counted = load.running_decodes if self._counts_decodes else 0
-        state.room_tokens = max(0, min(state.chunk_size_tokens, state.spec.max_batch_tokens) - num_counted)
+        state.room_tokens = max(0, min(state.chunk_size_tokens, state.config.max_batch_tokens) - num_counted)
         queue_s = 0.0
         if load.queued_prefill_tokens > 0:
             queue_s = state.latency.estimate_prefill_s(
@@ -288,7 +288,7 @@ class EngineTable:
                 decode_context_tokens=load.decode_context_tokens,
             )
         reported_at_s = state.reported_at_s or 0.0
-        queued_blocks = blocks_for_tokens(load.queued_prefill_tokens, state.spec.block_size_tokens)
+        queued_blocks = blocks_for_tokens(load.queued_prefill_tokens, state.config.block_size_tokens)
         state.queued_prefill_tokens = load.queued_prefill_tokens
         state.free_at_s = reported_at_s + load.iteration_remaining_s + queue_s
         # Each queued prompt ends in a partly filled block of its own.
@@ -297,12 +297,12 @@ class EngineTable:
             state.queued_prefill_tokens += placement.tokens
             state.free_at_s = max(placement.placed_at_s, state.free_at_s) + placement.execute_s
             state.reserved_kv_blocks += placement.blocks
-        self._put(state, self._make_view(state))
+        self._publish_view(state, self._make_view(state))
 
     def _make_view(self, state: EngineState) -> EngineView:
         """Gather what a placement needs to know of an engine."""
         load = state.load
-        transfers = not self._are_roles_void and state.role is Role.PREFILL_HEAVY
+        transfers = not self._has_uniform_chunk_size and state.role is Role.PREFILL_HEAVY
         rate = self.pull_bytes_per_s or DEFAULT_TRANSFER_BYTES_PER_S
         available_blocks = load.kv_blocks_total - state.committed_kv_blocks - state.reserved_kv_blocks
         per_token_s, per_work_s, per_iteration_s = state.latency.compute_prefill_coefficients(
@@ -317,22 +317,22 @@ class EngineTable:
             per_work_s=per_work_s,
             per_iteration_s=per_iteration_s,
             room_tokens=state.room_tokens,
-            available_tokens=available_blocks * state.spec.block_size_tokens,
+            available_tokens=available_blocks * state.config.block_size_tokens,
             transfer_latency_s=TRANSFER_LATENCY_S if transfers else 0.0,
-            transfer_per_token_s=state.spec.kv_bytes_per_token / rate if transfers else 0.0,
+            transfer_per_token_s=state.config.kv_bytes_per_token / rate if transfers else 0.0,
             is_proven=state.latency.num_observations >= PROVEN_OBSERVATIONS,
             blocked_reason=_find_blocked_reason(state),
             is_of_others=load.is_of_others,
         )
 
-    def _put(self, state: EngineState, view: EngineView) -> None:
+    def _publish_view(self, state: EngineState, view: EngineView) -> None:
         """Replace what placements see of an engine."""
-        self._take_out(state)
+        self._remove_view(state)
         state.view = view
         if view.blocked_reason:
             self._blocked[state.engine_id] = view
             return
-        rank = 0 if self._are_roles_void or state.role is Role.PREFILL_HEAVY else 1
+        rank = 0 if self._has_uniform_chunk_size or state.role is Role.PREFILL_HEAVY else 1
         token_s = view.per_token_s + view.transfer_per_token_s
         state.entry = (
             view.queued_prefill_tokens + (SHARE_MARGIN_TOKENS if view.is_of_others else 0),
@@ -350,7 +350,7 @@ class EngineTable:
         )
         insort(self._order, state.entry)
 
-    def _take_out(self, state: EngineState) -> None:
+    def _remove_view(self, state: EngineState) -> None:
         """Remove an engine from wherever it stands."""
         if state.entry is not None:
             del self._order[bisect_left(self._order, state.entry)]
@@ -371,7 +371,7 @@ def _count_placement(view: EngineView, state: EngineState, blocks: int) -> Engin
         per_work_s=view.per_work_s,
         per_iteration_s=view.per_iteration_s,
         room_tokens=view.room_tokens,
-        available_tokens=view.available_tokens - blocks * state.spec.block_size_tokens,
+        available_tokens=view.available_tokens - blocks * state.config.block_size_tokens,
         transfer_latency_s=view.transfer_latency_s,
         transfer_per_token_s=view.transfer_per_token_s,
         is_proven=view.is_proven,

@@ -26,13 +26,13 @@ from typing import Final, NamedTuple, Protocol
 
 from sluice_core.latency import compute_attention_work
 from sluice_core.records import (
-    Candidate,
     Decision,
     EarlyRejection,
     EngineId,
     FlowParameters,
     Hold,
     Place,
+    PlacementCandidate,
     PrefillRequest,
     Reject,
     RequestId,
@@ -133,66 +133,75 @@ class LengthAwarePlacement:
     ) -> list[Decision]:
         """See ``PlacementPolicy.assign``."""
         may_reject = self.parameters.early_rejection is EarlyRejection.REJECT
-        round_ = _Round(now, engines, cached_tokens, may_reject=may_reject)
+        assign_pass = _AssignPass(now, engines, cached_tokens, may_reject=may_reject)
         decisions: list[Decision] = []
         requests = list(waiting)
         if len(requests) > 1:
             requests.sort(key=get_urgency)
         for request in requests:
             entries = tuple(engines.order[:MAX_RECORDED_ENGINES]) if self._num_records else ()
-            decision = self._decide(round_, request)
+            decision = self._decide(assign_pass, request)
             if isinstance(decision, Hold):
-                round_.note_hold(request, decision)
+                assign_pass.note_hold(request, decision)
             if self._num_records:
-                self._record(round_, request, decision, entries)
+                self._record(assign_pass, request, decision, entries)
             decisions.append(decision)
         return decisions
 
-    def _decide(self, round_: _Round, request: PrefillRequest) -> Decision:
+    def _decide(self, assign_pass: _AssignPass, request: PrefillRequest) -> Decision:
         """Decide about one request."""
-        hold = round_.find_hold(request)
+        hold = assign_pass.find_hold(request)
         if hold is not None:
             return hold
-        return self._recover(round_, request) if request.is_recovery else self._place(round_, request)
+        return self._place_recovery(assign_pass, request) if request.is_recovery else self._place(assign_pass, request)
 
     def find_records(self, request_id: RequestId) -> list[PlacementRecord]:
         """Find the decisions about a request that are still kept, oldest first."""
         return [record for record in self.records if record.request.request_id == request_id]
 
-    def _record(self, round_: _Round, request: PrefillRequest, decision: Decision, entries: tuple[Entry, ...]) -> None:
+    def _record(
+        self, assign_pass: _AssignPass, request: PrefillRequest, decision: Decision, entries: tuple[Entry, ...]
+    ) -> None:
         """Keep a decision for explanations."""
-        chosen, round_.chosen = round_.chosen, None
+        chosen, assign_pass.chosen = assign_pass.chosen, None
         if chosen is not None and len(entries) == MAX_RECORDED_ENGINES and chosen not in entries:
             entries = (*entries, chosen)
-        blocked = tuple(round_.engines.blocked.values())[:MAX_RECORDED_ENGINES] if round_.engines.blocked else ()
+        blocked = (
+            tuple(assign_pass.engines.blocked.values())[:MAX_RECORDED_ENGINES] if assign_pass.engines.blocked else ()
+        )
         cached: tuple[int, ...] = ()
-        if round_.cached_tokens is not None:
+        if assign_pass.cached_tokens is not None:
             views = (*(entry[-1] for entry in entries), *blocked)
-            cached = tuple(round_.cached_tokens(request, view.engine_id) for view in views)
-        self.records.append(PlacementRecord(round_.now, request, decision, entries, blocked, cached))
+            cached = tuple(assign_pass.cached_tokens(request, view.engine_id) for view in views)
+        self.records.append(PlacementRecord(assign_pass.now, request, decision, entries, blocked, cached))
 
-    def _place(self, round_: _Round, request: PrefillRequest) -> Decision:
+    def _place(self, assign_pass: _AssignPass, request: PrefillRequest) -> Decision:
         """Algorithm 2 for one new prefill."""
         deadline_s = request.arrival_s + request.slo.ttft_s
-        candidates = round_.list_candidates(request)
-        found = round_.walk(request, candidates, deadline_s)
+        candidates = assign_pass.list_candidates(request)
+        found = assign_pass.walk(request, candidates, deadline_s)
         if found.feasible >= 0:
-            entry = self._break_tie(round_, request, candidates, found.feasible, deadline_s)
-            return round_.place(request, entry, "feasible", is_feasible=True)
+            entry = self._break_tie(assign_pass, request, candidates, found.feasible, deadline_s)
+            return assign_pass.place(request, entry, "feasible", is_feasible=True)
         if not candidates:
-            return Hold(request_id=request.request_id, reason=round_.find_absence())
+            return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
         if self.parameters.early_rejection is EarlyRejection.REJECT:
-            return self._reject(round_, request, candidates, deadline_s)
+            return self._reject(assign_pass, request, candidates, deadline_s)
         if found.least_late < 0:
             return Hold(request_id=request.request_id, reason="kv")
         if self.parameters.early_rejection is EarlyRejection.RANDOM:
             fitting = [entry for entry in candidates if entry[-1].available_tokens >= request.prompt_tokens]
             chosen = fitting[int(self._rng.random() * len(fitting))]
-            return round_.place(request, chosen, "random", is_feasible=False)
-        return round_.place(request, candidates[found.least_late], "least_late", is_feasible=False)
+            return assign_pass.place(request, chosen, "random", is_feasible=False)
+        return assign_pass.place(request, candidates[found.least_late], "least_late", is_feasible=False)
 
     def _break_tie(
-        self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], index: int, deadline_s: float
+        self,
+        assign_pass: _AssignPass,
+        request: PrefillRequest,
+        candidates: Sequence[Entry],
+        index: int,
+        deadline_s: float,
     ) -> Entry:
         """Pick among the feasible engines that are tied with the first feasible one.
 
@@ -206,12 +215,12 @@ class LengthAwarePlacement:
         if end == index + 1:
             return first
         tied = candidates[index:end]
-        one = self._draw_feasible(round_, request, tied, deadline_s)
-        other = self._draw_feasible(round_, request, tied, deadline_s)
+        one = self._draw_feasible(assign_pass, request, tied, deadline_s)
+        other = self._draw_feasible(assign_pass, request, tied, deadline_s)
         return other if other[9] > one[9] else one
 
     def _draw_feasible(
-        self, round_: _Round, request: PrefillRequest, tied: Sequence[Entry], deadline_s: float
+        self, assign_pass: _AssignPass, request: PrefillRequest, tied: Sequence[Entry], deadline_s: float
     ) -> Entry:
         """Draw uniformly among the feasible of tied engines, of which the first is feasible.
 
@@ -219,44 +228,44 @@ class LengthAwarePlacement:
         """
         for _ in range(_MAX_TIE_DRAWS):
             entry = tied[int(self._rng.random() * len(tied))]
-            if entry is tied[0] or round_.is_feasible(request, entry, deadline_s):
+            if entry is tied[0] or assign_pass.is_feasible(request, entry, deadline_s):
                 return entry
-        feasible = [entry for entry in tied if round_.is_feasible(request, entry, deadline_s)]
+        feasible = [entry for entry in tied if assign_pass.is_feasible(request, entry, deadline_s)]
         return feasible[int(self._rng.random() * len(feasible))]
 
     def _reject(
-        self, round_: _Round, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float
+        self, assign_pass: _AssignPass, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float
     ) -> Decision:
         """Reject, unless an engine may do better than its estimate, or will once it has KV blocks."""
-        done_s = [round_.estimate_done_s(request, entry[-1]) for entry in candidates]
+        done_s = [assign_pass.estimate_done_s(request, entry[-1]) for entry in candidates]
         unproven = [
             i for i, entry in enumerate(candidates) if entry[-1].queued_prefill_tokens == 0 or not entry[-1].is_proven
         ]
         fitting = [i for i in unproven if candidates[i][-1].available_tokens >= request.prompt_tokens]
         if fitting:
             chosen = min(fitting, key=done_s.__getitem__)
-            return round_.place(request, candidates[chosen], "unproven", is_feasible=False)
+            return assign_pass.place(request, candidates[chosen], "unproven", is_feasible=False)
         least_done_s = min(done_s)
         if unproven or least_done_s < deadline_s:
             return Hold(request_id=request.request_id, reason="kv")
         return Reject(request_id=request.request_id, retry_after_s=least_done_s - deadline_s)
 
-    def _recover(self, round_: _Round, request: PrefillRequest) -> Decision:
+    def _place_recovery(self, assign_pass: _AssignPass, request: PrefillRequest) -> Decision:
         """Place a recovery where it is done first, among the engines that have not had their share of recoveries."""
-        candidates = round_.list_candidates(request)
+        candidates = assign_pass.list_candidates(request)
         if not candidates:
-            return Hold(request_id=request.request_id, reason=round_.find_absence())
+            return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
         fitting = [entry for entry in candidates if entry[-1].available_tokens >= request.prompt_tokens]
         if not fitting:
             return Hold(request_id=request.request_id, reason="kv")
-        open_ = [entry for entry in fitting if round_.is_open_to_recoveries(entry[-1])]
+        open_ = [entry for entry in fitting if assign_pass.is_open_to_recoveries(entry[-1])]
         if not open_:
             return Hold(request_id=request.request_id, reason="recovery_cap")
-        entry = min(open_, key=lambda candidate: round_.estimate_done_s(request, candidate[-1]))
-        return round_.place(request, entry, "recovery", is_feasible=True)
+        entry = min(open_, key=lambda candidate: assign_pass.estimate_done_s(request, candidate[-1]))
+        return assign_pass.place(request, entry, "recovery", is_feasible=True)
 
 
-class _Round:
+class _AssignPass:
     """One call of ``assign``: its arguments, and what it has learned about holds so far.
 
     Within a call engines only fill up, so what did not fit once is not tried again: a long queue of waiting requests
@@ -313,7 +322,7 @@ class _Round:
             return self.engines.order
         return [entry for entry in self.engines.order if entry[-1].engine_id not in request.excluded]
 
-    def find_absence(self) -> str:
+    def explain_no_candidate(self) -> str:
         """Say why there is no candidate."""
         is_full = any(view.blocked_reason == "room" for view in self.engines.blocked.values())
         return "room" if is_full else "no_engine"
@@ -399,12 +408,12 @@ class _Round:
     def _can_ever_fit(self, request: PrefillRequest) -> bool:
         """Say whether some engine could hold the prompt if it were empty."""
         return any(
-            state.load.kv_blocks_total * state.spec.block_size_tokens >= request.prompt_tokens
+            state.load.kv_blocks_total * state.config.block_size_tokens >= request.prompt_tokens
             for state in self.engines.list_loads()
         )
 
 
-def explain(record: PlacementRecord) -> list[Candidate]:
+def explain(record: PlacementRecord) -> list[PlacementCandidate]:
     """Reconstruct the engines that a decision saw, in the order of the walk, blocked ones last.
 
     Args:
@@ -418,7 +427,7 @@ def explain(record: PlacementRecord) -> list[Candidate]:
     return [_explain_view(record, view, hits) for view, hits in zip(views, cached, strict=True)]
 
 
-def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> Candidate:
+def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> PlacementCandidate:
     """Format one engine of a decision."""
     request = record.request
     queue_s, execute_s, transfer_s = _estimate(record.now, request.prompt_tokens, view, cached)
@@ -429,7 +438,7 @@ def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> Can
     if view.engine_id in request.excluded:
         reason = "excluded"
     reason = view.blocked_reason or reason
-    return Candidate(
+    return PlacementCandidate(
         engine_id=view.engine_id,
         role=view.role,
         queued_prefill_tokens=view.queued_prefill_tokens,

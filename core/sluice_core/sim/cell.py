@@ -74,7 +74,7 @@ class SimOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class TransferLink:
     """What KV transfers out of an engine go over. Engines with a link of the same name share it, first come first served.
 
     Args:
@@ -115,7 +115,7 @@ class EngineSetup:
     block_size_tokens: int = BLOCK_SIZE_TOKENS
     max_num_seqs: int = MAX_NUM_SEQS
     max_batch_tokens: int = MAX_BATCH_TOKENS
-    link: Link = Link()
+    link: TransferLink = TransferLink()
 
     def __post_init__(self) -> None:
         if self.kv_blocks_total < 1 or self.block_size_tokens < 1 or self.max_num_seqs < 1:
@@ -152,7 +152,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Configure:
+class ConfigureEvent:
     """Event: an engine gets a role and a chunk size, or drains; in force at its next iteration boundary."""
 
     at_s: float
@@ -163,7 +163,7 @@ class Configure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
+class FailEvent:
     """Event: an engine dies; what ran there is recomputed elsewhere."""
 
     at_s: float
@@ -171,14 +171,14 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddEngine:
+class AddEngineEvent:
     """Event: an engine joins."""
 
     at_s: float
     setup: EngineSetup
 
 
-ClusterEvent = Configure | Fail | AddEngine
+ClusterEvent = ConfigureEvent | FailEvent | AddEngineEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

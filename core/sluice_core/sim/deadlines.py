@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sluice_core.sim.requests import RequestState, SimRequest
 
 
-class Deadlines:
+class TtftDeadlines:
     """The TTFT deadlines of a run; mutable, changed by ``mark_late`` only.
 
     Args:

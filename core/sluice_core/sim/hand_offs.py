@@ -20,18 +20,15 @@ Source: vLLM 0.32, ``EngineCore.step_with_batch_queue`` with a queue of 2; ``ben
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from sluice_core.records import MoveCause, MoveProposal, Role
-from sluice_core.sim.engine.prefix_cache import KvTable
+from sluice_core.sim.block_table import BlockTable
+from sluice_core.sim.cluster import SimCluster
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.requests import RequestState, SimRequest
 
-if TYPE_CHECKING:
-    from sluice_core.sim.simulation import Simulation
 
-
-class Step(IntEnum):
+class HandOffStep(IntEnum):
     """What an engine is told about a move."""
 
     GRANT = 0
@@ -43,11 +40,18 @@ class Step(IntEnum):
 
 
 # Ends of iterations that each step waits for, on an engine at work.
-ENDS = {Step.GRANT: 1, Step.HAND_OFF: 2, Step.SUBMIT: 1, Step.NOTICE: 1, Step.JOIN: 3, Step.RELEASE: 3}
+ITERATION_ENDS = {
+    HandOffStep.GRANT: 1,
+    HandOffStep.HAND_OFF: 2,
+    HandOffStep.SUBMIT: 1,
+    HandOffStep.NOTICE: 1,
+    HandOffStep.JOIN: 3,
+    HandOffStep.RELEASE: 3,
+}
 
 
-class Move:
-    """A move under way; mutable, changed by ``HandOffs`` only.
+class SimMove:
+    """A move under way; mutable, changed by ``SimHandOffs`` only.
 
     Args:
         number: Counts the moves.
@@ -59,6 +63,7 @@ class Move:
     """
 
     __slots__ = (
+        "batch_epoch",
         "cause",
         "is_granted",
         "num_blocks",
@@ -66,7 +71,6 @@ class Move:
         "number",
         "request",
         "source",
-        "stay",
         "step",
         "table",
         "target",
@@ -84,28 +88,28 @@ class Move:
     ) -> None:
         self.number = number
         self.request = request
-        self.stay = request.stay
+        self.batch_epoch = request.batch_epoch
         self.source = source
         self.target = target
         self.cause = cause
         self.num_blocks = num_blocks
         self.is_granted = False
-        self.step = Step.GRANT  # that an engine is told by what is under way
+        self.step = HandOffStep.GRANT  # that an engine is told by what is under way
         self.num_kv_tokens = 0  # that the source holds, once it was handed off
-        self.table: KvTable | None = None  # what the source holds, with prefix reuse
+        self.table: BlockTable | None = None  # what the source holds, with prefix reuse
 
 
-class HandOffs:
+class SimHandOffs:
     """All moves under way; mutable.
 
     Args:
-        simulation: Whose engines they are between.
+        cluster: Whose engines they are between.
     """
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-        self._way_s = 2.0 * simulation.cell.options.message_s
-        self._mail: dict[str, list[tuple[int, Step, Move]]] = {}
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+        self._relay_s = 2.0 * cluster.cell.options.message_s
+        self._pending_steps: dict[str, list[tuple[int, HandOffStep, SimMove]]] = {}
         self._at_boundary: SimEngine | None = None
         self._num_moves = 0
 
@@ -113,54 +117,54 @@ class HandOffs:
         """Ask targets for grants, between two iterations of the source."""
         outer, self._at_boundary = self._at_boundary, source
         for proposal in proposals:
-            self._ask(source, proposal)
+            self._request_grant(source, proposal)
         self._at_boundary = outer
 
     def end_iteration(self, engine: SimEngine) -> None:
         """Carry out what an engine was told long enough ago."""
-        mail = self._mail.get(engine.engine_id)
-        if mail:
-            due = [entry for entry in mail if entry[0] <= engine.iteration]
+        pending = self._pending_steps.get(engine.engine_id)
+        if pending:
+            due = [entry for entry in pending if entry[0] <= engine.iteration]
             if due:
-                self._mail[engine.engine_id] = [entry for entry in mail if entry[0] > engine.iteration]
-                self._carry_out_all(engine, due)
+                self._pending_steps[engine.engine_id] = [entry for entry in pending if entry[0] > engine.iteration]
+                self._run_steps(engine, due)
 
-    def idle(self, engine: SimEngine) -> bool:
+    def run_pending_steps(self, engine: SimEngine) -> bool:
         """Carry out all that an engine was told, since it has nothing else to do; say whether there was anything."""
-        due = self._mail.pop(engine.engine_id, None)
+        due = self._pending_steps.pop(engine.engine_id, None)
         if not due:
             return False
-        self._carry_out_all(engine, due)
+        self._run_steps(engine, due)
         return True
 
     def fail(self, engine: SimEngine) -> None:
         """Settle what a dead engine was told."""
-        for _, step, move in self._mail.pop(engine.engine_id, []):
-            self._lose(step, move)
+        for _, step, move in self._pending_steps.pop(engine.engine_id, []):
+            self._drop_step(step, move)
 
-    def receive(self, move: Move) -> None:
-        """What ``Move.step`` says has arrived: a message, or the KV."""
+    def receive(self, move: SimMove) -> None:
+        """What ``SimMove.step`` says has arrived: a message, or the KV."""
         step = move.step
-        if step is Step.NOTICE and self._has_lost_its_way(move):
+        if step is HandOffStep.NOTICE and self._recover_from_dead_engine(move):
             return
-        engine = move.source if step is Step.HAND_OFF else move.target
+        engine = move.source if step is HandOffStep.HAND_OFF else move.target
         if engine.is_dead:
-            self._lose(step, move)
+            self._drop_step(step, move)
         else:
-            self._post(engine, step, move)
+            self._queue_step(engine, step, move)
 
-    def _ask(self, source: SimEngine, proposal: MoveProposal) -> None:
-        simulation = self._simulation
-        request = simulation.requests[int(proposal.request_id)]
+    def _request_grant(self, source: SimEngine, proposal: MoveProposal) -> None:
+        cluster = self._cluster
+        request = cluster.requests[int(proposal.request_id)]
         if request.is_leaving:
             return
-        target = simulation.find_target(proposal.request_id, proposal.cause, source, proposal.num_blocks)
+        target = cluster.find_target(proposal.request_id, proposal.cause, source, proposal.num_blocks)
         if target is None:
-            simulation.num_blocked_moves += 1
+            cluster.num_blocked_moves += 1
             return
         self._num_moves += 1
         request.is_leaving = True
-        move = Move(
+        move = SimMove(
             number=self._num_moves,
             request=request,
             source=source,
@@ -168,90 +172,92 @@ class HandOffs:
             cause=proposal.cause,
             num_blocks=proposal.num_blocks,
         )
-        simulation.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
-        self._send(Step.GRANT, move)
+        cluster.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
+        self._send(HandOffStep.GRANT, move)
 
-    def _send(self, step: Step, move: Move) -> None:
+    def _send(self, step: HandOffStep, move: SimMove) -> None:
         """Tell the other engine of a move what to do, by way of the router."""
         move.step = step
-        if self._way_s:
-            self._simulation.send_message(move, self._way_s)
+        if self._relay_s:
+            self._cluster.send_message(move, self._relay_s)
         else:
             self.receive(move)
 
-    def _lose(self, step: Step, move: Move) -> None:
+    def _drop_step(self, step: HandOffStep, move: SimMove) -> None:
         """Settle what a dead engine was told."""
-        if step is Step.HAND_OFF or step is Step.GRANT:
+        if step is HandOffStep.HAND_OFF or step is HandOffStep.GRANT:
             self._cancel(move)
-        elif step is Step.SUBMIT or step is Step.NOTICE:
-            self._has_lost_its_way(move)
-        elif step is Step.JOIN:
-            self._simulation.recover(move.request)
+        elif step is HandOffStep.SUBMIT or step is HandOffStep.NOTICE:
+            self._recover_from_dead_engine(move)
+        elif step is HandOffStep.JOIN:
+            self._cluster.recover(move.request)
 
-    def _post(self, engine: SimEngine, step: Step, move: Move) -> None:
+    def _queue_step(self, engine: SimEngine, step: HandOffStep, move: SimMove) -> None:
         """Tell an engine what to do; an idle one does it at once."""
         if engine.is_running or engine is self._at_boundary:
-            self._mail.setdefault(engine.engine_id, []).append((engine.iteration + ENDS[step], step, move))
+            self._pending_steps.setdefault(engine.engine_id, []).append(
+                (engine.iteration + ITERATION_ENDS[step], step, move)
+            )
         else:
-            self._carry_out(step, move)
-            self._simulation.kick(engine)
+            self._run_step(step, move)
+            self._cluster.start_engine(engine)
 
-    def _carry_out_all(self, engine: SimEngine, due: list[tuple[int, Step, Move]]) -> None:
+    def _run_steps(self, engine: SimEngine, due: list[tuple[int, HandOffStep, SimMove]]) -> None:
         outer, self._at_boundary = self._at_boundary, engine
         for _, step, move in due:
-            self._carry_out(step, move)
+            self._run_step(step, move)
         self._at_boundary = outer
 
-    def _carry_out(self, step: Step, move: Move) -> None:
-        if step is Step.GRANT:
+    def _run_step(self, step: HandOffStep, move: SimMove) -> None:
+        if step is HandOffStep.GRANT:
             self._grant(move)
-        elif step is Step.HAND_OFF:
+        elif step is HandOffStep.HAND_OFF:
             self._hand_off(move)
-        elif step is Step.SUBMIT:
-            if not self._has_lost_its_way(move):
-                move.step = Step.NOTICE
-                self._simulation.send(move.request, move.source, move.cause, move)
-        elif step is Step.NOTICE:
-            if not self._has_lost_its_way(move):
-                self._post(move.source, Step.RELEASE, move)
-                self._post(move.target, Step.JOIN, move)
-        elif step is Step.JOIN:
+        elif step is HandOffStep.SUBMIT:
+            if not self._recover_from_dead_engine(move):
+                move.step = HandOffStep.NOTICE
+                self._cluster.send(move.request, move.source, move.cause, move)
+        elif step is HandOffStep.NOTICE:
+            if not self._recover_from_dead_engine(move):
+                self._queue_step(move.source, HandOffStep.RELEASE, move)
+                self._queue_step(move.target, HandOffStep.JOIN, move)
+        elif step is HandOffStep.JOIN:
             move.target.receive(move.request)
         elif not move.source.is_dead:
             move.source.release(move.num_blocks, move.num_kv_tokens, move.table)
 
-    def _grant(self, move: Move) -> None:
+    def _grant(self, move: SimMove) -> None:
         target = move.target
-        self._simulation.table.record_grant_answer(target.engine_id, move.number)
-        if not self._is_where_it_was(move):
+        self._cluster.table.record_grant_answer(target.engine_id, move.number)
+        if not self._still_decodes_at_source(move):
             move.request.is_leaving = False
         elif self._may_grant(move):
             target.reserve(move.num_blocks)
             move.is_granted = True
-            self._send(Step.HAND_OFF, move)
+            self._send(HandOffStep.HAND_OFF, move)
         else:
             move.request.is_leaving = False
-            self._simulation.num_blocked_moves += 1
+            self._cluster.num_blocked_moves += 1
 
-    def _may_grant(self, move: Move) -> bool:
+    def _may_grant(self, move: SimMove) -> bool:
         """Say whether the target has the room now that its router believed it to have."""
         target = move.target
         bound = target.total_blocks
         if target.role is Role.PREFILL_HEAVY and move.cause is MoveCause.DEGRADE:
-            bound = int(self._simulation.cell.parameters.watermark * target.total_blocks)
+            bound = int(self._cluster.cell.parameters.watermark * target.total_blocks)
         used = target.used_blocks + target.granted_blocks
         return not target.is_draining and used + move.num_blocks <= bound
 
-    def _hand_off(self, move: Move) -> None:
+    def _hand_off(self, move: SimMove) -> None:
         request, target = move.request, move.target
-        if target.is_dead or not self._is_where_it_was(move):
+        if target.is_dead or not self._still_decodes_at_source(move):
             self._cancel(move)
             return
         more = move.source.count_blocks(request) - move.num_blocks
         if more > target.free_blocks:
             self._cancel(move)
             return
-        move.source.hand_off(request.request_id, self._simulation.now)
+        move.source.hand_off(request.request_id, self._cluster.now)
         move.table = request.source_table
         move.num_kv_tokens = request.num_kv_tokens
         target.reserve_more(more)
@@ -262,32 +268,36 @@ class HandOffs:
         request.source, request.target = move.source.engine_id, target.engine_id
         if move.cause is MoveCause.BACKFLOW:
             request.reset_tokens = request.generated_tokens
-        self._send(Step.SUBMIT, move)
+        self._send(HandOffStep.SUBMIT, move)
 
-    def _is_where_it_was(self, move: Move) -> bool:
+    def _still_decodes_at_source(self, move: SimMove) -> bool:
         request = move.request
-        return request.state is RequestState.DECODING and request.stay == move.stay and not move.source.is_dead
+        return (
+            request.state is RequestState.DECODING
+            and request.batch_epoch == move.batch_epoch
+            and not move.source.is_dead
+        )
 
-    def _cancel(self, move: Move) -> None:
+    def _cancel(self, move: SimMove) -> None:
         """The request stays where it is, or has ended there."""
         move.request.is_leaving = False
         target = move.target
         if move.is_granted and not target.is_dead:
             target.cancel_grant(move.num_blocks)
             if target is not self._at_boundary:
-                self._simulation.kick(target)  # it may have idled for want of these blocks
+                self._cluster.start_engine(target)  # it may have idled for want of these blocks
 
-    def _has_lost_its_way(self, move: Move) -> bool:
+    def _recover_from_dead_engine(self, move: SimMove) -> bool:
         """Settle a move after the hand-off one of whose engines has died; say whether that is so."""
         request, source, target = move.request, move.source, move.target
         if target.is_dead:
             if not source.is_dead:
                 source.release(move.num_blocks, move.num_kv_tokens, move.table)
-                self._simulation.kick(source)
-            self._simulation.recover(request)
+                self._cluster.start_engine(source)
+            self._cluster.recover(request)
             return True
         if source.is_dead:
             target.recompute_arrival(request)
-            self._simulation.kick(target)
+            self._cluster.start_engine(target)
             return True
         return False

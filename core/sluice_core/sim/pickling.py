@@ -9,7 +9,7 @@ from typing import Any
 from sluice_core.latency.profile import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import FlowParameters, Slo, SloClass
-from sluice_core.sim.cell import EngineSetup, Link, SimOptions
+from sluice_core.sim.cell import EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.metrics import EngineUse, RunSummary
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies import Strategy
@@ -19,7 +19,7 @@ RECORDS: tuple[type[Any], ...] = (
     EngineUse,
     FlowParameters,
     IterationProfile,
-    Link,
+    TransferLink,
     LinkSpeed,
     RunSummary,
     SimOptions,

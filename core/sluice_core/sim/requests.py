@@ -7,8 +7,8 @@ from enum import IntEnum
 
 from sluice_core.records import EngineId, PrefillRequest, RequestId
 from sluice_core.scheduling.batching import RequestKind
+from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cell import Arrival
-from sluice_core.sim.engine.prefix_cache import KvTable
 
 
 class RequestState(IntEnum):
@@ -33,22 +33,22 @@ class SimRequest:
         prefill_tokens: Tokens of this prefill (or recompute).
         generated_tokens: Output tokens so far; while it decodes as of the last time it joined a decode batch.
         reset_tokens: Output tokens when its length was last reset (Algorithm 1).
-        born_at: While it decodes: iteration of the engine at which it had no output.
-        stay: Counts how often it left a decode batch: tells entries about an earlier stay from those of this one.
+        start_iteration: While it decodes: iteration of the engine at which it had no output.
+        batch_epoch: Counts how often it left a decode batch: tells entries of an earlier epoch from those of this one.
         num_blocks: Blocks that it holds while it does not decode.
         table: What these are where it is or goes, with prefix reuse.
         source_table: The same where it was handed off, until its KV is released there.
         is_leaving: While it decodes: a move was proposed and not yet begun or given up.
         first_token_s: End of TTFT; -1 before.
-        has_missed_ttft: TTFT was over before the first token, as ``Deadlines`` noticed.
+        has_missed_ttft: TTFT was over before the first token, as ``TtftDeadlines`` noticed.
         last_token_s: When its last token came, as of the last time it left a decode batch or finished.
     """
 
     __slots__ = (
         "arrival_s",
+        "batch_epoch",
         "batch_number",
         "block_hashes",
-        "born_at",
         "first_token_s",
         "generated_tokens",
         "has_missed_ttft",
@@ -72,8 +72,8 @@ class SimRequest:
         "slo",
         "source",
         "source_table",
+        "start_iteration",
         "state",
-        "stay",
         "table",
         "target",
         "tpot_slo_s",
@@ -99,8 +99,8 @@ class SimRequest:
         self.batch_number = 0
         self.generated_tokens = 0
         self.reset_tokens = 0
-        self.born_at = 0
-        self.stay = 0
+        self.start_iteration = 0
+        self.batch_epoch = 0
         self.num_blocks = 0
         self.first_token_s = -1.0
         self.has_missed_ttft = False
@@ -110,8 +110,8 @@ class SimRequest:
         self.num_moves = 0
         self.num_preemptions = 0
         self.block_hashes = arrival.block_hashes
-        self.table: KvTable | None = None
-        self.source_table: KvTable | None = None
+        self.table: BlockTable | None = None
+        self.source_table: BlockTable | None = None
         self.source: EngineId | None = None
         self.target: EngineId | None = None
 
@@ -180,7 +180,7 @@ def check_arrivals(requests: Sequence[SimRequest], hash_block_tokens: int | None
             )
 
 
-def find_late(
+def find_expired(
     held: Mapping[RequestId, PrefillRequest], requests: Sequence[SimRequest], now: float, wait_limit_s: float | None
 ) -> list[SimRequest]:
     """Find what has waited at the router for too long; requests that have tokens go on waiting.

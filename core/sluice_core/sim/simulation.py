@@ -10,39 +10,34 @@ At the end of every run nothing may be left and nothing may be lost: see ``Simul
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Final
 
-from sluice_core.latency import LatencyModel
-from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, RequestId, Role
-from sluice_core.scheduling.batching import BatchPolicy, ChunkedPrefillPolicy, RequestKind
-from sluice_core.scheduling.decode_flow import FlowRequest
-from sluice_core.scheduling.engine_table import EngineSpec, EngineTable
-from sluice_core.sim.cell import AddEngine, Arrival, Cell, ClusterEvent, Configure, EngineSetup, Fail, NoGrant, TtftEnd
-from sluice_core.sim.deadlines import Deadlines
+from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, Role
+from sluice_core.scheduling.batching import RequestKind
+from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ClusterEvent, ConfigureEvent, FailEvent, NoGrant
+from sluice_core.sim.cluster import (
+    ASSIGN_INTERVAL_S,
+    CLUSTER_CHANGE,
+    ITERATION_END,
+    MOVE_STEP,
+    RETRY,
+    TRANSFER_END,
+    SimCluster,
+)
+from sluice_core.sim.deadlines import TtftDeadlines
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.gap_histogram import GapHistogram
-from sluice_core.sim.hand_offs import HandOffs, Move
-from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals, find_late
+from sluice_core.sim.hand_offs import SimHandOffs, SimMove
+from sluice_core.sim.requests import RequestState, SimRequest, find_expired
 from sluice_core.sim.timeline import Timeline
-from sluice_core.strategies import get_strategy
 
-ASSIGN_INTERVAL_S: Final = 0.005  # the router looks at its queue again at most this often
-MAX_ASSIGNED_AT_ONCE: Final = 256  # requests of one look
-
-_ITERATION: Final = 0  # kinds of events
-_TRANSFER: Final = 1
-_RETRY: Final = 2
-_CLUSTER: Final = 3
-_MOVE: Final = 4
-_Event = tuple[float, int, int, object]
+MAX_ASSIGNED_AT_ONCE: Final = 256  # requests of one call of the placement policy
 
 
-class Simulation:
+class Simulation(SimCluster):
     """One run of a cell on a workload; mutable, used once.
 
     Args:
@@ -51,59 +46,24 @@ class Simulation:
         timeline: Takes what happens, for ``Timeline.to_chrome_trace``; None: nothing is kept.
 
     Attributes:
-        now: Seconds of the simulated clock.
-        requests: All requests, by their position in ``arrivals``.
-        engines: All engines that there ever were.
-        gaps: Gaps between tokens.
-        num_moves: Moves that began, by cause.
-        num_blocked_moves: Proposals without a target.
         num_arrived: Requests that have arrived.
         num_missed: Requests that ended and missed an objective, rejected ones included; in a run that may give up also
             those that are late already.
-        transfer_s: Time that requests spent in transfers, waits for a link included.
-        table: The engines as policies see them.
 
     Raises:
         ValueError: Arrivals out of order, or an engine twice.
     """
 
     def __init__(self, cell: Cell, arrivals: Sequence[Arrival], timeline: Timeline | None = None) -> None:
-        self.cell = cell
-        self.now = 0.0
-        self.requests = [SimRequest(index, arrival) for index, arrival in enumerate(arrivals)]
-        self.engines: list[SimEngine] = []
-        self.gaps = GapHistogram()
-        self.num_moves: dict[MoveCause, int] = dict.fromkeys(MoveCause, 0)
-        self.num_blocked_moves = 0
+        super().__init__(cell, arrivals, timeline)
         self.num_arrived = 0
         self.num_missed = 0
-        self.transfer_s = 0.0
-        check_arrivals(self.requests, cell.options.hash_block_tokens)
-        rng = random.Random(cell.seed)  # noqa: S311 - breaks ties
-        self._rng = rng
-        self._placement = cell.strategy.make_placement(cell.parameters, rng, num_records=0)
-        self._flow = cell.strategy.make_flow(cell.parameters, rng)
-        self._void_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
-        self._batching: BatchPolicy = ChunkedPrefillPolicy(counts_decodes=cell.options.counts_decodes)
         self._waits_for_grant = cell.options.no_grant is NoGrant.WAIT
-        self._hand_offs = HandOffs(self) if cell.options.schedules_ahead else None
-        self._timeline = timeline
-        self._profiles: dict[EngineId, LatencyModel] = {}
-        self.table = EngineTable(self._profiles.__getitem__, counts_decodes=cell.options.counts_decodes)
-        self._by_id: dict[EngineId, SimEngine] = {}
-        self._heap: list[_Event] = []
-        self._num_events = 0
-        self._changed: list[SimEngine] = []
-        self._held: dict[RequestId, PrefillRequest] = {}
+        self._hand_offs = SimHandOffs(self) if cell.options.schedules_ahead else None
         self._parked: deque[tuple[SimRequest, int]] = deque()
-        self._link_free_at_s: dict[str, float] = {}
-        self._last_assign_s = -1.0
-        self._is_retry_due = False
-        for setup in cell.engines:
-            self._add_engine(setup)
         self._has_targets = self._find_targets()
         for event in sorted(cell.events, key=_at_s_of):
-            self._push(event.at_s, _CLUSTER, event)
+            self._push(event.at_s, CLUSTER_CHANGE, event)
 
     def run(self, most_missed: int | None = None) -> bool:
         """Run until every request has ended, then check the invariants.
@@ -117,7 +77,7 @@ class Simulation:
         heap, requests = self._heap, self.requests
         num_requests = len(requests)
         limit = num_requests if most_missed is None else most_missed
-        deadlines = Deadlines([] if most_missed is None else requests)
+        deadlines = TtftDeadlines([] if most_missed is None else requests)
         while self.num_missed <= limit:
             if self.num_arrived < num_requests and (not heap or requests[self.num_arrived].arrival_s <= heap[0][0]):
                 request = requests[self.num_arrived]
@@ -131,18 +91,18 @@ class Simulation:
             self.now = at_s
             if deadlines.next_s < at_s:
                 self.num_missed += deadlines.mark_late(at_s)
-            if code == _ITERATION:
+            if code == ITERATION_END:
                 assert isinstance(what, SimEngine)
                 if not what.is_dead:
                     self._end_iteration(what)
-            elif code == _TRANSFER:
+            elif code == TRANSFER_END:
                 assert isinstance(what, SimRequest)
                 self._end_transfer(what)
-            elif code == _MOVE:
-                assert isinstance(what, Move)
+            elif code == MOVE_STEP:
+                assert isinstance(what, SimMove)
                 assert self._hand_offs is not None
                 self._hand_offs.receive(what)
-            elif code == _RETRY:
+            elif code == RETRY:
                 self._is_retry_due = False
                 self._assign_held()
             else:
@@ -191,25 +151,9 @@ class Simulation:
         else:
             self._schedule_retry()
 
-    def hold(self, request: SimRequest) -> None:
-        """Keep a request at the router until it is placed."""
-        request.state = RequestState.WAITING
-        request.target = request.table = None
-        self._held[request.request_id] = request.describe_prefill()
-
-    def recover(self, request: SimRequest) -> None:
-        """Keep a request that has lost its engine until it is placed again."""
-        self.hold(request)
-        self._schedule_retry()
-
-    def _schedule_retry(self) -> None:
-        if not self._is_retry_due:
-            self._is_retry_due = True
-            self._push(max(self.now, self._last_assign_s + ASSIGN_INTERVAL_S), _RETRY, None)
-
     def _assign_held(self) -> None:
         """Ask the placement policy about what waits at the router."""
-        for request in find_late(self._held, self.requests, self.now, self.cell.options.wait_limit_s):
+        for request in find_expired(self._held, self.requests, self.now, self.cell.options.wait_limit_s):
             del self._held[request.request_id]
             self._reject(request)
         if not self._held:
@@ -239,37 +183,26 @@ class Simulation:
         is_recovery = request.first_token_s >= 0.0
         number = engine.submit(request, RequestKind.RECOVERY if is_recovery else RequestKind.NEW_PROMPT)
         self.table.mark_submitted(engine.engine_id, request.request_id, number)
-        self.kick(engine)
-
-    def _report_loads(self) -> None:
-        """Bring the engine table up to date."""
-        for engine in self._changed:
-            if not engine.is_dead:
-                self.table.report(engine.engine_id, engine.report_load(self.now), self.now)
-        self._changed.clear()
+        self.start_engine(engine)
 
     # --- iterations --------------------------------------------------------------------------------------------
 
-    def _push(self, at_s: float, code: int, what: object) -> None:
-        self._num_events += 1
-        heappush(self._heap, (at_s, self._num_events, code, what))
-
-    def kick(self, engine: SimEngine) -> None:
+    def start_engine(self, engine: SimEngine) -> None:
         """Start an iteration if the engine idles and has work."""
         if engine.is_running or engine.is_dead:
             return
         duration_s = engine.start(self.now)
-        while duration_s < 0.0 and self._hand_offs is not None and self._hand_offs.idle(engine):
+        while duration_s < 0.0 and self._hand_offs is not None and self._hand_offs.run_pending_steps(engine):
             duration_s = engine.start(self.now)
         if engine.prefills.returned:
-            self._take_back(engine)
+            self._hold_returned(engine)
         if duration_s >= 0.0:
             self._num_events += 1
-            heappush(self._heap, (engine.ends_at_s, self._num_events, _ITERATION, engine))
+            heappush(self._heap, (engine.ends_at_s, self._num_events, ITERATION_END, engine))
             if self._timeline is not None:
                 self._timeline.note_iteration(engine, self.now)
 
-    def _take_back(self, engine: SimEngine) -> None:
+    def _hold_returned(self, engine: SimEngine) -> None:
         """Hold prompts that an engine gave back; a new report tells the table that they are gone."""
         returned, engine.prefills.returned = engine.prefills.returned, []
         for request in returned:
@@ -291,7 +224,7 @@ class Simulation:
             engine.has_freed_blocks = False
             if self._parked:
                 self._place_parked()
-        self.kick(engine)
+        self.start_engine(engine)
         if self._held:
             self._retry_held()
 
@@ -305,17 +238,17 @@ class Simulation:
 
     def _propose(self, engine: SimEngine) -> None:
         """Ask which decodes should leave, and let them."""
-        flow = self._void_flow if self.table.are_roles_void else self._flow
+        flow = self._no_flow if self.table.has_uniform_chunk_size else self._flow
         proposals = flow.propose(self.now, engine.batch.decodes)
         if self._hand_offs is not None:
             self._hand_offs.propose(engine, proposals)
             return
         while proposals:
-            num_gone = 0
+            num_left = 0
             for proposal in proposals:
-                num_gone += self._move(engine, proposal)
+                num_left += self._move(engine, proposal)
             # Without a grant a request waits off the batch here, so that more may be proposed at once.
-            proposals = flow.propose(self.now, engine.batch.decodes) if self._waits_for_grant and num_gone else []
+            proposals = flow.propose(self.now, engine.batch.decodes) if self._waits_for_grant and num_left else []
 
     def _move(self, engine: SimEngine, proposal: MoveProposal) -> bool:
         """Move a request if there is a target; returns whether it left the decode batch."""
@@ -332,25 +265,16 @@ class Simulation:
             request.reset_tokens = request.generated_tokens
         if target is None:
             request.state = RequestState.PARKED
-            self._parked.append((request, request.stay))
+            self._parked.append((request, request.batch_epoch))
         else:
             self._begin_transfer(request, engine, target, proposal.cause)
         return True
 
-    def find_target(
-        self, request_id: RequestId, cause: MoveCause, source: SimEngine, num_blocks: int
-    ) -> SimEngine | None:
-        """Ask the flow policy where a request may go; None: it stays."""
-        self._report_loads()
-        flow_request = FlowRequest(request_id=request_id, cause=cause, source=source.engine_id, num_blocks=num_blocks)
-        target_id = self._flow.target(self.now, flow_request, self.table)
-        return None if target_id is None else self._by_id[target_id]
-
     def _place_parked(self) -> None:
         """Let finished prefills go whose turn has come; first come, first served."""
         while self._parked:
-            request, stay = self._parked[0]
-            if request.state is not RequestState.PARKED or request.stay != stay:
+            request, batch_epoch = self._parked[0]
+            if request.state is not RequestState.PARKED or request.batch_epoch != batch_epoch:
                 self._parked.popleft()
                 continue
             assert request.source is not None
@@ -360,7 +284,7 @@ class Simulation:
                 self._parked.popleft()
                 request.state = RequestState.MOVING
                 source.resume(request)
-                self.kick(source)
+                self.start_engine(source)
                 continue
             target = self.find_target(request.request_id, MoveCause.PREFILL_DONE, source, request.num_blocks)
             if target is None:
@@ -375,31 +299,6 @@ class Simulation:
         request.target = target.engine_id
         self.send(request, source, cause, None)
 
-    def send(self, request: SimRequest, source: SimEngine, cause: MoveCause, move: Move | None) -> None:
-        """Send the KV over the source's link; with a move, ``HandOffs`` hears of its arrival."""
-        request.num_moves += 1
-        self.num_moves[cause] += 1
-        link = source.setup.link
-        name = link.name or source.engine_id
-        num_tokens = request.num_kv_tokens
-        if self.cell.options.hash_block_tokens is not None:
-            assert request.target is not None
-            num_tokens -= self._by_id[request.target].begin_pull(request)
-        num_bytes = num_tokens * source.setup.kv_bytes_per_token
-        free_at_s = self._link_free_at_s.get(name, 0.0)
-        self._link_free_at_s[name], arrives_at_s = link.speed.schedule(self.now, free_at_s, num_bytes)
-        self.transfer_s += arrives_at_s - self.now
-        if move is None:
-            self._push(arrives_at_s, _TRANSFER, request)
-        else:
-            self._push(arrives_at_s, _MOVE, move)
-        if self._timeline is not None:
-            self._timeline.note_transfer(request, cause, self.now, arrives_at_s)
-
-    def send_message(self, move: Move, duration_s: float) -> None:
-        """Send what ``Move.step`` says from one engine of a move to the other; ``HandOffs`` hears of its arrival."""
-        self._push(self.now + duration_s, _MOVE, move)
-
     def _end_transfer(self, request: SimRequest) -> None:
         """Free the source's blocks and hand the request to the target."""
         source = None if request.source is None else self._by_id.get(request.source)
@@ -411,12 +310,12 @@ class Simulation:
             self.recover(request)
         elif source is None:
             target.recompute_arrival(request)
-            self.kick(target)
+            self.start_engine(target)
         else:
             target.receive(request)
-            self.kick(target)
+            self.start_engine(target)
         if source is not None:
-            self.kick(source)
+            self.start_engine(source)
             if source.has_freed_blocks and self._parked:
                 source.has_freed_blocks = False
                 self._place_parked()
@@ -425,37 +324,13 @@ class Simulation:
 
     # --- the cluster changes -----------------------------------------------------------------------------------
 
-    def _add_engine(self, setup: EngineSetup) -> None:
-        if setup.engine_id in self._profiles:
-            raise ValueError(f"engine {setup.engine_id!r} is there twice")
-        joins_end_ttft = self.cell.options.ttft_end is TtftEnd.DECODE_JOIN
-        engine = SimEngine(
-            setup,
-            self._batching,
-            self.gaps,
-            self._changed,
-            joins_end_ttft=joins_end_ttft,
-            schedules_ahead=self.cell.options.schedules_ahead,
-            hash_block_tokens=self.cell.options.hash_block_tokens,
-        )
-        self.engines.append(engine)
-        self._by_id[setup.engine_id] = engine
-        self._profiles[setup.engine_id] = setup.profile
-        spec = EngineSpec(
-            block_size_tokens=setup.block_size_tokens,
-            kv_bytes_per_token=setup.kv_bytes_per_token,
-            max_num_seqs=setup.max_num_seqs,
-            max_batch_tokens=setup.max_batch_tokens,
-        )
-        self.table.add(setup.engine_id, spec, role=setup.role, chunk_size_tokens=setup.chunk_size_tokens)
-
     def _change_cluster(self, event: object) -> None:
-        if isinstance(event, AddEngine):
+        if isinstance(event, AddEngineEvent):
             self._add_engine(event.setup)
-        elif isinstance(event, Fail):
+        elif isinstance(event, FailEvent):
             self._fail(event.engine_id)
         else:
-            assert isinstance(event, Configure)
+            assert isinstance(event, ConfigureEvent)
             self._configure(event)
         self._has_targets = self._find_targets()
         if self._parked:
@@ -466,9 +341,9 @@ class Simulation:
     def _find_targets(self) -> bool:
         """Say whether first decodes have anywhere to go at all."""
         decode_heavy = [engine for engine in self._by_id.values() if engine.role is Role.DECODE_HEAVY]
-        return not self.table.are_roles_void and not all(engine.is_draining for engine in decode_heavy)
+        return not self.table.has_uniform_chunk_size and not all(engine.is_draining for engine in decode_heavy)
 
-    def _configure(self, event: Configure) -> None:
+    def _configure(self, event: ConfigureEvent) -> None:
         """Put a plan in force; an iteration under way keeps the batch that it has."""
         engine = self._by_id.get(event.engine_id)
         if engine is None:
@@ -480,7 +355,7 @@ class Simulation:
             chunk_size_tokens=event.chunk_size_tokens,
             is_draining=event.is_draining,
         )
-        self.kick(engine)
+        self.start_engine(engine)
 
     def _fail(self, engine_id: EngineId) -> None:
         """Take an engine away; what it held is placed again, what was on its way there or from there is recomputed."""
@@ -493,8 +368,12 @@ class Simulation:
             self.hold(request)
         if self._hand_offs is not None:
             self._hand_offs.fail(engine)
-        for request, stay in self._parked:
-            if request.source == engine_id and request.stay == stay and request.state is RequestState.PARKED:
+        for request, batch_epoch in self._parked:
+            if (
+                request.source == engine_id
+                and request.batch_epoch == batch_epoch
+                and request.state is RequestState.PARKED
+            ):
                 self.hold(request)
         if self._held:
             self._schedule_retry()

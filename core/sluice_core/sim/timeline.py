@@ -20,7 +20,7 @@ _US = 1e6
 _ENGINES, _REQUESTS, _TRANSFERS = 1, 2, 3  # process ids, which Perfetto shows as groups
 
 
-class Iteration(NamedTuple):
+class IterationSpan(NamedTuple):
     """An iteration of an engine, fixed at its start; blocks are those in use then."""
 
     engine_id: EngineId
@@ -41,7 +41,7 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self.iterations: list[Iteration] = []
+        self.iterations: list[IterationSpan] = []
         self._tracks: dict[EngineId, int] = {}
         self._transfers: list[tuple[str, str, float, float, str, str]] = []
         self._requests: list[tuple[str, float, float, float, int, int, bool]] = []
@@ -50,7 +50,7 @@ class Timeline:
         """Note an iteration that starts at ``now``."""
         self._tracks.setdefault(engine.engine_id, len(self._tracks) + 1)
         self.iterations.append(
-            Iteration(
+            IterationSpan(
                 engine.engine_id,
                 now,
                 engine.duration_s,

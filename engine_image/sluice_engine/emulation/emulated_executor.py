@@ -65,7 +65,7 @@ class ClockFuture(Future[ModelRunnerOutput]):
 
 
 @dataclass(slots=True)
-class Sequence:
+class EmulatedRequest:
     """A request on the emulated GPU; mutable, owned by the executor.
 
     Args:
@@ -94,7 +94,7 @@ class EmulatedExecutor(Executor):  # type: ignore[misc]
         self.scheduler_config.async_scheduling = True
         self._vocabulary_tokens = self.model_config.get_vocab_size()
         self._eos_token_ids = find_eos_token_ids(self.model_config)
-        self._sequences: dict[str, Sequence] = {}
+        self._requests: dict[str, EmulatedRequest] = {}
         self._busy_until_s = 0.0
         self._output: Future[ModelRunnerOutput] | None = None
         transfer = self.vllm_config.kv_transfer_config
@@ -162,7 +162,7 @@ class EmulatedExecutor(Executor):  # type: ignore[misc]
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:  # noqa: FBT001, FBT002
         """Begins an iteration; ``sample_tokens`` has its output."""
         now_s = time.perf_counter()
-        self._update_sequences(scheduler_output)
+        self._update_requests(scheduler_output)
         kv_output = self._advance_transfers(scheduler_output, now_s)
         if not scheduler_output.num_scheduled_tokens:
             output = EMPTY_MODEL_RUNNER_OUTPUT
@@ -192,21 +192,23 @@ class EmulatedExecutor(Executor):  # type: ignore[misc]
         self._busy_until_s = start_s + self._gpu.profile.estimate_shape_s(shape)
         return self._busy_until_s
 
-    def _update_sequences(self, scheduler_output: SchedulerOutput) -> None:
-        sequences = self._sequences
+    def _update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        requests = self._requests
         for request_id in scheduler_output.finished_req_ids:
-            sequences.pop(request_id, None)
+            requests.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             num_output = len(decode_extras(new.sampling_params.extra_args).output_token_ids)
             prompt = new.prompt_token_ids
-            sequences[new.req_id] = Sequence(hash_prompt(prompt), len(prompt) + num_output, new.num_computed_tokens)
+            requests[new.req_id] = EmulatedRequest(
+                hash_prompt(prompt), len(prompt) + num_output, new.num_computed_tokens
+            )
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, num_computed_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            sequences[request_id].num_computed_tokens = num_computed_tokens
+            requests[request_id].num_computed_tokens = num_computed_tokens
         for request_id, token_ids in cached.all_token_ids.items():
             # Back from a preemption: a token that was in flight then is gone.
-            sequences[request_id].num_tokens = len(token_ids)
-            sequences[request_id].is_prefilling = True
+            requests[request_id].num_tokens = len(token_ids)
+            requests[request_id].is_prefilling = True
 
     def _compute(self, num_scheduled_tokens: dict[str, int]) -> tuple[IterationShape, dict[str, list[int]]]:
         """What the iteration computes, and the tokens that come of it (none in the middle of a prompt)."""
@@ -214,18 +216,18 @@ class EmulatedExecutor(Executor):  # type: ignore[misc]
         prefill_tokens = num_chunks = num_decodes = decode_context_tokens = 0
         attention_work = 0.0
         for request_id, count in num_scheduled_tokens.items():
-            sequence = self._sequences[request_id]
-            begin = sequence.num_computed_tokens
-            is_complete = begin + count >= sequence.num_tokens
-            if count == 1 and is_complete and begin and not sequence.is_prefilling:
+            request = self._requests[request_id]
+            begin = request.num_computed_tokens
+            is_complete = begin + count >= request.num_tokens
+            if count == 1 and is_complete and begin and not request.is_prefilling:
                 num_decodes += 1
                 decode_context_tokens += begin + 1
             else:
                 prefill_tokens += count
                 num_chunks += 1
                 attention_work += compute_attention_work(count, begin)
-            sequence.is_prefilling = not is_complete
-            tokens[request_id] = [self._sample(sequence)] if is_complete else []
+            request.is_prefilling = not is_complete
+            tokens[request_id] = [self._sample(request)] if is_complete else []
         shape = IterationShape(
             prefill_tokens=prefill_tokens,
             attention_work=attention_work,
@@ -235,10 +237,10 @@ class EmulatedExecutor(Executor):  # type: ignore[misc]
         )
         return shape, tokens
 
-    def _sample(self, sequence: Sequence) -> int:
-        position = sequence.num_tokens
-        sequence.num_tokens = position + 1
-        return choose_token(sequence.prompt_hash, position, self._vocabulary_tokens, self._eos_token_ids)
+    def _sample(self, request: EmulatedRequest) -> int:
+        position = request.num_tokens
+        request.num_tokens = position + 1
+        return choose_token(request.prompt_hash, position, self._vocabulary_tokens, self._eos_token_ids)
 
     def _advance_transfers(self, scheduler_output: SchedulerOutput, now_s: float) -> KVConnectorOutput | None:
         finished = self._transfers.advance(scheduler_output.kv_connector_metadata, now_s)

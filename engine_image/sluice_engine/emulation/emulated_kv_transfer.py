@@ -25,8 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from sluice_core.kv import blocks_for_tokens
 from sluice_engine.core_messages import NUM_TOKENS_KEY
 from sluice_engine.emulation.emulated_gpu import find_gpu, read_settings
+from sluice_engine.kv_transfer.kv_connector import LEASE_S
 from sluice_engine.kv_transfer.kv_handles import read_handle
-from sluice_engine.kv_transfer.nixl_connector import LEASE_S
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,7 +42,7 @@ Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class KvRead:
     """A transfer to start.
 
     Args:
@@ -68,13 +68,13 @@ class EmulatedMetadata(KVConnectorMetadata):  # type: ignore[misc]
         notices: Sources to tell that nobody reads, and their requests.
     """
 
-    reads: list[Read] = field(default_factory=list)
+    reads: list[KvRead] = field(default_factory=list)
     holds: list[str] = field(default_factory=list)
     notices: list[tuple[Address, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Finished:
+class FinishedTransfers:
     """Transfers that ended, since the last look.
 
     Args:
@@ -170,11 +170,11 @@ class EmulatedTransfers:
         self._latency_s = latency_s
         self._link_free_s = 0.0
         # Reads that wait for their source: when they began, when to ask again.
-        self._asking: dict[str, tuple[Read, float, float]] = {}
-        self._moving: list[tuple[float, float, str, Read]] = []
+        self._asking: dict[str, tuple[KvRead, float, float]] = {}
+        self._moving: list[tuple[float, float, str, KvRead]] = []
         self._leases: dict[str, float] = {}
 
-    def advance(self, metadata: EmulatedMetadata, now_s: float) -> Finished:
+    def advance(self, metadata: EmulatedMetadata, now_s: float) -> FinishedTransfers:
         """Starts what the scheduler wants and returns what has ended."""
         for address, request_id in metadata.notices:
             self._port.tell(address, "done", request_id)
@@ -183,13 +183,13 @@ class EmulatedTransfers:
             self._port.hold(request_id)
         for read in metadata.reads:
             self._asking[read.request_id] = (read, now_s, now_s)
-        finished = Finished()
+        finished = FinishedTransfers()
         self._ask(now_s, finished)
         self._move(now_s, finished)
         self._end_leases(now_s, finished)
         return finished
 
-    def _ask(self, now_s: float, finished: Finished) -> None:
+    def _ask(self, now_s: float, finished: FinishedTransfers) -> None:
         for request_id, (read, began_s, ask_s) in list(self._asking.items()):
             if self._port.has_answer(read.remote_request_id):
                 del self._asking[request_id]
@@ -204,7 +204,7 @@ class EmulatedTransfers:
                 self._asking[request_id] = (read, began_s, now_s + ASK_EVERY_S)
                 self._port.tell(read.source, "read", read.remote_request_id)
 
-    def _move(self, now_s: float, finished: Finished) -> None:
+    def _move(self, now_s: float, finished: FinishedTransfers) -> None:
         while self._moving and self._moving[0][0] <= now_s:
             end_s, start_s, request_id, read = heapq.heappop(self._moving)
             finished.received.add(request_id)
@@ -212,7 +212,7 @@ class EmulatedTransfers:
             finished.durations_s.append(end_s - start_s)
             self._port.tell(read.source, "done", read.remote_request_id)
 
-    def _end_leases(self, now_s: float, finished: Finished) -> None:
+    def _end_leases(self, now_s: float, finished: FinishedTransfers) -> None:
         over = self._port.take_read()
         over.update(request_id for request_id, end_s in self._leases.items() if end_s <= now_s)
         for request_id in over & self._leases.keys():
@@ -228,7 +228,7 @@ def count_page_bytes(kv_cache_config: KVCacheConfig) -> int:
 
 
 class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """The scheduler's half; ``KvMover`` for the scheduler, as the NIXL connector is."""
+    """The scheduler's half; ``KvConnector`` for the scheduler, as the NIXL connector is."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -244,10 +244,10 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._metadata = EmulatedMetadata()
 
-    # --- KvMover ---------------------------------------------------------------------------------------------------
+    # --- KvConnector ---------------------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, transfer_params: str) -> None:
-        """See ``connector.KvMover``."""
+    def start_pull(self, request: Request, transfer_params: str) -> None:
+        """See ``KvConnector``."""
         request.kv_transfer_params = read_handle(
             transfer_params,
             num_tokens=request.num_tokens,
@@ -256,20 +256,20 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tp_size=self._tp_size,
         )
 
-    def give_up(self, request: Request) -> None:
-        """See ``connector.KvMover``."""
+    def cancel_pull(self, request: Request) -> None:
+        """See ``KvConnector``."""
         params = request.kv_transfer_params
         params["do_remote_prefill"] = False
         self._notify(params)
 
-    def announce(self, request_id: str) -> None:
+    def announce_hand_off(self, request_id: str) -> None:
         """A reader that comes early asks again."""
 
-    def retract(self, request_id: str) -> None:
-        """See ``announce``."""
+    def retract_hand_off(self, request_id: str) -> None:
+        """See ``announce_hand_off``."""
 
     def hand_off(self, request: Request) -> None:
-        """See ``connector.KvMover``."""
+        """See ``KvConnector``."""
         request.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
 
     def release(self, request_id: str) -> None:
@@ -297,7 +297,7 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._notify(params)
             return
         self._metadata.reads.append(
-            Read(
+            KvRead(
                 request_id=request.request_id,
                 source=(params["remote_host"], params["remote_port"]),
                 remote_request_id=params["remote_request_id"],

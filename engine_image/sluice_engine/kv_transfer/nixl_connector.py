@@ -3,7 +3,7 @@
 Over vLLM's own pull connector it changes this:
 
 - the reader asks for exactly the tokens whose KV exists (``handles.py``), and stock code never sees an unchecked handle;
-- a request becomes readable by ``announce``, one iteration before it ends, because with asynchronous scheduling the
+- a request becomes readable by ``announce_hand_off``, one iteration before it ends, because with asynchronous scheduling the
   reader's completion notice can arrive before the worker has heard of the request, and is then dropped;
 - nobody sends heartbeats and nobody listens to them: a lease ends after ``LEASE_S``, whatever the reader does;
 - ``release`` ends it at once;
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
@@ -34,38 +34,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-# Longest time that handed-off blocks wait to be read, in seconds (architecture 4.3).
-LEASE_S = 30
-# Key of kv_connector_extra_config: pause of NIXL's progress thread, in microseconds; 0 with RDMA.
-PROGRESS_DELAY_KEY = "sluice_progress_delay_us"
-DEFAULT_PROGRESS_DELAY_US = 100
-
-
-class KvMover(Protocol):
-    """What the scheduler asks of its connector; the emulated one answers the same."""
-
-    def admit(self, request: Request, transfer_params: str) -> None:
-        """Makes a request that arrives pull its KV.
-
-        Raises:
-            MalformedHandleError: It must recompute.
-        """
-
-    def give_up(self, request: Request) -> None:
-        """Makes a request whose pull has not started recompute, and tells the source."""
-
-    def announce(self, request_id: str) -> None:
-        """A running request will end with a hand-off at the next boundary."""
-
-    def retract(self, request_id: str) -> None:
-        """It will not, after all."""
-
-    def hand_off(self, request: Request) -> None:
-        """The request ends now; its blocks wait for a reader."""
-
-    def release(self, request_id: str) -> None:
-        """No one will read a handed-off request any more."""
 
 
 @contextlib.contextmanager
@@ -111,22 +79,22 @@ class SluiceConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc
             handle[NUM_TOKENS_KEY] = num_tokens
         return is_delayed, handle
 
-    def announce(self, request_id: str) -> None:
-        """See ``KvMover``."""
+    def announce_hand_off(self, request_id: str) -> None:
+        """See ``KvConnector``."""
         self._reqs_not_processed.discard(request_id)
         self._reqs_in_batch.add(request_id)
 
-    def retract(self, request_id: str) -> None:
-        """See ``KvMover``."""
+    def retract_hand_off(self, request_id: str) -> None:
+        """See ``KvConnector``."""
         self._reqs_in_batch.discard(request_id)
         self._reqs_not_processed.add(request_id)
 
     def release(self, request_id: str) -> None:
         """Keeps the worker from counting a lease that it has not heard of yet."""
         if self._reqs_need_send.pop(request_id, None) is not None:
-            self.retract(request_id)
+            self.retract_hand_off(request_id)
 
-    def give_up(self, request: Request) -> None:
+    def cancel_pull(self, request: Request) -> None:
         """Sends the source a completion notice for a request that reads nothing."""
         request.kv_transfer_params["do_remote_prefill"] = False
         self._reqs_need_recv[request.request_id] = (request, [], (), False)
@@ -154,12 +122,14 @@ class SluiceConnector(NixlPullConnector):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = SluiceConnectorScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:
-            delay_us = self.kv_transfer_config.get_from_extra_config(PROGRESS_DELAY_KEY, DEFAULT_PROGRESS_DELAY_US)
+            delay_us = self.kv_transfer_config.get_from_extra_config(
+                nixl_progress.DELAY_KEY, nixl_progress.DEFAULT_DELAY_US
+            )
             nixl_progress.set_progress_delay(int(delay_us))
             self.connector_worker = SluiceConnectorWorker(vllm_config, self.engine_id, kv_cache_config)
 
-    def admit(self, request: Request, transfer_params: str) -> None:
-        """See ``KvMover``."""
+    def start_pull(self, request: Request, transfer_params: str) -> None:
+        """See ``KvConnector``."""
         request.kv_transfer_params = read_handle(
             transfer_params,
             num_tokens=request.num_tokens,
@@ -168,22 +138,22 @@ class SluiceConnector(NixlPullConnector):  # type: ignore[misc]
             tp_size=self.connector_scheduler.transfer_tp_size,
         )
 
-    def give_up(self, request: Request) -> None:
-        """See ``KvMover``."""
-        self.connector_scheduler.give_up(request)
+    def cancel_pull(self, request: Request) -> None:
+        """See ``KvConnector``."""
+        self.connector_scheduler.cancel_pull(request)
 
-    def announce(self, request_id: str) -> None:
-        """See ``KvMover``."""
-        self.connector_scheduler.announce(request_id)
+    def announce_hand_off(self, request_id: str) -> None:
+        """See ``KvConnector``."""
+        self.connector_scheduler.announce_hand_off(request_id)
 
-    def retract(self, request_id: str) -> None:
-        """See ``KvMover``."""
-        self.connector_scheduler.retract(request_id)
+    def retract_hand_off(self, request_id: str) -> None:
+        """See ``KvConnector``."""
+        self.connector_scheduler.retract_hand_off(request_id)
 
     def hand_off(self, request: Request) -> None:
-        """See ``KvMover``."""
+        """See ``KvConnector``."""
         request.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
 
     def release(self, request_id: str) -> None:
-        """See ``KvMover``."""
+        """See ``KvConnector``."""
         self.connector_scheduler.release(request_id)

@@ -10,6 +10,10 @@ import functools
 import importlib
 from typing import Any
 
+# Key of kv_connector_extra_config: pause of NIXL's progress thread, in microseconds; 0 with RDMA.
+DELAY_KEY = "sluice_progress_delay_us"
+DEFAULT_DELAY_US = 100
+
 
 class UnsupportedNixlError(RuntimeError):
     """NIXL's bindings are not those that the hook is written against."""

@@ -1,146 +1,108 @@
-"""Room for requests that are on their way to this engine (architecture 4.3).
+"""Grants to requests that are about to arrive: whether the engine has room for one, and how its blocks reach it.
 
-A grant takes real KV blocks out of vLLM's pool at once, so that all routers compete for the same room and no two of them
-can be promised the same block. It has three states:
-
-    open     reserved for a key; lapses after its time to live
-    claimed  a request named the key; kept until that request is admitted or ends
-    closed   the blocks are the request's own, or free again
-
-While its request is being admitted the blocks are lifted: given to the pool and taken by the request in one call of
-vLLM's allocator, during which nobody else can take them. What the request did not need yet (its KV is one token shorter
-than the grant) is reserved again until it runs.
+Without grants, two full engines that hand requests over to each other stop for ever.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sluice_core.records import MoveCause, Role
+from sluice_engine.core_messages import GrantAnswer
+
+if TYPE_CHECKING:
+    from sluice_core.kv import KvBlocks
+    from sluice_engine.core_messages import GrantCommand
+    from sluice_engine.scheduling.grant_table import GrantTable
+    from sluice_engine.scheduling.kv_usage import KvUsage
 
 
-class BlockPool(Protocol):
-    """What is used of ``vllm.v1.core.block_pool.BlockPool``."""
-
-    def get_num_free_blocks(self) -> int:
-        """Blocks that an allocation could take."""
-
-    def get_new_blocks(self, num_blocks: int) -> list[Any]:
-        """Takes blocks; ValueError when there are too few."""
-
-    def free_blocks(self, ordered_blocks: list[Any]) -> None:
-        """Gives blocks back."""
-
-
-@dataclass(slots=True)
-class _Grant:
-    """A reservation; mutable, owned by the table.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRoom:
+    """What decides on a grant.
 
     Args:
-        num_blocks: Blocks promised.
-        blocks: Blocks out of the pool now.
-        expires_s: When it lapses, while it is open.
-        request_id: Who claimed it; empty while it is open.
+        is_draining: The engine drains.
+        role: Role in force.
+        watermark: M, share of KV blocks.
+        has_seat: The batch has a place that is neither taken nor promised.
+        kv: KV blocks now.
+        num_prefill_blocks: Blocks that prefills under way still need.
+        is_recompute_waiting: A preempted request waits for blocks.
     """
 
-    num_blocks: int
-    blocks: list[Any] = field(default_factory=list)
-    expires_s: float = 0.0
-    request_id: str = ""
+    is_draining: bool
+    role: Role
+    watermark: float
+    has_seat: bool
+    kv: KvBlocks
+    num_prefill_blocks: int
+    is_recompute_waiting: bool
 
 
-class GrantTable:
-    """All reservations of one engine.
+def answer_grant(
+    command: GrantCommand, num_blocks: int, room: EngineRoom, table: GrantTable, now_s: float
+) -> GrantAnswer:
+    """Reserves blocks for a grant if there is room.
 
     Args:
-        pool: vLLM's pool of KV blocks.
+        command: Who asks.
+        num_blocks: Blocks that the request will hold.
+        room: What the engine has.
+        table: Where the blocks are reserved.
+        now_s: Monotonic time.
+    """
+    reason = find_refusal(command, num_blocks, room)
+    if not reason and not table.reserve(command.key, num_blocks, now_s + command.ttl_s):
+        reason = "kv"
+    return GrantAnswer(key=command.key, is_granted=not reason, reason=reason, ttl_s=0.0 if reason else command.ttl_s)
+
+
+def find_refusal(command: GrantCommand, num_blocks: int, room: EngineRoom) -> str:
+    """Why a grant is refused: ``draining``, ``seqs``, ``watermark``, ``kv``; empty when it is not."""
+    if room.is_draining:
+        return "draining"
+    if not room.has_seat:
+        return "seqs"
+    # A P-heavy engine takes degraded requests only below its own watermark: they came to relieve another engine's.
+    is_degraded = room.role is Role.PREFILL_HEAVY and command.cause == MoveCause.DEGRADE
+    kv = room.kv
+    if is_degraded and kv.used + kv.granted + num_blocks > room.watermark * kv.total:
+        return "watermark"
+    # Prefills under way need their rest, and whoever waits for room to recompute goes first.
+    needed = num_blocks + room.num_prefill_blocks
+    return "kv" if needed > kv.available or room.is_recompute_waiting else ""
+
+
+class GrantAllocator:
+    """Stands in for vLLM's ``allocate_slots``, so that a granted request finds its own blocks free and nobody else does.
+
+    Args:
+        manager: vLLM's KV cache manager; its ``allocate_slots`` is replaced.
+        table: The engine's grants.
+        kv_usage: Counts a request's blocks.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._by_key: dict[str, _Grant] = {}
-        self._key_of: dict[str, str] = {}
+    def __init__(self, manager: Any, table: GrantTable, kv_usage: KvUsage) -> None:
+        self._allocate_slots = manager.allocate_slots
+        self._table = table
+        self._kv_usage = kv_usage
+        manager.allocate_slots = self.allocate_slots
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks out of the pool for grants."""
-        return sum(len(grant.blocks) for grant in self._by_key.values())
-
-    @property
-    def num_open(self) -> int:
-        """Grants that no request has claimed yet; each keeps a seat in the batch."""
-        return len(self._by_key) - len(self._key_of)
-
-    def reserve(self, key: str, num_blocks: int, expires_s: float) -> bool:
-        """Takes blocks out of the pool for ``key``.
-
-        Returns:
-            False when the pool has too few, or the key is in use.
-        """
-        if key in self._by_key or num_blocks > self._pool.get_num_free_blocks():
-            return False
-        blocks = self._pool.get_new_blocks(num_blocks)
-        self._by_key[key] = _Grant(num_blocks=num_blocks, blocks=blocks, expires_s=expires_s)
-        return True
-
-    def claim(self, key: str, request_id: str) -> bool:
-        """Ties an open grant to a request.
-
-        Returns:
-            False when the key is unknown (it lapsed) or already claimed.
-        """
-        grant = self._by_key.get(key)
-        if grant is None or grant.request_id:
-            return False
-        grant.request_id = request_id
-        self._key_of[request_id] = key
-        return True
-
-    def is_claimed_by(self, request_id: str) -> bool:
-        """True when the request has a reservation."""
-        return request_id in self._key_of
-
-    def lift(self, request_id: str) -> None:
-        """Gives the request's reserved blocks to the pool, for the allocation that follows at once."""
-        grant = self._by_key[self._key_of[request_id]]
-        self._pool.free_blocks(grant.blocks)
-        grant.blocks = []
-
-    def lower(self, request_id: str, num_held_blocks: int) -> None:
-        """Reserves again what the request did not take.
-
-        Args:
-            request_id: The request.
-            num_held_blocks: Blocks that it holds now.
-        """
-        grant = self._by_key[self._key_of[request_id]]
-        missing = min(grant.num_blocks - num_held_blocks, self._pool.get_num_free_blocks())
-        grant.blocks = self._pool.get_new_blocks(missing) if missing > 0 else []
-
-    def close(self, request_id: str) -> None:
-        """Ends the request's reservation, if it has one."""
-        key = self._key_of.get(request_id)
-        if key is not None:
-            self.release(key)
-
-    def release(self, key: str) -> None:
-        """Ends a reservation; an unknown key is no error."""
-        grant = self._by_key.pop(key, None)
-        if grant is None:
-            return
-        self._key_of.pop(grant.request_id, None)
-        if grant.blocks:
-            self._pool.free_blocks(grant.blocks)
-
-    def release_open(self, key: str) -> None:
-        """Ends a reservation that no request has claimed; others stay."""
-        grant = self._by_key.get(key)
-        if grant is not None and not grant.request_id:
-            self.release(key)
-
-    def expire(self, now_s: float) -> None:
-        """Ends open grants whose time is over."""
-        if len(self._by_key) == len(self._key_of):
-            return
-        lapsed = [key for key, grant in self._by_key.items() if not grant.request_id and grant.expires_s <= now_s]
-        for key in lapsed:
-            self.release(key)
+    def allocate_slots(self, request: Any, num_new_tokens: int, **options: Any) -> Any:
+        """See vLLM's ``KVCacheManager.allocate_slots``."""
+        request_id = request.request_id
+        if not self._table.is_claimed_by(request_id):
+            return self._allocate_slots(request, num_new_tokens, **options)
+        self._table.lift(request_id)
+        # The grant has reserved the room already: vLLM's own reserve for others must not refuse it.
+        options |= {"reserved_blocks": 0, "has_scheduled_reqs": False}
+        blocks = self._allocate_slots(request, num_new_tokens, **options)
+        is_pulling = options.get("delay_cache_blocks")
+        if blocks is not None and not is_pulling:
+            self._table.close(request_id)
+        else:
+            # Out of blocks, or the pull begins: the token after the pulled ones still needs its room.
+            self._table.lower(request_id, self._kv_usage.count_blocks_of(request_id))
+        return blocks

@@ -25,14 +25,14 @@ from sluice_core.scheduling.batching import RequestKind
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from sluice_engine.core_messages import Configured
-    from sluice_engine.scheduling.iteration_timer import Batch
-    from sluice_engine.scheduling.request_tracker import Tracked
+    from sluice_engine.core_messages import ConfigureAnswer
+    from sluice_engine.scheduling.request_tracker import TrackedRequest
+    from sluice_engine.scheduling.scheduled_batch import ScheduledBatch
 
 VARIABLE = "SLUICE_RECORD"
 
 
-class Recorder:
+class IterationRecorder:
     """Writes one engine's file.
 
     Args:
@@ -48,7 +48,7 @@ class Recorder:
         """Ends the record."""
         self._file.close()
 
-    def note_request(self, tracked: Tracked) -> None:
+    def note_request(self, tracked: TrackedRequest) -> None:
         """Notes a request that has just come."""
         request = tracked.request
         self._write(
@@ -60,7 +60,7 @@ class Recorder:
             tracked.arrival_s,
         )
 
-    def note_batch(self, output: SchedulerOutput, batch: Batch) -> None:
+    def note_batch(self, output: SchedulerOutput, batch: ScheduledBatch) -> None:
         """Notes an iteration right after it was scheduled, when vLLM has counted its tokens as computed."""
         chunks, joining = [], []
         for tracked in batch.computing:
@@ -80,7 +80,7 @@ class Recorder:
         """Notes the end of an iteration."""
         self._write("end", duration_s)
 
-    def note_plan(self, plan: Configured) -> None:
+    def note_plan(self, plan: ConfigureAnswer) -> None:
         """Notes a plan."""
         self._write("plan", str(plan.role), plan.chunk_size_tokens)
 
@@ -88,7 +88,7 @@ class Recorder:
         self._file.write(json.dumps([what, time.monotonic(), *values], separators=(",", ":")) + "\n")
 
 
-def open_recorder(name: str) -> Recorder | None:
+def open_recorder(name: str) -> IterationRecorder | None:
     """Opens the record that the environment asks for.
 
     Args:
@@ -98,4 +98,4 @@ def open_recorder(name: str) -> Recorder | None:
         None: it asks for none.
     """
     folder = os.environ.get(VARIABLE)
-    return Recorder(Path(folder) / f"{name}.jsonl") if folder else None
+    return IterationRecorder(Path(folder) / f"{name}.jsonl") if folder else None

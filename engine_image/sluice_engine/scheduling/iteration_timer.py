@@ -1,91 +1,31 @@
-"""What an iteration computed and how long it took."""
+"""How long iterations take."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sluice_core.scheduling.batching import RequestKind
-from sluice_engine.core_messages import Iteration
+from sluice_engine.core_messages import IterationReport
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from sluice_engine.scheduling.request_tracker import Tracked, Tracker
-
-# Weight of the newest pull in the measured rate.
-_RATE_WEIGHT = 0.2
+    from sluice_engine.scheduling.scheduled_batch import ScheduledBatch
 
 
-@dataclass(slots=True)
-class Batch:
-    """A scheduled iteration whose output has not come back yet; mutable while it is made.
-
-    Args:
-        started_s: When its scheduling began, by ``perf_counter``.
-        prefill_tokens: See ``control.Iteration``, also for the next four.
-        attention_work: See there.
-        num_chunks: See there.
-        num_decodes: See there.
-        decode_context_tokens: See there.
-        computing: Requests that were no decodes before it.
-        arriving: Those of them that are decodes after it.
-    """
-
-    started_s: float
-    prefill_tokens: int = 0
-    attention_work: float = 0.0
-    num_chunks: int = 0
-    num_decodes: int = 0
-    decode_context_tokens: int = 0
-    computing: list[Tracked] = field(default_factory=list)
-    arriving: list[Tracked] = field(default_factory=list)
-
-
-def describe_batch(output: SchedulerOutput, tracker: Tracker, started_s: float) -> Batch:
-    """Sums up an iteration right after it was scheduled, when vLLM has counted its tokens as computed.
-
-    Args:
-        output: What was scheduled.
-        tracker: The requests.
-        started_s: When scheduling began.
-    """
-    batch = Batch(started_s=started_s)
-    by_id = tracker.by_id
-    num_decodes = context_tokens = 0
-    for request_id, num_tokens in output.num_scheduled_tokens.items():
-        tracked = by_id[request_id]
-        kind = tracked.kind
-        num_computed_tokens = tracked.request.num_computed_tokens
-        if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
-            num_decodes += 1
-            context_tokens += num_computed_tokens
-            if kind is RequestKind.JOINING:
-                batch.computing.append(tracked)
-            continue
-        batch.computing.append(tracked)
-        batch.prefill_tokens += num_tokens
-        batch.attention_work += num_tokens * (num_computed_tokens - num_tokens / 2)
-        batch.num_chunks += 1
-    batch.num_decodes = num_decodes
-    batch.decode_context_tokens = context_tokens
-    return batch
-
-
-class Stopwatch:
+class IterationTimer:
     """Measures iterations, of which several may be under way at once."""
 
     def __init__(self) -> None:
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, ScheduledBatch] = {}
         self._last_end_s = 0.0
         self._number = 0
 
-    def start(self, output: SchedulerOutput, batch: Batch) -> None:
+    def start(self, output: SchedulerOutput, batch: ScheduledBatch) -> None:
         """Notes an iteration that was scheduled."""
         self._batches[id(output)] = batch
 
-    def stop(self, output: SchedulerOutput) -> tuple[Batch, Iteration] | None:
+    def stop(self, output: SchedulerOutput) -> tuple[ScheduledBatch, IterationReport] | None:
         """Ends an iteration.
 
         Returns:
@@ -99,7 +39,7 @@ class Stopwatch:
         began_s = max(batch.started_s, self._last_end_s)
         self._last_end_s = now_s
         self._number += 1
-        return batch, Iteration(
+        return batch, IterationReport(
             number=self._number,
             prefill_tokens=batch.prefill_tokens,
             attention_work=batch.attention_work,
@@ -108,24 +48,3 @@ class Stopwatch:
             decode_context_tokens=batch.decode_context_tokens,
             duration_s=now_s - began_s,
         )
-
-
-class PullRate:
-    """Measured rate of KV pulls, newer ones weighing more."""
-
-    def __init__(self) -> None:
-        self.bytes_per_s = 0.0
-
-    def observe(self, statistics: Any) -> None:
-        """Takes in what a connector measured.
-
-        Args:
-            statistics: ``KVConnectorStats`` of the worker, or None; lists ``bytes_transferred`` and
-                ``transfer_duration`` (seconds) of the transfers that ended.
-        """
-        data = getattr(statistics, "data", None) or {}
-        num_bytes, duration_s = sum(data.get("bytes_transferred", ())), sum(data.get("transfer_duration", ()))
-        if not num_bytes or duration_s <= 0:
-            return
-        rate = num_bytes / duration_s
-        self.bytes_per_s = rate if not self.bytes_per_s else self.bytes_per_s + _RATE_WEIGHT * (rate - self.bytes_per_s)

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from sluice_core.records import FlowParameters, RequestId, Role
 from sluice_core.scheduling.decode_flow import DecodeSet
 from sluice_core.strategies import get_strategy
-from sluice_engine.core_messages import Configure, Configured, Parameters, Proposal
+from sluice_engine.core_messages import ConfigureAnswer, ConfigureCommand, ProposedMove, StrategyParameters
 
 if TYPE_CHECKING:
     from sluice_core.kv import KvBlocks
-    from sluice_engine.scheduling.request_tracker import Tracked
+    from sluice_engine.scheduling.request_tracker import TrackedRequest
 
 
 # Stands for no objective: nobody is late by it, and it can be reckoned with.
 NO_OBJECTIVE_S = 1e9
 
 
-class Flow:
+class MoveProposer:
     """Plan in force and running decodes of one engine.
 
     Args:
@@ -34,13 +34,15 @@ class Flow:
         self._decodes = DecodeSet(block_size_tokens=block_size_tokens, max_num_seqs=max_num_seqs)
         self.last_chunk_size_tokens = max_batch_tokens
         self.configure(
-            Configure(generation=0, role=Role.DECODE_HEAVY, chunk_size_tokens=max_batch_tokens, strategy="aggregated")
+            ConfigureCommand(
+                generation=0, role=Role.DECODE_HEAVY, chunk_size_tokens=max_batch_tokens, strategy="aggregated"
+            )
         )
 
-    plan: Configure
+    plan: ConfigureCommand
     role: Role
 
-    def configure(self, plan: Configure) -> Configured:
+    def configure(self, plan: ConfigureCommand) -> ConfigureAnswer:
         """Puts a plan in force, from the next iteration on.
 
         Returns:
@@ -52,14 +54,14 @@ class Flow:
                 self._put_in_force(plan)
             except ValueError as refusal:
                 error = str(refusal)
-        return Configured(
+        return ConfigureAnswer(
             generation=self.plan.generation,
             role=self.plan.role,
             chunk_size_tokens=self.plan.chunk_size_tokens,
             error=error,
         )
 
-    def _put_in_force(self, plan: Configure) -> None:
+    def _put_in_force(self, plan: ConfigureCommand) -> None:
         role = Role(plan.role)
         if not 0 <= plan.chunk_size_tokens <= self._max_batch_tokens:
             raise ValueError(f"chunk size {plan.chunk_size_tokens} is not in 0..{self._max_batch_tokens}")
@@ -75,7 +77,7 @@ class Flow:
         """M, a share of KV blocks."""
         return self.plan.parameters.watermark
 
-    def join(self, tracked: Tracked, now_s: float) -> None:
+    def join(self, tracked: TrackedRequest, now_s: float) -> None:
         """Adds a decode that has just got its first token here."""
         request, extras = tracked.request, tracked.extras
         if tracked.first_token_s is None:
@@ -107,11 +109,11 @@ class Flow:
         """
         self._decodes.advance(self._members.difference(scheduled))
 
-    def propose(self, now_s: float, kv: KvBlocks) -> list[Proposal]:
+    def propose(self, now_s: float, kv: KvBlocks) -> list[ProposedMove]:
         """Decodes that should leave."""
         self._decodes.observe_kv(kv)
         return [
-            Proposal(
+            ProposedMove(
                 request_id=move.request_id,
                 cause=move.cause,
                 num_output_tokens=move.output_tokens,
@@ -121,7 +123,7 @@ class Flow:
         ]
 
 
-def _read_parameters(parameters: Parameters) -> FlowParameters:
+def _read_parameters(parameters: StrategyParameters) -> FlowParameters:
     return FlowParameters(
         watermark=parameters.watermark,
         approaching_factor=parameters.approaching_factor,

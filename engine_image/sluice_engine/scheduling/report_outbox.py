@@ -1,4 +1,4 @@
-"""What waits to go up with the next iteration, and the reserved output that carries it (``control.Report``)."""
+"""What waits to go up with the next iteration, and the reserved output that carries it (``core_messages.SchedulerReport``)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from sluice_engine import core_messages
 
 
-class Outbox:
+class ReportOutbox:
     """Reports of one engine, from the scheduler to the serving process."""
 
     def __init__(self) -> None:
         self._returned: list[str] = []
-        self._refused: list[core_messages.Refused] = []
+        self._refused: list[core_messages.RefusedHandOff] = []
         self._last_submit_numbers: dict[int, int] = {}
-        self._last_load: core_messages.Load | None = None
+        self._last_load: core_messages.SchedulerLoad | None = None
 
     @property
     def has_news(self) -> bool:
@@ -24,7 +24,7 @@ class Outbox:
     def note_submit(self, extras: core_messages.RequestExtras) -> None:
         """Notes a submit that the next load includes."""
         if extras.submit_number:
-            self._last_submit_numbers[extras.link] = extras.submit_number
+            self._last_submit_numbers[extras.stream_number] = extras.submit_number
 
     def note_returned(self, request_ids: list[str]) -> None:
         """Notes prompts that go back to their routers."""
@@ -32,14 +32,14 @@ class Outbox:
 
     def note_refused(self, request_id: str, reason: str) -> None:
         """Notes an accepted hand-off that was given up."""
-        self._refused.append(core_messages.Refused(request_id=request_id, reason=reason))
+        self._refused.append(core_messages.RefusedHandOff(request_id=request_id, reason=reason))
 
     def send(
         self,
         outputs: dict[int, EngineCoreOutputs],
-        load: core_messages.Load,
-        iteration: core_messages.Iteration | None,
-        proposals: list[core_messages.Proposal],
+        load: core_messages.SchedulerLoad,
+        iteration: core_messages.IterationReport | None,
+        proposals: list[core_messages.ProposedMove],
     ) -> None:
         """Adds a report to an iteration's outputs, unless there is nothing to tell.
 
@@ -51,7 +51,7 @@ class Outbox:
         """
         if iteration is None and not self.has_news and load == self._last_load:
             return
-        report = core_messages.Report(
+        report = core_messages.SchedulerReport(
             load=load,
             iteration=iteration,
             proposals=proposals,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice_core.scheduling.batching import RequestKind
+from sluice_engine.core_messages import decode_extras
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +28,7 @@ PREFILL_KINDS = frozenset(
 
 
 @dataclass(slots=True)
-class Tracked:
+class TrackedRequest:
     """A request on this engine; mutable, changed by the scheduler and the tracker only.
 
     Args:
@@ -55,7 +56,25 @@ class Tracked:
     counted_work: float = 0.0
 
 
-class Tracker:
+def track_request(request: Request, now_s: float) -> TrackedRequest:
+    """Reads what came with a request.
+
+    Args:
+        request: vLLM's record; no queue holds it yet.
+        now_s: Monotonic time.
+    """
+    extras = decode_extras(request.sampling_params.extra_args)
+    return TrackedRequest(
+        request=request,
+        extras=extras,
+        kind=RequestKind.NEW_PROMPT,
+        arrival_s=now_s if extras.arrival_s is None else extras.arrival_s,
+        user_priority=request.priority,
+        first_token_s=extras.first_token_s,
+    )
+
+
+class RequestTracker:
     """All requests that vLLM's scheduler has, finished ones left out.
 
     Args:
@@ -65,20 +84,22 @@ class Tracker:
         by_id: The requests; read it, and change it through the methods.
         queued_prefill_tokens: Sum of what they have not computed yet, pulls and decodes left out.
         queued_attention_work: The attention work of that.
+        decode_context_tokens: Sum of the decodes' contexts in the newest iteration, without those that have left since.
     """
 
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy
         self.queued_prefill_tokens = 0
         self.queued_attention_work = 0.0
-        self.by_id: dict[str, Tracked] = {}
-        self._ids_of_kind: dict[RequestKind, dict[str, Tracked]] = {kind: {} for kind in RequestKind}
+        self.decode_context_tokens = 0
+        self.by_id: dict[str, TrackedRequest] = {}
+        self._ids_of_kind: dict[RequestKind, dict[str, TrackedRequest]] = {kind: {} for kind in RequestKind}
 
     def count(self, kind: RequestKind) -> int:
         """Requests of a class."""
         return len(self._ids_of_kind[kind])
 
-    def of_kind(self, kind: RequestKind) -> Iterator[Tracked]:
+    def of_kind(self, kind: RequestKind) -> Iterator[TrackedRequest]:
         """Requests of a class, oldest change first; a copy, so that they may change while it is read."""
         return iter(list(self._ids_of_kind[kind].values()))
 
@@ -87,30 +108,34 @@ class Tracker:
         """Requests with prefill tokens not yet computed."""
         return sum(self.count(kind) for kind in PREFILL_KINDS)
 
-    def add(self, tracked: Tracked) -> None:
+    def add(self, tracked: TrackedRequest) -> None:
         """Begins to track a request that no queue of vLLM holds yet, and places it."""
         self.by_id[tracked.request.request_id] = tracked
         self._ids_of_kind[tracked.kind][tracked.request.request_id] = tracked
         self.recount(tracked)
         self.place(tracked)
 
-    def discard(self, request_id: str) -> Tracked | None:
+    def discard(self, request_id: str) -> TrackedRequest | None:
         """Ends tracking a request."""
         tracked = self.by_id.pop(request_id, None)
         if tracked is not None:
-            del self._ids_of_kind[tracked.kind][request_id]
+            self._leave_kind(tracked)
             self._count(tracked, 0, 0.0)
         return tracked
 
-    def change_kind(self, tracked: Tracked, kind: RequestKind) -> None:
+    def change_kind(self, tracked: TrackedRequest, kind: RequestKind) -> None:
         """Moves a request to another class; ``place`` it when no heap holds it."""
-        request_id = tracked.request.request_id
-        del self._ids_of_kind[tracked.kind][request_id]
+        self._leave_kind(tracked)
         tracked.kind = kind
-        self._ids_of_kind[kind][request_id] = tracked
+        self._ids_of_kind[kind][tracked.request.request_id] = tracked
         self.recount(tracked)
 
-    def recount(self, tracked: Tracked) -> None:
+    def _leave_kind(self, tracked: TrackedRequest) -> None:
+        del self._ids_of_kind[tracked.kind][tracked.request.request_id]
+        if tracked.kind is RequestKind.DECODE:
+            self.decode_context_tokens -= tracked.request.num_computed_tokens
+
+    def recount(self, tracked: TrackedRequest) -> None:
         """Brings the sums up to date with what the request has computed."""
         if tracked.kind not in PREFILL_KINDS:
             self._count(tracked, 0, 0.0)
@@ -119,18 +144,22 @@ class Tracker:
         remaining = max(0, tracked.request.num_tokens - context)
         self._count(tracked, remaining, remaining * (context + remaining / 2))
 
-    def place(self, tracked: Tracked) -> None:
+    def place(self, tracked: TrackedRequest) -> None:
         """Writes the waiting order into vLLM's fields."""
         kind, order = self.policy.order_key(tracked.kind, tracked.arrival_s, tracked.user_priority)
         tracked.request.priority = int(kind)
         tracked.request.arrival_time = order
 
-    def place_running(self, tracked: Tracked) -> None:
+    def running_key(self, request: Request) -> tuple[int, float]:
+        """Key of vLLM's running list: by class, then victims last."""
+        return int(self.by_id[request.request_id].kind), request.arrival_time
+
+    def place_running(self, tracked: TrackedRequest) -> None:
         """Writes the victim order into vLLM's fields."""
         tracked.request.priority = RequestKind.DECODE
         tracked.request.arrival_time = self.policy.victim_key(tracked.arrival_s, tracked.user_priority)
 
-    def _count(self, tracked: Tracked, tokens: int, work: float) -> None:
+    def _count(self, tracked: TrackedRequest, tokens: int, work: float) -> None:
         self.queued_prefill_tokens += tokens - tracked.counted_tokens
         self.queued_attention_work = max(0.0, self.queued_attention_work + work - tracked.counted_work)
         tracked.counted_tokens = tokens

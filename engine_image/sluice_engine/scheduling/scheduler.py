@@ -1,16 +1,10 @@
-"""vLLM's scheduler under Sluice's knobs.
+"""vLLM's scheduler under Sluice's batch policy.
 
-``schedule()`` stays vLLM's own. Before it, the batch policy's limits are set; during it, one hook hands out prefill room
-chunk by chunk; after it, classes and sums are brought up to date. ``update_from_output()`` stays vLLM's own too; after it
-Algorithm 1 looks at the decodes, and a report goes up beside the tokens.
+``schedule()`` and ``update_from_output()`` stay vLLM's own. The mixin overrides the methods that they call, and hands
+each concern to its module: grants, prefill room, pulls, hand-offs, proposals, load.
 
-What an iteration holds (architecture 2): every running decode, then requests whose KV has arrived, both without limit;
-then recompute and prefills within the room. vLLM serves its running list in order and its waiting heap by priority, so
-both are kept in the policy's order. With chunk size 0 unstarted prompts end here and are named in the report.
-
-Grants are real blocks (``grants.py``): the allocator gives a granted request its own blocks and nobody else's.
-
-Everything of vLLM that is used here and is not public is listed, and checked at start, in ``selfcheck.py``.
+An iteration holds every running decode, then requests whose KV has arrived, both without limit; then recomputes and
+prefills within the prefill room. ``vllm_check`` lists everything of vLLM that is used here and is not public.
 """
 
 from __future__ import annotations
@@ -23,22 +17,25 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from sluice_core.kv import KvBlocks, blocks_for_tokens
-from sluice_core.records import MoveCause, Role
-from sluice_core.scheduling.batching import BatchLimits, EngineBatch, RequestKind
+from sluice_core.kv import blocks_for_tokens
+from sluice_core.scheduling.batching import RequestKind
 from sluice_core.strategies import get_strategy
-from sluice_engine import core_messages
-from sluice_engine.kv_transfer.hand_offs import HandOffs
-from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
+from sluice_engine import core_messages, vllm_check
+from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
 from sluice_engine.kv_transfer.resume import GrammarReplayError, replay_grammar, restore_output
-from sluice_engine.scheduling.grants import GrantTable
+from sluice_engine.processes import die_with_parent
+from sluice_engine.scheduling.grant_table import GrantTable
+from sluice_engine.scheduling.grants import EngineRoom, GrantAllocator, answer_grant
+from sluice_engine.scheduling.incoming_pulls import IncomingPulls
 from sluice_engine.scheduling.iteration_recorder import open_recorder
-from sluice_engine.scheduling.iteration_timer import PullRate, Stopwatch, describe_batch
-from sluice_engine.scheduling.move_proposals import Flow
-from sluice_engine.scheduling.report_outbox import Outbox
-from sluice_engine.scheduling.request_tracker import Tracked, Tracker
-from sluice_engine.startup import vllm_check
-from sluice_engine.startup.in_process_executor import die_with_parent
+from sluice_engine.scheduling.iteration_timer import IterationTimer
+from sluice_engine.scheduling.kv_usage import KvUsage
+from sluice_engine.scheduling.load_report import measure_load
+from sluice_engine.scheduling.move_proposals import MoveProposer
+from sluice_engine.scheduling.prefill_room import PrefillRoom
+from sluice_engine.scheduling.report_outbox import ReportOutbox
+from sluice_engine.scheduling.request_tracker import RequestTracker, track_request
+from sluice_engine.scheduling.scheduled_batch import describe_batch, settle_batch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,13 +43,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request
 
+    from sluice_engine.scheduling.scheduled_batch import ScheduledBatch
+
 logger = logging.getLogger(__name__)
 
 # The mixin stands before one of vLLM's schedulers and uses its attributes, which a type checker must not look for here.
 _Stock: Any = object
-
-# A pull that has not started by then is given up, in seconds (architecture 4.3).
-PULL_START_S = 2.0
 
 
 class SluiceMixin(_Stock):  # type: ignore[misc]
@@ -64,31 +60,34 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         vllm_check.check_scheduler(self)
         die_with_parent()
         manager = self.kv_cache_manager
-        self._mover = self.connector
-        self._tracker = Tracker(get_strategy("taichi").make_batching())
+        self._tracker = RequestTracker(get_strategy("taichi").make_batching())
         self._grants = GrantTable(manager.block_pool)
-        self._hand_offs = HandOffs(self._mover, self.max_model_len)
-        self._flow = Flow(
+        self._hand_offs = OutgoingHandOffs(self.connector, self.max_model_len)
+        self._pulls = IncomingPulls(self.connector, self._tracker)
+        self._kv_usage = KvUsage(manager, self._grants, self._hand_offs)
+        self._allocator = GrantAllocator(manager, self._grants, self._kv_usage)
+        self._moves = MoveProposer(
             max_batch_tokens=self.max_num_scheduled_tokens,
             block_size_tokens=self.block_size,
             max_num_seqs=self.max_num_running_reqs,
         )
-        self._stopwatch = Stopwatch()
-        self._pull_rate = PullRate()
-        self._limits: BatchLimits
-        self._room_tokens = 0
-        self._last_prefill_s = time.monotonic()
-        self._decode_context_tokens = 0
-        self._num_preemptions = self._num_moved_in = self._num_recomputed_pulls = 0
-        self._outbox = Outbox()
+        self._prefill_room = PrefillRoom(
+            self._tracker,
+            manager,
+            self._kv_usage,
+            max_batch_tokens=self.max_num_scheduled_tokens,
+            block_size_tokens=self.block_size,
+            now_s=time.monotonic(),
+        )
+        self._timer = IterationTimer()
+        self._outbox = ReportOutbox()
         self._recorder = open_recorder(self.vllm_config.kv_transfer_config.engine_id)
-        self._allocate_slots = manager.allocate_slots
-        manager.allocate_slots = self._allocate_with_grants
+        self._num_preemptions = 0
 
-    # --- commands ------------------------------------------------------------------------------------------------
+    # --- commands of the serving process, between two iterations ---------------------------------------------------
 
     def carry_out(self, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Carries out a batch of commands (``control.py``), between two iterations."""
+        """Carries out a batch of commands (``core_messages``)."""
         self._grants.expire(time.monotonic())
         return core_messages.encode_answers(
             [self._carry_out(command) for command in core_messages.decode_commands(commands)]
@@ -96,114 +95,69 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
 
     def _carry_out(self, command: core_messages.Command) -> core_messages.Answer:
         match command:
-            case core_messages.Configure():
-                configured = self._flow.configure(command)
-                if self._recorder is not None:
-                    self._recorder.note_plan(configured)
-                return configured
-            case core_messages.Grant():
+            case core_messages.ConfigureCommand():
+                return self._configure(command)
+            case core_messages.GrantCommand():
                 return self._grant(command)
-            case core_messages.ReleaseGrant():
+            case core_messages.ReleaseGrantCommand():
                 self._grants.release_open(command.key)
-            case core_messages.HandOff():
-                return self._hand_off(command.request_id)
-            case core_messages.Release():
+            case core_messages.HandOffCommand():
+                return self._hand_offs.request(command.request_id, self.requests.get(command.request_id))
+            case core_messages.ReleaseCommand():
                 self._release(command.request_id)
-            case core_messages.ReadLoad():
+            case core_messages.ReadLoadCommand():
                 return self._measure_load()
-        return core_messages.Done()
+        return core_messages.EmptyAnswer()
 
-    def _grant(self, command: core_messages.Grant) -> core_messages.Granted:
+    def _configure(self, command: core_messages.ConfigureCommand) -> core_messages.ConfigureAnswer:
+        answer = self._moves.configure(command)
+        if self._recorder is not None:
+            self._recorder.note_plan(answer)
+        return answer
+
+    def _grant(self, command: core_messages.GrantCommand) -> core_messages.GrantAnswer:
+        room = EngineRoom(
+            is_draining=self._moves.plan.is_draining,
+            role=self._moves.role,
+            watermark=self._moves.watermark,
+            has_seat=self._has_seat(),
+            kv=self._kv_usage.measure(),
+            num_prefill_blocks=self._inflight_prefill_reserved_blocks(),
+            is_recompute_waiting=self._is_recompute_waiting(),
+        )
         num_blocks = blocks_for_tokens(command.num_tokens, self.block_size)
-        reason = self._find_refusal(command, num_blocks)
-        if not reason and not self._grants.reserve(command.key, num_blocks, time.monotonic() + command.ttl_s):
-            reason = "kv"
-        return core_messages.Granted(
-            key=command.key, is_granted=not reason, reason=reason, ttl_s=0.0 if reason else command.ttl_s
-        )
-
-    def _find_refusal(self, command: core_messages.Grant, num_blocks: int) -> str:
-        if self._flow.plan.is_draining:
-            return "draining"
-        if self._count_seats_taken() >= self.max_num_active_reqs:
-            return "seqs"
-        kv = self._measure_kv()
-        bounds = self._flow.role is Role.PREFILL_HEAVY and command.cause == MoveCause.DEGRADE
-        if bounds and kv.used + kv.granted + num_blocks > self._flow.watermark * kv.total:
-            return "watermark"
-        # Prefills under way need their rest, and whoever waits for room to recompute goes first.
-        needed = num_blocks + self._inflight_prefill_reserved_blocks()
-        return "kv" if needed > kv.available or self._has_waiting_recompute() else ""
-
-    def _count_seats_taken(self) -> int:
-        """Places of the batch that are taken or promised."""
-        num_pulling = self._tracker.count(RequestKind.JOINING)
-        return len(self.running) + num_pulling + self._grants.num_open
-
-    def _has_waiting_recompute(self) -> bool:
-        return any(
-            tracked.request.status == RequestStatus.PREEMPTED
-            for tracked in self._tracker.of_kind(RequestKind.RECOMPUTE)
-        )
-
-    def _hand_off(self, request_id: str) -> core_messages.HandOffAnswer:
-        request = self.requests.get(request_id)
-        reason = ""
-        if request is None or request.is_finished():
-            reason = "unknown"
-        elif request.status == RequestStatus.PREEMPTED:
-            reason = "preempted"
-        elif request.status != RequestStatus.RUNNING:
-            reason = "waiting"
-        elif request.is_prefill_chunk or not request.num_output_tokens:
-            reason = "prefill"
-        else:
-            self._hand_offs.begin(request)
-        return core_messages.HandOffAnswer(request_id=request_id, is_accepted=not reason, reason=reason)
+        return answer_grant(command, num_blocks, room, self._grants, time.monotonic())
 
     def _release(self, request_id: str) -> None:
         if self._hand_offs.is_pinned(request_id):
             self._hand_offs.release(request_id)
             self._free_blocks(self.requests[request_id])
 
-    # --- requests come and go ------------------------------------------------------------------------------------
+    def _has_seat(self) -> bool:
+        """True when the batch has a place that is neither taken nor promised to a request on its way."""
+        num_taken = len(self.running) + self._tracker.count(RequestKind.JOINING) + self._grants.num_open
+        return bool(num_taken < self.max_num_active_reqs)
+
+    def _is_recompute_waiting(self) -> bool:
+        return any(
+            tracked.request.status == RequestStatus.PREEMPTED
+            for tracked in self._tracker.of_kind(RequestKind.RECOMPUTE)
+        )
+
+    # --- waiting ---------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Takes a request in, with what it brings from elsewhere."""
-        extras = core_messages.decode_extras(request.sampling_params.extra_args)
+        """Takes a request in, with the output and the KV that it brings from another engine."""
         now_s = time.monotonic()
-        tracked = Tracked(
-            request=request,
-            extras=extras,
-            kind=RequestKind.NEW_PROMPT,
-            arrival_s=now_s if extras.arrival_s is None else extras.arrival_s,
-            user_priority=request.priority,
-            first_token_s=extras.first_token_s,
-            pull_deadline_s=now_s + PULL_START_S,
-        )
-        restore_output(request, extras.output_token_ids)
-        tracked.kind = self._admit(tracked)
+        tracked = track_request(request, now_s)
+        restore_output(request, tracked.extras.output_token_ids)
+        self._grants.claim(tracked.extras.grant_key, request.request_id)
+        tracked.kind = self._pulls.classify(tracked, now_s)
         self._tracker.add(tracked)
-        self._outbox.note_submit(extras)
+        self._outbox.note_submit(tracked.extras)
         if self._recorder is not None:
             self._recorder.note_request(tracked)
         super().add_request(request)
-
-    def _admit(self, tracked: Tracked) -> RequestKind:
-        """Ties a request to its grant and its KV, and says what it is."""
-        request, extras = tracked.request, tracked.extras
-        request.kv_transfer_params = None
-        if extras.grant_key:
-            self._grants.claim(extras.grant_key, request.request_id)
-        if extras.transfer_params:
-            try:
-                self._mover.admit(request, extras.transfer_params)
-            except MalformedHandleError as error:
-                logger.warning("request %s recomputes: %s", request.request_id, error)
-                self._num_recomputed_pulls += 1
-                return RequestKind.RECOMPUTE
-            return RequestKind.JOINING
-        return RequestKind.RECOVERY if extras.is_recovery or extras.output_token_ids else RequestKind.NEW_PROMPT
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         status = request.status
@@ -227,55 +181,133 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         return True
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        # vLLM forgets the failure in its own method.
         has_failed = request.request_id in self.failed_recving_kv_req_ids
         super()._update_waiting_for_remote_kv(request)
-        tracked = self._tracker.by_id[request.request_id]
-        if has_failed:
-            self._num_recomputed_pulls += 1
-            self._tracker.change_kind(tracked, RequestKind.RECOMPUTE)
-        else:
-            self._num_moved_in += 1
-            tracked.is_moved_in = True
+        self._pulls.finish(self._tracker.by_id[request.request_id], has_failed=has_failed)
 
-    def _give_up_late_pulls(self, now_s: float) -> None:
-        for tracked in self._tracker.of_kind(RequestKind.JOINING):
-            request = tracked.request
-            has_started = not (request.kv_transfer_params or {}).get("do_remote_prefill")
-            if has_started or now_s < tracked.pull_deadline_s:
-                continue
-            self.waiting.remove_request(request)
-            self._mover.give_up(request)
-            self._num_recomputed_pulls += 1
-            self._tracker.change_kind(tracked, RequestKind.RECOMPUTE)
-            self._tracker.place(tracked)
-            self.waiting.add_request(request)
+    def _cancel_late_pulls(self, now_s: float) -> None:
+        for tracked in self._pulls.find_late(now_s):
+            # A request's place in the waiting heap changes only while the heap does not hold it.
+            self.waiting.remove_request(tracked.request)
+            self._pulls.cancel(tracked)
+            self.waiting.add_request(tracked.request)
+
+    def _return_new_prompts(self) -> None:
+        request_ids = [tracked.request.request_id for tracked in self._tracker.of_kind(RequestKind.NEW_PROMPT)]
+        if request_ids:
+            self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+            self._outbox.note_returned(request_ids)
+
+    # --- running ---------------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002
+        """Schedules the next iteration within the batch policy's limits."""
+        started_s = time.perf_counter()
+        now_s = time.monotonic()
+        self._grants.expire(now_s)
+        self._cancel_late_pulls(now_s)
+        limits = self._prefill_room.renew(self._moves.plan, self._moves.last_chunk_size_tokens, now_s)
+        if limits.returns_new_prompts:
+            self._return_new_prompts()
+        self._order_running()
+        output = super().schedule(throttle_prefills)
+        if output.total_num_scheduled_tokens:
+            self._settle_batch(output, started_s, now_s)
+        return output
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ARG002
+        """Answers vLLM, which asks this of every request before it gives it tokens: here prefill room is handed out."""
+        kind = self._tracker.by_id[request.request_id].kind
+        if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
+            return num_new_tokens  # the stock method is about speculative decoding, which is refused at start
+        if kind is RequestKind.NEW_PROMPT and not self._has_seat():
+            return 0
+        return self._prefill_room.take(kind, num_new_tokens, self.waiting)
+
+    def _settle_batch(self, output: SchedulerOutput, started_s: float, now_s: float) -> None:
+        batch = describe_batch(output, self._tracker, started_s)
+        if self._recorder is not None:
+            self._recorder.note_batch(output, batch)
+        if batch.prefill_tokens:
+            self._prefill_room.note_prefill(now_s)
+        settle_batch(batch, self._tracker)
+        self._timer.start(output, batch)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Takes an iteration's tokens in, and adds a report to them."""
+        if model_runner_output.kv_connector_output:
+            self._pulls.observe_rate(model_runner_output.kv_connector_output.kv_connector_stats)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        iteration, proposals = None, []
+        measured = self._timer.stop(scheduler_output)
+        if measured is not None:
+            batch, iteration = measured
+            if self._recorder is not None:
+                self._recorder.note_end(iteration.duration_s)
+            proposals = self._propose_moves(scheduler_output, batch)
+        self._outbox.send(outputs, self._measure_load(), iteration, proposals)
+        return outputs
+
+    def _propose_moves(
+        self, scheduler_output: SchedulerOutput, batch: ScheduledBatch
+    ) -> list[core_messages.ProposedMove]:
+        now_s = time.monotonic()
+        self._moves.advance(scheduler_output.num_scheduled_tokens)
+        for tracked in batch.new_decodes:
+            # It may have ended with its first token, or been preempted since it was scheduled.
+            if tracked.request.status == RequestStatus.RUNNING and tracked.kind is RequestKind.DECODE:
+                self._moves.join(tracked, now_s)
+        return self._moves.propose(now_s, self._kv_usage.measure())
+
+    def _measure_load(self) -> core_messages.SchedulerLoad:
+        return measure_load(
+            self._moves.plan,
+            self._tracker,
+            self._kv_usage.measure(),
+            pulls=self._pulls,
+            hand_offs=self._hand_offs,
+            num_preemptions=self._num_preemptions,
+        )
+
+    # --- preempt ---------------------------------------------------------------------------------------------------
+
+    def _order_running(self) -> None:
+        """Puts the running list in the batch policy's order, where it makes a difference.
+
+        When a decode finds no block, vLLM preempts the last request, and gives nothing to those behind the one that asked.
+        """
+        may_preempt = self.kv_cache_manager.block_pool.get_num_free_blocks() < len(self.running)
+        if may_preempt or len(self.running) != self._tracker.count(RequestKind.DECODE):
+            self.running.sort(key=self._tracker.running_key)
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:  # noqa: FBT001, FBT002
         tracked = self._tracker.by_id[request.request_id]
         if self._hand_offs.cancel(request):
             self._outbox.note_refused(request.request_id, "preempted")
-        self._leave_decodes(tracked)
+        self._moves.leave(request.request_id)
         self._num_preemptions += 1
+        # Before vLLM's own method, which puts the request into the waiting heap.
         self._tracker.change_kind(tracked, RequestKind.RECOMPUTE)
         self._tracker.place(tracked)
         super()._preempt_request(request, timestamp, drop_stale_output)
+        # After it, because it sets the computed tokens to 0.
         self._tracker.recount(tracked)
 
-    def _leave_decodes(self, tracked: Tracked) -> None:
-        if tracked.kind is RequestKind.DECODE:
-            self._decode_context_tokens -= tracked.request.num_computed_tokens
-        self._flow.leave(tracked.request.request_id)
+    # --- finish ----------------------------------------------------------------------------------------------------
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:  # noqa: FBT001, FBT002
         request_id = request.request_id
         self._hand_offs.settle(request)
-        tracked = self._tracker.discard(request_id)
-        if tracked is not None:
-            self._leave_decodes(tracked)
+        if self._tracker.discard(request_id) is not None:
+            self._moves.leave(request_id)
         self._grants.close(request_id)
         result = super()._free_request(request, delay_free_blocks)
+        # With parameters for a reader and its record kept, the request's blocks wait to be read.
         if result[0] is not None and request_id in self.requests:
-            self._hand_offs.pin(request_id, self._count_blocks_of(request_id))
+            self._hand_offs.pin(request_id, self._kv_usage.count_blocks_of(request_id))
             if self._recorder is not None:
                 self._recorder.note_hand_off(request_id)
         return result
@@ -291,197 +323,6 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def has_finished_requests(self) -> bool:
         """Also True while something waits to be reported, so that an iteration carries it up."""
         return self._outbox.has_news or super().has_finished_requests()
-
-    # --- an iteration --------------------------------------------------------------------------------------------
-
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:  # noqa: FBT001, FBT002
-        """Schedules the next iteration within the batch policy's limits."""
-        started_s = time.perf_counter()
-        now_s = time.monotonic()
-        self._grants.expire(now_s)
-        self._give_up_late_pulls(now_s)
-        self._set_limits(now_s)
-        output = super().schedule(throttle_prefills)
-        if output.total_num_scheduled_tokens:
-            self._settle_batch(output, started_s, now_s)
-        return output
-
-    def _set_limits(self, now_s: float) -> None:
-        count = self._tracker.count
-        if not self._tracker.num_queued:
-            self._last_prefill_s = now_s
-        plan = self._flow.plan
-        limits = self._tracker.policy.limits(
-            now_s,
-            EngineBatch(
-                chunk_size_tokens=plan.chunk_size_tokens,
-                last_chunk_size_tokens=self._flow.last_chunk_size_tokens,
-                max_batch_tokens=self.max_num_scheduled_tokens,
-                block_size_tokens=self.block_size,
-                num_decodes=count(RequestKind.DECODE) - self._count_ending(),
-                num_joining=count(RequestKind.JOINING),
-                num_recomputing=count(RequestKind.RECOMPUTE) + count(RequestKind.RECOVERY),
-                num_started_prefills=count(RequestKind.STARTED_PREFILL),
-                num_new_prompts=count(RequestKind.NEW_PROMPT),
-                last_prefill_s=self._last_prefill_s,
-                is_draining=plan.is_draining,
-            ),
-        )
-        if limits.returns_new_prompts:
-            self._return_new_prompts()
-        # When a decode finds no block, vLLM preempts the last request and gives nothing to those behind the one that asked.
-        may_preempt = self.kv_cache_manager.block_pool.get_num_free_blocks() < len(self.running)
-        if may_preempt or len(self.running) != count(RequestKind.DECODE):
-            self.running.sort(key=self._order_running)
-        self._limits = limits
-        self._room_tokens = limits.prefill_room_tokens
-
-    def _count_ending(self) -> int:
-        """Decodes that the next iteration leaves out: their last token comes with the one under way.
-
-        The condition is the stock ``schedule``'s.
-        """
-        num_ending = 0
-        for tracked in self._tracker.of_kind(RequestKind.DECODE):
-            request = tracked.request
-            in_flight = request.num_output_placeholders
-            if (
-                in_flight
-                and request.num_computed_tokens + 2 - in_flight >= request.num_prompt_tokens + request.max_tokens
-            ):
-                num_ending += 1
-        return num_ending
-
-    def _order_running(self, request: Request) -> tuple[int, float]:
-        return int(self._tracker.by_id[request.request_id].kind), request.arrival_time
-
-    def _return_new_prompts(self) -> None:
-        request_ids = [tracked.request.request_id for tracked in self._tracker.of_kind(RequestKind.NEW_PROMPT)]
-        if request_ids:
-            self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-            self._outbox.note_returned(request_ids)
-
-    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ARG002
-        """Answers vLLM, which asks this of every request before it gives it tokens: here prefill room is handed out."""
-        kind = self._tracker.by_id[request.request_id].kind
-        if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
-            return num_new_tokens  # the stock method is about speculative decoding, which is refused at start
-        if self._limits.hides(kind) or (kind is RequestKind.NEW_PROMPT and not self._has_seat()):
-            return 0
-        room = self._room_tokens
-        if kind in (RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT):
-            room -= self._count_recompute_ahead()
-        num_tokens = max(0, min(num_new_tokens, room, self._limits.max_tokens_per_prefill))
-        self._room_tokens -= num_tokens
-        return num_tokens
-
-    def _has_seat(self) -> bool:
-        """True when a new prompt takes no seat that is promised to a request on its way."""
-        return bool(self._count_seats_taken() < self.max_num_active_reqs)
-
-    def _count_recompute_ahead(self) -> int:
-        """Room that the next waiting recompute will use: vLLM serves running prefills before it looks there."""
-        if not self.waiting:
-            return 0
-        request = self.waiting.peek_request()
-        kind = self._tracker.by_id[request.request_id].kind
-        if kind not in (RequestKind.RECOMPUTE, RequestKind.RECOVERY):
-            return 0
-        if blocks_for_tokens(request.num_tokens, self.block_size) > self._measure_kv().available:
-            return 0
-        _, num_cached_tokens, _ = self.kv_cache_manager.get_computed_blocks(request)
-        return int(request.num_tokens - num_cached_tokens)
-
-    def _allocate_with_grants(self, request: Request, num_new_tokens: int, **options: Any) -> Any:
-        """Stands in for vLLM's allocator, so that a granted request finds its own blocks free and nobody else."""
-        request_id = request.request_id
-        if not self._grants.is_claimed_by(request_id):
-            return self._allocate_slots(request, num_new_tokens, **options)
-        self._grants.lift(request_id)
-        options |= {"reserved_blocks": 0, "has_scheduled_reqs": False}
-        blocks = self._allocate_slots(request, num_new_tokens, **options)
-        if blocks is not None and not options.get("delay_cache_blocks"):
-            self._grants.close(request_id)
-        else:
-            self._grants.lower(request_id, self._count_blocks_of(request_id))
-        return blocks
-
-    def _settle_batch(self, output: SchedulerOutput, started_s: float, now_s: float) -> None:
-        batch = describe_batch(output, self._tracker, started_s)
-        self._decode_context_tokens = batch.decode_context_tokens
-        if self._recorder is not None:
-            self._recorder.note_batch(output, batch)
-        if batch.prefill_tokens:
-            self._last_prefill_s = now_s
-        for tracked in batch.computing:
-            self._tracker.place_running(tracked)
-            if not tracked.request.is_prefill_chunk:
-                batch.arriving.append(tracked)
-                self._tracker.change_kind(tracked, RequestKind.DECODE)
-            elif tracked.kind is RequestKind.NEW_PROMPT:
-                self._tracker.change_kind(tracked, RequestKind.STARTED_PREFILL)
-            else:
-                self._tracker.recount(tracked)
-        self._stopwatch.start(output, batch)
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        """Takes an iteration's tokens in, and tells what there is to tell."""
-        if model_runner_output.kv_connector_output:
-            self._pull_rate.observe(model_runner_output.kv_connector_output.kv_connector_stats)
-        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        measured = self._stopwatch.stop(scheduler_output)
-        iteration, proposals = None, []
-        if measured is not None:
-            batch, iteration = measured
-            if self._recorder is not None:
-                self._recorder.note_end(iteration.duration_s)
-            now_s = time.monotonic()
-            self._flow.advance(scheduler_output.num_scheduled_tokens)
-            for tracked in batch.arriving:
-                if tracked.request.status == RequestStatus.RUNNING and tracked.kind is RequestKind.DECODE:
-                    self._flow.join(tracked, now_s)
-            proposals = self._flow.propose(now_s, self._measure_kv())
-        self._outbox.send(outputs, self._measure_load(), iteration, proposals)
-        return outputs
-
-    # --- load -------------------------------------------------------------------------------------------------
-
-    def _measure_kv(self) -> KvBlocks:
-        pool = self.kv_cache_manager.block_pool
-        total = pool.num_gpu_blocks - 1  # without the null block
-        granted = self._grants.num_blocks
-        used = total - pool.get_num_free_blocks() - granted
-        # Handed-off requests may share blocks of a common prefix, which are then pinned twice.
-        pinned = min(used, self._hand_offs.num_pinned_blocks)
-        return KvBlocks(total=total, used=used, granted=granted, pinned=pinned)
-
-    def _count_blocks_of(self, request_id: str) -> int:
-        return len(self.kv_cache_manager.get_block_ids(request_id)[0])
-
-    def _measure_load(self) -> core_messages.Load:
-        kv, tracker, plan = self._measure_kv(), self._tracker, self._flow.plan
-        return core_messages.Load(
-            queued_prefill_tokens=tracker.queued_prefill_tokens,
-            queued_requests=tracker.num_queued,
-            queued_attention_work=tracker.queued_attention_work,
-            running_decodes=tracker.count(RequestKind.DECODE),
-            decode_context_tokens=max(0, self._decode_context_tokens),
-            pulling_requests=tracker.count(RequestKind.JOINING),
-            kv_blocks_total=kv.total,
-            kv_blocks_used=kv.used,
-            kv_blocks_granted=kv.granted,
-            kv_blocks_pinned=kv.pinned,
-            chunk_size_tokens=plan.chunk_size_tokens,
-            is_draining=plan.is_draining,
-            generation=plan.generation,
-            pull_bytes_per_s=self._pull_rate.bytes_per_s,
-            num_preemptions=self._num_preemptions,
-            num_moved_in=self._num_moved_in,
-            num_moved_out=self._hand_offs.num_moved_out,
-            num_recomputed_pulls=self._num_recomputed_pulls,
-        )
 
 
 class SluiceScheduler(SluiceMixin, Scheduler):  # type: ignore[misc]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Counters:
+class ServerCounters:
     """What happened since the start, for metrics."""
 
     num_iterations: int = 0

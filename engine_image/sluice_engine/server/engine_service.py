@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from sluice_engine.server.engine_server import EngineServer
-    from sluice_engine.server.router_link import Link, Stream
+    from sluice_engine.server.router_session import AttachStream, RouterSession
 
 logger = logging.getLogger(__name__)
 
@@ -41,22 +41,24 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         if first is None or not first.hello.router_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must carry hello.router_id")
             return
-        link, stream = self._server.attach(first.hello.router_id)
-        reader = asyncio.create_task(self._read(link, stream, messages))
+        session, stream = self._server.attach(first.hello.router_id)
+        reader = asyncio.create_task(self._read(session, stream, messages))
         try:
             await stream.write(context)
         finally:
             reader.cancel()
-            self._server.detach(link, stream)
+            self._server.detach(session, stream)
 
-    async def _read(self, link: Link, stream: Stream, messages: AsyncIterator[wire.AttachRequest]) -> None:
+    async def _read(
+        self, session: RouterSession, stream: AttachStream, messages: AsyncIterator[wire.AttachRequest]
+    ) -> None:
         """Passes messages on until the router ends the stream or another one has taken its place."""
         try:
             async for message in messages:
-                if link.stream is not stream:
+                if session.stream is not stream:
                     return
-                await self._server.take(link, message)
+                await self._server.take(session, message)
         except Exception:
-            logger.exception("router %s: its stream is cut", link.router_id)
+            logger.exception("router %s: its stream is cut", session.router_id)
         finally:
             stream.close()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sluice.v1 import engine_pb2 as wire
-    from sluice_engine.server.router_link import Link
+    from sluice_engine.server.router_session import RouterSession
 
 
 def choose_owner(engine_id: str, router_ids: Iterable[str]) -> str:
@@ -28,18 +28,20 @@ def choose_owner(engine_id: str, router_ids: Iterable[str]) -> str:
     )
 
 
-def describe_for(link: Link, links: Iterable[Link], owner: str, report: wire.LoadReport) -> None:
+def describe_for(
+    session: RouterSession, sessions: Iterable[RouterSession], owner: str, report: wire.LoadReport
+) -> None:
     """Makes the engine's load report one for a router.
 
     Args:
-        link: The router's.
-        links: All.
+        session: The router's.
+        sessions: All.
         owner: Router in whose share the engine is.
         report: What the EngineCore told; changed in place.
     """
-    report.is_of_others = owner not in {link.router_id, ""}
-    for other in links:
-        if other is not link:
+    report.is_of_others = owner not in {session.router_id, ""}
+    for other in sessions:
+        if other is not session:
             for _, num_tokens in other.unreported:
                 report.queued_prefill_tokens += num_tokens
                 report.queued_requests += 1

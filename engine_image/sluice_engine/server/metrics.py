@@ -21,7 +21,7 @@ from sluice.v1 import sampling_pb2
 if TYPE_CHECKING:
     from sluice_engine.server.engine_server import EngineServer
 
-# Gauges of the load: metric, field of control.Load, help.
+# Gauges of the load: metric, field of core_messages.SchedulerLoad, help.
 LOAD_GAUGES = (
     ("queued_prefill_tokens", "queued_prefill_tokens", "Prefill tokens not yet computed."),
     ("queued_requests", "queued_requests", "Requests with such tokens."),

@@ -61,12 +61,12 @@ class LogprobRows(Protocol):
         """Ranks of the sampled tokens, [tokens]."""
 
 
-def configure_command(message: wire.Configure, generation: int, is_leaving: bool) -> core_messages.Configure:  # noqa: FBT001
+def configure_command(message: wire.Configure, generation: int, is_leaving: bool) -> core_messages.ConfigureCommand:  # noqa: FBT001
     """The engine's part of a plan, for the EngineCore.
 
     Args:
         message: As the router sent it.
-        generation: Generation for the EngineCore; see ``plan.PlanPart``.
+        generation: Generation for the EngineCore; see ``PlanInForce``.
         is_leaving: The process drains, whatever the plan says.
 
     Raises:
@@ -76,14 +76,14 @@ def configure_command(message: wire.Configure, generation: int, is_leaving: bool
         raise ValueError(f"strategy: {message.strategy} is none of {sorted(STRATEGIES)}")
     if message.role not in ROLES:
         raise ValueError(f"role: {message.role} is none of {sorted(ROLES)}")
-    parameters = core_messages.Parameters()
+    parameters = core_messages.StrategyParameters()
     if message.HasField("parameters"):
-        parameters = core_messages.Parameters(
+        parameters = core_messages.StrategyParameters(
             watermark=message.parameters.watermark_percent / 100,
             approaching_factor=message.parameters.approaching_factor_percent / 100,
             min_tokens_between_moves=message.parameters.min_tokens_between_moves,
         )
-    return core_messages.Configure(
+    return core_messages.ConfigureCommand(
         generation=generation,
         role=ROLES[message.role],
         chunk_size_tokens=message.chunk_size_tokens,
@@ -93,7 +93,7 @@ def configure_command(message: wire.Configure, generation: int, is_leaving: bool
     )
 
 
-def load_report(load: core_messages.Load) -> wire.LoadReport:
+def load_report(load: core_messages.SchedulerLoad) -> wire.LoadReport:
     """The sums of a load; the sender adds what depends on the router and the moment."""
     return wire.LoadReport(
         queued_prefill_tokens=load.queued_prefill_tokens,
@@ -116,7 +116,7 @@ def load_report(load: core_messages.Load) -> wire.LoadReport:
     )
 
 
-def iteration_message(iteration: core_messages.Iteration) -> wire.Iteration:
+def iteration_message(iteration: core_messages.IterationReport) -> wire.Iteration:
     """What an iteration computed."""
     return wire.Iteration(
         number=iteration.number,
@@ -129,7 +129,7 @@ def iteration_message(iteration: core_messages.Iteration) -> wire.Iteration:
     )
 
 
-def proposal_message(slot: int, proposal: core_messages.Proposal) -> wire.Proposal:
+def proposal_message(slot: int, proposal: core_messages.ProposedMove) -> wire.Proposal:
     """A request that should leave."""
     return wire.Proposal(
         slot=slot,
@@ -158,20 +158,20 @@ def token_logprobs(rows: LogprobRows, first_column: int) -> Iterator[wire.TokenL
 
 
 def request_extras(
-    submit: wire.Submit, *, link: int, grant_key: str, fingerprint: str, now_s: float
+    submit: wire.Submit, *, stream_number: int, grant_key: str, fingerprint: str, now_s: float
 ) -> core_messages.RequestExtras:
     """What vLLM's request has no place for.
 
     Args:
         submit: As the router sent it.
-        link: Number of its stream.
+        stream_number: Number of its stream.
         grant_key: Key of its grant in the EngineCore; empty: none.
         fingerprint: This engine's; KV of another one is left alone, and its tokens are computed again.
         now_s: When it came, on the machine's monotonic clock.
     """
     has_kv = submit.HasField("kv") and submit.kv.fingerprint == fingerprint
     return core_messages.RequestExtras(
-        link=link,
+        stream_number=stream_number,
         submit_number=submit.submit_number,
         output_token_ids=list(submit.output_token_ids),
         transfer_params=submit.kv.transfer_params_json if has_kv else "",

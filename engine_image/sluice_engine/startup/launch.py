@@ -23,9 +23,9 @@ from vllm.v1.executor.abstract import Executor
 
 from sluice_engine import plugin
 from sluice_engine.emulation import emulated_gpu
-from sluice_engine.errors import StartError, UnsupportedVllmError
-from sluice_engine.startup import model_classes, vllm_check
-from sluice_engine.startup.in_process_executor import die_with_parent
+from sluice_engine.errors import StartError
+from sluice_engine.processes import die_with_parent
+from sluice_engine.startup import model_classes
 
 if TYPE_CHECKING:
     from sluice_engine.settings import EngineSettings
@@ -72,18 +72,6 @@ def set_environment(settings: EngineSettings) -> None:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     if settings.kv_host in {"127.0.0.1", "::1", "localhost"}:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
-
-
-def check_hooks() -> None:
-    """Makes sure that vLLM and NIXL are those that the hooks are written against.
-
-    Raises:
-        UnsupportedVllmError: Names every difference.
-    """
-    try:
-        vllm_check.check_installed()
-    except vllm_check.UnsupportedVllmError as error:
-        raise UnsupportedVllmError(str(error)) from error
 
 
 def is_forked(settings: EngineSettings) -> bool:

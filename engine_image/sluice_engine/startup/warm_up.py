@@ -15,7 +15,7 @@ from sluice_engine.core_messages import RequestExtras
 from sluice_engine.errors import StartError
 
 if TYPE_CHECKING:
-    from sluice_engine.server.core_client import CoreClient, RequestBuilder
+    from sluice_engine.core_client import CoreClient, RequestBuilder
 
 TIMEOUT_S = 120.0
 # Two prompts that share no block, greedy and sampled: prefill, decode, penalties, logprobs.

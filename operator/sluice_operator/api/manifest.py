@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class ManifestProblem:
     """One thing that is wrong.
 
     Args:
@@ -36,7 +36,7 @@ class Problem:
 class ManifestError(ValueError):
     """A manifest that cannot be used; ``problems`` says why."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[ManifestProblem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = tuple(problems)
 
@@ -53,12 +53,12 @@ def parse_manifest(text: str) -> ServingCluster:
     try:
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except yaml.YAMLError as error:
-        raise ManifestError([Problem(field="", message=f"not valid YAML: {error}")]) from error
+        raise ManifestError([ManifestProblem(field="", message=f"not valid YAML: {error}")]) from error
     clusters = [document for document in documents if isinstance(document, dict) and document.get("kind") == KIND]
     if len(clusters) != 1:
         kinds = ", ".join(str(d.get("kind")) if isinstance(d, dict) else type(d).__name__ for d in documents)
         message = f"holds {len(clusters)} objects of kind {KIND}, must hold one (kinds found: {kinds or 'none'})"
-        raise ManifestError([Problem(field="", message=message)])
+        raise ManifestError([ManifestProblem(field="", message=message)])
     return check_manifest(clusters[0])
 
 
@@ -75,16 +75,16 @@ def check_manifest(content: dict[str, Any]) -> ServingCluster:
         raise ManifestError(problems) from error
 
 
-def _describe(details: ErrorDetails) -> Problem:
+def _describe(details: ErrorDetails) -> ManifestProblem:
     # Pydantic names the branch of a union in the path; people do not write it.
     location = [part for part in details["loc"] if part not in ("int", "str")]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     if details["type"] == "missing":
-        return Problem(field=field, message="is required; add it")
+        return ManifestProblem(field=field, message="is required; add it")
     if details["type"] == "extra_forbidden":
-        return Problem(field=field, message=_describe_unknown(location))
+        return ManifestProblem(field=field, message=_describe_unknown(location))
     hint = ', which is what YAML reads for a bare Off: write "Off" in quotes' if details["input"] is False else ""
-    return Problem(field=field, message=f"{_show(details['input'])} {_describe_limit(details)}{hint}")
+    return ManifestProblem(field=field, message=f"{_show(details['input'])} {_describe_limit(details)}{hint}")
 
 
 def _describe_limit(details: ErrorDetails) -> str:

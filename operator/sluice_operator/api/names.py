@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sluice_core.records import Role
 
 if TYPE_CHECKING:
-    from sluice_operator.api.serving_cluster import Metadata
+    from sluice_operator.api.spec import Metadata
 
 GROUP = "sluice.dev"
 # Owner of what we apply, and the label that says so.
@@ -44,7 +44,7 @@ ENGINE_PORT = 8010
 METRICS_PORT = 9090
 
 # Values of the role label, in the lower case that labels have everywhere.
-ROLE_VALUES = {Role.PREFILL_HEAVY: "p-heavy", Role.DECODE_HEAVY: "d-heavy"}
+ROLE_VALUES = {role: role.value.lower() for role in Role}
 
 
 @dataclass(frozen=True, slots=True, order=True)

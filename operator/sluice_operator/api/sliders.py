@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sluice_core.records import Role
 
 if TYPE_CHECKING:
-    from sluice_operator.api.serving_cluster import ServingClusterSpec
+    from sluice_operator.api.spec import SpecFields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Sliders:
         return self.prefill_heavy_tokens if role is Role.PREFILL_HEAVY else self.decode_heavy_tokens
 
 
-def resolve_sliders(spec: ServingClusterSpec) -> Sliders:
+def resolve_sliders(spec: SpecFields) -> Sliders:
     """Works out the sliders that a spec asks for.
 
     Aggregation is S_P = S_D, disaggregation is S_P = maximum and S_D = 0 (architecture, section 2).

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from sluice_operator.api.field_effects import Effect
+from sluice_operator.api.field_effects import FieldEffect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sluice_operator.api.serving_cluster import ServingClusterSpec
+    from sluice_operator.api.spec import SpecFields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class FieldChange:
     """A field that differs.
 
     Args:
@@ -29,28 +29,28 @@ class Change:
     field: str
     old: Any
     new: Any
-    effect: Effect
+    effect: FieldEffect
 
     def __str__(self) -> str:
         return f"{self.field} {_show(self.old)} -> {_show(self.new)}"
 
 
-def diff(old: ServingClusterSpec, new: ServingClusterSpec) -> list[Change]:
+def diff_specs(old: SpecFields, new: SpecFields) -> list[FieldChange]:
     """Lists the fields that differ between two specs, each with its effect."""
-    return list(_walk(old, new, "spec", Effect.LIVE))
+    return list(_walk(old, new, "spec", FieldEffect.LIVE))
 
 
-def _walk(old: BaseModel, new: BaseModel, path: str, inherited: Effect) -> Iterator[Change]:
+def _walk(old: BaseModel, new: BaseModel, path: str, inherited: FieldEffect) -> Iterator[FieldChange]:
     for name, field in type(old).model_fields.items():
         before, after = getattr(old, name), getattr(new, name)
         if before == after:
             continue
-        effect = next((mark for mark in field.metadata if isinstance(mark, Effect)), inherited)
+        effect = next((mark for mark in field.metadata if isinstance(mark, FieldEffect)), inherited)
         inner = f"{path}.{field.alias or name}"
         if isinstance(before, BaseModel) and type(before) is type(after):
             yield from _walk(before, after, inner, effect)
         else:
-            yield Change(field=inner, old=before, new=after, effect=effect)
+            yield FieldChange(field=inner, old=before, new=after, effect=effect)
 
 
 def _show(value: Any) -> str:

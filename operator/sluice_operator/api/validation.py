@@ -8,18 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.field_effects import port_range
+from sluice_operator.api import names
+from sluice_operator.api.field_types import port_range
 from sluice_operator.api.sliders import resolve_sliders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sluice_operator.api.field_effects import Part
-    from sluice_operator.api.serving_cluster import ServingClusterSpec, TlsSpec, TokenBounds
+    from sluice_operator.api.field_types import ManifestModel
+    from sluice_operator.api.spec import SpecFields, TlsSpec, TokenBounds
 
-SMALLEST_CHUNK_TOKENS = 16
-ROUTER_GRPC_PORT = 8001
-ENGINE_PORTS = {8010: "the engine's gRPC server", 9090: "metrics"}
+MIN_CHUNK_TOKENS = 16
+# Ports of an engine pod that the manifest does not choose; the CRD names the same numbers in two CEL rules.
+ENGINE_PORTS = {names.ENGINE_PORT: "the engine's gRPC server", names.METRICS_PORT: "metrics"}
 # Arguments of vLLM that Sluice sets, by their long name; the value says what to use instead.
 OWNED_ARGUMENTS = {
     "model": "spec.model",
@@ -61,7 +62,7 @@ OWNED_PREFIX = "SLUICE_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
+class RuleViolation:
     """A rule that does not hold.
 
     Args:
@@ -75,111 +76,111 @@ class Broken:
     message: str
 
 
-def find_broken(spec: ServingClusterSpec) -> list[tuple[str, Broken]]:
+def find_violations(spec: SpecFields) -> list[tuple[str, RuleViolation]]:
     """Checks all rules; returns what is broken, each with the name of its rule."""
     return [(rule.__name__.lstrip("_"), broken) for rule in RULES for broken in rule(spec)]
 
 
-def _chunks_fit_the_batch(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _chunks_fit_the_batch(spec: SpecFields) -> Iterator[RuleViolation]:
     limit = spec.engine.max_batch_tokens
     sizes = {"prefillHeavy": spec.chunk_sizes.prefill_heavy, "decodeHeavy": spec.chunk_sizes.decode_heavy}
     for name, tokens in sizes.items():
         path = ("chunkSizes", name)
         if tokens > limit:
-            yield Broken(
+            yield RuleViolation(
                 path=path,
                 value=tokens,
                 message=f"is above engine.maxBatchTokens, {limit}; lower it, or raise that (which restarts engines)",
             )
-        elif 0 < tokens < SMALLEST_CHUNK_TOKENS:
-            yield Broken(
+        elif 0 < tokens < MIN_CHUNK_TOKENS:
+            yield RuleViolation(
                 path=path,
                 value=tokens,
-                message=f"is below the least chunk size, {SMALLEST_CHUNK_TOKENS}; raise it, or use 0 for no prefills",
+                message=f"is below the least chunk size, {MIN_CHUNK_TOKENS}; raise it, or use 0 for no prefills",
             )
 
 
-def _count_fits_the_replicas(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _count_fits_the_replicas(spec: SpecFields) -> Iterator[RuleViolation]:
     wanted = spec.prefill_heavy
     if isinstance(wanted, int) and wanted > spec.replicas:
-        yield Broken(
+        yield RuleViolation(
             path=("prefillHeavy",),
             value=wanted,
             message=f"is above replicas, {spec.replicas}; lower it, raise replicas, or use a percentage",
         )
 
 
-def _decode_only_needs_two(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _decode_only_needs_two(spec: SpecFields) -> Iterator[RuleViolation]:
     if spec.replicas == 1 and resolve_sliders(spec).decode_heavy_tokens == 0:
         cause = "strategy Disaggregated" if spec.strategy == "Disaggregated" else "chunkSizes.decodeHeavy 0"
-        yield Broken(
+        yield RuleViolation(
             path=("replicas",), value=1, message=f"is too few: {cause} needs a P-heavy and a D-heavy engine; use 2"
         )
 
 
-def _names_differ(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _names_differ(spec: SpecFields) -> Iterator[RuleViolation]:
     lists: dict[tuple[str, ...], list[str]] = {
         ("slo", "classes"): [slo_class.name for slo_class in spec.slo.classes],
         ("engine", "env"): [variable.name for variable in spec.engine.env],
         ("engine", "resources", "claims"): [claim.name for claim in spec.engine.resources.claims],
         ("router", "resources", "claims"): [claim.name for claim in spec.router.resources.claims],
     }
-    for path, names in lists.items():
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                yield Broken(path=(*path, index), value=name, message="is named twice; rename or remove one")
+    for path, items in lists.items():
+        for index, name in enumerate(items):
+            if name in items[:index]:
+                yield RuleViolation(path=(*path, index), value=name, message="is named twice; rename or remove one")
 
 
-def _one_source(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _one_source(spec: SpecFields) -> Iterator[RuleViolation]:
     yield from _exactly_one(spec.model.source, ("model", "source"))
     for index, variable in enumerate(spec.engine.env):
         if variable.value_from:
             yield from _exactly_one(variable.value_from, ("engine", "env", index, "valueFrom"))
 
 
-def _exactly_one(part: Part, path: tuple[str | int, ...]) -> Iterator[Broken]:
+def _exactly_one(part: ManifestModel, path: tuple[str | int, ...]) -> Iterator[RuleViolation]:
     given = sorted(part.model_dump(exclude_none=True))
     if len(given) != 1:
         *others, last = (field.alias for field in type(part).model_fields.values())
-        yield Broken(
+        yield RuleViolation(
             path=path,
             value=", ".join(given) or "{}",
             message=f"must hold exactly one of {', '.join(map(str, others))} and {last}",
         )
 
 
-def _arguments_are_free(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _arguments_are_free(spec: SpecFields) -> Iterator[RuleViolation]:
     for index, argument in enumerate(spec.engine.extra_args):
         name = argument.split("=", 1)[0].lstrip("-").replace("_", "-").removeprefix("no-")
         if argument.startswith("-") and (name in OWNED_ARGUMENTS or name.split(".", 1)[0] in OWNED_ARGUMENTS):
             instead = OWNED_ARGUMENTS[name.split(".", 1)[0]]
-            yield Broken(
+            yield RuleViolation(
                 path=("engine", "extraArgs", index),
                 value=argument,
                 message=f"is set by Sluice; remove it and use {instead}",
             )
 
 
-def _environment_is_free(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _environment_is_free(spec: SpecFields) -> Iterator[RuleViolation]:
     for index, variable in enumerate(spec.engine.env):
         path = ("engine", "env", index)
         if variable.name in OWNED_ENVIRONMENT or variable.name.startswith(OWNED_PREFIX):
             message = "is set by Sluice; remove it (see spec.network)"
-            yield Broken(path=(*path, "name"), value=variable.name, message=message)
+            yield RuleViolation(path=(*path, "name"), value=variable.name, message=message)
         if (variable.value is None) == (variable.value_from is None):
-            yield Broken(path=path, value=variable.name, message="needs either value or valueFrom")
+            yield RuleViolation(path=path, value=variable.name, message="needs either value or valueFrom")
 
 
-def _ports_differ(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _ports_differ(spec: SpecFields) -> Iterator[RuleViolation]:
     network, service = spec.network, spec.router.service
-    if service.port == ROUTER_GRPC_PORT:
-        yield Broken(
+    if service.port == names.GRPC_PORT:
+        yield RuleViolation(
             path=("router", "service", "port"),
             value=service.port,
             message="is the Service's port of the gRPC API; choose another",
         )
     if network.kv_port in ENGINE_PORTS:
-        yield Broken(
+        yield RuleViolation(
             path=("network", "kvPort"),
             value=network.kv_port,
             message=f"is the port of {ENGINE_PORTS[network.kv_port]}; choose another",
@@ -188,43 +189,43 @@ def _ports_differ(spec: ServingClusterSpec) -> Iterator[Broken]:
         return
     taken = {network.kv_port, *ENGINE_PORTS} & set(port_range(network.tcp_port_range))
     if taken:
-        yield Broken(
+        yield RuleViolation(
             path=("network", "tcpPortRange"),
             value=network.tcp_port_range,
             message=f"contains {', '.join(map(str, sorted(taken)))}, used otherwise; choose another range",
         )
 
 
-def _rdma_is_whole(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _rdma_is_whole(spec: SpecFields) -> Iterator[RuleViolation]:
     mode, rdma = spec.network.mode, spec.network.rdma
     path: tuple[str, ...] = ("network", "rdma")
     if (mode == "RDMA") != (rdma is not None):
         wanted = (
             "is required by network.mode RDMA" if rdma is None else "needs network.mode RDMA; set it or remove this"
         )
-        yield Broken(path=path, value=None if rdma is None else "{...}", message=wanted)
+        yield RuleViolation(path=path, value=None if rdma is None else "{...}", message=wanted)
     if rdma is None:
         return
     if (rdma.resource_name is None) == (rdma.resource_claim_template_name is None):
-        yield Broken(
+        yield RuleViolation(
             path=(*path, "resourceName"),
             value=rdma.resource_name,
             message="exactly one of resourceName and resourceClaimTemplateName must be set",
         )
     if rdma.gid_index is not None and rdma.fabric != "RoCE":
-        yield Broken(
+        yield RuleViolation(
             path=(*path, "gidIndex"), value=rdma.gid_index, message=f"is for RoCE; remove it for {rdma.fabric}"
         )
     has_nvidia = any(name.startswith("nvidia.com/") for name in spec.engine.resources.limits)
     if rdma.transports and has_nvidia and not {"cuda_copy", "cuda_ipc"} & set(rdma.transports):
-        yield Broken(
+        yield RuleViolation(
             path=(*path, "transports"),
             value=",".join(rdma.transports),
             message="cannot read GPU memory; add cuda_copy or cuda_ipc",
         )
 
 
-def _modes_have_what_they_need(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _modes_have_what_they_need(spec: SpecFields) -> Iterator[RuleViolation]:
     auth = spec.router.auth
     yield from _needs_mode(("router", "auth"), auth.mode, "APIKey", "apiKey", auth.api_key)
     places: dict[tuple[str, str], TlsSpec] = {("router", "tls"): spec.router.tls, ("network", "tls"): spec.network.tls}
@@ -233,24 +234,24 @@ def _modes_have_what_they_need(spec: ServingClusterSpec) -> Iterator[Broken]:
         yield from _needs_mode(path, tls.mode, "CertManager", "issuerRef", tls.issuer_ref)
 
 
-def _names_are_for_cert_manager(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _names_are_for_cert_manager(spec: SpecFields) -> Iterator[RuleViolation]:
     tls = spec.router.tls
     if tls.dns_names and tls.mode != "CertManager":
-        yield Broken(
+        yield RuleViolation(
             path=("router", "tls", "dnsNames"),
             value=",".join(tls.dns_names),
             message="needs mode CertManager; remove it: a Secret's certificate has its names",
         )
 
 
-def _needs_mode(path: tuple[str, ...], mode: str, needed: str, name: str, value: object) -> Iterator[Broken]:
+def _needs_mode(path: tuple[str, ...], mode: str, needed: str, name: str, value: object) -> Iterator[RuleViolation]:
     """A field that one mode requires and the others refuse."""
     if (mode == needed) != (value is not None):
         wanted = f"is required by mode {needed}; add it" if value is None else f"needs mode {needed}; remove it"
-        yield Broken(path=(*path, name), value=None if value is None else "{...}", message=wanted)
+        yield RuleViolation(path=(*path, name), value=None if value is None else "{...}", message=wanted)
 
 
-def _bounds_are_ordered(spec: ServingClusterSpec) -> Iterator[Broken]:
+def _bounds_are_ordered(spec: SpecFields) -> Iterator[RuleViolation]:
     bounds, limit = spec.autotune.bounds, spec.engine.max_batch_tokens
     path = ("autotune", "bounds")
     if bounds.replicas and bounds.replicas.min > bounds.replicas.max:
@@ -258,7 +259,7 @@ def _bounds_are_ordered(spec: ServingClusterSpec) -> Iterator[Broken]:
     if bounds.prefill_heavy:
         low, high = bounds.prefill_heavy.min, bounds.prefill_heavy.max
         if type(low) is not type(high):
-            yield Broken(
+            yield RuleViolation(
                 path=(*path, "prefillHeavy"), value=f"{low}, {high}", message="must be two counts or two percentages"
             )
         elif int(str(low).rstrip("%")) > int(str(high).rstrip("%")):
@@ -271,18 +272,18 @@ def _bounds_are_ordered(spec: ServingClusterSpec) -> Iterator[Broken]:
         if chunk and chunk.min > chunk.max:
             yield _unordered((*path, "chunkSizes", name), chunk.min, chunk.max)
         if chunk and chunk.max > limit:
-            yield Broken(
+            yield RuleViolation(
                 path=(*path, "chunkSizes", name, "max"),
                 value=chunk.max,
                 message=f"is above engine.maxBatchTokens, {limit}; lower it or raise that",
             )
 
 
-def _unordered(path: tuple[str | int, ...], low: object, high: object) -> Broken:
-    return Broken(path=(*path, "min"), value=low, message=f"is above max, {high}; swap them")
+def _unordered(path: tuple[str | int, ...], low: object, high: object) -> RuleViolation:
+    return RuleViolation(path=(*path, "min"), value=low, message=f"is above max, {high}; swap them")
 
 
-RULES: tuple[Callable[[ServingClusterSpec], Iterator[Broken]], ...] = (
+RULES: tuple[Callable[[SpecFields], Iterator[RuleViolation]], ...] = (
     _chunks_fit_the_batch,
     _count_fits_the_replicas,
     _decode_only_needs_two,

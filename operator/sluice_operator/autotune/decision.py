@@ -1,9 +1,9 @@
 """When to search for sliders, and when to put what was found in force. Pure: a state, what is seen, the next state.
 
-A change of the sliders is made when all of this holds: the search predicts ``LEAST_GAIN`` more goodput, and more on every
+A change of the sliders is made when all of this holds: the search predicts ``MIN_GAIN`` more goodput, and more on every
 seed; the attainment of the sliders in force was measured under the same objectives and workload; the change before it is
 over and its wait has passed. Then the new sliders are on trial: if measured attainment falls, the former ones return, and
-the refuted ones are not tried again for this question. Each further change within ``MEMORY_COOLDOWNS`` cool-downs doubles
+the refuted ones are not tried again for this question. Each further change within ``HISTORY_COOLDOWNS`` cool-downs doubles
 the wait, so that a workload that flaps does not flap the sliders.
 
 An edit of a slider in the spec wins at once, and begins anew.
@@ -22,26 +22,26 @@ from sluice_operator.routers.attainment import Counts
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingClusterSpec
-    from sluice_operator.autotune.search_messages import Answer, Question
+    from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 
 # Predicted goodput over that of the sliders in force, minus 1.
-LEAST_GAIN = 0.05
+MIN_GAIN = 0.05
 # Fewer finished requests measure nothing.
-LEAST_MEASURED = 20
+MIN_MEASURED_REQUESTS = 20
 # Of attainment, beyond chance.
-LEAST_FALL = 0.02
+MIN_FALL = 0.02
 _CHANCE = 2.0  # standard errors
 # Changes within so many cool-downs count for the wait.
-MEMORY_COOLDOWNS = 24
+HISTORY_COOLDOWNS = 24
 # After a search nothing but an edit causes the next one for so many times as long as it took, within these limits.
 REST_FACTOR = 1.0
-LEAST_REST_S, MOST_REST_S = 5.0, 60.0
+MIN_REST_S, MAX_REST_S = 5.0, 60.0
 # A search that failed is tried again.
 RETRY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredSliders:
     """What outlives a process: it is kept with the plan. A trial is not: sliders that a process finds are no longer tried.
 
     Args:
@@ -57,7 +57,7 @@ class Stored:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Stored | None:
+    def from_json(cls, text: str) -> StoredSliders | None:
         """Reads what ``to_json`` wrote; None: there is nothing, or somebody edited it."""
         try:
             data = json.loads(text)
@@ -67,7 +67,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class TunerObservation:
     """What is the case at one moment.
 
     Args:
@@ -75,7 +75,7 @@ class Seen:
         mode: ``autotune.mode``.
         basis: See ``make_basis``.
         cooldown_s: ``autotune.cooldownSeconds``.
-        question: What would be asked now, were the spec's sliders in force; None: something is missing.
+        request: What would be asked now, were the spec's sliders in force; None: something is missing.
         missing: Why there is no question, and its reason.
         counts: Requests finished so far; only grows.
         is_settled: Every engine has taken the newest plan, and none comes or goes.
@@ -86,15 +86,15 @@ class Seen:
     mode: str
     basis: str
     cooldown_s: float
-    question: Question | None
+    request: SearchRequest | None
     missing: tuple[Reason, str] = (Reason.NO_SAMPLE, "")
     counts: Counts = field(default_factory=Counts)
     is_settled: bool = True
-    stored: Stored | None = None
+    stored: StoredSliders | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class AutotuneTrial:
     """Sliders that have to prove themselves.
 
     Args:
@@ -111,7 +111,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class TunerState:
     """What is remembered of a cluster.
 
     Args:
@@ -119,34 +119,34 @@ class State:
         tuned: Sliders in force instead of the spec's; None: the spec's.
         edited_s: When the user edited the sliders last; None: not in this process's time.
         changes_s: When the tuner changed sliders, returns included.
-        asked: Newest question.
-        asked_s: When it was asked.
+        last_request: Newest question.
+        search_started_s: When it was asked.
         is_searching: It is not answered yet.
-        ended_s: When the newest search ended.
-        answer: Newest answer; of an older question while one is searched for whose terms are the same.
+        search_ended_s: When the newest search ended.
+        result: Newest answer; of an older question while one is searched for whose terms are the same.
         failure: Why the newest search failed; empty: it did not.
         baseline: Requests finished when measuring began, of the sliders in force under the newest question.
-        trial: See ``Trial``; None: nothing is on trial.
-        refuted: Sliders that were tried for this question and failed.
+        trial: See ``AutotuneTrial``; None: nothing is on trial.
+        rejected: Sliders that were tried for this question and failed.
     """
 
     basis: str = ""
     tuned: Sliders | None = None
     edited_s: float | None = None
     changes_s: tuple[float, ...] = ()
-    asked: Question | None = None
-    asked_s: float = 0.0
+    last_request: SearchRequest | None = None
+    search_started_s: float = 0.0
     is_searching: bool = False
-    ended_s: float = 0.0
-    answer: Answer | None = None
+    search_ended_s: float = 0.0
+    result: SearchResult | None = None
     failure: str = ""
     baseline: Counts = field(default_factory=Counts)
-    trial: Trial | None = None
-    refuted: frozenset[Sliders] = frozenset()
+    trial: AutotuneTrial | None = None
+    rejected: frozenset[Sliders] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class AutotuneStatus:
     """What is to be said about the tuning.
 
     Args:
@@ -173,79 +173,84 @@ def make_basis(spec: ServingClusterSpec) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
-def decide(state: State, seen: Seen) -> State:  # noqa: PLR0911 - one line per case
-    """Takes what is seen; a search is to be begun or ended as ``asked`` and ``is_searching`` of the result say."""
-    if seen.mode == "Off":
-        return State()
-    if state.basis != seen.basis:
-        state = _begin(state, seen)
-    question = seen.question
-    if question is None:
+def decide(state: TunerState, observation: TunerObservation) -> TunerState:  # noqa: PLR0911 - one line per case
+    """Takes what is seen; a search is to be begun or ended as ``last_request`` and ``is_searching`` of the result say."""
+    if observation.mode == "Off":
+        return TunerState()
+    if state.basis != observation.basis:
+        state = _reset(state, observation)
+    request = observation.request
+    if request is None:
         return state
-    if _must_ask(state, question, seen.now):
-        return _ask(state, question, seen)
-    if state.is_searching or not seen.is_settled:
+    if _needs_search(state, request, observation.now):
+        return _start_search(state, request, observation)
+    if state.is_searching or not observation.is_settled:
         return state
     if state.trial is not None:
-        return _judge(state, state.trial, seen)
+        return _evaluate_trial(state, state.trial, observation)
     # While the newest search has failed, the answer is to an older question.
-    if seen.mode == "Apply" and state.answer and not state.failure and _why_not(state, state.answer, seen) is None:
-        return _change(state, state.answer.sliders, seen)
+    if (
+        observation.mode == "Apply"
+        and state.result
+        and not state.failure
+        and _find_blocker(state, state.result, observation) is None
+    ):
+        return _start_trial(state, state.result.sliders, observation)
     return state
 
 
-def take_answer(state: State, answer: Answer, now: float) -> State:
+def record_result(state: TunerState, result: SearchResult, now: float) -> TunerState:
     """Takes the answer to the newest question."""
-    return replace(state, is_searching=False, ended_s=now, answer=answer, failure="")
+    return replace(state, is_searching=False, search_ended_s=now, result=result, failure="")
 
 
-def take_failure(state: State, failure: str, now: float) -> State:
+def record_failure(state: TunerState, failure: str, now: float) -> TunerState:
     """Takes the failure of the newest search; what was found before it stays known."""
-    return replace(state, is_searching=False, ended_s=now, failure=failure)
+    return replace(state, is_searching=False, search_ended_s=now, failure=failure)
 
 
-def count_wait_s(state: State, seen: Seen) -> float:
+def compute_wait_s(state: TunerState, observation: TunerObservation) -> float:
     """Seconds until the next change is allowed."""
-    recent = [at_s for at_s in state.changes_s if seen.now - at_s < MEMORY_COOLDOWNS * seen.cooldown_s]
-    free_s = seen.now if state.edited_s is None else state.edited_s + seen.cooldown_s
+    recent = [at_s for at_s in state.changes_s if observation.now - at_s < HISTORY_COOLDOWNS * observation.cooldown_s]
+    free_s = observation.now if state.edited_s is None else state.edited_s + observation.cooldown_s
     if recent:
-        free_s = max(free_s, recent[-1] + seen.cooldown_s * 2 ** (len(recent) - 1))
-    return max(0.0, free_s - seen.now)
+        free_s = max(free_s, recent[-1] + observation.cooldown_s * 2 ** (len(recent) - 1))
+    return max(0.0, free_s - observation.now)
 
 
-def judge_fall(before: Counts, after: Counts) -> bool:
-    """Whether attainment fell, by more than ``LEAST_FALL`` and chance."""
-    if min(before.num_finished, after.num_finished) < LEAST_MEASURED:
+def has_attainment_fallen(before: Counts, after: Counts) -> bool:
+    """Whether attainment fell, by more than ``MIN_FALL`` and chance."""
+    if min(before.num_finished, after.num_finished) < MIN_MEASURED_REQUESTS:
         return False
     old, new = (counts.num_met_both / counts.num_finished for counts in (before, after))
     share = (before.num_met_both + after.num_met_both) / (before.num_finished + after.num_finished)
     chance = math.sqrt(share * (1.0 - share) * (1.0 / before.num_finished + 1.0 / after.num_finished))
-    return new < old - max(LEAST_FALL, _CHANCE * chance)
+    return new < old - max(MIN_FALL, _CHANCE * chance)
 
 
-def judge(state: State, seen: Seen) -> Verdict:  # noqa: PLR0911 - one line per reason
+def describe_status(state: TunerState, observation: TunerObservation) -> AutotuneStatus:  # noqa: PLR0911 - one line per reason
     """Says what is the case; a message says the same as long as the matter is the same."""
-    if seen.mode == "Off":
-        return Verdict(is_true=False, reason=Reason.OFF, message="autotune is off")
-    answer = state.answer
-    if seen.question is None and answer is None:
-        reason, message = seen.missing
-        return Verdict(is_true=False, reason=reason, message=message)
+    if observation.mode == "Off":
+        return AutotuneStatus(is_true=False, reason=Reason.OFF, message="autotune is off")
+    result = state.result
+    if observation.request is None and result is None:
+        reason, message = observation.missing
+        return AutotuneStatus(is_true=False, reason=reason, message=message)
     if state.trial is not None:
         message = "the recommended sliders are in force; the former ones return if attainment falls"
-        return Verdict(is_true=True, reason=Reason.ON_TRIAL, message=message)
+        return AutotuneStatus(is_true=True, reason=Reason.ON_TRIAL, message=message)
     if state.failure:
-        return Verdict(is_true=False, reason=Reason.SEARCH_FAILED, message=state.failure)
-    if answer is None:
-        return Verdict(is_true=False, reason=Reason.SEARCHING, message="looks for the best sliders")
+        return AutotuneStatus(is_true=False, reason=Reason.SEARCH_FAILED, message=state.failure)
+    if result is None:
+        return AutotuneStatus(is_true=False, reason=Reason.SEARCHING, message="looks for the best sliders")
     in_force = _in_force(state)
-    if answer.sliders == in_force:
-        return Verdict(is_true=True, reason=Reason.TUNED, message="the sliders in force are those recommended")
-    why = _why_not(state, answer, seen)
+    if result.sliders == in_force:
+        return AutotuneStatus(is_true=True, reason=Reason.TUNED, message="the sliders in force are those recommended")
+    why = _find_blocker(state, result, observation)
     if why is Reason.TUNED:
-        message = f"no sliders within the bounds are better by {LEAST_GAIN:.0%} or more"
-        return Verdict(is_true=True, reason=why, message=message)
-    return Verdict(is_true=False, reason=why or Reason.MEASURING, message=_MESSAGES[why or Reason.MEASURING])
+        message = f"no sliders within the bounds are better by {MIN_GAIN:.0%} or more"
+        return AutotuneStatus(is_true=True, reason=why, message=message)
+    return AutotuneStatus(is_true=False, reason=why or Reason.MEASURING, message=_MESSAGES[why or Reason.MEASURING])
 
 
 _MESSAGES = {
@@ -256,87 +261,98 @@ _MESSAGES = {
 }
 
 
-def _begin(state: State, seen: Seen) -> State:
+def _reset(state: TunerState, observation: TunerObservation) -> TunerState:
     """Begins anew: with what an earlier process left, or, after an edit, with the spec's own sliders."""
     if state.basis:
-        return State(basis=seen.basis, edited_s=seen.now)
-    is_same = seen.mode == "Apply" and seen.stored is not None and seen.stored.basis == seen.basis
-    return State(basis=seen.basis, tuned=seen.stored.sliders if is_same and seen.stored else None)
+        return TunerState(basis=observation.basis, edited_s=observation.now)
+    is_same = (
+        observation.mode == "Apply" and observation.stored is not None and observation.stored.basis == observation.basis
+    )
+    return TunerState(
+        basis=observation.basis, tuned=observation.stored.sliders if is_same and observation.stored else None
+    )
 
 
-def _must_ask(state: State, question: Question, now: float) -> bool:
-    asked = state.asked
-    if asked is None or asked.terms != question.terms:
+def _needs_search(state: TunerState, request: SearchRequest, now: float) -> bool:
+    last_request = state.last_request
+    if last_request is None or last_request.constraints != request.constraints:
         return True
     if state.is_searching:
         return False
     if state.failure:
-        return now - state.ended_s >= RETRY_S
-    if now - state.ended_s < min(max(LEAST_REST_S, REST_FACTOR * (state.ended_s - state.asked_s)), MOST_REST_S):
+        return now - state.search_ended_s >= RETRY_S
+    if now - state.search_ended_s < min(
+        max(MIN_REST_S, REST_FACTOR * (state.search_ended_s - state.search_started_s)), MAX_REST_S
+    ):
         return False
     # A larger sample is no other workload: what is on trial is judged first.
-    return asked.has_shifted(question) or (state.trial is None and asked.is_small_beside(question))
+    return last_request.has_shifted(request) or (state.trial is None and last_request.is_small_beside(request))
 
 
-def _ask(state: State, question: Question, seen: Seen) -> State:
-    question = replace(question, in_force=state.tuned or question.spec_sliders)
-    is_same = state.asked is not None and state.asked.terms == question.terms
-    has_shifted = state.asked is None or not is_same or state.asked.has_shifted(question)
+def _start_search(state: TunerState, request: SearchRequest, observation: TunerObservation) -> TunerState:
+    request = replace(request, in_force=state.tuned or request.spec_sliders)
+    is_same = state.last_request is not None and state.last_request.constraints == request.constraints
+    has_shifted = state.last_request is None or not is_same or state.last_request.has_shifted(request)
     state = replace(
-        state, asked=question, asked_s=seen.now, is_searching=True, failure="", answer=state.answer if is_same else None
+        state,
+        last_request=request,
+        search_started_s=observation.now,
+        is_searching=True,
+        failure="",
+        result=state.result if is_same else None,
     )
     if not has_shifted:
         return state
     # What was measured before was measured under something else.
-    return replace(state, baseline=seen.counts, trial=None, refuted=frozenset())
+    return replace(state, baseline=observation.counts, trial=None, rejected=frozenset())
 
 
-def _judge(state: State, trial: Trial, seen: Seen) -> State:
+def _evaluate_trial(state: TunerState, trial: AutotuneTrial, observation: TunerObservation) -> TunerState:
     if trial.start is None:
-        return replace(state, trial=replace(trial, start=seen.counts))
-    after = seen.counts - trial.start
-    if judge_fall(trial.before, after):
-        refuted = state.refuted | ({state.tuned} if state.tuned is not None else set())
+        return replace(state, trial=replace(trial, start=observation.counts))
+    after = observation.counts - trial.start
+    if has_attainment_fallen(trial.before, after):
+        rejected = state.rejected | ({state.tuned} if state.tuned is not None else set())
         return replace(
             state,
             tuned=trial.former,
             trial=None,
-            refuted=refuted,
-            baseline=seen.counts,
-            changes_s=_remember(state, seen),
+            rejected=rejected,
+            baseline=observation.counts,
+            changes_s=_append_change(state, observation),
         )
-    if after.num_finished >= LEAST_MEASURED and seen.now - trial.started_s >= seen.cooldown_s:
+    if after.num_finished >= MIN_MEASURED_REQUESTS and observation.now - trial.started_s >= observation.cooldown_s:
         return replace(state, trial=None, baseline=trial.start)
     return state
 
 
-def _change(state: State, sliders: Sliders, seen: Seen) -> State:
-    trial = Trial(former=state.tuned, before=seen.counts - state.baseline, started_s=seen.now)
-    return replace(state, tuned=sliders, trial=trial, changes_s=_remember(state, seen))
+def _start_trial(state: TunerState, sliders: Sliders, observation: TunerObservation) -> TunerState:
+    trial = AutotuneTrial(former=state.tuned, before=observation.counts - state.baseline, started_s=observation.now)
+    return replace(state, tuned=sliders, trial=trial, changes_s=_append_change(state, observation))
 
 
-def _remember(state: State, seen: Seen) -> tuple[float, ...]:
-    kept = [at_s for at_s in state.changes_s if seen.now - at_s < MEMORY_COOLDOWNS * seen.cooldown_s]
-    return (*kept, seen.now)
+def _append_change(state: TunerState, observation: TunerObservation) -> tuple[float, ...]:
+    kept = [at_s for at_s in state.changes_s if observation.now - at_s < HISTORY_COOLDOWNS * observation.cooldown_s]
+    return (*kept, observation.now)
 
 
-def _in_force(state: State) -> Sliders | None:
+def _in_force(state: TunerState) -> Sliders | None:
     """Sliders in force, as far as the newest question knows the spec's."""
-    if state.tuned is not None or state.asked is None:
+    if state.tuned is not None or state.last_request is None:
         return state.tuned
-    return state.asked.spec_sliders
+    return state.last_request.spec_sliders
 
 
-def _why_not(state: State, answer: Answer, seen: Seen) -> Reason | None:
+def _find_blocker(state: TunerState, result: SearchResult, observation: TunerObservation) -> Reason | None:
     """Why the recommended sliders are not put in force; None: they are to be."""
-    if answer.sliders == _in_force(state) or answer.gain < LEAST_GAIN or answer.least_gain <= 0.0:
+    if result.sliders == _in_force(state) or result.gain < MIN_GAIN or result.least_gain <= 0.0:
         return Reason.TUNED
-    if seen.mode != "Apply":
+    if observation.mode != "Apply":
         return Reason.RECOMMENDED
-    if answer.sliders in state.refuted:
+    if result.sliders in state.rejected:
         return Reason.RETURNED
-    if count_wait_s(state, seen) > 0.0:
+    if compute_wait_s(state, observation) > 0.0:
         return Reason.COOLING_DOWN
-    if (seen.counts - state.baseline).num_finished < LEAST_MEASURED:
+    if (observation.counts - state.baseline).num_finished < MIN_MEASURED_REQUESTS:
         return Reason.MEASURING
     return None

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingClusterSpec
 
 # Over all engines; fewer iterations say too little.
-LEAST_ITERATIONS = 200
+MIN_ITERATIONS = 200
 # A fit remembers about so many iterations, so that those of an engine count for no more.
-MOST_ITERATIONS = 500
+MAX_ITERATIONS = 500
 # Of the estimated time of typical iterations: other coefficients beyond it are another engine.
 CHANGED_RATIO = 1.5
 COEFFICIENTS = tuple(field.name for field in control_pb2.LatencyCoefficients.DESCRIPTOR.fields)
@@ -37,7 +37,7 @@ _TYPICAL = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Emulated:
+class EmulatedEngineFacts:
     """An engine that emulates a GPU.
 
     Args:
@@ -54,7 +54,7 @@ class Emulated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredEngineFacts:
     """An engine as its routers know it.
 
     Args:
@@ -73,7 +73,7 @@ class Measured:
 
     def differs(self, other: EngineFacts) -> bool:
         """Whether it is another engine, beyond what a fit wavers."""
-        if not isinstance(other, Measured):
+        if not isinstance(other, MeasuredEngineFacts):
             return True
         if (self.block_size_tokens, self.max_num_seqs) != (other.block_size_tokens, other.max_num_seqs):
             return True
@@ -87,10 +87,10 @@ class Measured:
         return LinearCoefficients(*self.coefficients).make_profile()
 
 
-EngineFacts = Emulated | Measured
+EngineFacts = EmulatedEngineFacts | MeasuredEngineFacts
 
 
-def find_facts(
+def find_engine_facts(
     spec: ServingClusterSpec, statuses: Iterable[control_pb2.GetStatusResponse]
 ) -> tuple[EngineFacts | None, str]:
     """Finds what is known of the engines.
@@ -104,25 +104,25 @@ def find_facts(
     """
     emulation = spec.engine.emulation
     if emulation is not None:
-        return Emulated(gpu=emulation.gpu, model=emulation.model), ""
+        return EmulatedEngineFacts(gpu=emulation.gpu, model=emulation.model), ""
     views = [
         engine
         for status in statuses
         for engine in status.engines
         if engine.state in _READY and engine.HasField("latency")
     ]
-    if sum(view.num_fitted_iterations for view in views) < LEAST_ITERATIONS:
-        return None, f"routers have measured fewer than {LEAST_ITERATIONS} iterations of the engines; send requests"
+    if sum(view.num_fitted_iterations for view in views) < MIN_ITERATIONS:
+        return None, f"routers have measured fewer than {MIN_ITERATIONS} iterations of the engines; send requests"
     if not all(view.kv_blocks_total and view.block_size_tokens and view.max_num_seqs for view in views):
         return None, "routers do not report the engines' KV caches; they are older than the operator"
     return _merge(views), ""
 
 
-def _merge(views: Sequence[control_pb2.EngineStatus]) -> Measured:
+def _merge(views: Sequence[control_pb2.EngineStatus]) -> MeasuredEngineFacts:
     """Engines run the same software on the same hardware: the mean of their fits, by what each has seen."""
-    weights = [min(view.num_fitted_iterations, MOST_ITERATIONS) for view in views]
+    weights = [min(view.num_fitted_iterations, MAX_ITERATIONS) for view in views]
     total = sum(weights)
-    return Measured(
+    return MeasuredEngineFacts(
         coefficients=tuple(
             [
                 sum(weight * getattr(view.latency, name) for weight, view in zip(weights, views, strict=True)) / total

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
 from sluice_core.latency.transfer import find_link
-from sluice_core.planning.arena import Arena, Standing
-from sluice_core.planning.candidates import Candidate, PrefillHeavyBounds, Space, list_chunk_sizes
-from sluice_core.planning.planner import estimate_answer_s, estimate_start_rps
-from sluice_core.planning.search import Effort, Search
-from sluice_core.planning.trials import Evaluator, Outcome, Problem, Trial
+from sluice_core.planning.candidates import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
+from sluice_core.planning.comparison import CandidateComparison, RankedCandidate
+from sluice_core.planning.planner import estimate_response_s, estimate_start_rps
+from sluice_core.planning.search import Search, SearchEffort
+from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
-from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, Link, SimOptions
+from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies import STRATEGIES
 from sluice_operator.api.sliders import Sliders
-from sluice_operator.autotune.engine_facts import Emulated
-from sluice_operator.autotune.search_messages import Answer, Question
+from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,58 +34,58 @@ if TYPE_CHECKING:
 # Less than `sluice plan` does, so that an edit is answered in seconds: the sliders are measured afterwards anyway.
 # Where prompts are so long that few come in a minute, runs last longer: in a few dozen requests those that no sliders serve in
 # time hide what the sliders do for the others.
-EFFORT = Effort(seeds=(1, 2), num_requests=700, most_duration_s=1200.0, most_requests=3000, num_compared=2)
+EFFORT = SearchEffort(seeds=(1, 2), num_requests=700, most_duration_s=1200.0, most_requests=3000, num_compared=2)
 # Whole runs last so many times the TTFT objective at least, so that a few percent of overload show as late requests.
 OBJECTIVES_PER_RUN = 15.0
-LEAST_DURATION_S, ENOUGH_DURATION_S = 20.0, 60.0
+MIN_DURATION_S, ENOUGH_DURATION_S = 20.0, 60.0
 # And so many answers of full engines, one after the other, so that engines are full most of the time; of long answers fewer.
 ANSWERS_PER_RUN = 4.0
 FILLED_DURATION_S = 90.0
 # Seeds of predictions: others than those that chose.
 FRESH_SEEDS = (1001, 1002)
 # Far above the goodput nothing is met, whatever the sliders, and runs take for ever.
-MOST_OVERLOAD = 1.3
+MAX_OVERLOAD = 1.3
 # Requests that a prediction is made of.
-LEAST_PREDICTED = 30
-MOST_PREDICTED = 10_000
+MIN_PREDICTED_REQUESTS = 30
+MAX_PREDICTED_REQUESTS = 10_000
 # Of the processor, beside engines and routers that share it.
 NICENESS = 10
-MOST_CPU_S = 600
+MAX_CPU_S = 600
 
 
-def search(question: Question, effort: Effort | None = None) -> Answer:
+def search(request: SearchRequest, effort: SearchEffort | None = None) -> SearchResult:
     """Searches.
 
     Args:
-        question: What for.
+        request: What for.
         effort: How much is simulated; None: as much as the objectives ask for.
 
     Raises:
         ValueError: The engines are unknown, or nothing is within the bounds.
     """
-    problem = make_problem(question)
+    problem = make_problem(request)
     effort = effort or make_effort(problem)
-    in_force = make_candidate(question)
-    terms, evaluator = question.terms, Evaluator(problem)
+    in_force = make_candidate(request)
+    constraints, evaluator = request.constraints, TrialEvaluator(problem)
 
-    def run_trials(trials: Sequence[Trial]) -> list[Outcome]:
+    def run_trials(trials: Sequence[SearchTrial]) -> list[TrialResult]:
         return [evaluator.evaluate(trial) for trial in trials]
 
-    arena = Arena(run_trials, terms.target)
-    start_rps = estimate_start_rps(problem, terms.replicas, 1)
-    found = Search(arena, make_space(question), effort).find_best(terms.replicas, 1, start_rps, in_force)
-    present = next(standing for standing in found.standings if standing.candidate == in_force)
+    comparison = CandidateComparison(run_trials, constraints.target)
+    start_rps = estimate_start_rps(problem, constraints.replicas, 1)
+    found = Search(comparison, make_space(request), effort).find_best(constraints.replicas, 1, start_rps, in_force)
+    present = next(ranked for ranked in found.ranking if ranked.candidate == in_force)
     best = found.best
     # The attainment is what users read: a few percent of overload must show in it.
-    patient = replace(effort, most_requests=MOST_PREDICTED)
+    patient = replace(effort, most_requests=MAX_PREDICTED_REQUESTS)
 
-    def predict(standing: Standing) -> float:
-        most_rps = MOST_OVERLOAD * max(standing.goodput_rps, best.goodput_rps / 2)
+    def predict(ranked: RankedCandidate) -> float:
+        most_rps = MAX_OVERLOAD * max(ranked.goodput_rps, best.goodput_rps / 2)
         # Objectives that nothing meets have no goodput, and yet an attainment.
-        rate_rps = min(question.workload.rate_rps, max(most_rps, LEAST_PREDICTED / effort.most_duration_s))
+        rate_rps = min(request.workload.rate_rps, max(most_rps, MIN_PREDICTED_REQUESTS / effort.most_duration_s))
         trials = [
-            Trial(
-                candidate=standing.candidate,
+            SearchTrial(
+                candidate=ranked.candidate,
                 seed=seed,
                 rate_rps=rate_rps,
                 duration_s=patient.choose_duration_s(rate_rps),
@@ -99,8 +99,8 @@ def search(question: Question, effort: Effort | None = None) -> Answer:
         return goodput_rps if goodput_rps * effort.most_duration_s >= 1.0 else 0.0
 
     pairs = zip(map(count, best.goodputs_rps), map(count, present.goodputs_rps), strict=True)
-    return Answer(
-        sliders=make_sliders(question, best.candidate),
+    return SearchResult(
+        sliders=make_sliders(request, best.candidate),
         goodput_rps=count(best.goodput_rps),
         attainment=predict(best),
         in_force_goodput_rps=count(present.goodput_rps),
@@ -109,50 +109,50 @@ def search(question: Question, effort: Effort | None = None) -> Answer:
     )
 
 
-def make_effort(problem: Problem) -> Effort:
+def make_effort(problem: PlanningProblem) -> SearchEffort:
     """Makes how much is simulated."""
-    least_s = min(max(OBJECTIVES_PER_RUN * problem.slo.ttft_s, LEAST_DURATION_S), ENOUGH_DURATION_S)
-    filled_s = min(ANSWERS_PER_RUN * estimate_answer_s(problem), FILLED_DURATION_S)
+    least_s = min(max(OBJECTIVES_PER_RUN * problem.slo.ttft_s, MIN_DURATION_S), ENOUGH_DURATION_S)
+    filled_s = min(ANSWERS_PER_RUN * estimate_response_s(problem), FILLED_DURATION_S)
     return replace(EFFORT, least_duration_s=least_s, filled_s=filled_s)
 
 
-def make_problem(question: Question) -> Problem:
+def make_problem(request: SearchRequest) -> PlanningProblem:
     """Makes what is planned for.
 
     Raises:
         ValueError: The engines are unknown.
     """
-    terms = question.terms
+    constraints = request.constraints
     default, *named = (
         SloClass(
             name=item.name,
             slo=Slo(ttft_s=item.ttft_milliseconds / 1e3, tpot_s=item.tpot_milliseconds / 1e3),
             priority=item.priority,
         )
-        for item in terms.classes
+        for item in constraints.classes
     )
-    return Problem(
+    return PlanningProblem(
         rows=[
             TraceRow(prompt_tokens=prompt, output_tokens=output, slo_class=name)
-            for prompt, output, name in question.workload.rows
+            for prompt, output, name in request.workload.rows
         ],
         slo=default.slo,
-        engines={1: make_engine(question)},
+        engines={1: make_engine(request)},
         strategies=STRATEGIES,
         parameters=FlowParameters(
-            early_rejection=EarlyRejection(terms.early_rejection),
-            min_tokens_between_moves=terms.min_tokens_between_moves,
+            early_rejection=EarlyRejection(constraints.early_rejection),
+            min_tokens_between_moves=constraints.min_tokens_between_moves,
         ),
         options=SimOptions(schedules_ahead=True),  # as the engines that it plans for
         classes=named,
     )
 
 
-def make_engine(question: Question) -> EngineSetup:
+def make_engine(request: SearchRequest) -> EngineSetup:
     """Makes the engine of a question; its role and chunk size do not count."""
-    facts, terms = question.engine, question.terms
-    link = Link(speed=find_link(terms.link))
-    if isinstance(facts, Emulated):
+    facts, constraints = request.engine, request.constraints
+    link = TransferLink(speed=find_link(constraints.link))
+    if isinstance(facts, EmulatedEngineFacts):
         target = load_model_on_gpu(facts.model, *parse_gpus(facts.gpu))
         profile, kv_bytes_per_token = target.profile, target.kv_bytes_per_token
         block_size_tokens, max_num_seqs = BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
@@ -170,49 +170,49 @@ def make_engine(question: Question) -> EngineSetup:
         kv_bytes_per_token=kv_bytes_per_token,
         block_size_tokens=block_size_tokens,
         max_num_seqs=max_num_seqs,
-        max_batch_tokens=terms.max_batch_tokens,
+        max_batch_tokens=constraints.max_batch_tokens,
         link=link,
     )
 
 
-def make_space(question: Question) -> Space:
+def make_space(request: SearchRequest) -> SearchSpace:
     """Makes what may be chosen."""
-    terms, in_force = question.terms, question.in_force
-    low, high = terms.prefill_heavy
-    return Space(
-        strategies=(terms.strategy,),
-        prefill_heavy_tokens=list_chunk_sizes(*terms.prefill_tokens, [in_force.prefill_heavy_tokens]),
-        decode_heavy_tokens=list_chunk_sizes(*terms.decode_tokens, [in_force.decode_heavy_tokens]),
-        max_batch_tokens=terms.max_batch_tokens,
+    constraints, in_force = request.constraints, request.in_force
+    low, high = constraints.prefill_heavy
+    return SearchSpace(
+        strategies=(constraints.strategy,),
+        prefill_heavy_tokens=list_chunk_sizes(*constraints.prefill_tokens, [in_force.prefill_heavy_tokens]),
+        decode_heavy_tokens=list_chunk_sizes(*constraints.decode_tokens, [in_force.decode_heavy_tokens]),
+        max_batch_tokens=constraints.max_batch_tokens,
         prefill_heavy=PrefillHeavyBounds(
             low=int(low.removesuffix("%")), high=int(high.removesuffix("%")), is_percent=low.endswith("%")
         ),
-        watermarks=(terms.watermark,),
-        approaching_factors=(terms.approaching_factor,),
+        watermarks=(constraints.watermark,),
+        approaching_factors=(constraints.approaching_factor,),
     )
 
 
-def make_candidate(question: Question) -> Candidate:
+def make_candidate(request: SearchRequest) -> SliderCandidate:
     """Makes the candidate in force; equal chunk sizes are aggregation, whatever the strategy says."""
-    terms, sliders = question.terms, question.in_force
+    constraints, sliders = request.constraints, request.in_force
     is_aggregated = sliders.prefill_heavy_tokens == sliders.decode_heavy_tokens
-    count = terms.replicas if is_aggregated else sliders.num_prefill_heavy
-    return Candidate(
-        strategy="aggregated" if is_aggregated else terms.strategy,
+    count = constraints.replicas if is_aggregated else sliders.num_prefill_heavy
+    return SliderCandidate(
+        strategy="aggregated" if is_aggregated else constraints.strategy,
         num_prefill_heavy=count,
-        num_decode_heavy=terms.replicas - count,
+        num_decode_heavy=constraints.replicas - count,
         prefill_heavy_tokens=sliders.prefill_heavy_tokens,
         decode_heavy_tokens=0 if is_aggregated else sliders.decode_heavy_tokens,
-        watermark=terms.watermark,
-        approaching_factor=terms.approaching_factor,
+        watermark=constraints.watermark,
+        approaching_factor=constraints.approaching_factor,
     )
 
 
-def make_sliders(question: Question, candidate: Candidate) -> Sliders:
+def make_sliders(request: SearchRequest, candidate: SliderCandidate) -> Sliders:
     """Makes the sliders of a candidate; aggregation leaves roles as they are."""
     if candidate.strategy == "aggregated":
         return Sliders(
-            num_prefill_heavy=question.in_force.num_prefill_heavy,
+            num_prefill_heavy=request.in_force.num_prefill_heavy,
             prefill_heavy_tokens=candidate.prefill_heavy_tokens,
             decode_heavy_tokens=candidate.prefill_heavy_tokens,
         )
@@ -227,14 +227,14 @@ def main() -> None:
     """Answers one question."""
     os.nice(NICENESS)
     # Whoever asked ends it earlier; but may have been killed.
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     gc.set_threshold(GC_THRESHOLD)
-    question = Question.from_json(sys.stdin.read())
+    request = SearchRequest.from_json(sys.stdin.read())
     try:
-        answer = search(question)
+        result = search(request)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    print(answer.to_json())
+    print(result.to_json())
 
 
 if __name__ == "__main__":

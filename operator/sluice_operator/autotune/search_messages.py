@@ -6,20 +6,21 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.field_effects import percent
+from sluice_operator.api.field_types import percent
 from sluice_operator.api.sliders import Sliders, resolve_sliders
-from sluice_operator.autotune.engine_facts import Emulated, EngineFacts, Measured
-from sluice_operator.autotune.workload import GROWTH, Workload, has_shifted
+from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, EngineFacts, MeasuredEngineFacts
+from sluice_operator.autotune.workload import SAMPLE_GROWTH, WorkloadSample, has_shifted
 
 if TYPE_CHECKING:
-    from sluice_operator.api.serving_cluster import CountBounds, ServingClusterSpec, TokenBounds
+    from sluice_operator.api.serving_cluster import ServingClusterSpec
+    from sluice_operator.api.spec import CountBounds, TokenBounds
 
 # Least chunk size of P-heavy engines where no bounds are given.
-LEAST_PREFILL_TOKENS = 64
+MIN_PREFILL_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objectives:
+class SearchObjectives:
     """A class of requests and its objectives.
 
     Args:
@@ -36,7 +37,7 @@ class Objectives:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class SearchConstraints:
     """The part of a question that the spec fixes: another one makes a search that is under way pointless.
 
     Args:
@@ -57,7 +58,7 @@ class Terms:
 
     replicas: int
     strategy: str
-    classes: tuple[Objectives, ...]
+    classes: tuple[SearchObjectives, ...]
     target: float
     watermark: float
     approaching_factor: float
@@ -77,55 +78,55 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SearchRequest:
     """One question.
 
     Args:
-        terms: What the spec fixes.
+        constraints: What the spec fixes.
         spec_sliders: Sliders that the spec asks for.
         in_force: Sliders in force.
         workload: Requests to serve.
         engine: How fast an engine is.
     """
 
-    terms: Terms
+    constraints: SearchConstraints
     spec_sliders: Sliders
     in_force: Sliders
-    workload: Workload
+    workload: WorkloadSample
     engine: EngineFacts
 
-    def has_shifted(self, other: Question) -> bool:
+    def has_shifted(self, other: SearchRequest) -> bool:
         """Whether workload or engines have become others than this question is about."""
         return has_shifted(self.workload, other.workload) or self.engine.differs(other.engine)
 
-    def is_small_beside(self, other: Question) -> bool:
+    def is_small_beside(self, other: SearchRequest) -> bool:
         """Whether the other question's sample says much more."""
-        return len(other.workload.rows) >= GROWTH * len(self.workload.rows)
+        return len(other.workload.rows) >= SAMPLE_GROWTH * len(self.workload.rows)
 
     def to_json(self) -> str:
         """Writes it."""
-        kind = "emulated" if isinstance(self.engine, Emulated) else "measured"
+        kind = "emulated" if isinstance(self.engine, EmulatedEngineFacts) else "measured"
         return json.dumps({**asdict(self), "kind": kind})
 
     @classmethod
-    def from_json(cls, text: str) -> Question:
+    def from_json(cls, text: str) -> SearchRequest:
         """Reads what ``to_json`` wrote."""
         data: dict[str, Any] = json.loads(text)
-        engine_type = Emulated if data["kind"] == "emulated" else Measured
-        terms = _freeze(data["terms"])
-        terms["classes"] = tuple(Objectives(**item) for item in terms["classes"])
+        engine_type = EmulatedEngineFacts if data["kind"] == "emulated" else MeasuredEngineFacts
+        constraints = _freeze(data["constraints"])
+        constraints["classes"] = tuple(SearchObjectives(**item) for item in constraints["classes"])
         rows = tuple((prompt, output, name) for prompt, output, name in data["workload"]["rows"])
         return cls(
-            terms=Terms(**terms),
+            constraints=SearchConstraints(**constraints),
             spec_sliders=Sliders(**data["spec_sliders"]),
             in_force=Sliders(**data["in_force"]),
-            workload=Workload(rows=rows, rate_rps=data["workload"]["rate_rps"]),
+            workload=WorkloadSample(rows=rows, rate_rps=data["workload"]["rate_rps"]),
             engine=engine_type(**_freeze(data["engine"])),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SearchResult:
     """What a search found.
 
     Args:
@@ -156,7 +157,7 @@ class Answer:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Answer:
+    def from_json(cls, text: str) -> SearchResult:
         """Reads what ``to_json`` wrote.
 
         Raises:
@@ -174,27 +175,27 @@ def _freeze(data: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
-def make_terms(spec: ServingClusterSpec) -> Terms:
+def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
     """Reads the terms of a question out of a spec.
 
     In mode Apply a slider without bounds stays as the spec says; a recommendation may name any value for it.
     """
     sliders, bounds = resolve_sliders(spec), spec.autotune.bounds
     most = spec.engine.max_batch_tokens
-    counts, prefill_tokens, decode_tokens = ("0%", "100%"), (LEAST_PREFILL_TOKENS, most), (0, most)
+    counts, prefill_tokens, decode_tokens = ("0%", "100%"), (MIN_PREFILL_TOKENS, most), (0, most)
     if spec.autotune.mode == "Apply":
         counts = (str(sliders.num_prefill_heavy), str(sliders.num_prefill_heavy))
         prefill_tokens = (sliders.prefill_heavy_tokens, sliders.prefill_heavy_tokens)
         decode_tokens = (sliders.decode_heavy_tokens, sliders.decode_heavy_tokens)
     parameters = spec.parameters
-    default = Objectives(
+    default = SearchObjectives(
         name="",
         ttft_milliseconds=spec.slo.ttft_milliseconds,
         tpot_milliseconds=spec.slo.tpot_milliseconds,
         priority=0,
     )
-    named = [Objectives(**slo_class.model_dump(by_alias=False)) for slo_class in spec.slo.classes]
-    terms = Terms(
+    named = [SearchObjectives(**slo_class.model_dump(by_alias=False)) for slo_class in spec.slo.classes]
+    constraints = SearchConstraints(
         replicas=spec.replicas,
         strategy=spec.strategy.lower(),
         classes=(default, *named),
@@ -210,12 +211,12 @@ def make_terms(spec: ServingClusterSpec) -> Terms:
         decode_tokens=_read_tokens(bounds.chunk_sizes.decode_heavy, decode_tokens),
     )
     # What a strategy does not use is no choice.
-    if terms.strategy == "aggregated":
+    if constraints.strategy == "aggregated":
         count = str(sliders.num_prefill_heavy)
-        return replace(terms, prefill_heavy=(count, count), decode_tokens=terms.prefill_tokens)
-    if terms.strategy == "disaggregated":
-        return replace(terms, prefill_tokens=(most, most), decode_tokens=(0, 0))
-    return terms
+        return replace(constraints, prefill_heavy=(count, count), decode_tokens=constraints.prefill_tokens)
+    if constraints.strategy == "disaggregated":
+        return replace(constraints, prefill_tokens=(most, most), decode_tokens=(0, 0))
+    return constraints
 
 
 def _read_counts(bounds: CountBounds | None, free: tuple[str, str]) -> tuple[str, str]:

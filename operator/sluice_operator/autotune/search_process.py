@@ -7,17 +7,17 @@ import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 
-from sluice_operator.autotune.search_messages import Answer, Question
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 
-Ask = Callable[[Question], Awaitable[Answer]]
+RunSearch = Callable[[SearchRequest], Awaitable[SearchResult]]
 
 # Of the whole operator: searches compute without a pause.
-MOST_SEARCHES = 2
+MAX_SEARCHES = 2
 # A search may take so long, and so much more for each engine.
 LIMIT_S = 60.0
 LIMIT_PER_ENGINE_S = 5.0
-MOST_LIMIT_S = 600.0
-MOST_FAULT_CHARACTERS = 500
+MAX_LIMIT_S = 600.0
+MAX_ERROR_CHARACTERS = 500
 COMMAND = (sys.executable, "-m", "sluice_operator.autotune.search")
 
 
@@ -25,7 +25,7 @@ class SearchError(Exception):
     """A search found nothing; the message says why, and what to do."""
 
 
-class Searches:
+class SearchRunner:
     """Asks questions, a few at a time.
 
     Args:
@@ -34,18 +34,18 @@ class Searches:
 
     def __init__(self, command: tuple[str, ...] = COMMAND) -> None:
         self._command = command
-        self._slots = asyncio.Semaphore(MOST_SEARCHES)
+        self._slots = asyncio.Semaphore(MAX_SEARCHES)
 
-    async def ask(self, question: Question) -> Answer:
+    async def run(self, request: SearchRequest) -> SearchResult:
         """Asks one question; whoever cancels this kills the search.
 
         Raises:
             SearchError: No answer came of it.
         """
         async with self._slots:
-            return await self._run(question)
+            return await self._run(request)
 
-    async def _run(self, question: Question) -> Answer:
+    async def _run(self, request: SearchRequest) -> SearchResult:
         pipe = asyncio.subprocess.PIPE
         try:
             # A terminal's Ctrl-C is for the launcher, which ends the search itself.
@@ -54,10 +54,10 @@ class Searches:
             )
         except OSError as error:
             raise SearchError(f"the search did not start: {error}") from error
-        limit_s = min(LIMIT_S + LIMIT_PER_ENGINE_S * question.terms.replicas, MOST_LIMIT_S)
+        limit_s = min(LIMIT_S + LIMIT_PER_ENGINE_S * request.constraints.replicas, MAX_LIMIT_S)
         try:
             async with asyncio.timeout(limit_s):
-                output, faults = await process.communicate(question.to_json().encode())
+                output, errors = await process.communicate(request.to_json().encode())
         except TimeoutError:
             raise SearchError(
                 f"the search took more than {limit_s:.0f} s and was ended; narrow autotune.bounds"
@@ -68,9 +68,9 @@ class Searches:
                     process.kill()
                 await process.wait()
         if process.returncode != 0:
-            last = (faults.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-            raise SearchError(f"the search failed: {last[:MOST_FAULT_CHARACTERS]}")
+            last = (errors.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            raise SearchError(f"the search failed: {last[:MAX_ERROR_CHARACTERS]}")
         try:
-            return Answer.from_json(output.decode())
+            return SearchResult.from_json(output.decode())
         except ValueError as error:
             raise SearchError(f"the search's answer cannot be read: {error}") from error

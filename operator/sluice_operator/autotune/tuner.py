@@ -1,6 +1,6 @@
 """Tunes the sliders of one cluster: holds the state of ``autotune``, and runs its searches.
 
-Operator and launcher have one for each cluster. ``look`` decides; ``is_due`` says cheaply whether a look would.
+Operator and launcher have one for each cluster. ``update`` decides; ``needs_update`` says cheaply whether a look would.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from sluice_operator.api.conditions import Reason
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune import decision
-from sluice_operator.autotune.decision import Seen, State, Stored, Verdict
-from sluice_operator.autotune.engine_facts import find_facts
-from sluice_operator.autotune.search_messages import Question, make_terms
+from sluice_operator.autotune.decision import AutotuneStatus, StoredSliders, TunerObservation, TunerState
+from sluice_operator.autotune.engine_facts import find_engine_facts
+from sluice_operator.autotune.search_messages import SearchRequest, make_constraints
 from sluice_operator.autotune.search_process import SearchError
-from sluice_operator.autotune.workload import LEAST_REQUESTS, read_workload
+from sluice_operator.autotune.workload import MIN_REQUESTS, read_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.api.sliders import Sliders
-    from sluice_operator.autotune.search_messages import Answer
-    from sluice_operator.autotune.search_process import Ask
+    from sluice_operator.autotune.search_messages import SearchResult
+    from sluice_operator.autotune.search_process import RunSearch
     from sluice_operator.routers.attainment import Counts
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ CHECK_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Circumstances:
+class TunerInputs:
     """What a tuner is told at each look.
 
     Args:
@@ -51,115 +51,121 @@ class Circumstances:
     statuses: Sequence[control_pb2.GetStatusResponse]
     counts: Counts
     is_settled: bool
-    stored: Stored | None = None
+    stored: StoredSliders | None = None
 
 
 class Tuner:
     """See the module.
 
     Args:
-        ask: Answers questions.
-        wake: Called when a search has ended, for a look.
+        run_search: Answers questions.
+        enqueue: Called when a search has ended, for a look.
         now: Monotonic seconds.
     """
 
-    def __init__(self, ask: Ask, *, wake: Callable[[], None], now: Callable[[], float]) -> None:
-        self._ask = ask
-        self._wake = wake
+    def __init__(self, run_search: RunSearch, *, enqueue: Callable[[], None], now: Callable[[], float]) -> None:
+        self._run_search = run_search
+        self._enqueue = enqueue
         self._now = now
-        self._state = State()
-        self._seen: Seen | None = None
+        self._state = TunerState()
+        self._observation: TunerObservation | None = None
         self._task: asyncio.Task[None] | None = None
         self._checked_s = float("-inf")
 
     @property
-    def answer(self) -> Answer | None:
+    def result(self) -> SearchResult | None:
         """What the newest search found."""
-        return self._state.answer
+        return self._state.result
 
     @property
-    def stored(self) -> Stored | None:
+    def stored(self) -> StoredSliders | None:
         """What is to be kept with the plan."""
         tuned = self._state.tuned
-        return None if tuned is None else Stored(basis=self._state.basis, sliders=tuned)
+        return None if tuned is None else StoredSliders(basis=self._state.basis, sliders=tuned)
 
-    def look(self, circumstances: Circumstances) -> ServingCluster:
+    def update(self, circumstances: TunerInputs) -> ServingCluster:
         """Decides; returns the manifest with the sliders that are to be in force."""
-        seen = self._see(circumstances)
-        before, self._state = self._state, decision.decide(self._state, seen)
-        self._seen = seen
-        if self._state.asked is not before.asked or not self._state.is_searching:
+        observation = self._observe(circumstances)
+        before, self._state = self._state, decision.decide(self._state, observation)
+        self._observation = observation
+        if self._state.last_request is not before.last_request or not self._state.is_searching:
             self._end_search()
-        if self._state.is_searching and self._task is None and self._state.asked is not None:
-            self._task = asyncio.create_task(self._search(self._state.asked), name="search for sliders")
-        return put_in_force(circumstances.cluster, self._state.tuned)
+        if self._state.is_searching and self._task is None and self._state.last_request is not None:
+            self._task = asyncio.create_task(self._search(self._state.last_request), name="search for sliders")
+        return apply_sliders(circumstances.cluster, self._state.tuned)
 
-    def judge(self) -> Verdict | None:
+    def describe_status(self) -> AutotuneStatus | None:
         """What is to be said; None before the first look."""
-        return None if self._seen is None else decision.judge(self._state, self._seen)
+        return None if self._observation is None else decision.describe_status(self._state, self._observation)
 
-    def is_due(self, circumstances: Callable[[], Circumstances | None]) -> bool:
+    def needs_update(self, circumstances: Callable[[], TunerInputs | None]) -> bool:
         """Whether a look would decide something; asked at every status, answered every ``CHECK_INTERVAL_S``."""
-        if self._seen is None or self._seen.mode == "Off" or self._now() - self._checked_s < CHECK_INTERVAL_S:
+        if (
+            self._observation is None
+            or self._observation.mode == "Off"
+            or self._now() - self._checked_s < CHECK_INTERVAL_S
+        ):
             return False
         self._checked_s = self._now()
         told = circumstances()
         if told is None:
             return False
-        seen = self._see(told)
-        after = decision.decide(self._state, seen)
-        return after != self._state or decision.judge(after, seen) != self.judge()
+        observation = self._observe(told)
+        after = decision.decide(self._state, observation)
+        return after != self._state or decision.describe_status(after, observation) != self.describe_status()
 
     def stop(self) -> None:
         """Ends the search under way."""
         self._end_search()
 
-    def _see(self, circumstances: Circumstances) -> Seen:
+    def _observe(self, circumstances: TunerInputs) -> TunerObservation:
         spec = circumstances.cluster.spec
-        question, missing = self._make_question(circumstances)
-        return Seen(
+        request, missing = self._make_search_request(circumstances)
+        return TunerObservation(
             now=self._now(),
             mode=spec.autotune.mode,
             basis=decision.make_basis(spec),
             cooldown_s=float(spec.autotune.cooldown_seconds),
-            question=question,
+            request=request,
             missing=missing,
             counts=circumstances.counts,
             is_settled=circumstances.is_settled,
             stored=circumstances.stored,
         )
 
-    def _make_question(self, circumstances: Circumstances) -> tuple[Question | None, tuple[Reason, str]]:
+    def _make_search_request(self, circumstances: TunerInputs) -> tuple[SearchRequest | None, tuple[Reason, str]]:
         spec, statuses = circumstances.cluster.spec, circumstances.statuses
         if spec.autotune.mode == "Off":
             return None, (Reason.OFF, "")
-        terms = make_terms(spec)
-        if terms.is_fixed:
+        constraints = make_constraints(spec)
+        if constraints.is_fixed:
             message = "autotune.bounds leave no slider a choice; name bounds of one that the strategy uses"
             return None, (Reason.NOTHING_TO_TUNE, message)
         workload = read_workload(statuses)
         if workload is None:
-            message = f"routers have sampled fewer than {LEAST_REQUESTS} requests; send requests"
+            message = f"routers have sampled fewer than {MIN_REQUESTS} requests; send requests"
             return None, (Reason.NO_SAMPLE, message)
-        engine, missing = find_facts(spec, statuses)
+        engine, missing = find_engine_facts(spec, statuses)
         if engine is None:
             return None, (Reason.NO_LATENCY_MODEL, missing)
         sliders = resolve_sliders(spec)
-        question = Question(terms=terms, spec_sliders=sliders, in_force=sliders, workload=workload, engine=engine)
-        return question, (Reason.SEARCHING, "")
+        request = SearchRequest(
+            constraints=constraints, spec_sliders=sliders, in_force=sliders, workload=workload, engine=engine
+        )
+        return request, (Reason.SEARCHING, "")
 
-    async def _search(self, question: Question) -> None:
+    async def _search(self, request: SearchRequest) -> None:
         try:
-            answer = await self._ask(question)
+            result = await self._run_search(request)
         except SearchError as error:
-            self._state = decision.take_failure(self._state, str(error), self._now())
+            self._state = decision.record_failure(self._state, str(error), self._now())
         except Exception as error:  # outermost frame of a search: what it makes of it is a condition
             logger.exception("a search failed")
-            self._state = decision.take_failure(self._state, f"the search failed: {error}", self._now())
+            self._state = decision.record_failure(self._state, f"the search failed: {error}", self._now())
         else:
-            self._state = decision.take_answer(self._state, answer, self._now())
+            self._state = decision.record_result(self._state, result, self._now())
         self._task = None
-        self._wake()
+        self._enqueue()
 
     def _end_search(self) -> None:
         if self._task is not None:
@@ -167,7 +173,7 @@ class Tuner:
             self._task = None
 
 
-def put_in_force(cluster: ServingCluster, sliders: Sliders | None) -> ServingCluster:
+def apply_sliders(cluster: ServingCluster, sliders: Sliders | None) -> ServingCluster:
     """The manifest as if its user had asked for other sliders; None: as it is."""
     if sliders is None:
         return cluster

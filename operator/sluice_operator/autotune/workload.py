@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 # The newest requests count: at most so many of each router, of at most so long.
 WINDOW_S = 300.0
-MOST_REQUESTS = 1024
+MAX_REQUESTS = 1024
 # Fewer say too little about lengths.
-LEAST_REQUESTS = 30
+MIN_REQUESTS = 30
 # A mean length, or the rate, that differs by more than this share, and by more than chance, is a shift.
 SHIFT_RATIO = 1.25
 _CHANCE = 2.0  # standard errors
 # A search on a small sample is made again once there are so many times as many requests.
-GROWTH = 4
+SAMPLE_GROWTH = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class MeanEstimate:
     """A mean, and how well it is known.
 
     Args:
@@ -36,7 +36,7 @@ class Figure:
     mean: float
     error: float
 
-    def differs(self, other: Figure) -> bool:
+    def differs(self, other: MeanEstimate) -> bool:
         """Whether two differ by more than ``SHIFT_RATIO`` and chance together."""
         if self.mean <= 0.0 or other.mean <= 0.0:
             return self.mean != other.mean
@@ -45,7 +45,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class WorkloadSample:
     """Requests of the recent past.
 
     Args:
@@ -57,16 +57,16 @@ class Workload:
     rate_rps: float
 
     @property
-    def figures(self) -> tuple[Figure, Figure, Figure]:
+    def means(self) -> tuple[MeanEstimate, MeanEstimate, MeanEstimate]:
         """Rate, prompt length, output length."""
         return (
-            Figure(mean=self.rate_rps, error=1.0 / math.sqrt(len(self.rows))),
-            _describe([row[0] for row in self.rows]),
-            _describe([row[1] for row in self.rows]),
+            MeanEstimate(mean=self.rate_rps, error=1.0 / math.sqrt(len(self.rows))),
+            _estimate_mean([row[0] for row in self.rows]),
+            _estimate_mean([row[1] for row in self.rows]),
         )
 
 
-def read_workload(statuses: Iterable[control_pb2.GetStatusResponse]) -> Workload | None:
+def read_workload(statuses: Iterable[control_pb2.GetStatusResponse]) -> WorkloadSample | None:
     """Puts the newest samples of all routers together; None: too few requests to say anything.
 
     Args:
@@ -79,14 +79,14 @@ def read_workload(statuses: Iterable[control_pb2.GetStatusResponse]) -> Workload
         rows += [(sample.prompt_tokens, sample.output_tokens, sample.slo_class) for sample in newest]
         if span_s > 0.0:
             rate_rps += (len(newest) - 1) / span_s
-    if len(rows) < LEAST_REQUESTS or rate_rps == 0.0:
+    if len(rows) < MIN_REQUESTS or rate_rps == 0.0:
         return None
-    return Workload(rows=tuple(rows), rate_rps=rate_rps)
+    return WorkloadSample(rows=tuple(rows), rate_rps=rate_rps)
 
 
-def has_shifted(old: Workload, new: Workload) -> bool:
+def has_shifted(old: WorkloadSample, new: WorkloadSample) -> bool:
     """Whether the rate or the mean lengths differ beyond ``SHIFT_RATIO`` and chance."""
-    return any(before.differs(after) for before, after in zip(old.figures, new.figures, strict=True))
+    return any(before.differs(after) for before, after in zip(old.means, new.means, strict=True))
 
 
 def _take_newest(
@@ -98,7 +98,7 @@ def _take_newest(
     gap_s = 0.0  # between the oldest one taken and the one before it
     for sample in reversed(samples):
         span_s += gap_s
-        if len(newest) == MOST_REQUESTS or span_s > WINDOW_S:
+        if len(newest) == MAX_REQUESTS or span_s > WINDOW_S:
             return newest, span_s - gap_s
         gap_s = sample.gap_s
         if sample.output_tokens and sample.prompt_tokens:
@@ -106,6 +106,6 @@ def _take_newest(
     return newest, span_s
 
 
-def _describe(values: Sequence[int]) -> Figure:
+def _estimate_mean(values: Sequence[int]) -> MeanEstimate:
     mean = statistics.fmean(values)
-    return Figure(mean=mean, error=statistics.pstdev(values) / mean / math.sqrt(len(values)))
+    return MeanEstimate(mean=mean, error=statistics.pstdev(values) / mean / math.sqrt(len(values)))

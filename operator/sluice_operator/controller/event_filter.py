@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
     from sluice_operator.api.names import ClusterKey
     from sluice_operator.controller.work_queue import WorkQueue
-    from sluice_operator.kubernetes.own_writes import Echoes, Version
+    from sluice_operator.kubernetes.own_writes import OwnWrites, Version
 
 
-class Waking:
+class EventFilter:
     """Hears events, and puts keys into the queue. Mutable; for one event loop.
 
     Args:
         queue: The queue.
-        echoes: What we have written ourselves.
+        own_writes: What we have written ourselves.
     """
 
-    def __init__(self, queue: WorkQueue[ClusterKey], echoes: Echoes) -> None:
+    def __init__(self, queue: WorkQueue[ClusterKey], own_writes: OwnWrites) -> None:
         self._queue = queue
-        self._echoes = echoes
-        self._heard: dict[ClusterKey, list[Version]] = {}
+        self._own_writes = own_writes
+        self._pending_versions: dict[ClusterKey, list[Version]] = {}
         self._edited: set[ClusterKey] = set()
 
-    def hear(self, key: ClusterKey, body: Mapping[str, Any]) -> None:
+    def handle_event(self, key: ClusterKey, body: Mapping[str, Any]) -> None:
         """Takes an event of a cluster or of what belongs to it."""
         version = read_version(body)
-        if self._echoes.has(version):
+        if self._own_writes.includes(version):
             return
-        if not self._queue.is_at_work(key):
+        if not self._queue.is_processing(key):
             self._queue.add(key)
             return
-        self._heard.setdefault(key, []).append(version)
+        self._pending_versions.setdefault(key, []).append(version)
         if body.get("kind") == CLUSTERS.name:
             self._edited.add(key)
 
@@ -49,8 +49,8 @@ class Waking:
         """Whether a cluster itself seems to have changed since the present look at it began."""
         return key in self._edited
 
-    def end_look(self, key: ClusterKey) -> None:
+    def end_reconcile(self, key: ClusterKey) -> None:
         """Judges what came during a look; to be called at its end, however it ends."""
         self._edited.discard(key)
-        if any(not self._echoes.has(version) for version in self._heard.pop(key, ())):
+        if any(not self._own_writes.includes(version) for version in self._pending_versions.pop(key, ())):
             self._queue.add(key)

@@ -1,7 +1,7 @@
 """kopf as our informer: it lists, watches, reconnects and re-authenticates; we take keys from its events.
 
 No handler of its own reconciles: they would write finalizers and annotations, and retry at a fixed pace. Nothing of an
-event counts but its key, and whether it is an echo of our own (``waking``), so that a gap in a watch loses time until the
+event counts but its key, and whether it is an echo of our own (``event_filter``), so that a gap in a watch loses time until the
 next event or resync, and nothing else.
 """
 
@@ -35,12 +35,12 @@ class Informer:
     """Feeds keys from watches.
 
     Args:
-        hear: Takes an event: the key of the cluster that it is about, and the object.
+        handle_event: Takes an event: the key of the cluster that it is about, and the object.
         now: Monotonic seconds.
         last_event_s: When the last event came, on that clock.
     """
 
-    hear: Callable[[ClusterKey, Mapping[str, Any]], None]
+    handle_event: Callable[[ClusterKey, Mapping[str, Any]], None]
     now: Callable[[], float]
     last_event_s: float = 0.0
 
@@ -65,7 +65,7 @@ class Informer:
         self.last_event_s = self.now()
         key = find_key(body)
         if key is not None:
-            self.hear(key, body)
+            self.handle_event(key, body)
 
     def _make_registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()

@@ -26,7 +26,7 @@ RENEW_S = 2.0
 RETRY_S = 0.5
 
 
-class Elector:
+class LeaderElector:
     """Takes part in the election.
 
     Args:
@@ -59,15 +59,15 @@ class Elector:
         self._sleep = sleep
         self._renewed_s = float("-inf")
         # The record of another holder, and when we first saw it as it is.
-        self._seen: object = None
-        self._seen_s = 0.0
+        self._observed_record: object = None
+        self._observed_s = 0.0
 
     @property
     def is_leading(self) -> bool:
         """Whether the lease is held for certain: no write may begin without."""
         return self._now() - self._renewed_s < RENEW_DEADLINE_S
 
-    async def attempt(self) -> bool:
+    async def try_acquire_or_renew(self) -> bool:
         """Takes or renews the lease, if that is possible now; returns whether it was.
 
         Raises:
@@ -78,7 +78,7 @@ class Elector:
         try:
             if lease is None:
                 await self._kubernetes.create(self._render())
-            elif self._may_take(lease):
+            elif self._may_acquire(lease):
                 await self._kubernetes.patch(LEASES, self._namespace, self._name, self._render(lease))
             else:
                 self._renewed_s = float("-inf")
@@ -90,13 +90,13 @@ class Elector:
         self._renewed_s = started_s
         return True
 
-    async def lead(self) -> None:
+    async def acquire(self) -> None:
         """Waits until this replica leads."""
-        while not await self._attempt_calmly():
+        while not await self._try_and_log():
             await self._sleep(RENEW_S)
         logger.info("%s leads", self._identity)
 
-    async def keep(self) -> None:
+    async def renew(self) -> None:
         """Renews the lease for ever.
 
         Raises:
@@ -105,7 +105,7 @@ class Elector:
         pause_s = RENEW_S
         while True:
             await self._sleep(pause_s)
-            pause_s = RENEW_S if await self._attempt_calmly() else RETRY_S
+            pause_s = RENEW_S if await self._try_and_log() else RETRY_S
             if not self.is_leading:
                 raise LeaseLostError(f"{self._identity} no longer leads: the lease was not renewed in time")
 
@@ -123,22 +123,22 @@ class Elector:
         except KubernetesError as error:
             logger.warning("the lease was not given back, it runs out by itself: %s", error)
 
-    async def _attempt_calmly(self) -> bool:
+    async def _try_and_log(self) -> bool:
         try:
-            return await self.attempt()
+            return await self.try_acquire_or_renew()
         except KubernetesError as error:
             logger.warning("the lease was not renewed: %s", error)
             return False
 
-    def _may_take(self, lease: Object) -> bool:
+    def _may_acquire(self, lease: Object) -> bool:
         spec: Object = lease["spec"]
         holder = spec.get("holderIdentity")
         if not holder or holder == self._identity:
             return True
         record = holder, spec.get("renewTime"), spec.get("leaseTransitions")
-        if record != self._seen:
-            self._seen, self._seen_s = record, self._now()
-        return self._now() - self._seen_s >= float(spec.get("leaseDurationSeconds", LEASE_S))
+        if record != self._observed_record:
+            self._observed_record, self._observed_s = record, self._now()
+        return self._now() - self._observed_s >= float(spec.get("leaseDurationSeconds", LEASE_S))
 
     def _render(self, lease: Object | None = None) -> Object:
         old = lease["spec"] if lease else {}

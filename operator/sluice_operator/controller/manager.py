@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING
 from kubernetes.aio.client.api_client import ApiClient
 
 from sluice.certificates import CertificateFolder, keep_fresh
-from sluice_operator.controller.event_filter import Waking
+from sluice_operator.controller.event_filter import EventFilter
 from sluice_operator.controller.informer import Informer
-from sluice_operator.controller.leader_election import Elector
+from sluice_operator.controller.leader_election import LeaderElector
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.controller.work_queue import WorkQueue
 from sluice_operator.health import Health
 from sluice_operator.kubernetes.client import KubernetesClient, load_configuration
 from sluice_operator.kubernetes.fencing import FencedKubernetes
 from sluice_operator.kubernetes.interface import CLUSTERS, KubernetesError, LeaseLostError
-from sluice_operator.kubernetes.own_writes import Echoes
+from sluice_operator.kubernetes.own_writes import OwnWrites
 from sluice_operator.kubernetes.retry import RetryingKubernetes
 from sluice_operator.logs import current_object
-from sluice_operator.metrics import Metrics
-from sluice_operator.routers.connections import RouterLinks
+from sluice_operator.metrics import OperatorMetrics
+from sluice_operator.routers.connections import RouterConnections
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
     from sluice.v1 import control_pb2
     from sluice_operator.api.names import ClusterKey
-    from sluice_operator.settings import Settings
+    from sluice_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
 
 # Part of the resync interval that is jitter, so that clusters spread over it.
 RESYNC_JITTER = 0.25
 # Routers and engines take up a plan within so long of each other: one look sees all of it.
-REPORTS_S = 0.1
+STATUS_DEBOUNCE_S = 0.1
 
 
 class StoppedError(Exception):
@@ -64,14 +64,14 @@ class Operator:
         CertificateError: The operator's own certificate cannot be used.
     """
 
-    def __init__(self, settings: Settings, api: ApiClient) -> None:
+    def __init__(self, settings: OperatorSettings, api: ApiClient) -> None:
         self._settings = settings
         self._certificates = CertificateFolder(Path(settings.peer_tls), is_mutual=True) if settings.peer_tls else None
-        self._metrics = Metrics()
+        self._metrics = OperatorMetrics()
         self._kubernetes = KubernetesClient(
-            api, timeout_s=settings.request_timeout_s, on_call=self._metrics.take_call, now=time.monotonic
+            api, timeout_s=settings.request_timeout_s, on_call=self._metrics.record_call, now=time.monotonic
         )
-        self._elector = Elector(
+        self._elector = LeaderElector(
             self._kubernetes,
             namespace=settings.namespace,
             name=settings.lease_name,
@@ -81,12 +81,12 @@ class Operator:
         )
         self._rng = random.Random()  # noqa: S311 - jitter
         self._queue: WorkQueue[ClusterKey] = WorkQueue(self._rng, time.monotonic)
-        self._known: set[ClusterKey] = set()
-        self._echoes = Echoes()
-        self._waking = Waking(self._queue, self._echoes)
-        self._informer = Informer(hear=self._hear, now=time.monotonic)
+        self._known_keys: set[ClusterKey] = set()
+        self._own_writes = OwnWrites()
+        self._event_filter = EventFilter(self._queue, self._own_writes)
+        self._informer = Informer(handle_event=self._handle_event, now=time.monotonic)
         self._is_watching = asyncio.Event()
-        self._links: RouterLinks | None = None
+        self._connections: RouterConnections | None = None
         self._stop = asyncio.Event()
         self.health = Health(self._metrics, refresh=self._refresh, is_ready=self._is_ready, now=time.monotonic)
 
@@ -101,52 +101,54 @@ class Operator:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.health.run(self._settings.host, self._settings.port), name="health")
-                group.create_task(self._end(), name="stop")
-                group.create_task(self._take_part(), name="lead")
+                group.create_task(self._wait_for_stop(), name="stop")
+                group.create_task(self._elect_and_lead(), name="lead")
         except* StoppedError:
             logger.info("%s stops", self._settings.identity)
         finally:
             await self._elector.release()
 
-    async def _end(self) -> None:
+    async def _wait_for_stop(self) -> None:
         await self._stop.wait()
         raise StoppedError
 
-    async def _take_part(self) -> None:
-        await self._wait_for_definition()
-        await self._elector.lead()
+    async def _elect_and_lead(self) -> None:
+        await self._wait_for_crd()
+        await self._elector.acquire()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._elector.keep(), name="renew the lease")
+            group.create_task(self._elector.renew(), name="renew the lease")
             fenced = FencedKubernetes(self._kubernetes, lambda: self._elector.is_leading)
-            patient = RetryingKubernetes(fenced, rng=self._rng, now=time.monotonic)
+            retrying = RetryingKubernetes(fenced, rng=self._rng, now=time.monotonic)
 
-            def measure(key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
-                reconciler.measure(key, status)
+            def record_status(key: ClusterKey, status: control_pb2.GetStatusResponse) -> None:
+                reconciler.record_status(key, status)
 
-            def wake(key: ClusterKey) -> None:
-                self._queue.add(key, REPORTS_S)
+            def enqueue(key: ClusterKey) -> None:
+                self._queue.add(key, STATUS_DEBOUNCE_S)
 
-            links = self._links = RouterLinks(group, wake=wake, measure=measure, certificates=self._certificates)
+            connections = self._connections = RouterConnections(
+                group, enqueue=enqueue, record_status=record_status, certificates=self._certificates
+            )
             if self._certificates is not None:
                 group.create_task(keep_fresh([self._certificates.refresh]), name="certificates")
             reconciler = Reconciler(
-                patient,
-                links,
+                retrying,
+                connections,
                 self._settings,
                 now=time.monotonic,
                 now_text=format_now,
-                wake=self._queue.add,
-                is_edited=self._waking.is_edited,
-                echoes=self._echoes,
+                enqueue=self._queue.add,
+                is_edited=self._event_filter.is_edited,
+                own_writes=self._own_writes,
             )
             for number in range(self._settings.workers):
-                group.create_task(self._work(reconciler), name=f"worker {number}")
+                group.create_task(self._run_worker(reconciler), name=f"worker {number}")
             group.create_task(self._resync(), name="resync")
             await self._informer.run(self._settings.namespaces, self._is_watching)
             # kopf takes the signals for itself while it runs, and returns when one comes.
             raise StoppedError
 
-    async def _wait_for_definition(self) -> None:
+    async def _wait_for_crd(self) -> None:
         """Waits for the API server and for our definition in it: kopf would sit idle without one."""
         while True:
             try:
@@ -157,16 +159,16 @@ class Operator:
                 logger.warning("the API server does not answer yet: %s", error)
                 await asyncio.sleep(1.0)
 
-    async def _work(self, reconciler: Reconciler) -> None:
+    async def _run_worker(self, reconciler: Reconciler) -> None:
         while True:
             key = await self._queue.get()
             token = current_object.set(str(key))
             try:
-                await self._look(reconciler, key)
+                await self._reconcile(reconciler, key)
             finally:
                 current_object.reset(token)
 
-    async def _look(self, reconciler: Reconciler, key: ClusterKey) -> None:
+    async def _reconcile(self, reconciler: Reconciler, key: ClusterKey) -> None:
         started_s = time.monotonic()
         outcome = "ok"
         try:
@@ -183,25 +185,25 @@ class Operator:
             logger.exception("a look failed")
         else:
             self._queue.finish(key)
-            if not reconciler.knows(key):
-                self._known.discard(key)
+            if not reconciler.is_known(key):
+                self._known_keys.discard(key)
             if after_s is not None:
                 self._queue.add(key, after_s)
-        self._waking.end_look(key)
-        self._metrics.looks.labels(outcome).inc()
-        self._metrics.look_s.observe(time.monotonic() - started_s)
+        self._event_filter.end_reconcile(key)
+        self._metrics.reconciles.labels(outcome).inc()
+        self._metrics.reconcile_s.observe(time.monotonic() - started_s)
 
     async def _resync(self) -> None:
         """Looks at every cluster from time to time, whatever the watches say."""
         while True:
             await asyncio.sleep(self._settings.resync_s * (1.0 - RESYNC_JITTER))
             spread_s = self._settings.resync_s * RESYNC_JITTER
-            for key in list(self._known):
+            for key in list(self._known_keys):
                 self._queue.add(key, self._rng.random() * spread_s)
 
-    def _hear(self, key: ClusterKey, body: Mapping[str, Any]) -> None:
-        self._known.add(key)
-        self._waking.hear(key, body)
+    def _handle_event(self, key: ClusterKey, body: Mapping[str, Any]) -> None:
+        self._known_keys.add(key)
+        self._event_filter.handle_event(key, body)
 
     def _is_ready(self) -> bool:
         """A leader is ready once it watches, another replica at once."""
@@ -213,8 +215,8 @@ class Operator:
         metrics.queue.set(len(self._queue))
         metrics.queue_age_s.set(age_s)
         metrics.leader.set(self._elector.is_leading)
-        metrics.clusters.set(len(self._known))
-        metrics.links.set(self._links.count() if self._links else 0)
+        metrics.clusters.set(len(self._known_keys))
+        metrics.router_connections.set(self._connections.count() if self._connections else 0)
         if self._informer.last_event_s:
             metrics.event_age_s.set(time.monotonic() - self._informer.last_event_s)
         return age_s
@@ -225,7 +227,7 @@ def format_now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-async def run_operator(settings: Settings) -> None:
+async def run_operator(settings: OperatorSettings) -> None:
     """Runs the operator."""
     async with ApiClient(await load_configuration()) as api:
         await Operator(settings, api).run()

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.kubernetes.interface import (
-    BUDGETS,
     CERTIFICATES,
     CONFIG_MAPS,
     DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
     NETWORK_POLICIES,
     PODS,
     SERVICE_ACCOUNTS,
@@ -26,7 +26,7 @@ from sluice_operator.kubernetes.interface import (
     name_of,
     uid_of,
 )
-from sluice_operator.resources.desired import find_owner, key_of
+from sluice_operator.resources.desired import get_controller, key_of
 from sluice_operator.resources.pod_status import read_pod
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from sluice_operator.resources.pod_status import Pod
 
 PLAN_KINDS = (CONFIG_MAPS, DEPLOYMENTS)
-OTHER_KINDS = (SERVICE_ACCOUNTS, NETWORK_POLICIES, SERVICES, BUDGETS)
+OTHER_KINDS = (SERVICE_ACCOUNTS, NETWORK_POLICIES, SERVICES, DISRUPTION_BUDGETS)
 CHILD_KINDS = (*PLAN_KINDS, *OTHER_KINDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class ObservedState:
     """What the API server says at one moment.
 
     Args:
@@ -67,7 +67,7 @@ class Observed:
     def own(self, kind: Kind, name: str) -> Object | None:
         """A child, if it exists and is ours."""
         child = self.live.get((kind.name, name))
-        owner = find_owner(child) if child else None
+        owner = get_controller(child) if child else None
         return child if owner and owner["uid"] == uid_of(self.body) else None
 
     def deployment(self, component: str) -> Object | None:
@@ -75,7 +75,7 @@ class Observed:
         return self.own(DEPLOYMENTS, names.name_workload(self.body["metadata"]["name"], component))
 
 
-async def observe_plan(kubernetes: Kubernetes, key: ClusterKey, body: Object) -> Observed:
+async def observe_plan_inputs(kubernetes: Kubernetes, key: ClusterKey, body: Object) -> ObservedState:
     """Reads what the plan of a cluster is made of.
 
     Raises:
@@ -89,7 +89,7 @@ async def observe_plan(kubernetes: Kubernetes, key: ClusterKey, body: Object) ->
     except* KubernetesError as errors:
         raise _first_of(errors) from errors
     pods = [item for item in lists.result() if item["kind"] == PODS.name]
-    return Observed(
+    return ObservedState(
         body=body,
         live={key_of(item): item for item in lists.result() if item["kind"] != PODS.name},
         pods={name_of(pod): pod for pod in pods},
@@ -100,7 +100,7 @@ async def observe_plan(kubernetes: Kubernetes, key: ClusterKey, body: Object) ->
     )
 
 
-async def observe_others(kubernetes: Kubernetes, key: ClusterKey, observed: Observed) -> Observed:
+async def observe_children(kubernetes: Kubernetes, key: ClusterKey, observed: ObservedState) -> ObservedState:
     """Reads the rest of a cluster's children.
 
     Raises:

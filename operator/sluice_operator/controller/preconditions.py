@@ -8,18 +8,18 @@ from sluice_operator.api.conditions import Reason
 from sluice_operator.api.manifest import ManifestError, check_manifest
 from sluice_operator.kubernetes.interface import CERTIFICATES
 from sluice_operator.resources.certificates import uses_cert_manager
-from sluice_operator.resources.pod_status import Trouble
-from sluice_operator.resources.pod_template import find_refused, find_refused_affinity
+from sluice_operator.resources.pod_status import Failure
+from sluice_operator.resources.pod_template import find_refused_affinity_terms, find_refused_fields
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.kubernetes.interface import Object
-    from sluice_operator.settings import Settings
+    from sluice_operator.settings import OperatorSettings
 
 
 def check_cluster(
-    body: Object, settings: Settings, *, has_cert_manager: bool = False
-) -> tuple[ServingCluster | None, Trouble | None]:
+    body: Object, settings: OperatorSettings, *, has_cert_manager: bool = False
+) -> tuple[ServingCluster | None, Failure | None]:
     """Checks a ServingCluster.
 
     Args:
@@ -34,21 +34,21 @@ def check_cluster(
         # The status is ours, and no part of what is wanted.
         cluster = check_manifest({name: value for name, value in body.items() if name != "status"})
     except ManifestError as error:
-        return None, Trouble(reason=Reason.REFUSED, message="; ".join(str(problem) for problem in error.problems))
+        return None, Failure(reason=Reason.REFUSED, message="; ".join(str(problem) for problem in error.problems))
     missing = find_unavailable(cluster, settings, has_cert_manager=has_cert_manager)
     if missing:
-        return None, Trouble(reason=Reason.NOT_AVAILABLE, message="; ".join(missing))
+        return None, Failure(reason=Reason.NOT_AVAILABLE, message="; ".join(missing))
     engine = cluster.spec.engine
     refused = [
-        *find_refused(engine.pod_template, allow_host_access=settings.allow_host_access),
-        *find_refused_affinity(engine.affinity, allow_host_access=settings.allow_host_access),
+        *find_refused_fields(engine.pod_template, allow_host_access=settings.allow_host_access),
+        *find_refused_affinity_terms(engine.affinity, allow_host_access=settings.allow_host_access),
     ]
     if refused:
-        return None, Trouble(reason=Reason.POD_TEMPLATE_REFUSED, message="; ".join(refused))
+        return None, Failure(reason=Reason.POD_TEMPLATE_REFUSED, message="; ".join(refused))
     return cluster, None
 
 
-def find_unavailable(cluster: ServingCluster, settings: Settings, *, has_cert_manager: bool) -> list[str]:
+def find_unavailable(cluster: ServingCluster, settings: OperatorSettings, *, has_cert_manager: bool) -> list[str]:
     """Finds what is asked for and cannot be had here; to serve without it would be less safe than asked for."""
     missing = []
     if cluster.spec.network.tls.mode != "Disabled" and not settings.peer_tls:

@@ -7,22 +7,21 @@ from typing import TYPE_CHECKING, Any
 from sluice_core.records import Role
 from sluice_operator.api import names
 from sluice_operator.api.conditions import ConditionType, Reason
+from sluice_operator.api.proto_enums import STRATEGY_NAMES
 from sluice_operator.controller.condition_rules import MAX_MESSAGE_CHARACTERS, Condition, decide_conditions
-from sluice_operator.resources.commands import STRATEGIES
 from sluice_operator.routers.attainment import Counts, format_share
 
 if TYPE_CHECKING:
-    from sluice_operator.controller.status_inputs import Findings
+    from sluice_operator.controller.status_inputs import StatusInputs
     from sluice_operator.kubernetes.interface import Object
 
-STRATEGY_NAMES = {value: name for name, value in STRATEGIES.items()}
 # Changes of these alone are measurements, written every 15 s at most.
 MEASURED_FIELD = "attainment"
-MEASURED_SUBJECT = ConditionType.SLO_MET
+MEASURED_CONDITION = ConditionType.SLO_MET
 
 
 # What a cluster begins with, and rests in.
-CALM_REASONS = frozenset(
+NORMAL_REASONS = frozenset(
     {
         Reason.AS_EXPECTED,
         Reason.VALID,
@@ -43,53 +42,53 @@ CALM_REASONS = frozenset(
 )
 
 
-def render_status(found: Findings, now_text: str) -> Object:
+def render_status(inputs: StatusInputs, now_text: str) -> Object:
     """Renders the status.
 
     Args:
-        found: What one look found.
+        inputs: What one reconcile found.
         now_text: The time, as Kubernetes writes it, for conditions that change.
     """
-    old = found.body.get("status") or {}
-    name = found.body["metadata"]["name"]
-    generation = found.body["metadata"].get("generation", 0)
-    conditions = [_write(item, old, generation, now_text) for item in decide_conditions(found)]
+    old = inputs.body.get("status") or {}
+    name = inputs.body["metadata"]["name"]
+    generation = inputs.body["metadata"].get("generation", 0)
+    conditions = [_write(item, old, generation, now_text) for item in decide_conditions(inputs)]
     status: Object = {
         "observedGeneration": generation,
         "conditions": conditions,
-        "replicas": sum(pod.is_present for pod in found.engines),
-        "readyReplicas": found.num_engines_ready,
+        "replicas": sum(pod.is_present for pod in inputs.engines),
+        "readyReplicas": inputs.num_engines_ready,
         "selector": names.format_selector(names.select_component(name, names.ENGINE)),
-        "routerReplicas": sum(pod.is_present for pod in found.routers),
-        "readyRouterReplicas": found.num_routers_ready,
-        "effective": _render_effective(found, old.get("effective") or {}),
+        "routerReplicas": sum(pod.is_present for pod in inputs.routers),
+        "readyRouterReplicas": inputs.num_routers_ready,
+        "effective": _render_effective(inputs, old.get("effective") or {}),
     }
-    generations = [item.generation for item in found.statuses.values()]
-    if generations and len(generations) >= found.num_routers_ready:
+    generations = [item.generation for item in inputs.statuses.values()]
+    if generations and len(generations) >= inputs.num_routers_ready:
         status["planGeneration"] = min(generations)
     elif "planGeneration" in old:
         status["planGeneration"] = old["planGeneration"]
-    if recommended := _render_recommended(found, old.get("recommended"), now_text):
+    if recommended := _render_recommended(inputs, old.get("recommended"), now_text):
         status["recommended"] = recommended
-    if attainment := _render_attainment(found):
+    if attainment := _render_attainment(inputs):
         status[MEASURED_FIELD] = attainment
     return status
 
 
-def degrade(body: Object, message: str, now_text: str) -> Object:
+def render_forbidden_status(body: Object, message: str, now_text: str) -> Object:
     """The status of a cluster that may not even be looked at: as it was, but for what is wrong."""
     old = body.get("status") or {}
     condition = Condition(
-        subject=ConditionType.DEGRADED, is_true=True, reason=Reason.FORBIDDEN, message=message[:MAX_MESSAGE_CHARACTERS]
+        type=ConditionType.DEGRADED, is_true=True, reason=Reason.FORBIDDEN, message=message[:MAX_MESSAGE_CHARACTERS]
     )
     others = [item for item in old.get("conditions", []) if item["type"] != ConditionType.DEGRADED]
     written = _write(condition, old, body["metadata"].get("generation", 0), now_text)
     return {**old, "conditions": [*others, written]}
 
 
-def without_measurements(status: Object) -> Object:
+def strip_measurements(status: Object) -> Object:
     """A status without what changes all the time."""
-    conditions = [item for item in status.get("conditions", []) if item["type"] != MEASURED_SUBJECT]
+    conditions = [item for item in status.get("conditions", []) if item["type"] != MEASURED_CONDITION]
     return {**status, MEASURED_FIELD: None, "conditions": conditions}
 
 
@@ -113,23 +112,23 @@ def list_transitions(old: Object, new: Object) -> list[Object]:
     return [
         item
         for item in new["conditions"]
-        if item["type"] != MEASURED_SUBJECT
+        if item["type"] != MEASURED_CONDITION
         and before.get(item["type"]) != (item["status"], item["reason"])
-        and (item["type"] in before or item["reason"] not in CALM_REASONS)
+        and (item["type"] in before or item["reason"] not in NORMAL_REASONS)
     ]
 
 
 def is_warning(condition: Object) -> bool:
     """Whether a condition says that something is wrong."""
     bad = "True" if condition["type"] == ConditionType.DEGRADED else "False"
-    return bool(condition["status"] == bad) and condition["reason"] not in CALM_REASONS
+    return bool(condition["status"] == bad) and condition["reason"] not in NORMAL_REASONS
 
 
 def _write(condition: Condition, old: Object, generation: int, now_text: str) -> Object:
-    before = next((item for item in old.get("conditions", []) if item["type"] == condition.subject), None)
+    before = next((item for item in old.get("conditions", []) if item["type"] == condition.type), None)
     is_same = before is not None and before["status"] == condition.status
     return {
-        "type": str(condition.subject),
+        "type": str(condition.type),
         "status": condition.status,
         "observedGeneration": generation,
         "lastTransitionTime": before["lastTransitionTime"] if before and is_same else now_text,
@@ -138,19 +137,19 @@ def _write(condition: Condition, old: Object, generation: int, now_text: str) ->
     }
 
 
-def _render_effective(found: Findings, old: Object) -> Object:
+def _render_effective(inputs: StatusInputs, old: Object) -> Object:
     """What the engines acknowledged; without a report, what was known last."""
-    plan = found.plan
-    if plan is None or not found.statuses:
+    plan = inputs.plan
+    if plan is None or not inputs.statuses:
         return old
-    staying = [report for engine, report in found.reports.items() if engine not in found.scale.leaving]
+    staying = [report for engine, report in inputs.reports.items() if engine not in inputs.scale.victims]
     counts = {role: sum(report.role is role for report in staying) for role in Role}
     effective: Object = {
         "prefillHeavy": counts[Role.PREFILL_HEAVY],
         "decodeHeavy": counts[Role.DECODE_HEAVY],
-        "draining": len(found.scale.leaving),
+        "draining": len(inputs.scale.victims),
     }
-    if all(status.generation >= plan.generation for status in found.statuses.values()):
+    if all(status.generation >= plan.generation for status in inputs.statuses.values()):
         effective["strategy"] = STRATEGY_NAMES[plan.strategy]
     elif "strategy" in old:
         effective["strategy"] = old["strategy"]
@@ -164,33 +163,33 @@ def _render_effective(found: Findings, old: Object) -> Object:
     return effective
 
 
-def _render_recommended(found: Findings, old: Object | None, now_text: str) -> Object | None:
+def _render_recommended(inputs: StatusInputs, old: Object | None, now_text: str) -> Object | None:
     """What the newest search found; until there is one, what an earlier process found."""
-    if found.tuning is not None and found.tuning.reason is Reason.OFF:
+    if inputs.autotune is not None and inputs.autotune.reason is Reason.OFF:
         return None
-    answer = found.recommended
-    if answer is None or found.cluster is None:
+    result = inputs.recommended
+    if result is None or inputs.cluster is None:
         return old
     new: Object = {
-        "replicas": found.cluster.spec.replicas,
-        "prefillHeavy": answer.sliders.num_prefill_heavy,
+        "replicas": inputs.cluster.spec.replicas,
+        "prefillHeavy": result.sliders.num_prefill_heavy,
         "chunkSizes": {
-            "prefillHeavy": answer.sliders.prefill_heavy_tokens,
-            "decodeHeavy": answer.sliders.decode_heavy_tokens,
+            "prefillHeavy": result.sliders.prefill_heavy_tokens,
+            "decodeHeavy": result.sliders.decode_heavy_tokens,
         },
-        "predictedAttainment": format_share(round(answer.attainment * 1000), 1000),
+        "predictedAttainment": format_share(round(result.attainment * 1000), 1000),
     }
     is_same = old is not None and {**old, "time": ""} == {**new, "time": ""}
     return old if is_same else {**new, "time": now_text}
 
 
-def _render_attainment(found: Findings) -> Object:
-    total = sum(found.attainment.values(), Counts())
+def _render_attainment(inputs: StatusInputs) -> Object:
+    total = sum(inputs.attainment.values(), Counts())
     if total.num_finished == 0:
         return {}
-    known = {item.name for item in found.cluster.spec.slo.classes} if found.cluster else set()
+    known = {item.name for item in inputs.cluster.spec.slo.classes} if inputs.cluster else set()
     classes = [
-        {"name": name, **_render_counts(counts)} for name, counts in sorted(found.attainment.items()) if name in known
+        {"name": name, **_render_counts(counts)} for name, counts in sorted(inputs.attainment.items()) if name in known
     ]
     return {**_render_counts(total), **({"classes": classes} if classes else {})}
 

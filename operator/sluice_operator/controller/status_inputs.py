@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sluice_operator.api.conditions import Reason
-from sluice_operator.planning.scale_down import Scale
-from sluice_operator.resources.pod_status import Trouble
+from sluice_operator.planning.scale_down import ScaleDecision
+from sluice_operator.resources.pod_status import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2, plan_pb2
     from sluice_core.records import EngineId
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.autotune.decision import Verdict
-    from sluice_operator.autotune.search_messages import Answer
+    from sluice_operator.autotune.decision import AutotuneStatus
+    from sluice_operator.autotune.search_messages import SearchResult
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.resources.pod_status import Pod
     from sluice_operator.routers.attainment import Counts
     from sluice_operator.routers.engine_reports import EngineReport
 
-ROLLOUT_TROUBLES = frozenset(
+ROLLOUT_FAILURES = frozenset(
     {
         Reason.IMAGE_PULL_BACK_OFF,
         Reason.CRASH_LOOP,
@@ -34,14 +34,14 @@ ROLLOUT_TROUBLES = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class StatusInputs:
     """One look.
 
     Args:
         body: The ServingCluster as it is.
         cluster: It, checked; None when it cannot be carried out.
         refusal: Why it cannot.
-        troubles: What went wrong on the way.
+        failures: What went wrong on the way.
         engines: Engine pods.
         routers: Router pods.
         deployments: Deployments of engines and routers, by component, as far as they exist.
@@ -51,25 +51,25 @@ class Findings:
         statuses: Newest status of each router that answers.
         refusals: Why routers refused the plan, by pod.
         attainment: Requests of the last five minutes, by class.
-        tuning: What is to be said about autotune; None: it was not looked at.
+        autotune: What is to be said about autotune; None: it was not looked at.
         recommended: What the search for sliders found last; None: nothing yet.
     """
 
     body: Object
     cluster: ServingCluster | None
-    refusal: Trouble | None = None
-    troubles: tuple[Trouble, ...] = ()
+    refusal: Failure | None = None
+    failures: tuple[Failure, ...] = ()
     engines: tuple[Pod, ...] = ()
     routers: tuple[Pod, ...] = ()
     deployments: Mapping[str, Object] = field(default_factory=dict)
-    scale: Scale = field(default_factory=lambda: Scale(replicas=0))
+    scale: ScaleDecision = field(default_factory=lambda: ScaleDecision(replicas=0))
     plan: plan_pb2.Plan | None = None
     reports: Mapping[EngineId, EngineReport] = field(default_factory=dict)
     statuses: Mapping[str, control_pb2.GetStatusResponse] = field(default_factory=dict)
     refusals: Mapping[str, str] = field(default_factory=dict)
     attainment: Mapping[str, Counts] = field(default_factory=dict)
-    tuning: Verdict | None = None
-    recommended: Answer | None = None
+    autotune: AutotuneStatus | None = None
+    recommended: SearchResult | None = None
 
     @property
     def num_engines_ready(self) -> int:
@@ -82,9 +82,9 @@ class Findings:
         return sum(pod.is_ready and pod.is_present for pod in self.routers)
 
     @property
-    def pod_troubles(self) -> list[Trouble]:
+    def pod_failures(self) -> list[Failure]:
         """What is wrong with pods."""
-        return [pod.trouble for pod in (*self.engines, *self.routers) if pod.trouble and not pod.is_ending]
+        return [pod.failure for pod in (*self.engines, *self.routers) if pod.failure and not pod.is_ending]
 
     def is_rolling(self, component: str) -> bool:
         """Whether pods of another template are still to be replaced."""
@@ -95,7 +95,7 @@ class Findings:
         is_seen = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
         return not is_seen or status.get("updatedReplicas", 0) < status.get("replicas", 0)
 
-    def find_deployment_troubles(self) -> list[Trouble]:
+    def find_deployment_failures(self) -> list[Failure]:
         """Why Kubernetes could not create pods: a quota, or the namespace's Pod Security."""
         found = []
         for deployment in self.deployments.values():
@@ -104,5 +104,5 @@ class Findings:
                     message = condition.get("message", "")
                     reason = Reason.QUOTA_EXCEEDED if "exceeded quota" in message else Reason.FORBIDDEN
                     name = deployment["metadata"]["name"]
-                    found.append(Trouble(reason=reason, message=f"deployment {name} cannot create pods: {message}"))
+                    found.append(Failure(reason=reason, message=f"deployment {name} cannot create pods: {message}"))
         return found

@@ -58,7 +58,7 @@ class Schedule(Generic[Key]):
         self._heap: list[tuple[float, int, Key]] = []
         self._counter = itertools.count()
         # When the work on each key began.
-        self._at_work: dict[Key, float] = {}
+        self._processing: dict[Key, float] = {}
         self._back_offs: dict[Key, _BackOff] = {}
 
     def add(self, key: Key, due_s: float) -> None:
@@ -77,11 +77,11 @@ class Schedule(Generic[Key]):
             due_s, _, key = entry
             if self._due_s.get(key) != due_s:
                 continue
-            if key in self._at_work:
+            if key in self._processing:
                 held.append(entry)
                 continue
             del self._due_s[key]
-            self._at_work[key] = now
+            self._processing[key] = now
             taken = key
             break
         for entry in held:
@@ -90,7 +90,7 @@ class Schedule(Generic[Key]):
 
     def finish(self, key: Key) -> None:
         """Ends the work on a key with success."""
-        self._at_work.pop(key, None)
+        self._processing.pop(key, None)
         self._back_offs.pop(key, None)
 
     def fail(self, key: Key, now: float, least_s: float = 0.0) -> float:
@@ -104,14 +104,14 @@ class Schedule(Generic[Key]):
         Returns:
             The pause until that try, in seconds.
         """
-        back_off = self._prolong(self._back_offs.get(key), self._at_work.pop(key, now), now, least_s)
+        back_off = self._extend_back_off(self._back_offs.get(key), self._processing.pop(key, now), now, least_s)
         self._back_offs[key] = back_off
         # Whoever added it meanwhile waits like those who will.
         due_s = min(max(self._due_s.get(key, float("inf")), back_off.least_s), back_off.retry_s)
         self._set_due(key, due_s)
         return due_s - now
 
-    def _prolong(self, old: _BackOff | None, started_s: float, now: float, least_s: float) -> _BackOff:
+    def _extend_back_off(self, old: _BackOff | None, started_s: float, now: float, least_s: float) -> _BackOff:
         if old is not None and started_s < old.retry_s:
             num_failures, retry_s = old.num_failures, max(old.retry_s, now + least_s)
         else:
@@ -129,18 +129,18 @@ class Schedule(Generic[Key]):
         self._due_s[key] = due_s
         heapq.heappush(self._heap, (due_s, next(self._counter), key))
 
-    def is_at_work(self, key: Key) -> bool:
+    def is_processing(self, key: Key) -> bool:
         """Whether a key was taken, and its work has not ended."""
-        return key in self._at_work
+        return key in self._processing
 
     def wait_s(self, now: float) -> float | None:
         """Seconds until a key may be due; None: none is scheduled."""
-        due = [due_s for key, due_s in self._due_s.items() if key not in self._at_work]
+        due = [due_s for key, due_s in self._due_s.items() if key not in self._processing]
         return max(0.0, min(due) - now) if due else None
 
     def age_s(self, now: float) -> float:
         """How long the key that is due longest has waited, in seconds."""
-        due = [due_s for key, due_s in self._due_s.items() if key not in self._at_work]
+        due = [due_s for key, due_s in self._due_s.items() if key not in self._processing]
         return max(0.0, now - min(due)) if due else 0.0
 
     def __len__(self) -> int:
@@ -165,9 +165,9 @@ class WorkQueue(Generic[Key]):
         self._schedule.add(key, self._clock() + after_s)
         self._changed.set()
 
-    def is_at_work(self, key: Key) -> bool:
+    def is_processing(self, key: Key) -> bool:
         """Whether a key is being looked at."""
-        return self._schedule.is_at_work(key)
+        return self._schedule.is_processing(key)
 
     async def get(self) -> Key:
         """Waits for a key that is due; end its work with ``finish`` or ``fail``."""

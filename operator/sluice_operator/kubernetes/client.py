@@ -93,8 +93,8 @@ class KubernetesClient:
 
     async def is_served(self, kind: Kind) -> bool:
         """See ``Kubernetes.is_served``."""
-        asked_s, is_served = self._served.get(kind, (float("-inf"), False))
-        if self._now() - asked_s < (DISCOVERY_S if is_served else ABSENCE_S):
+        search_started_s, is_served = self._served.get(kind, (float("-inf"), False))
+        if self._now() - search_started_s < (DISCOVERY_S if is_served else ABSENCE_S):
             return is_served
         try:
             answer = await self._request("discover", kind, kind.root)

@@ -47,7 +47,7 @@ PODS = Kind(api_version="v1", name="Pod", plural="pods")
 SERVICES = Kind(api_version="v1", name="Service", plural="services")
 CONFIG_MAPS = Kind(api_version="v1", name="ConfigMap", plural="configmaps")
 SERVICE_ACCOUNTS = Kind(api_version="v1", name="ServiceAccount", plural="serviceaccounts")
-BUDGETS = Kind(api_version="policy/v1", name="PodDisruptionBudget", plural="poddisruptionbudgets")
+DISRUPTION_BUDGETS = Kind(api_version="policy/v1", name="PodDisruptionBudget", plural="poddisruptionbudgets")
 NETWORK_POLICIES = Kind(api_version="networking.k8s.io/v1", name="NetworkPolicy", plural="networkpolicies")
 SERVICE_MONITORS = Kind(api_version="monitoring.coreos.com/v1", name="ServiceMonitor", plural="servicemonitors")
 CERTIFICATES = Kind(api_version="cert-manager.io/v1", name="Certificate", plural="certificates")
@@ -63,7 +63,7 @@ KINDS = {
         SERVICES,
         CONFIG_MAPS,
         SERVICE_ACCOUNTS,
-        BUDGETS,
+        DISRUPTION_BUDGETS,
         NETWORK_POLICIES,
         SERVICE_MONITORS,
         CERTIFICATES,

@@ -39,7 +39,7 @@ class Version:
     resource_version: str
 
 
-class Echoes:
+class OwnWrites:
     """What was written last, by object. Mutable.
 
     Args:
@@ -51,15 +51,15 @@ class Echoes:
         self._max_objects = max_objects
         self._versions: dict[str, str] = {}
 
-    def note(self, seen: Object, patch: Object, answer: Object) -> None:
+    def record(self, before: Object, patch: Object, answer: Object) -> None:
         """Notes a write.
 
         Args:
-            seen: The object before it, as the look went by.
+            before: The object before it, as the look went by.
             patch: The merge patch.
             answer: The object after it, as the API server has it.
         """
-        if _strip(merge_patch(seen, patch)) != _strip(answer):
+        if _strip(merge_patch(before, patch)) != _strip(answer):
             return
         uid = uid_of(answer)
         self._versions.pop(uid, None)
@@ -67,7 +67,7 @@ class Echoes:
         if len(self._versions) > self._max_objects:
             del self._versions[next(iter(self._versions))]
 
-    def has(self, version: Version) -> bool:
+    def includes(self, version: Version) -> bool:
         """Whether this is what we have written ourselves, and nothing else."""
         return bool(version.resource_version) and self._versions.get(version.uid) == version.resource_version
 

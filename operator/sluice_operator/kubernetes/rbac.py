@@ -6,11 +6,11 @@ No secrets, no nodes, no exec, no wildcards. ``watch`` and ``list`` come from th
 from __future__ import annotations
 
 from sluice_operator.kubernetes.interface import (
-    BUDGETS,
     CERTIFICATES,
     CLUSTERS,
     CONFIG_MAPS,
     DEPLOYMENTS,
+    DISRUPTION_BUDGETS,
     EVENTS,
     LEASES,
     NETWORK_POLICIES,
@@ -29,7 +29,7 @@ WATCHED = (
     SERVICES,
     CONFIG_MAPS,
     SERVICE_ACCOUNTS,
-    BUDGETS,
+    DISRUPTION_BUDGETS,
     NETWORK_POLICIES,
 )
 # Kubernetes checks server-side apply as "patch", and as "create" where there is nothing yet.
@@ -44,7 +44,7 @@ RULES: dict[tuple[Kind, str], tuple[str, ...]] = {
     (CONFIG_MAPS, ""): (*APPLIED, "watch"),
     (SERVICE_ACCOUNTS, ""): (*APPLIED, "watch"),
     (NETWORK_POLICIES, ""): (*APPLIED, "watch"),
-    (BUDGETS, ""): (*APPLIED, "delete", "watch"),
+    (DISRUPTION_BUDGETS, ""): (*APPLIED, "delete", "watch"),
     (SERVICE_MONITORS, ""): APPLIED,
     (CERTIFICATES, ""): (*APPLIED, "delete"),
     (EVENTS, ""): ("create",),

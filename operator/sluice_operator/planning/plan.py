@@ -15,12 +15,12 @@ from google.protobuf import json_format
 from sluice.v1 import plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
+from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.autotune.decision import Stored
+from sluice_operator.autotune.decision import StoredSliders
 from sluice_operator.kubernetes.interface import annotations_of
-from sluice_operator.planning.roles import assign
-from sluice_operator.resources.commands import render_plan
-from sluice_operator.routers.engine_reports import ROLES
+from sluice_operator.planning.plan_message import render_plan
+from sluice_operator.planning.roles import assign_roles
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ class StoredPlan:
 
     plan: plan_pb2.Plan | None = None
     generation: int = 0
-    tuned: Stored | None = None
+    tuned: StoredSliders | None = None
 
     @property
     def roles(self) -> dict[EngineId, Role]:
@@ -71,7 +71,7 @@ def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
         return StoredPlan(generation=generation)
     if plan.cluster_uid != cluster_uid:
         return StoredPlan(generation=generation)
-    tuned = Stored.from_json(annotations_of(config_map).get(names.TUNED_ANNOTATION, ""))
+    tuned = StoredSliders.from_json(annotations_of(config_map).get(names.TUNED_ANNOTATION, ""))
     return StoredPlan(plan=plan, generation=max(generation, plan.generation), tuned=tuned)
 
 
@@ -85,7 +85,7 @@ def make_plan(
     stored: StoredPlan,
     pods: Sequence[Pod],
     *,
-    leaving: Collection[EngineId],
+    victims: Collection[EngineId],
     reports: Mapping[EngineId, EngineReport],
     statuses: Iterable[control_pb2.GetStatusResponse],
 ) -> plan_pb2.Plan:
@@ -95,7 +95,7 @@ def make_plan(
         cluster: The manifest, with the sliders that are to be in force.
         stored: The plan in its ConfigMap.
         pods: Engine pods.
-        leaving: Engines that leave.
+        victims: Engines that leave.
         reports: What routers say of the engines.
         statuses: Newest status of each router.
 
@@ -104,11 +104,11 @@ def make_plan(
     """
     roles = stored.roles
     ending = {pod.engine_id for pod in pods if pod.is_ending and pod.engine_id in roles}
-    staying = choose_named(pods, roles, leaving)
+    staying = choose_role_holders(pods, roles, victims)
     loads = {engine_id: report.load for engine_id, report in reports.items()}
-    assigned = assign(roles, staying, resolve_sliders(cluster.spec).num_prefill_heavy, loads)
+    assigned = assign_roles(roles, staying, resolve_sliders(cluster.spec).num_prefill_heavy, loads)
     # One that never had a role serves with the D-heavy setting, and drains like the others.
-    gone = {engine_id: roles.get(engine_id, Role.DECODE_HEAVY) for engine_id in (*ending, *leaving)}
+    gone = {engine_id: roles.get(engine_id, Role.DECODE_HEAVY) for engine_id in (*ending, *victims)}
     uid = cluster.metadata.uid
     # A ConfigMap that was deleted or edited by hand must not take the numbers back.
     highest = max([stored.generation, *(status.generation for status in statuses if status.cluster_uid == uid)])
@@ -122,13 +122,15 @@ def make_plan(
     return render(highest + 1)
 
 
-def choose_named(pods: Sequence[Pod], roles: Mapping[EngineId, Role], leaving: Collection[EngineId]) -> list[EngineId]:
+def choose_role_holders(
+    pods: Sequence[Pod], roles: Mapping[EngineId, Role], victims: Collection[EngineId]
+) -> list[EngineId]:
     """Chooses the engines that get a role: those that serve, and those that had one and may be back in a moment.
 
     An engine that does not serve keeps its role only while another one that serves has the same; otherwise a cluster
     whose only P-heavy engine fails would have none.
     """
-    staying = [pod for pod in pods if pod.is_present and pod.engine_id not in leaving]
+    staying = [pod for pod in pods if pod.is_present and pod.engine_id not in victims]
     serving = [pod.engine_id for pod in staying if pod.is_ready]
     roles_that_serve = {roles[engine_id] for engine_id in serving if engine_id in roles}
     resting = [

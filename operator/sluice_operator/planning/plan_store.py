@@ -14,23 +14,23 @@ from sluice_operator.planning.plan import write_plan
 
 if TYPE_CHECKING:
     from sluice.v1 import plan_pb2
-    from sluice_operator.autotune.decision import Stored
+    from sluice_operator.autotune.decision import StoredSliders
     from sluice_operator.kubernetes.interface import Object
-    from sluice_operator.kubernetes.own_writes import Echoes
-    from sluice_operator.resources.apply import Children
+    from sluice_operator.kubernetes.own_writes import OwnWrites
+    from sluice_operator.resources.apply import ChildApplier
 
 
 async def store_plan(
-    children: Children, live: Object | None, plan: plan_pb2.Plan, tuned: Stored | None, echoes: Echoes
+    applier: ChildApplier, live: Object | None, plan: plan_pb2.Plan, tuned: StoredSliders | None, own_writes: OwnWrites
 ) -> bool:
     """Stores a plan.
 
     Args:
-        children: The cluster's children.
+        applier: The cluster's children.
         live: The ConfigMap that the plan's number was counted from; None: there was none.
         plan: The plan.
         tuned: Sliders in it that autotune put in force instead of the spec's; they are stored with it.
-        echoes: Takes note of the write.
+        own_writes: Takes note of the write.
 
     Returns:
         Whether it is stored; the reason is among the children's troubles otherwise.
@@ -39,31 +39,31 @@ async def store_plan(
         ConflictError: Somebody else stored one; look again.
         KubernetesError: To be tried again.
     """
-    content = _render(children, plan, tuned)
+    content = _render(applier, plan, tuned)
     name, namespace = content["metadata"]["name"], content["metadata"]["namespace"]
     what = f"ConfigMap {name}"
     if live is None:
-        found = await children.find(content)
-        if not children.may_write(content, found):
+        found = await applier.get_live(content)
+        if not applier.may_write(content, found):
             return False
         if found is not None:
             # Ours, but it has lost its labels: given back, it is seen with its number at the next look.
             labels = {"metadata": {"uid": uid_of(found), "labels": content["metadata"]["labels"]}}
-            await children.kubernetes.patch(CONFIG_MAPS, namespace, name, labels)
+            await applier.kubernetes.patch(CONFIG_MAPS, namespace, name, labels)
             raise ConflictError(f"{what} had lost its labels")
-        return await children.attempt(children.kubernetes.create(content), what)
+        return await applier.try_write(applier.kubernetes.create(content), what)
     version = {"uid": uid_of(live), "resourceVersion": live["metadata"]["resourceVersion"]}
     patch = {"metadata": {**content["metadata"], **version}, "data": content["data"]}
 
     async def replace() -> None:
-        echoes.note(live, patch, await children.kubernetes.patch(CONFIG_MAPS, namespace, name, patch))
+        own_writes.record(live, patch, await applier.kubernetes.patch(CONFIG_MAPS, namespace, name, patch))
 
-    return await children.attempt(replace(), what)
+    return await applier.try_write(replace(), what)
 
 
-def _render(children: Children, plan: plan_pb2.Plan, tuned: Stored | None) -> Object:
-    cluster = children.cluster_name
-    content = children.adopt(
+def _render(applier: ChildApplier, plan: plan_pb2.Plan, tuned: StoredSliders | None) -> Object:
+    cluster = applier.cluster_name
+    content = applier.set_controller_reference(
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 
-def assign(
+def assign_roles(
     current_roles: Mapping[EngineId, Role],
     engines: Collection[EngineId],
     num_prefill_heavy: int,

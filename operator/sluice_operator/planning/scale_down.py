@@ -19,58 +19,60 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class ScaleDecision:
     """What to do about the number of engines.
 
     Args:
         replicas: For the Deployment, now.
-        leaving: Engines that hand their work over and then go.
-        waiting: Those of them that have not drained yet.
+        victims: Engines that hand their work over and then go.
+        undrained: Those of them that have not drained yet.
     """
 
     replicas: int
-    leaving: frozenset[EngineId] = frozenset()
-    waiting: frozenset[EngineId] = frozenset()
+    victims: frozenset[EngineId] = frozenset()
+    undrained: frozenset[EngineId] = frozenset()
 
 
 def decide_scale(
-    wanted: int,
-    live: int | None,
+    desired_replicas: int,
+    current_replicas: int | None,
     pods: Sequence[Pod],
     *,
     roles: Mapping[EngineId, Role],
     num_prefill_heavy: int,
     reports: Mapping[EngineId, EngineReport],
-    overdue: Collection[EngineId] = frozenset(),
-) -> Scale:
+    drain_expired: Collection[EngineId] = frozenset(),
+) -> ScaleDecision:
     """Decides how many engine pods there should be now, and which leave.
 
     Args:
-        wanted: Engines that the manifest asks for.
-        live: Replicas of the Deployment; None before it exists.
+        desired_replicas: Engines that the manifest asks for.
+        current_replicas: Replicas of the Deployment; None before it exists.
         pods: Engine pods.
         roles: Roles in the plan.
         num_prefill_heavy: P-heavy engines that the manifest asks for.
         reports: What routers say of the engines.
-        overdue: Engines that had their time to drain.
+        drain_expired: Engines that had their time to drain.
     """
     present = [pod for pod in pods if pod.is_present]
-    num_victims = len(present) - wanted
-    if live is None or live <= wanted or num_victims <= 0:
-        return Scale(replicas=wanted)
-    victims = _choose_victims(present, num_victims, roles, num_prefill_heavy, reports)
-    waiting = frozenset(pod.engine_id for pod in victims if not _may_go(pod, reports, overdue))
-    leaving = frozenset(pod.engine_id for pod in victims)
-    return Scale(replicas=live if waiting else wanted, leaving=leaving, waiting=waiting)
+    num_victims = len(present) - desired_replicas
+    if current_replicas is None or current_replicas <= desired_replicas or num_victims <= 0:
+        return ScaleDecision(replicas=desired_replicas)
+    chosen = _choose_victims(present, num_victims, roles, num_prefill_heavy, reports)
+    undrained = frozenset(pod.engine_id for pod in chosen if not _may_delete(pod, reports, drain_expired))
+    victims = frozenset(pod.engine_id for pod in chosen)
+    return ScaleDecision(
+        replicas=current_replicas if undrained else desired_replicas, victims=victims, undrained=undrained
+    )
 
 
-def _may_go(pod: Pod, reports: Mapping[EngineId, EngineReport], overdue: Collection[EngineId]) -> bool:
+def _may_delete(pod: Pod, reports: Mapping[EngineId, EngineReport], drain_expired: Collection[EngineId]) -> bool:
     """A pod that serves goes when it is marked, so that Kubernetes takes this one, and drained or out of time."""
     if not pod.is_ready:
         return True
     report = reports.get(pod.engine_id)
     is_empty = report is not None and report.is_drained
-    return pod.is_marked and (is_empty or pod.engine_id in overdue)
+    return pod.has_deletion_cost and (is_empty or pod.engine_id in drain_expired)
 
 
 def _choose_victims(
@@ -92,7 +94,7 @@ def _choose_victims(
         role = roles.get(pod.engine_id)
         report = reports.get(pod.engine_id)
         is_missed = role is not None and excess[role] <= 0
-        return pod.is_ready, not pod.is_marked, is_missed, report.load if report else 0, pod.name
+        return pod.is_ready, not pod.has_deletion_cost, is_missed, report.load if report else 0, pod.name
 
     while len(victims) < num_victims:
         victim = min(remaining, key=rank)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from sluice_operator.api.conditions import Reason
 from sluice_operator.kubernetes.interface import (
-    BUDGETS,
     CERTIFICATES,
     CLUSTERS,
+    DISRUPTION_BUDGETS,
     ConflictError,
     ForbiddenError,
     InvalidError,
@@ -17,8 +17,8 @@ from sluice_operator.kubernetes.interface import (
     name_of,
     uid_of,
 )
-from sluice_operator.resources.desired import adopt, find_owner, guard, is_in_force, key_of
-from sluice_operator.resources.pod_status import Trouble
+from sluice_operator.resources.desired import get_controller, is_applied, key_of, require_uid, set_controller_reference
+from sluice_operator.resources.pod_status import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Mapping
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Kinds of which a cluster does not always have one.
-OPTIONAL_KINDS = frozenset({BUDGETS.name, CERTIFICATES.name})
+OPTIONAL_KINDS = frozenset({DISRUPTION_BUDGETS.name, CERTIFICATES.name})
 
 
-class Children:
+class ChildApplier:
     """The children of one cluster during one look.
 
     Args:
@@ -42,12 +42,12 @@ class Children:
         live: Objects with its labels, by kind and name.
 
     Attributes:
-        troubles: What could not be done, and is not cured by trying at once again.
+        failures: What could not be done, and is not cured by trying at once again.
     """
 
     def __init__(self, kubernetes: Kubernetes, cluster: ServingCluster, live: Mapping[ChildKey, Object]) -> None:
         self.kubernetes = kubernetes
-        self.troubles: list[Trouble] = []
+        self.failures: list[Failure] = []
         self._cluster = cluster
         self._live = live
 
@@ -56,30 +56,30 @@ class Children:
         """Name of the cluster."""
         return self._cluster.metadata.name
 
-    async def ensure(self, child: Object) -> None:
+    async def apply_child(self, child: Object) -> None:
         """Applies a child unless it is so already.
 
         Raises:
             KubernetesError: To be tried again.
         """
         live = self._live.get(key_of(child))
-        if live is not None and self.is_ours(live) and is_in_force(child, live):
+        if live is not None and self.is_owned(live) and is_applied(child, live):
             return
-        live = live or await self.find(child)
+        live = live or await self.get_live(child)
         if self.may_write(child, live):
-            await self.attempt(self.kubernetes.apply(guard(child, live)), f"{child['kind']} {name_of(child)}")
+            await self.try_write(self.kubernetes.apply(require_uid(child, live)), f"{child['kind']} {name_of(child)}")
 
-    async def find(self, child: Object) -> Object | None:
+    async def get_live(self, child: Object) -> Object | None:
         """Looks for an object of the same name that does not carry our labels."""
         return await self.kubernetes.get(kind_of(child), self._cluster.metadata.namespace, name_of(child))
 
-    def adopt(self, child: Object) -> Object:
+    def set_controller_reference(self, child: Object) -> Object:
         """Completes a child that is not rendered with the others."""
-        return adopt(child, self._cluster)
+        return set_controller_reference(child, self._cluster)
 
-    def is_ours(self, live: Object) -> bool:
+    def is_owned(self, live: Object) -> bool:
         """Whether an object belongs to this very cluster."""
-        owner = find_owner(live)
+        owner = get_controller(live)
         return owner is not None and owner["uid"] == self._cluster.metadata.uid
 
     def may_write(self, child: Object, live: Object | None) -> bool:
@@ -88,17 +88,17 @@ class Children:
         Raises:
             ConflictError: It belongs to a deleted cluster of the same name, whose children are on their way out.
         """
-        if live is None or self.is_ours(live):
+        if live is None or self.is_owned(live):
             return True
-        owner = find_owner(live)
+        owner = get_controller(live)
         what = f"{child['kind']} {name_of(child)}"
         if owner and (owner["kind"], owner["name"]) == (CLUSTERS.name, self._cluster.metadata.name):
             raise ConflictError(f"{what} of the deleted cluster of this name is not gone yet")
         message = f"{what} exists and is not this cluster's; rename or delete it, or rename the cluster"
-        self.troubles.append(Trouble(reason=Reason.NAME_CONFLICT, message=message))
+        self.failures.append(Failure(reason=Reason.NAME_CONFLICT, message=message))
         return False
 
-    async def attempt(self, write: Awaitable[Any], what: str) -> bool:
+    async def try_write(self, write: Awaitable[Any], what: str) -> bool:
         """Awaits a write; one that is refused becomes a trouble, so that the rest goes on.
 
         Raises:
@@ -112,19 +112,19 @@ class Children:
             reason = Reason.POD_TEMPLATE_REFUSED if is_template else Reason.FORBIDDEN
             if "exceeded quota" in str(error):
                 reason = Reason.QUOTA_EXCEEDED
-            self.troubles.append(Trouble(reason=reason, message=f"{what}: {error}"))
+            self.failures.append(Failure(reason=reason, message=f"{what}: {error}"))
             logger.warning("%s: %s", what, error)
             return False
         return True
 
-    async def remove_obsolete(self, wanted: Collection[ChildKey]) -> None:
+    async def prune(self, wanted: Collection[ChildKey]) -> None:
         """Deletes children that are no longer wanted, such as the disruption budget of a single pod.
 
         Raises:
             KubernetesError: To be tried again.
         """
         for key, live in self._live.items():
-            if key[0] in OPTIONAL_KINDS and key not in wanted and self.is_ours(live):
+            if key[0] in OPTIONAL_KINDS and key not in wanted and self.is_owned(live):
                 kind, namespace = kind_of(live), self._cluster.metadata.namespace
                 delete = self.kubernetes.delete(kind, namespace, name_of(live), uid_of(live))
-                await self.attempt(delete, f"{key[0]} {key[1]}")
+                await self.try_write(delete, f"{key[0]} {key[1]}")

@@ -13,12 +13,13 @@ from sluice_operator.api import names
 from sluice_operator.api.conditions import Reason
 from sluice_operator.kubernetes.interface import CERTIFICATES, name_of
 from sluice_operator.resources.commands import Security
-from sluice_operator.resources.pod_status import Trouble
+from sluice_operator.resources.pod_status import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sluice_operator.api.serving_cluster import ServingCluster, TlsSpec
+    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.spec import TlsSpec
     from sluice_operator.kubernetes.interface import Object
 
 KEYS, FRONT, PEERS = "api-keys", "front-tls", "peer-tls"
@@ -117,9 +118,9 @@ def render_certificates(cluster: ServingCluster) -> list[Object]:
     return rendered
 
 
-def find_certificate_troubles(live: Sequence[Object]) -> list[Trouble]:
+def find_certificate_failures(live: Sequence[Object]) -> list[Failure]:
     """Finds Certificates that cert-manager could not issue, and does not try to at this moment."""
-    troubles = []
+    failures = []
     for child in live:
         if child["kind"] != CERTIFICATES.name:
             continue
@@ -132,8 +133,8 @@ def find_certificate_troubles(live: Sequence[Object]) -> list[Trouble]:
         message = (
             f"Certificate {name_of(child)} is not issued: {said}; read `kubectl describe certificate {name_of(child)}`"
         )
-        troubles.append(Trouble(reason=Reason.MOUNT_FAILED, message=message))
-    return troubles
+        failures.append(Failure(reason=Reason.MOUNT_FAILED, message=message))
+    return failures
 
 
 def _render_certificate(

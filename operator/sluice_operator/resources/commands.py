@@ -1,7 +1,4 @@
-"""What a ServingCluster comes to: the command lines of its containers, and its plan.
-
-Pods run these commands in their containers; ``sluice up`` runs the same ones as local processes.
-"""
+"""The command lines of engines and routers: pods run them in containers, ``sluice up`` as local processes."""
 
 from __future__ import annotations
 
@@ -9,26 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice.v1 import plan_pb2
-from sluice_core.records import EngineId, Role
-from sluice_operator.api.field_effects import percent
-from sluice_operator.api.sliders import resolve_sliders
-
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
+    from sluice_core.records import EngineId
+    from sluice_operator.api.serving_cluster import ServingClusterSpec
 
-STRATEGIES = {
-    "TaiChi": plan_pb2.STRATEGY_TAICHI,
-    "Aggregated": plan_pb2.STRATEGY_AGGREGATED,
-    "Disaggregated": plan_pb2.STRATEGY_DISAGGREGATED,
-}
-EARLY_REJECTIONS = {
-    "Off": plan_pb2.EARLY_REJECTION_OFF,
-    "Random": plan_pb2.EARLY_REJECTION_RANDOM,
-    "Reject": plan_pb2.EARLY_REJECTION_REJECT,
-}
 # Arguments of vLLM that the engine program takes itself, by its own names.
 ENGINE_OPTIONS = {
     "--block-size": "--block-size",
@@ -38,7 +21,6 @@ ENGINE_OPTIONS = {
 }
 # NIXL's backends by fabric, where it is not UCX.
 KV_BACKENDS = {"EFA": "LIBFABRIC"}
-ROLES = {Role.PREFILL_HEAVY: plan_pb2.ROLE_PREFILL_HEAVY, Role.DECODE_HEAVY: plan_pb2.ROLE_DECODE_HEAVY}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,58 +175,6 @@ def render_router_command(spec: ServingClusterSpec, site: RouterSite, security: 
         "--control-name": security.control_name,
     }
     return ["python", "-m", "sluice_router", *_flatten(options)]
-
-
-def render_plan(
-    cluster: ServingCluster,
-    roles: Mapping[EngineId, Role],
-    *,
-    generation: int,
-    cluster_uid: str,
-    draining: Collection[EngineId] = frozenset(),
-) -> plan_pb2.Plan:
-    """Renders the plan: the only thing that the control plane hands to the data plane.
-
-    Args:
-        cluster: The manifest.
-        roles: Each engine's role (see ``assign``); draining engines may be among them.
-        generation: Number of the plan, above that of every earlier one.
-        cluster_uid: Uid of the cluster.
-        draining: Engines that hand their work over.
-    """
-    spec = cluster.spec
-    sliders = resolve_sliders(spec)
-    parameters = spec.parameters
-    return plan_pb2.Plan(
-        cluster_uid=cluster_uid,
-        generation=generation,
-        strategy=STRATEGIES[spec.strategy],
-        parameters=plan_pb2.Parameters(
-            watermark_percent=parameters.watermark_percent,
-            approaching_factor_percent=parameters.approaching_factor_percent,
-            early_rejection=EARLY_REJECTIONS[parameters.early_rejection],
-            min_tokens_between_moves=parameters.min_tokens_between_moves,
-        ),
-        slo_classes=[
-            plan_pb2.SloClass(
-                ttft_milliseconds=spec.slo.ttft_milliseconds, tpot_milliseconds=spec.slo.tpot_milliseconds
-            ),
-            *(plan_pb2.SloClass(**slo_class.model_dump(by_alias=False)) for slo_class in spec.slo.classes),
-        ],
-        attainment_percent=percent(spec.slo.attainment),
-        engines=[
-            plan_pb2.EnginePlan(
-                engine_id=engine_id,
-                role=ROLES[role],
-                chunk_size_tokens=sliders.chunk_size_tokens(role),
-                is_draining=engine_id in draining,
-            )
-            for engine_id, role in roles.items()
-        ],
-        unnamed_chunk_size_tokens=sliders.decode_heavy_tokens,
-        served_model_name=cluster.served_name,
-        num_routers=spec.router.replicas,
-    )
 
 
 def _flatten(options: Mapping[str, str | int | None]) -> list[str]:

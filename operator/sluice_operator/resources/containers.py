@@ -9,13 +9,13 @@ from sluice_operator.api.names import METRICS_PORT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sluice_operator.api.serving_cluster import Resources
+    from sluice_operator.api.spec import Resources
     from sluice_operator.kubernetes.interface import Object
 
 # Routers hear of a pod that ends within a DNS look-up; until then it must still answer.
 PRE_STOP_S = 2
 # Beyond the drain: the interpreter's end and the kubelet's own.
-END_MARGIN_S = 15
+TERMINATION_MARGIN_S = 15
 STARTUP_PERIOD_S = 2
 
 # Kubernetes' Pod Security level "restricted".
@@ -63,7 +63,7 @@ def render_probes(startup_path: str, startup_s: int) -> Object:
     }
 
 
-def render_end(drain_s: int) -> tuple[Object, int]:
+def render_termination(drain_s: int) -> tuple[Object, int]:
     """Renders how a container ends.
 
     Args:
@@ -72,10 +72,10 @@ def render_end(drain_s: int) -> tuple[Object, int]:
     Returns:
         Its lifecycle, and the pod's grace period in seconds; the API server wants the second above the first.
     """
-    return {"preStop": {"sleep": {"seconds": PRE_STOP_S}}}, PRE_STOP_S + drain_s + END_MARGIN_S
+    return {"preStop": {"sleep": {"seconds": PRE_STOP_S}}}, PRE_STOP_S + drain_s + TERMINATION_MARGIN_S
 
 
-def render_variables(own: Mapping[str, Any], users: Sequence[Object] = ()) -> list[Object]:
+def render_environment(own: Mapping[str, Any], users: Sequence[Object] = ()) -> list[Object]:
     """Renders environment variables, each name once; what we own is not the user's to set (rules.py).
 
     Args:
@@ -107,7 +107,7 @@ def render_pod_defaults(service_account: str) -> Object:
     }
 
 
-def spread(labels: dict[str, str]) -> list[Object]:
+def render_topology_spread(labels: dict[str, str]) -> list[Object]:
     """Spreads pods over nodes as far as that goes."""
     return [
         {

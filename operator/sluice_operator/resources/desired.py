@@ -17,7 +17,7 @@ from sluice_operator.kubernetes.quantities import read_quantity
 from sluice_operator.resources import services
 from sluice_operator.resources.certificates import render_certificates
 from sluice_operator.resources.engine_deployment import render_engines
-from sluice_operator.resources.rollout_hash import keep_template
+from sluice_operator.resources.rollout_hash import keep_pod_template
 from sluice_operator.resources.router_deployment import render_routers
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.kubernetes.interface import Object
-    from sluice_operator.settings import Settings
+    from sluice_operator.settings import OperatorSettings
 
 # Kind and name: within a namespace there is one such object.
 ChildKey = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RenderInputs:
     """What the children depend on beside the manifest.
 
     Args:
@@ -46,31 +46,31 @@ class Facts:
     live: Mapping[ChildKey, Object]
 
 
-def render_children(cluster: ServingCluster, facts: Facts, settings: Settings) -> list[Object]:
+def render_children(cluster: ServingCluster, inputs: RenderInputs, settings: OperatorSettings) -> list[Object]:
     """Renders all children, in the order in which they are needed.
 
     Args:
         cluster: The manifest, with namespace and uid.
-        facts: What else they depend on.
+        inputs: What else they depend on.
         settings: Default images, and where the operator runs.
     """
     deployments = [
         render_routers(cluster, settings.router_image, names.name_operator_peer(settings.namespace)),
-        render_engines(cluster, facts.engine_replicas, settings.engine_image),
+        render_engines(cluster, inputs.engine_replicas, settings.engine_image),
     ]
     rendered = [
         *services.render_service_accounts(cluster),
         *services.render_network_policies(cluster, settings.namespace),
         *services.render_services(cluster),
         *render_certificates(cluster),
-        *(keep_template(deployment, facts.live.get(key_of(deployment))) for deployment in deployments),
-        *services.render_budgets(cluster),
-        *(services.render_monitors(cluster) if facts.has_monitors else []),
+        *(keep_pod_template(deployment, inputs.live.get(key_of(deployment))) for deployment in deployments),
+        *services.render_disruption_budgets(cluster),
+        *(services.render_monitors(cluster) if inputs.has_monitors else []),
     ]
-    return [adopt(child, cluster) for child in rendered]
+    return [set_controller_reference(child, cluster) for child in rendered]
 
 
-def adopt(child: Object, cluster: ServingCluster) -> Object:
+def set_controller_reference(child: Object, cluster: ServingCluster) -> Object:
     """Completes a child: namespace, owner, and the hash of what we ask for."""
     metadata = cluster.metadata
     text = json.dumps(child, sort_keys=True)
@@ -100,28 +100,28 @@ def key_of(child: Object) -> ChildKey:
     return child["kind"], name_of(child)
 
 
-def find_owner(child: Object) -> Object | None:
+def get_controller(child: Object) -> Object | None:
     """The controller of an object, as its owner reference; None when nobody controls it."""
     references = child["metadata"].get("ownerReferences") or []
     return next((reference for reference in references if reference.get("controller")), None)
 
 
-def is_in_force(wanted: Any, live: Any) -> bool:
+def is_applied(wanted: Any, live: Any) -> bool:
     """Whether everything that is wanted is so; what the server or others add is theirs.
 
     Lists of things with names are compared by name, other lists as a whole.
     """
     if isinstance(wanted, dict):
         return (live is None and not wanted) or (
-            isinstance(live, dict) and all(is_in_force(value, live.get(name)) for name, value in wanted.items())
+            isinstance(live, dict) and all(is_applied(value, live.get(name)) for name, value in wanted.items())
         )
     if isinstance(wanted, list):
         if not isinstance(live, list):
             return not wanted and live is None
         if wanted and all(isinstance(item, dict) and "name" in item for item in wanted):
             found = {item.get("name"): item for item in live if isinstance(item, dict)}
-            return all(is_in_force(item, found.get(item["name"])) for item in wanted)
-        return len(wanted) == len(live) and all(is_in_force(*pair) for pair in zip(wanted, live, strict=True))
+            return all(is_applied(item, found.get(item["name"])) for item in wanted)
+        return len(wanted) == len(live) and all(is_applied(*pair) for pair in zip(wanted, live, strict=True))
     return _is_same(wanted, live)
 
 
@@ -137,7 +137,7 @@ def _is_same(wanted: object, live: object) -> bool:
         return False
 
 
-def guard(child: Object, live: Object | None) -> Object:
+def require_uid(child: Object, live: Object | None) -> Object:
     """Has a child applied to the very object that was seen, if there was one."""
     if live is None:
         return child

@@ -15,8 +15,8 @@ from sluice_operator.resources import containers, rdma
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
 from sluice_operator.resources.model_volume import MODEL_DIRECTORY, mount_model
-from sluice_operator.resources.pod_template import merge
-from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, hash_restarting
+from sluice_operator.resources.pod_template import strategic_merge
+from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
@@ -71,7 +71,7 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str) -
 def _render_template(cluster: ServingCluster, image: str) -> Object:
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ENGINE)
-    lifecycle, grace_s = containers.render_end(spec.engine.drain_timeout_seconds)
+    lifecycle, grace_s = containers.render_termination(spec.engine.drain_timeout_seconds)
     model = mount_model(spec.model)
     # Engines ask routers for certificates; the control plane speaks with routers only.
     security = describe_security(cluster, names.ENGINE, locate_in_pod, control_name="")
@@ -89,7 +89,7 @@ def _render_template(cluster: ServingCluster, image: str) -> Object:
         "spec": {
             **containers.render_pod_defaults(names.name_workload(name, names.ENGINE)),
             "terminationGracePeriodSeconds": grace_s,
-            "topologySpreadConstraints": containers.spread(labels),
+            "topologySpreadConstraints": containers.render_topology_spread(labels),
             "containers": [container],
             "volumes": [model.volume, containers.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
             **_render_placement(spec),
@@ -101,8 +101,8 @@ def _render_template(cluster: ServingCluster, image: str) -> Object:
         ]
     if spec.network.rdma:
         rdma.add_rdma(template, container, spec.network.rdma, image)
-    merged: Object = merge(template, spec.engine.pod_template)
-    digest = hash_restarting(spec, RESTARTS_ENGINES, image)
+    merged: Object = strategic_merge(template, spec.engine.pod_template)
+    digest = compute_rollout_hash(spec, RESTARTS_ENGINES, image)
     merged["metadata"].setdefault("annotations", {})[names.RESTART_HASH_ANNOTATION] = digest
     return merged
 
@@ -145,7 +145,7 @@ def _render_variables(spec: ServingClusterSpec) -> list[Object]:
         own["OMP_NUM_THREADS"] = {"resourceFieldRef": limit}
     network = render_engine_environment(spec)
     users = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in spec.engine.env]
-    return containers.render_variables({**own, **network}, users)
+    return containers.render_environment({**own, **network}, users)
 
 
 def _render_resources(spec: ServingClusterSpec) -> Object:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sluice_operator.api.serving_cluster import HuggingFaceSource, ModelSpec
+    from sluice_operator.api.spec import HuggingFaceSource, ModelSpec
     from sluice_operator.kubernetes.interface import Object
 
 MODEL_DIRECTORY = "/model"

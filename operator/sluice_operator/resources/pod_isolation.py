@@ -40,7 +40,7 @@ APPARMOR_ANNOTATION = "container.apparmor.security.beta.kubernetes.io/"
 CONTAINER_KINDS = ("containers", "initContainers", "ephemeralContainers")
 
 
-def find_ways_out(template: Object, ours: Collection[str]) -> Iterator[str]:
+def find_isolation_violations(template: Object, ours: Collection[str]) -> Iterator[str]:
     """Finds a pod's ways out of its namespace.
 
     Args:
@@ -61,10 +61,10 @@ def find_ways_out(template: Object, ours: Collection[str]) -> Iterator[str]:
     for name, value in ((template.get("metadata") or {}).get("annotations") or {}).items():
         if name.startswith(APPARMOR_ANNOTATION) and value == "unconfined":
             yield f"metadata.annotations[{name}] is unconfined, which {ADVICE}"
-    yield from find_other_namespaces(spec.get("affinity") or {}, "spec.affinity")
+    yield from find_cross_namespace_terms(spec.get("affinity") or {}, "spec.affinity")
 
 
-def find_other_namespaces(affinity: Object, path: str) -> Iterator[str]:
+def find_cross_namespace_terms(affinity: Object, path: str) -> Iterator[str]:
     """Finds where an affinity looks at pods of other namespaces, which it keeps from being scheduled."""
     advice = "reaches other namespaces; remove it, or have the operator started with --allow-host-access"
     for kind in ("podAffinity", "podAntiAffinity"):

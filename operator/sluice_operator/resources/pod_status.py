@@ -33,7 +33,7 @@ WAITING_REASONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class Failure:
     """Something that needs a look.
 
     Args:
@@ -54,11 +54,11 @@ class Pod:
         engine_id: Its uid, by which engines go in plans.
         address: Its address; empty before it has one.
         role_label: Value of the role label; empty without one.
-        is_marked: Whether it is marked to go first.
+        has_deletion_cost: Whether it is marked to go first.
         is_ready: Whether it serves.
         is_ending: Whether it is being deleted.
         has_ended: Whether it failed or completed, and will not come back.
-        trouble: What is wrong with it.
+        failure: What is wrong with it.
         control_tls: Name in the certificate of a router's control port; empty: the port is in the open.
     """
 
@@ -66,11 +66,11 @@ class Pod:
     engine_id: EngineId
     address: str
     role_label: str
-    is_marked: bool
+    has_deletion_cost: bool
     is_ready: bool
     is_ending: bool
     has_ended: bool
-    trouble: Trouble | None
+    failure: Failure | None
     control_tls: str = ""
 
     @property
@@ -88,26 +88,26 @@ def read_pod(content: Object) -> Pod:
         engine_id=EngineId(uid_of(content)),
         address=status.get("podIP", ""),
         role_label=labels_of(content).get(ROLE_LABEL, ""),
-        is_marked=annotations_of(content).get(DELETION_COST_ANNOTATION) == DELETION_COST,
+        has_deletion_cost=annotations_of(content).get(DELETION_COST_ANNOTATION) == DELETION_COST,
         is_ready=is_ready,
         is_ending="deletionTimestamp" in content["metadata"],
         has_ended=status.get("phase") in ("Failed", "Succeeded"),
-        trouble=next(_find_trouble(content, status), None),
+        failure=next(_find_failure(content, status), None),
         control_tls=annotations_of(content).get(CONTROL_TLS_ANNOTATION, ""),
     )
 
 
-def _find_trouble(content: Object, status: Object) -> Iterator[Trouble]:
+def _find_failure(content: Object, status: Object) -> Iterator[Failure]:
     name = name_of(content)
     for condition in status.get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable":
             advice = "free or add nodes, or ask for less in spec.engine.resources"
-            yield Trouble(
+            yield Failure(
                 reason=Reason.UNSCHEDULABLE, message=f"pod {name} fits no node ({condition.get('message')}); {advice}"
             )
     preparations = status.get("initContainerStatuses") or []
     for container in [*preparations, *(status.get("containerStatuses") or [])]:
-        yield from _find_container_trouble(name, container)
+        yield from _find_container_failure(name, container)
 
 
 def is_rdma_refusal(container: Object, ended: Object) -> bool:
@@ -117,26 +117,26 @@ def is_rdma_refusal(container: Object, ended: Object) -> bool:
     return not container.get("ready") and ended.get("exitCode") == NO_RDMA_EXIT_CODE
 
 
-def _find_container_trouble(pod: str, container: Object) -> Iterator[Trouble]:
+def _find_container_failure(pod: str, container: Object) -> Iterator[Failure]:
     waiting = (container.get("state") or {}).get("waiting") or {}
     reason = WAITING_REASONS.get(waiting.get("reason", ""))
     ended = (container.get("lastState") or {}).get("terminated") or (container.get("state") or {}).get("terminated")
     where = f"container {container['name']} of pod {pod}"
     if ended and is_rdma_refusal(container, ended):
         what = ended.get("message") or f"exit code {ended.get('exitCode')}"
-        yield Trouble(reason=Reason.PREFLIGHT_FAILED, message=f"{where}: {what}")
+        yield Failure(reason=Reason.PREFLIGHT_FAILED, message=f"{where}: {what}")
     elif reason is Reason.CRASH_LOOP or (
         not container.get("ready") and ended and container.get("restartCount", 0) >= CRASH_LOOP_RESTARTS
     ):
         how = f"{ended.get('reason', 'Error')}, exit code {ended.get('exitCode')}" if ended else "it keeps ending"
-        yield Trouble(
+        yield Failure(
             reason=Reason.CRASH_LOOP,
             message=f"{where} keeps ending ({how}); read `kubectl logs {pod} -c {container['name']} --previous`",
         )
     elif reason is Reason.IMAGE_PULL_BACK_OFF:
         # The kubelet's words change with every attempt; ours must not, or each would be a write of the status.
         advice = "check its name, and that the node may pull it"
-        yield Trouble(reason=reason, message=f"image {container.get('image')} of {where} cannot be pulled; {advice}")
+        yield Failure(reason=reason, message=f"image {container.get('image')} of {where} cannot be pulled; {advice}")
     elif reason:
         said = waiting.get("message") or waiting.get("reason")
-        yield Trouble(reason=reason, message=f"{where} cannot start: {said}; read `kubectl describe pod {pod}`")
+        yield Failure(reason=reason, message=f"{where} cannot start: {said}; read `kubectl describe pod {pod}`")

@@ -21,7 +21,7 @@ from sluice_operator.api.names import (
 from sluice_operator.api.validation import OWNED_ENVIRONMENT, OWNED_PREFIX
 from sluice_operator.resources.containers import CONTAINER_SECURITY, POD_SECURITY
 from sluice_operator.resources.model_volume import FETCH_MODEL
-from sluice_operator.resources.pod_isolation import find_other_namespaces, find_ways_out
+from sluice_operator.resources.pod_isolation import find_cross_namespace_terms, find_isolation_violations
 from sluice_operator.resources.rdma import PREFLIGHT
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ OWNED_LABELS = (CLUSTER_LABEL, COMPONENT_LABEL, ROLE_LABEL, MANAGED_BY_LABEL, NA
 LISTS = ("containers", "initContainers", "volumes")
 OUR_CONTAINERS = frozenset({ENGINE, FETCH_MODEL, PREFLIGHT})
 # What is rendered that keeps an engine's pod in its place; the rest of a template is nothing to be judged by.
-LIMITS: Object = {
+ISOLATION_DEFAULTS: Object = {
     "metadata": {},
     "spec": {
         "securityContext": POD_SECURITY,
@@ -73,7 +73,7 @@ LIMITS: Object = {
 }
 
 
-def merge(base: Any, over: Any, field: str = "") -> Any:
+def strategic_merge(base: Any, over: Any, field: str = "") -> Any:
     """Merges one value over another: maps by key, Kubernetes' keyed lists by their key, the rest is replaced.
 
     Args:
@@ -84,17 +84,17 @@ def merge(base: Any, over: Any, field: str = "") -> Any:
     if isinstance(base, dict) and isinstance(over, dict):
         merged = {**base}
         for name, value in over.items():
-            merged[name] = merge(base.get(name), value, name)
+            merged[name] = strategic_merge(base.get(name), value, name)
         return {name: value for name, value in merged.items() if value is not None}
     key = MERGE_KEYS.get(field)
     if key and isinstance(base, list) and isinstance(over, list):
         changed = {item[key]: item for item in over if isinstance(item, dict) and key in item}
-        kept = [merge(item, changed.pop(item.get(key), {})) for item in base]
+        kept = [strategic_merge(item, changed.pop(item.get(key), {})) for item in base]
         return [*kept, *(item for item in over if not isinstance(item, dict) or item.get(key) in changed)]
     return copy.deepcopy(over)
 
 
-def find_refused(over: Object, *, allow_host_access: bool) -> list[str]:
+def find_refused_fields(over: Object, *, allow_host_access: bool) -> list[str]:
     """Finds what a podTemplate may not say.
 
     Args:
@@ -110,11 +110,11 @@ def find_refused(over: Object, *, allow_host_access: bool) -> list[str]:
         return [f"spec.engine.podTemplate is not a pod template ({error}); compare it with `kubectl explain pod.spec`"]
 
 
-def find_refused_affinity(affinity: Object, *, allow_host_access: bool) -> list[str]:
-    """Finds what ``spec.engine.affinity`` may not say; see ``find_refused``."""
+def find_refused_affinity_terms(affinity: Object, *, allow_host_access: bool) -> list[str]:
+    """Finds what ``spec.engine.affinity`` may not say; see ``find_refused_fields``."""
     path = "spec.engine.affinity"
     try:
-        return [] if allow_host_access else list(find_other_namespaces(affinity, path))
+        return [] if allow_host_access else list(find_cross_namespace_terms(affinity, path))
     except (AttributeError, TypeError) as error:
         return [f"{path} is not an affinity ({error}); compare it with `kubectl explain pod.spec.affinity`"]
 
@@ -132,7 +132,7 @@ def _find(over: Object, *, allow_host_access: bool) -> Iterator[str]:
         if container.get("name") == ENGINE:
             yield from _find_in_engine(container)
     if not allow_host_access:
-        yield from find_ways_out(merge(LIMITS, over), OUR_CONTAINERS)
+        yield from find_isolation_violations(strategic_merge(ISOLATION_DEFAULTS, over), OUR_CONTAINERS)
 
 
 def _find_owned(metadata: Object, spec: Object) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from sluice_operator.api.field_effects import Effect
+from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.names import RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION
 from sluice_operator.kubernetes.interface import annotations_of
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingClusterSpec
     from sluice_operator.kubernetes.interface import Object
 
-RESTARTS_ENGINES = frozenset({Effect.RESTARTS_ENGINES, Effect.RESTARTS_ALL})
-RESTARTS_ROUTERS = frozenset({Effect.RESTARTS_ROUTERS, Effect.RESTARTS_ALL})
+RESTARTS_ENGINES = frozenset({FieldEffect.RESTARTS_ENGINES, FieldEffect.RESTARTS_ALL})
+RESTARTS_ROUTERS = frozenset({FieldEffect.RESTARTS_ROUTERS, FieldEffect.RESTARTS_ALL})
 
 
-def hash_restarting(
-    spec: ServingClusterSpec, effects: frozenset[Effect], image: str, control_name: str | None = None
+def compute_rollout_hash(
+    spec: ServingClusterSpec, effects: frozenset[FieldEffect], image: str, control_name: str | None = None
 ) -> str:
     """Hashes the fields that replace pods.
 
@@ -39,15 +39,17 @@ def hash_restarting(
         control_name: Whom routers trust as their control plane; None: everybody.
     """
     # Fields at their default are left out, so that a field that a new version adds replaces no pod.
-    fields = {path: value for path, value in _walk(spec, "", Effect.LIVE, effects) if value not in (None, {}, [])}
+    fields = {path: value for path, value in _walk(spec, "", FieldEffect.LIVE, effects) if value not in (None, {}, [])}
     other = {"image": image, **({"control": control_name} if control_name else {})}
     text = json.dumps({"fields": fields, **other}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _walk(part: BaseModel, path: str, inherited: Effect, effects: frozenset[Effect]) -> Iterator[tuple[str, Any]]:
+def _walk(
+    part: BaseModel, path: str, inherited: FieldEffect, effects: frozenset[FieldEffect]
+) -> Iterator[tuple[str, Any]]:
     for name, field in type(part).model_fields.items():
-        effect = next((mark for mark in field.metadata if isinstance(mark, Effect)), inherited)
+        effect = next((mark for mark in field.metadata if isinstance(mark, FieldEffect)), inherited)
         value = getattr(part, name)
         inner = f"{path}.{field.alias or name}"
         if isinstance(value, BaseModel):
@@ -56,7 +58,7 @@ def _walk(part: BaseModel, path: str, inherited: Effect, effects: frozenset[Effe
             yield inner, part.model_dump(mode="json", include={name}, exclude_defaults=True)
 
 
-def keep_template(deployment: Object, live: Object | None) -> Object:
+def keep_pod_template(deployment: Object, live: Object | None) -> Object:
     """Gives a rendered Deployment its marks, and the live one's template where nothing that restarts has changed.
 
     Args:

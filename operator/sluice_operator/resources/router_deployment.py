@@ -9,10 +9,11 @@ from sluice_operator.resources import containers
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import RouterSite, render_router_command
 from sluice_operator.resources.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
-from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, hash_restarting
+from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rollout_hash
 
 if TYPE_CHECKING:
-    from sluice_operator.api.serving_cluster import Resources, ServingCluster
+    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.spec import Resources
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.resources.commands import Security
 
@@ -53,7 +54,7 @@ def render_routers(cluster: ServingCluster, default_image: str, control_name: st
 def _render_template(cluster: ServingCluster, image: str, control_name: str) -> Object:
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ROUTER)
-    lifecycle, grace_s = containers.render_end(GRACE_S)
+    lifecycle, grace_s = containers.render_termination(GRACE_S)
     model = mount_model(spec.model, files=ROUTER_FILES)
     plan = {"name": PLAN_VOLUME, "configMap": {"name": names.name_plan(name), "optional": True}}
     security = describe_security(cluster, names.ROUTER, locate_in_pod, control_name)
@@ -64,14 +65,16 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
         "metadata": {
             "labels": names.label_child(name, names.ROUTER),
             "annotations": {
-                names.RESTART_HASH_ANNOTATION: hash_restarting(spec, RESTARTS_ROUTERS, image, security.control_name),
+                names.RESTART_HASH_ANNOTATION: compute_rollout_hash(
+                    spec, RESTARTS_ROUTERS, image, security.control_name
+                ),
                 **({names.CONTROL_TLS_ANNOTATION: security.router_name} if security.router_name else {}),
             },
         },
         "spec": {
             **containers.render_pod_defaults(names.name_workload(name, names.ROUTER)),
             "terminationGracePeriodSeconds": grace_s,
-            "topologySpreadConstraints": containers.spread(labels),
+            "topologySpreadConstraints": containers.render_topology_spread(labels),
             "containers": [container],
             "volumes": [model.volume, containers.TMP_VOLUME, plan, *volumes],
         },
@@ -105,7 +108,7 @@ def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, se
         "image": image,
         "imagePullPolicy": "IfNotPresent",
         "command": render_router_command(cluster.spec, site, security),
-        "env": containers.render_variables({"HOME": containers.TMP_MOUNT["mountPath"]}),
+        "env": containers.render_environment({"HOME": containers.TMP_MOUNT["mountPath"]}),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _render_resources(cluster.spec.router.resources),
         "securityContext": containers.CONTAINER_SECURITY,

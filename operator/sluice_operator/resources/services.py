@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.api.field_effects import port_range
+from sluice_operator.api.field_types import port_range
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
@@ -53,7 +53,7 @@ def _render_port(name: str, port: int, target: int) -> Object:
     return {"name": name, "port": port, "targetPort": target, "protocol": "TCP"}
 
 
-def render_budgets(cluster: ServingCluster) -> list[Object]:
+def render_disruption_budgets(cluster: ServingCluster) -> list[Object]:
     """Renders disruption budgets; none where there is one pod only, which a budget would nail to its node."""
     replicas = {names.ENGINE: cluster.spec.replicas, names.ROUTER: cluster.spec.router.replicas}
     name = cluster.metadata.name

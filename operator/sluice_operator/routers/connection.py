@@ -27,7 +27,7 @@ RENEWAL_S = 1.0
 POLL_S = 10.0
 PUSH_TIMEOUT_S = 5.0
 # So many failures in a row, of one kind, are no accident.
-CERTAIN = 8
+MAX_TLS_ERRORS = 8
 # A local router that starts is found at once: gRPC's own back-off grows to minutes.
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -49,13 +49,13 @@ class ControlTls:
     server_name: str
 
 
-class RouterLink:
+class RouterConnection:
     """One router's control port.
 
     Args:
         name: The router, for people.
         address: host:port of its control server.
-        report: Takes a line for people.
+        log: Takes a line for people.
         on_status: Called when ``status`` has changed; with the link down it is None.
         tls: How it is encrypted; None: it is not.
     """
@@ -65,7 +65,7 @@ class RouterLink:
         name: str,
         address: str,
         *,
-        report: Callable[[str], None],
+        log: Callable[[str], None],
         on_status: Callable[[], None],
         tls: ControlTls | None = None,
     ) -> None:
@@ -73,14 +73,14 @@ class RouterLink:
         self.status: control_pb2.GetStatusResponse | None = None
         self._address = address
         self._tls = tls
-        self._report = report
+        self._log = log
         self._on_status = on_status
         self._plan: plan_pb2.Plan | None = None
         self._refused_generation = 0
         self._refusal = ""
         self._push = asyncio.Event()
-        self._distrust = ""
-        self._num_distrusted = 0
+        self._tls_error = ""
+        self._num_tls_errors = 0
 
     @property
     def generation(self) -> int:
@@ -90,12 +90,12 @@ class RouterLink:
     @property
     def refusal(self) -> str:
         """Why the router refused the newest plan, or cannot be trusted with it; empty when it did not."""
-        if self._num_distrusted >= CERTAIN:
-            return f"the connection is not trusted: {self._distrust}"
+        if self._num_tls_errors >= MAX_TLS_ERRORS:
+            return f"the connection is not trusted: {self._tls_error}"
         is_refused = self._plan is not None and self._plan.generation == self._refused_generation
         return self._refusal if is_refused else ""
 
-    def offer(self, plan: plan_pb2.Plan) -> None:
+    def set_plan(self, plan: plan_pb2.Plan) -> None:
         """Sets the newest plan; it is pushed at once, and again until it is in force."""
         self._plan = plan
         self._push.set()
@@ -132,7 +132,7 @@ class RouterLink:
                 continue  # it is not up yet, or gone: the next status that names an older generation pushes again
             if not answer.is_applied and answer.generation < plan.generation:
                 self._refused_generation, self._refusal = plan.generation, answer.error
-                self._report(f"{self.name} refused plan {plan.generation}: {answer.error}")
+                self._log(f"{self.name} refused plan {plan.generation}: {answer.error}")
 
     async def _follow_status(self, stub: control_pb2_grpc.ControlAsyncStub) -> None:
         while True:
@@ -141,24 +141,24 @@ class RouterLink:
             try:
                 self.status = await stub.GetStatus(request, timeout=POLL_S + PUSH_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                self._lose()
-                self._note_distrust(error)
+                self._drop_status()
+                self._record_tls_error(error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            self._distrust, self._num_distrusted = "", 0
+            self._tls_error, self._num_tls_errors = "", 0
             if self._plan is not None and self.status.generation != self._plan.generation:
                 self._push.set()
             self._on_status()
 
-    def _note_distrust(self, error: grpc.aio.AioRpcError) -> None:
+    def _record_tls_error(self, error: grpc.aio.AioRpcError) -> None:
         """Notes that one side does not trust the other; a router that starts or ends may look alike for a moment."""
         found = describe_distrust(error, self._tls.server_name) if self._tls else ""
-        self._num_distrusted = self._num_distrusted + 1 if found and found == self._distrust else int(bool(found))
-        self._distrust = found
-        if self._num_distrusted == CERTAIN:
-            self._report(f"{self.name}: {self.refusal}")
+        self._num_tls_errors = self._num_tls_errors + 1 if found and found == self._tls_error else int(bool(found))
+        self._tls_error = found
+        if self._num_tls_errors == MAX_TLS_ERRORS:
+            self._log(f"{self.name}: {self.refusal}")
 
-    def _lose(self) -> None:
+    def _drop_status(self) -> None:
         self._refused_generation = 0  # a router that starts anew may take what its predecessor refused
         if self.status is not None:
             self.status = None
@@ -172,7 +172,7 @@ def open_channel(address: str, tls: ControlTls | None, options: Sequence[tuple[s
     return make_channel(address, tls.certificates.current, tls.server_name, options)
 
 
-async def ask_status(
+async def fetch_status(
     address: str, timeout_s: float = 2.0, *, tls: ControlTls | None = None
 ) -> control_pb2.GetStatusResponse | None:
     """Asks a router for its status once.

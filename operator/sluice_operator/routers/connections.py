@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from sluice_operator.api.names import CONTROL_PORT
-from sluice_operator.routers.connection import ControlTls, RouterLink
-from sluice_operator.routers.engine_reports import is_worth_a_look
+from sluice_operator.routers.connection import ControlTls, RouterConnection
+from sluice_operator.routers.engine_reports import needs_reconcile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,7 +29,9 @@ NO_NAMES: Mapping[str, str] = MappingProxyType({})
 class Routers(Protocol):
     """What the reconciler asks of the links."""
 
-    def follow(self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES) -> None:
+    def set_routers(
+        self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES
+    ) -> None:
         """Sets the routers of a cluster; none ends all links.
 
         Args:
@@ -38,7 +40,7 @@ class Routers(Protocol):
             server_names: Name in the certificate of each pod whose control port has one, by the pod's name.
         """
 
-    def offer(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
+    def set_plan(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
         """Sets the newest plan of a cluster; it is pushed to each router until it is in force there."""
 
     def statuses(self, key: ClusterKey) -> dict[str, control_pb2.GetStatusResponse]:
@@ -49,27 +51,27 @@ class Routers(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Slot:
+class _RouterEntry:
     address: str
     server_name: str
-    link: RouterLink
+    connection: RouterConnection
     task: asyncio.Task[None]
-    seen: control_pb2.GetStatusResponse | None = None
+    last_status: control_pb2.GetStatusResponse | None = None
 
 
 @dataclass(slots=True)
 class _Cluster:
     plan: plan_pb2.Plan | None = None
-    slots: dict[str, _Slot] = field(default_factory=dict)
+    routers: dict[str, _RouterEntry] = field(default_factory=dict)
 
 
-class RouterLinks:
+class RouterConnections:
     """The links.
 
     Args:
         group: Runs their tasks.
-        wake: Called with a cluster whose routers say something to act on.
-        measure: Called with every status, for attainment.
+        enqueue: Called with a cluster whose routers say something to act on.
+        record_status: Called with every status, for attainment.
         port: Control port of the routers.
         certificates: Our own, for routers that ask for one; somebody else refreshes them.
     """
@@ -78,85 +80,87 @@ class RouterLinks:
         self,
         group: asyncio.TaskGroup,
         *,
-        wake: Callable[[ClusterKey], None],
-        measure: Callable[[ClusterKey, control_pb2.GetStatusResponse], None],
+        enqueue: Callable[[ClusterKey], None],
+        record_status: Callable[[ClusterKey, control_pb2.GetStatusResponse], None],
         port: int = CONTROL_PORT,
         certificates: CertificateFolder | None = None,
     ) -> None:
         self._certificates = certificates
         self._group = group
-        self._wake = wake
-        self._measure = measure
+        self._enqueue = enqueue
+        self._record_status = record_status
         self._port = port
         self._clusters: dict[ClusterKey, _Cluster] = {}
 
-    def follow(self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES) -> None:
-        """See ``Routers.follow``."""
+    def set_routers(
+        self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES
+    ) -> None:
+        """See ``Routers.set_routers``."""
         cluster = self._clusters.setdefault(key, _Cluster())
-        for name, slot in list(cluster.slots.items()):
-            if addresses.get(name) != slot.address or server_names.get(name, "") != slot.server_name:
-                slot.task.cancel()
-                del cluster.slots[name]
+        for name, entry in list(cluster.routers.items()):
+            if addresses.get(name) != entry.address or server_names.get(name, "") != entry.server_name:
+                entry.task.cancel()
+                del cluster.routers[name]
         for name, address in addresses.items():
-            if name not in cluster.slots:
-                cluster.slots[name] = self._start(key, name, address, server_names.get(name, ""))
+            if name not in cluster.routers:
+                cluster.routers[name] = self._start(key, name, address, server_names.get(name, ""))
         if not addresses:
             del self._clusters[key]
 
-    def offer(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
-        """See ``Routers.offer``."""
+    def set_plan(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
+        """See ``Routers.set_plan``."""
         cluster = self._clusters.get(key)
         if cluster is None or cluster.plan == plan:
             return
         cluster.plan = plan
-        for slot in cluster.slots.values():
-            slot.link.offer(plan)
+        for entry in cluster.routers.values():
+            entry.connection.set_plan(plan)
 
     def statuses(self, key: ClusterKey) -> dict[str, control_pb2.GetStatusResponse]:
         """See ``Routers.statuses``."""
-        slots = self._clusters[key].slots if key in self._clusters else {}
-        return {name: slot.link.status for name, slot in slots.items() if slot.link.status is not None}
+        routers = self._clusters[key].routers if key in self._clusters else {}
+        return {name: entry.connection.status for name, entry in routers.items() if entry.connection.status is not None}
 
     def refusals(self, key: ClusterKey) -> dict[str, str]:
         """See ``Routers.refusals``."""
-        slots = self._clusters[key].slots if key in self._clusters else {}
-        return {name: slot.link.refusal for name, slot in slots.items() if slot.link.refusal}
+        routers = self._clusters[key].routers if key in self._clusters else {}
+        return {name: entry.connection.refusal for name, entry in routers.items() if entry.connection.refusal}
 
     def count(self) -> int:
         """Links in all."""
-        return sum(len(cluster.slots) for cluster in self._clusters.values())
+        return sum(len(cluster.routers) for cluster in self._clusters.values())
 
-    def _start(self, key: ClusterKey, name: str, address: str, server_name: str) -> _Slot:
+    def _start(self, key: ClusterKey, name: str, address: str, server_name: str) -> _RouterEntry:
         def on_status() -> None:
-            slot = self._clusters[key].slots.get(name) if key in self._clusters else None
-            if slot is None or slot.link is not link:
+            entry = self._clusters[key].routers.get(name) if key in self._clusters else None
+            if entry is None or entry.connection is not connection:
                 return
-            if link.status is not None:
-                self._measure(key, link.status)
-            old, slot.seen = slot.seen, link.status
-            if is_worth_a_look(old, link.status):
-                self._wake(key)
+            if connection.status is not None:
+                self._record_status(key, connection.status)
+            old, entry.last_status = entry.last_status, connection.status
+            if needs_reconcile(old, connection.status):
+                self._enqueue(key)
 
-        def report(line: str) -> None:
+        def log(line: str) -> None:
             logger.warning(line, extra={"object": str(key)})
-            self._wake(key)
+            self._enqueue(key)
 
         tls = None
         if server_name and self._certificates:
             tls = ControlTls(certificates=self._certificates, server_name=server_name)
-        link = RouterLink(name, f"{address}:{self._port}", report=report, on_status=on_status, tls=tls)
+        connection = RouterConnection(name, f"{address}:{self._port}", log=log, on_status=on_status, tls=tls)
         plan = self._clusters[key].plan
         if plan is not None:
-            link.offer(plan)
-        task = self._group.create_task(_keep(link), name=f"router {key} {name}")
-        return _Slot(address=address, server_name=server_name, link=link, task=task)
+            connection.set_plan(plan)
+        task = self._group.create_task(_run_forever(connection), name=f"router {key} {name}")
+        return _RouterEntry(address=address, server_name=server_name, connection=connection, task=task)
 
 
-async def _keep(link: RouterLink) -> None:
+async def _run_forever(connection: RouterConnection) -> None:
     """Runs a link for ever: one that fails in a way that it does not know must not end the others."""
     while True:
         try:
-            await link.run()
+            await connection.run()
         except Exception:  # outermost frame of a link
-            logger.exception("the link to %s failed", link.name)
+            logger.exception("the link to %s failed", connection.name)
         await asyncio.sleep(RESTART_S)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice.v1 import control_pb2, plan_pb2
-from sluice_core.records import EngineId, Role
+from sluice.v1 import control_pb2
+from sluice_core.records import EngineId
+from sluice_operator.api.proto_enums import ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-ROLES = {plan_pb2.ROLE_PREFILL_HEAVY: Role.PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY: Role.DECODE_HEAVY}
+    from sluice.v1 import plan_pb2
+    from sluice_core.records import Role
+
 ATTACHED = frozenset(
     {control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING, control_pb2.ENGINE_STATE_DRAINED}
 )
@@ -71,7 +74,7 @@ def _merge(views: list[control_pb2.EngineStatus]) -> EngineReport:
     )
 
 
-def has_taken(
+def has_acknowledged(
     plan: plan_pb2.Plan,
     reports: Mapping[EngineId, EngineReport],
     statuses: Collection[control_pb2.GetStatusResponse],
@@ -97,7 +100,7 @@ def find_refused_engines(statuses: Mapping[str, control_pb2.GetStatusResponse]) 
     )
 
 
-def is_worth_a_look(old: control_pb2.GetStatusResponse | None, new: control_pb2.GetStatusResponse | None) -> bool:
+def needs_reconcile(old: control_pb2.GetStatusResponse | None, new: control_pb2.GetStatusResponse | None) -> bool:
     """Whether a router's status says something to act on; loads and counters change all the time and do not."""
     return _summarize(old) != _summarize(new)
 

@@ -43,7 +43,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             self._router.apply_plan(request.plan)
         except PlanRefusedError as refusal:
             error = str(refusal)
-        plan = self._router.state.plan
+        plan = self._router.state.active.plan
         generation = plan.generation if plan is not None else 0
         return control_pb2.ApplyPlanResponse(generation=generation, is_applied=not error, error=error)
 
@@ -59,7 +59,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             try:
                 async with asyncio.timeout(timeout_s):
                     # A version from before this router's start is not one of ours.
-                    while self._router.state.version == request.after_version:
+                    while self._router.state.status.version == request.after_version:
                         await self._news.wait()
             except TimeoutError:
                 pass

@@ -17,10 +17,16 @@ from sluice.credentials import make_server_credentials
 from sluice.v1 import router_pb2, router_pb2_grpc
 from sluice_router.api.objectives import read_objectives
 from sluice_router.api.openai_schema import ChatBody, CompletionBody, FieldError, SluiceOptions, check
-from sluice_router.api.request_preparation import Caller, PreparedRequest, Preparer, check_request_id, to_router_error
-from sluice_router.errors import RouterError, outcome_of
+from sluice_router.api.request_preparation import (
+    Caller,
+    PreparedRequest,
+    RequestPreparer,
+    check_request_id,
+    to_router_error,
+)
+from sluice_router.errors import RouterError, error_status_of
 from sluice_router.scheduling.requests import Finish
-from sluice_router.security.access_control import OPEN
+from sluice_router.security.access_control import OPEN_ACCESS
 from sluice_router.text.output import Output
 
 if TYPE_CHECKING:
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
     from sluice_router.api.edge_metrics import EdgeMetrics
     from sluice_router.api.slow_readers import SlowReaders
     from sluice_router.scheduling.requests import DataPlane, Usage
-    from sluice_router.security.access_control import Front
+    from sluice_router.security.access_control import ClientAccess
     from sluice_router.security.api_keys import ApiKeys
     from sluice_router.text.output import Delta
     from sluice_router.text.tokenizer import ModelText
@@ -61,7 +67,7 @@ OPTIONAL_FIELDS: tuple[SamplingField, ...] = get_args(SamplingField)
 CONSTRAINTS = {"json_schema": "json", "regex": "regex", "grammar": "grammar", "json_object": "json_object"}
 
 
-class DeltaSink:
+class GrpcResponseStream:
     """Gathers deltas for the coroutine that writes them.
 
     Args:
@@ -142,7 +148,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._plane = plane
         self._text = text
         self._metrics = metrics
-        self._preparer = Preparer(plane, text, metrics)
+        self._preparer = RequestPreparer(plane, text, metrics)
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802 - gRPC's name
         """Generates; see router.proto."""
@@ -217,13 +223,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._plane.cancel(admitted[0], "slow_reader")
             task.cancel()
 
-        sink = DeltaSink(Output(self._text, prepared.output), slow_readers=self._metrics.slow_readers, cancel=shed)
-        request_id = self._plane.admit(prepared.request, sink)
+        response_stream = GrpcResponseStream(
+            Output(self._text, prepared.output), slow_readers=self._metrics.slow_readers, cancel=shed
+        )
+        request_id = self._plane.admit(prepared.request, response_stream)
         admitted.append(request_id)
         shown_id = prepared.request.client_request_id or request_id
         try:
             while True:
-                delta, end = await sink.next()
+                delta, end = await response_stream.next()
                 if delta or isinstance(end, Finish):
                     await context.write(_format(shown_id, delta, end if isinstance(end, Finish) else None))
                 if isinstance(end, RouterError):
@@ -231,13 +239,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 if end is not None:
                     return
         finally:
-            sink.close()
-            if sink.end is None:
+            response_stream.close()
+            if response_stream.end is None:
                 self._plane.cancel(request_id)
 
     async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], error: RouterError) -> None:
         """Ends a call with the table's status; reason and Retry-After go with it as metadata."""
-        status = outcome_of(error).grpc_status
+        status = error_status_of(error).grpc_status
         self._metrics.count_answer("grpc", status.name, error.code)
         metadata = [("x-sluice-reason", error.code)]
         if error.param is not None:
@@ -254,7 +262,7 @@ class GrpcApi:
         plane: The data plane.
         text: The model's text side.
         metrics: Counters and limits of slow clients, shared with HTTP.
-        front: What guards it.
+        access: What guards it.
         max_message_bytes: Largest request.
     """
 
@@ -264,18 +272,18 @@ class GrpcApi:
         text: ModelText,
         metrics: EdgeMetrics,
         *,
-        front: Front = OPEN,
+        access: ClientAccess = OPEN_ACCESS,
         max_message_bytes: int = 8 * 1024 * 1024,
     ) -> None:
         self._plane = plane
-        self._certificates = front.certificates
+        self._certificates = access.certificates
         self._server = grpc.aio.server(
             options=[("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)]
         )
         self._health = health.aio.HealthServicer()
         self._watch: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
-        router_pb2_grpc.add_RouterServicer_to_server(RouterService(plane, text, metrics, front.keys), self._server)
+        router_pb2_grpc.add_RouterServicer_to_server(RouterService(plane, text, metrics, access.keys), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 

@@ -1,7 +1,7 @@
 """The OpenAI-compatible HTTP API.
 
 A request is read, checked and prepared with awaits; once admitted, its handler only sleeps: tokens go from the data plane
-through the sink to the transport without it. Every error is answered in OpenAI's form from the one table.
+through the response stream to the transport without it. Every error is answered in OpenAI's form from the one table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ from sluice.certificates import load_chain, make_server_context
 from sluice_router.api import sse
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, EdgeSite, HttpStream
-from sluice_router.api.info_endpoints import METRICS, PROBES, REASON_HEADER, Pages, format_ignored, refuse
+from sluice_router.api.info_endpoints import (
+    METRICS_PATH,
+    PROBE_PATHS,
+    REASON_HEADER,
+    InfoEndpoints,
+    format_ignored,
+    refuse,
+)
 from sluice_router.api.objectives import read_objectives
 from sluice_router.api.openai_schema import ChatBody, FieldError, parse_chat, parse_completion
-from sluice_router.api.request_preparation import Caller, Preparer, check_request_id, to_router_error
-from sluice_router.api.response_streams import StreamSink, WholeSink
+from sluice_router.api.request_preparation import Caller, RequestPreparer, check_request_id, to_router_error
+from sluice_router.api.response_streams import SseResponseStream, WholeResponseStream
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import (
     BodyTooLargeError,
@@ -34,7 +41,7 @@ from sluice_router.errors import (
     RouterError,
     UnsupportedEndpointError,
 )
-from sluice_router.security.access_control import OPEN
+from sluice_router.security.access_control import OPEN_ACCESS
 from sluice_router.text.output import Output
 
 if TYPE_CHECKING:
@@ -45,7 +52,7 @@ if TYPE_CHECKING:
     from sluice_router.api.openai_schema import CompletionBody
     from sluice_router.api.request_preparation import PreparedRequest
     from sluice_router.scheduling.requests import DataPlane
-    from sluice_router.security.access_control import Front
+    from sluice_router.security.access_control import ClientAccess
     from sluice_router.text.tokenizer import ModelText
 
     Handler = Callable[[web.BaseRequest, float], Awaitable[web.StreamResponse]]
@@ -97,16 +104,21 @@ class HttpApi:
         plane: The data plane.
         text: The model's text side.
         settings: Limits.
-        front: What guards it.
+        access: What guards it.
     """
 
     def __init__(
-        self, plane: DataPlane, text: ModelText, settings: HttpSettings | None = None, *, front: Front = OPEN
+        self,
+        plane: DataPlane,
+        text: ModelText,
+        settings: HttpSettings | None = None,
+        *,
+        access: ClientAccess = OPEN_ACCESS,
     ) -> None:
         self._plane = plane
         self._text = text
         self._settings = settings or HttpSettings()
-        self._front = front
+        self._access = access
         self._tls: ssl.SSLContext | None = None
         self._server: EdgeServer | None = None
         self._runner: web.ServerRunner | None = None
@@ -124,9 +136,11 @@ class HttpApi:
         )
         self.metrics = EdgeMetrics(self.slow_readers)
         plane.registry.register(self.metrics)
-        self._preparer = Preparer(plane, text, self.metrics)
+        self._preparer = RequestPreparer(plane, text, self.metrics)
         # With keys, what is counted of one owner is not another's to read: a scraper has a port of its own.
-        self._pages = Pages(plane, text, hidden=frozenset({METRICS}) if front.keys is not None else frozenset())
+        self._info_endpoints = InfoEndpoints(
+            plane, text, hidden=frozenset({METRICS_PATH}) if access.keys is not None else frozenset()
+        )
         self._handlers: dict[str, Handler] = {
             "/v1/completions": self._complete,
             "/v1/chat/completions": self._chat,
@@ -161,8 +175,8 @@ class HttpApi:
         self._server = server
         self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=CUT_S)
         await self._runner.setup()
-        if self._front.certificates is not None:
-            self._tls = make_server_context(self._front.certificates.current)
+        if self._access.certificates is not None:
+            self._tls = make_server_context(self._access.certificates.current)
             self._tls.set_alpn_protocols(["http/1.1"])
         with _listen(host, port) as listener:
             self._sites = [
@@ -182,12 +196,12 @@ class HttpApi:
 
     def renew_certificate(self) -> None:
         """Shows the newest certificate to new connections; those that exist go on with theirs."""
-        if self._tls is not None and self._front.certificates is not None:
-            load_chain(self._tls, self._front.certificates.current)
+        if self._tls is not None and self._access.certificates is not None:
+            load_chain(self._tls, self._access.certificates.current)
 
     def announce_close(self) -> None:
         """Says in every answer that the connection closes behind it, so that clients go elsewhere; still serves."""
-        self._is_closing = self._pages.is_closing = True
+        self._is_closing = self._info_endpoints.is_closing = True
 
     async def close(self, grace_s: float) -> None:
         """Accepts no more, closes idle connections, lets answers under way end, then cuts the rest.
@@ -250,10 +264,10 @@ class HttpApi:
 
     async def _route(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         self._check_headers(request)
-        if self._front.keys is not None and request.path not in PROBES:
-            request[OWNER] = self._front.keys.find_owner(request.headers.get("Authorization"))
+        if self._access.keys is not None and request.path not in PROBE_PATHS:
+            request[OWNER] = self._access.keys.find_owner(request.headers.get("Authorization"))
         handler = self._handlers.get(request.path)
-        page = None if handler is not None else self._pages.find(request.path)
+        page = None if handler is not None else self._info_endpoints.find(request.path)
         if handler is None and page is None:
             raise UnsupportedEndpointError(f"{request.method} {request.path[:200]} is not served by this router")
         allowed = ("GET", "HEAD") if handler is None else ("POST",)
@@ -352,13 +366,13 @@ class HttpApi:
         answer: sse.AnswerFormat,
         headers: dict[str, str],
     ) -> web.StreamResponse:
-        sink = WholeSink(output, answer)
-        request_id = self._plane.admit(prepared.request, sink)
+        response_stream = WholeResponseStream(output, answer)
+        request_id = self._plane.admit(prepared.request, response_stream)
         _connection_of(request).watch(lambda: self._plane.cancel(request_id))
         try:
-            body = await sink.wait()
+            body = await response_stream.wait()
         finally:
-            if not sink.is_over:
+            if not response_stream.is_over:
                 self._plane.cancel(request_id)
         return web.json_response(body, headers=self._mark(prepared, request_id, headers))
 
@@ -372,31 +386,31 @@ class HttpApi:
     ) -> web.StreamResponse:
         connection = _connection_of(request)
         admitted: list[RequestId] = []
-        sink = StreamSink(
+        response_stream = SseResponseStream(
             output,
             answer,
             slow_readers=self.slow_readers,
             interval_tokens=self._settings.stream_interval_tokens,
             cancel=lambda: self._plane.cancel(admitted[0], "slow_reader"),
         )
-        request_id = self._plane.admit(prepared.request, sink)
+        request_id = self._plane.admit(prepared.request, response_stream)
         admitted.append(request_id)
 
         def leave() -> None:
-            sink.on_lost()
+            response_stream.on_lost()
             self._plane.cancel(request_id)
 
         connection.watch(leave)
         try:
-            await sink.wait_first()
+            await response_stream.wait_first()
             response = await self._open(request, self._mark(prepared, request_id, headers))
-            connection.attach(sink)
+            connection.attach(response_stream)
             is_chunked = "Transfer-Encoding" in response.headers
-            sink.open(HttpStream(connection, is_chunked=is_chunked), self._plane.now())
-            await sink.wait_sent()
+            response_stream.open(HttpStream(connection, is_chunked=is_chunked), self._plane.now())
+            await response_stream.wait_sent()
             await response.write_eof()
         finally:
-            if not sink.is_over:
+            if not response_stream.is_over:
                 leave()
         return response
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable
 
-    from sluice_router.api.response_streams import StreamSink
+    from sluice_router.api.response_streams import SseResponseStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class EdgeConnection(web.RequestHandler):
         self._is_serving = False
         self._paused_since_s = 0.0
         self._on_lost: Callable[[], None] | None = None
-        self._sink: StreamSink | None = None
+        self._response_stream: SseResponseStream | None = None
 
     def begin_request(self) -> float:
         """Notes that a request's headers are complete.
@@ -82,7 +82,7 @@ class EdgeConnection(web.RequestHandler):
         """Notes that a request is answered."""
         self._is_serving = False
         self._on_lost = None
-        self._sink = None
+        self._response_stream = None
 
     def close_when_idle(self) -> None:
         """Closes now, or as soon as the request under way is answered."""
@@ -97,9 +97,9 @@ class EdgeConnection(web.RequestHandler):
         if self.transport is None:
             on_lost()
 
-    def attach(self, sink: StreamSink) -> None:
-        """Has ``sink`` told when the client does not keep up, and when it has drained."""
-        self._sink = sink
+    def attach(self, response_stream: SseResponseStream) -> None:
+        """Has ``response_stream`` told when the client does not keep up, and when it has drained."""
+        self._response_stream = response_stream
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sets the limit at which a client counts as paused, and how long the kernel waits for one that reads nothing."""
@@ -120,8 +120,8 @@ class EdgeConnection(web.RequestHandler):
         """Notes since when the client does not keep up."""
         self._paused_since_s = self._settings.clock()
         super().pause_writing()
-        if self._sink is not None:
-            self._sink.on_paused(self._paused_since_s)
+        if self._response_stream is not None:
+            self._response_stream.on_paused(self._paused_since_s)
 
     def abort_if_paused(self, now: float) -> None:
         """Closes at once if the client has been paused for too long; for answers that do not stream.
@@ -136,8 +136,8 @@ class EdgeConnection(web.RequestHandler):
     def resume_writing(self) -> None:
         """Lets the stream go on."""
         super().resume_writing()
-        if self._sink is not None:
-            self._sink.on_drained()
+        if self._response_stream is not None:
+            self._response_stream.on_drained()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Cancels the request in this very tick."""

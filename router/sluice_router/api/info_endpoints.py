@@ -16,7 +16,7 @@ from sluice_router.errors import (
     ModelNotFoundError,
     RouterError,
     UnauthenticatedError,
-    outcome_of,
+    error_status_of,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REASON_HEADER = "x-sluice-reason"
 MODELS_PREFIX = "/v1/models/"
 DEBUG_PREFIX = "/debug/requests/"
-METRICS = "/metrics"
+METRICS_PATH = "/metrics"
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DISTRIBUTION = "sluice-serve"
 MAX_QUOTED_ID_CHARACTERS = 128
@@ -36,10 +36,10 @@ MAX_IGNORED_CHARACTERS = 1024
 
 
 # What says whether and how the router runs, and nothing about requests: open to those who have no key.
-PROBES = frozenset({"/health", "/livez", "/readyz"})
+PROBE_PATHS = frozenset({"/health", "/livez", "/readyz"})
 
 
-class Pages:
+class InfoEndpoints:
     """Everything served with GET.
 
     Args:
@@ -66,7 +66,7 @@ class Pages:
             "/health": self._show_readiness,
             "/readyz": self._show_readiness,
             "/livez": self._show_liveness,
-            METRICS: self._show_metrics,
+            METRICS_PATH: self._show_metrics,
         }
         self._paths = paths
         self._hidden = hidden
@@ -137,7 +137,7 @@ def refuse(error: RouterError, *, status: int | None = None, headers: dict[str, 
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, UnauthenticatedError):
         headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(format_error(error), status=status or outcome_of(error).http_status, headers=headers)
+    return web.json_response(format_error(error), status=status or error_status_of(error).http_status, headers=headers)
 
 
 def format_ignored(names: list[str]) -> dict[str, str]:

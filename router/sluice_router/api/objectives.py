@@ -29,7 +29,7 @@ PRIORITY_HEADER = "x-sluice-priority"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objectives:
+class RequestObjectives:
     """A request's wishes; None: as its class says.
 
     Args:
@@ -45,7 +45,7 @@ class Objectives:
     priority: int | None = None
 
 
-def read_objectives(headers: Mapping[str, str], options: SluiceOptions | None) -> Objectives:
+def read_objectives(headers: Mapping[str, str], options: SluiceOptions | None) -> RequestObjectives:
     """Reads the objectives of a request.
 
     Args:
@@ -63,7 +63,7 @@ def read_objectives(headers: Mapping[str, str], options: SluiceOptions | None) -
         raise FieldError(
             CLASS_HEADER, f"{CLASS_HEADER}: at most {MAX_NAME_CHARACTERS} characters, not {len(slo_class)}"
         )
-    return Objectives(
+    return RequestObjectives(
         ttft_slo_s=None if ttft_ms is None else ttft_ms / 1000,
         tpot_slo_s=None if tpot_ms is None else tpot_ms / 1000,
         slo_class=slo_class,

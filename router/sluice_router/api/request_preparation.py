@@ -19,7 +19,7 @@ from sluice.v1 import sampling_pb2
 from sluice_router.api.openai_schema import CompletionBody, FieldError, quote
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.errors import InvalidRequestError, ModelNotFoundError
-from sluice_router.fair_loop import Turns
+from sluice_router.fair_loop import FairQueue
 from sluice_router.scheduling.requests import NewRequest
 from sluice_router.text.chat_template import ChatTemplateError
 from sluice_router.text.output import OutputSettings
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from sluice_router.api.edge_metrics import EdgeMetrics
-    from sluice_router.api.objectives import Objectives
+    from sluice_router.api.objectives import RequestObjectives
     from sluice_router.api.openai_schema import ChatBody, SamplingFields
     from sluice_router.scheduling.requests import DataPlane
     from sluice_router.text.tokenizer import ModelText
@@ -62,7 +62,7 @@ class Caller:
     """
 
     arrival_s: float
-    objectives: Objectives
+    objectives: RequestObjectives
     client_request_id: str = ""
     deadline_s: float | None = None
     default_output_tokens: int | None = None
@@ -75,7 +75,7 @@ class PreparedRequest:
 
     Args:
         request: For the data plane.
-        output: For the sink.
+        output: For the response stream.
     """
 
     request: NewRequest
@@ -104,7 +104,7 @@ def check_request_id(name: str, value: str) -> str:
     return value
 
 
-class Preparer:
+class RequestPreparer:
     """Prepares requests for one model.
 
     Args:
@@ -117,7 +117,7 @@ class Preparer:
         self._plane = plane
         self._text = text
         self._metrics = metrics
-        self._turns = Turns()
+        self._fair_queue = FairQueue()
 
     async def prepare_completion(self, body: CompletionBody, caller: Caller) -> PreparedRequest:
         """Prepares a completion.
@@ -127,7 +127,7 @@ class Preparer:
             ModelNotFoundError: Another model is asked for.
         """
         self.check_model(body.model)
-        await self._turns.wait()
+        await self._fair_queue.wait()
         if isinstance(body.prompt, str):
             started_s = time.perf_counter()
             ids = await self._text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
@@ -140,7 +140,7 @@ class Preparer:
     async def prepare_chat(self, body: ChatBody, caller: Caller) -> PreparedRequest:
         """Prepares a chat; see ``prepare_completion``."""
         self.check_model(body.model)
-        await self._turns.wait()
+        await self._fair_queue.wait()
         started_s = time.perf_counter()
         prompt = self._render(body)
         # Templates write BOS themselves.

@@ -45,7 +45,7 @@ class ClientStream(Protocol):
         ...
 
 
-class WholeSink:
+class WholeResponseStream:
     """Collects an answer that does not stream.
 
     Args:
@@ -95,7 +95,7 @@ class WholeSink:
             self._done.set_result(result)
 
 
-class StreamSink:
+class SseResponseStream:
     """Writes an answer as server-sent events.
 
     Its life: tokens come (``wait_first`` returns), the handler opens the stream, events go out, the end is written
@@ -171,7 +171,7 @@ class StreamSink:
         if not stream.is_writable:
             self.on_paused(now)
 
-    def flush(self, now: float) -> None:  # noqa: ARG002 - the gRPC edge's sink needs it
+    def flush(self, now: float) -> None:  # noqa: ARG002 - the gRPC edge's response stream needs it
         """Writes one event with what has come."""
         if self._stream is None:
             self._announce()
@@ -184,7 +184,7 @@ class StreamSink:
         self._conclude(finish)
 
     def on_error(self, error: RouterError) -> None:
-        """Ends the stream with an error; see ``ResponseSink.on_error``."""
+        """Ends the stream with an error; see ``ResponseStream.on_error``."""
         self._conclude(error)
 
     def on_paused(self, now: float) -> None:

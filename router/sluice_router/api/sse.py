@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sluice.v1 import sampling_pb2
 from sluice_router.api.logprobs import format_chat_logprobs, format_completion_logprobs
-from sluice_router.errors import RouterError, outcome_of
+from sluice_router.errors import RouterError, error_status_of
 
 if TYPE_CHECKING:
     from sluice_router.scheduling.requests import Finish, Usage
@@ -211,7 +211,7 @@ def format_error(error: RouterError) -> dict[str, Any]:
     return {
         "error": {
             "message": error.message,
-            "type": outcome_of(error).type,
+            "type": error_status_of(error).type,
             "param": error.param,
             "code": error.code,
         }

@@ -35,7 +35,7 @@ class Discovery(Protocol):
         """Looks once.
 
         Returns:
-            Addresses as host:port; None when they cannot be known now, so that the last ones stay.
+            Addresses as host:port; None when they cannot be known now, so that the last ones submission.
         """
         ...
 

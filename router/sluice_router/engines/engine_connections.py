@@ -1,27 +1,22 @@
-"""The lives of engine streams: one task per address.
-
-A link connects, says hello, waits for the engine's hello, and from then on each message goes to ``Router.on_step``
-synchronously (``engine_stream``). When the stream ends, whoever ended it, the router is told once, and the link tries
-again with jitter for as long as the discovery knows the address.
-"""
+"""One task per engine address: connect, exchange hellos, hand every message over, and connect again when the stream ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from sluice.v1 import engine_pb2
 from sluice_router.engines.engine_stream import EngineStream, StreamEndedError, connect
-from sluice_router.fair_loop import Turns
+from sluice_router.fair_loop import FairQueue
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
+    from sluice_core.records import EngineId
     from sluice_router.engines.engine_stream import PeerTls
-    from sluice_router.scheduling.router import Router
-    from sluice_router.scheduling.state import Engine
+    from sluice_router.observability.metrics import EngineTraffic
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +27,70 @@ RESUME_PAUSE_S = 0.02
 MAX_BACKOFF_S = 2.0
 
 
-class EngineLinks:
-    """All links; implements ``router.LinkWriter``.
+class Engine(Protocol):
+    """What connections read of the handler's record of an engine."""
+
+    @property
+    def engine_id(self) -> EngineId:
+        """Pod uid, or the launcher's name."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Address of the stream, as host:port."""
+        ...
+
+    @property
+    def last_fault(self) -> str:
+        """What went wrong last; empty: nothing."""
+        ...
+
+
+EngineT = TypeVar("EngineT", bound=Engine)
+
+
+class EngineEventHandler(Protocol[EngineT]):
+    """What connections call; ``scheduling.router.Router`` in production. No method blocks."""
+
+    @property
+    def router_id(self) -> str:
+        """Unique per router process."""
+        ...
+
+    def set_addresses(self, addresses: frozenset[str]) -> None:
+        """The discovery knows these addresses now."""
+        ...
+
+    def traffic_of(self, address: str) -> EngineTraffic:
+        """Where the bytes of an address's streams are counted."""
+        ...
+
+    def attach(self, address: str, hello: engine_pb2.EngineHello, register: Callable[[EngineT], object]) -> EngineT:
+        """A stream began; ``register`` is called before anything is sent on it."""
+        ...
+
+    def handle_message(self, engine: EngineT, message: engine_pb2.AttachResponse) -> None:
+        """A message came."""
+        ...
+
+    def lose(self, engine: EngineT, fault: str) -> None:
+        """A stream ended; called once per stream, whoever ended it."""
+        ...
+
+    def note_fault(self, address: str, fault: str) -> None:
+        """An address has no stream, for this reason."""
+        ...
+
+    def forget(self, address: str) -> None:
+        """The discovery does not know an address any more, and its stream has ended."""
+        ...
+
+
+class EngineConnections(Generic[EngineT]):
+    """The streams to all engines.
 
     Args:
-        router: Takes what comes.
+        handler: Takes what comes.
         hello_timeout_s: Longest wait for an engine's first message.
         rng: Jitter.
         tls: How new streams are encrypted; None: they are not.
@@ -44,106 +98,101 @@ class EngineLinks:
 
     def __init__(
         self,
-        router: Router,
+        handler: EngineEventHandler[EngineT],
         *,
         hello_timeout_s: float,
         rng: random.Random,
         tls: Callable[[], PeerTls] | None = None,
     ) -> None:
-        self._router = router
+        self._handler = handler
         self._tls = tls
         self._hello_timeout_s = hello_timeout_s
         self._rng = rng
-        self._turns = Turns()
-        self._streams: dict[Engine, EngineStream] = {}
+        self._fair_queue = FairQueue()
+        self._streams: dict[EngineT, EngineStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._wanted: frozenset[str] = frozenset()
+        self._addresses: frozenset[str] = frozenset()
 
-    # --- LinkWriter ----------------------------------------------------------------------------------------------
-
-    def send(self, engine: Engine, message: engine_pb2.AttachRequest) -> None:
-        """See ``LinkWriter.send``."""
+    def send(self, engine: EngineT, message: engine_pb2.AttachRequest) -> None:
+        """Queues a message on the engine's stream; one whose stream is gone is dropped."""
         stream = self._streams.get(engine)
         if stream is not None:
             stream.send(message)
 
-    def close(self, engine: Engine, reason: str) -> None:
-        """See ``LinkWriter.close``."""
+    def close(self, engine: EngineT, reason: str) -> None:
+        """Ends the engine's stream."""
         stream = self._streams.pop(engine, None)
         if stream is not None:
             logger.info("engine %s at %s: stream closed (%s)", engine.engine_id, engine.address, reason)
             stream.cancel(engine.last_fault or reason)
 
-    # --- addresses -----------------------------------------------------------------------------------------------
-
     def set_addresses(self, addresses: frozenset[str], start: Callable[[str], asyncio.Task[None]]) -> None:
         """Takes the addresses of the discovery; ``start`` runs ``keep`` in the caller's task group."""
-        self._wanted = addresses
-        self._router.set_addresses(addresses)
+        self._addresses = addresses
+        self._handler.set_addresses(addresses)
         for address in addresses:
             task = self._tasks.get(address)
             if task is None or task.done():
                 self._tasks[address] = start(address)
 
     def stop(self) -> None:
-        """Ends every link."""
-        self._wanted = frozenset()
+        """Ends every connection."""
+        self._addresses = frozenset()
         for task in self._tasks.values():
             task.cancel()
 
     async def keep(self, address: str) -> None:
-        """Keeps a stream to an address for as long as it is wanted."""
+        """Keeps a stream to an address for as long as the discovery knows it."""
         loop, backoff_s = asyncio.get_running_loop(), MIN_BACKOFF_S
-        while address in self._wanted:
+        while address in self._addresses:
             started_s = loop.time()
             try:
-                if await self._attach(address):
+                if await self._run_stream(address):
                     has_served = loop.time() - started_s > MAX_BACKOFF_S
                     backoff_s = RESUME_PAUSE_S if has_served else MIN_BACKOFF_S
-            except Exception:  # outermost frame: one link's fault must not stop the router
-                logger.exception("link to %s failed", address)
+            except Exception:  # the task's outermost frame: one engine's fault must not stop the router
+                logger.exception("engine at %s: its stream failed", address)
             # Half of the pause is jitter, so that routers do not come in step.
             await asyncio.sleep(backoff_s * (0.5 + self._rng.random() / 2))
             backoff_s = min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, backoff_s * 2))
-        self._router.forget(address)
+        self._handler.forget(address)
 
-    async def _attach(self, address: str) -> bool:
+    async def _run_stream(self, address: str) -> bool:
         """Runs one stream to its end; returns whether the engine said hello."""
         stream: EngineStream | None = None
         try:
             async with asyncio.timeout(self._hello_timeout_s):
                 tls = self._tls() if self._tls else None
-                stream = await connect(address, self._router.traffic_of(address), self._turns, tls)
-                stream.send(engine_pb2.AttachRequest(hello=self._make_hello()))
+                stream = await connect(address, self._handler.traffic_of(address), self._fair_queue, tls)
+                stream.send(engine_pb2.AttachRequest(hello=engine_pb2.RouterHello(router_id=self._handler.router_id)))
                 first = await stream.read_first()
             if not first.HasField("hello"):
-                self._router.note_fault(address, "the engine did not say hello")
+                self._handler.note_fault(address, "the engine did not say hello")
                 return False
             await self._serve(address, stream, first)
         except StreamEndedError as error:
-            self._router.note_fault(address, str(error))
+            self._handler.note_fault(address, str(error))
             return False
         except TimeoutError:
-            self._router.note_fault(address, f"the engine did not say hello within {self._hello_timeout_s:g} s")
+            self._handler.note_fault(address, f"the engine did not say hello within {self._hello_timeout_s:g} s")
             return False
         else:
             return True
         finally:
             if stream is not None:
                 stream.cancel()
-                if address not in self._wanted:  # else a new stream does not wait for the old one
+                # While the address is known a new stream follows, and does not wait for the old one's connection.
+                if address not in self._addresses:
                     await stream.wait_disconnected()
-
-    def _make_hello(self) -> engine_pb2.RouterHello:
-        return engine_pb2.RouterHello(router_id=self._router.state.router_id)
 
     async def _serve(self, address: str, stream: EngineStream, first: engine_pb2.AttachResponse) -> None:
         """Hands over what comes until the stream ends."""
-        engine = self._router.attach(address, first.hello, lambda engine: self._streams.setdefault(engine, stream))
+        engine = self._handler.attach(address, first.hello, lambda engine: self._streams.setdefault(engine, stream))
+        # What is told if this task is cancelled.
         fault = "this router is about to leave"
         try:
-            self._router.on_step(engine, first)
-            fault = await stream.serve(lambda message: self._router.on_step(engine, message))
+            self._handler.handle_message(engine, first)
+            fault = await stream.serve(lambda message: self._handler.handle_message(engine, message))
         finally:
             self._streams.pop(engine, None)
-            self._router.lose(engine, fault)
+            self._handler.lose(engine, fault)

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from h2.events import Event
 
-    from sluice_router.fair_loop import Turns
-    from sluice_router.observability.metrics import LinkTraffic
+    from sluice_router.fair_loop import FairQueue
+    from sluice_router.observability.metrics import EngineTraffic
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class EngineStream(asyncio.Protocol):
     Args:
         authority: host:port, for the engine.
         traffic: Where its bytes are counted, HTTP/2's own included.
-        turns: The loop's, for messages of all streams.
+        fair_queue: The loop's, for messages of all streams.
         loop: The event loop.
         is_encrypted: The transport is.
     """
@@ -107,8 +107,8 @@ class EngineStream(asyncio.Protocol):
     def __init__(
         self,
         authority: str,
-        traffic: LinkTraffic,
-        turns: Turns,
+        traffic: EngineTraffic,
+        fair_queue: FairQueue,
         loop: asyncio.AbstractEventLoop,
         *,
         is_encrypted: bool = False,
@@ -116,7 +116,7 @@ class EngineStream(asyncio.Protocol):
         self._authority = authority
         self._is_encrypted = is_encrypted
         self._traffic = traffic
-        self._turns = turns
+        self._fair_queue = fair_queue
         self._loop = loop
         self._http = H2Connection(_CONFIGURATION)
         self._transport: asyncio.Transport | None = None
@@ -127,7 +127,7 @@ class EngineStream(asyncio.Protocol):
         self._received = bytearray()
         self._num_unacknowledged = 0
         self._messages: deque[engine_pb2.AttachResponse] = deque()
-        self._has_turn = False
+        self._is_queued = False
         self._handler: Callable[[engine_pb2.AttachResponse], None] | None = None
         self._outgoing: deque[memoryview] = deque()
         self._fault = ""
@@ -303,9 +303,9 @@ class EngineStream(asyncio.Protocol):
         """Handles what has come, as soon as it is this stream's turn."""
         if not self._has_first.done() and (self._messages or self._fault):
             self._has_first.set_result(None)
-        if self._handler is not None and not self._has_turn and (self._messages or self._fault):
-            self._has_turn = True
-            self._turns.run(self._handle_next)
+        if self._handler is not None and not self._is_queued and (self._messages or self._fault):
+            self._is_queued = True
+            self._fair_queue.run(self._handle_next)
 
     def _handle_next(self) -> None:
         """Handles one message; the end is told after the last."""
@@ -317,7 +317,7 @@ class EngineStream(asyncio.Protocol):
                 # The data plane deals with an engine's faults itself; what comes here is our own, and costs this stream.
                 logger.exception("stream to %s: a message could not be handled", self._authority)
                 self.cancel("a message could not be handled")
-        self._has_turn = False
+        self._is_queued = False
         if self._messages:
             self._advance()
         elif self._fault and not self._closed.done():
@@ -369,13 +369,15 @@ def _format_window_update(stream_id: int, num_bytes: int) -> bytes:
     return b"\0\0\4\x08\0" + stream_id.to_bytes(4, "big") + num_bytes.to_bytes(4, "big")
 
 
-async def connect(address: str, traffic: LinkTraffic, turns: Turns, tls: PeerTls | None = None) -> EngineStream:
+async def connect(
+    address: str, traffic: EngineTraffic, fair_queue: FairQueue, tls: PeerTls | None = None
+) -> EngineStream:
     """Connects to an engine and begins the call.
 
     Args:
         address: host:port; an IPv6 host stands in brackets.
         traffic: Where its bytes are counted.
-        turns: The loop's, for messages of all streams.
+        fair_queue: The loop's, for messages of all streams.
         tls: How the stream is encrypted; None: it is not.
 
     Raises:
@@ -385,7 +387,7 @@ async def connect(address: str, traffic: LinkTraffic, turns: Turns, tls: PeerTls
     host, _, port = address.rpartition(":")
     try:
         _, stream = await loop.create_connection(
-            lambda: EngineStream(address, traffic, turns, loop, is_encrypted=tls is not None),
+            lambda: EngineStream(address, traffic, fair_queue, loop, is_encrypted=tls is not None),
             host.removeprefix("[").removesuffix("]"),
             int(port),
             ssl=tls.context if tls else None,

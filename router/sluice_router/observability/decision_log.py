@@ -45,7 +45,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
-class DecisionRing:
+class DecisionLog:
     """The last events about requests.
 
     Args:

@@ -1,6 +1,6 @@
 """What the router counts, and how Prometheus sees it.
 
-The data plane changes plain numbers (a histogram costs one bisection), and ``Metrics.collect`` turns them into families
+The data plane changes plain numbers (a histogram costs one bisection), and ``RouterMetrics.collect`` turns them into families
 when a scrape asks. Labels are bounded: engines, roles, causes, reasons, SLO classes of the plan, owners of API keys;
 never a request.
 """
@@ -78,7 +78,7 @@ class Histogram:
 
 
 @dataclass(slots=True)
-class LinkTraffic:
+class EngineTraffic:
     """Bytes that went over one engine's link, all of its streams together; mutable, changed by the stream.
 
     Args:
@@ -94,7 +94,7 @@ def _histograms(bounds: Sequence[float]) -> defaultdict[str, Histogram]:
     return defaultdict(lambda: Histogram(bounds))
 
 
-class Metrics:
+class RouterMetrics:
     """Everything that is counted; changed by the data plane, read by ``collect``.
 
     Counters are keyed by their label values, in the order that ``_COUNTERS`` names.

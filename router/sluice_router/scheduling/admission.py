@@ -22,14 +22,14 @@ from sluice_router.errors import (
     SloInfeasibleError,
 )
 from sluice_router.scheduling import completion, dispatch, wire_conversion
-from sluice_router.scheduling.requests import LiveRequest
+from sluice_router.scheduling.entities import LiveRequest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from sluice_core.records import EngineId, Plan, SloClass
     from sluice_core.scheduling.placement import PlacementPolicy, PlacementRecord
-    from sluice_router.scheduling.requests import NewRequest, ResponseSink
+    from sluice_router.scheduling.requests import NewRequest, ResponseStream
     from sluice_router.scheduling.state import RouterState
 
 # Shortest time between two looks at the whole queue, and most requests of one look: bounds the loop's pauses.
@@ -39,13 +39,13 @@ MAX_ASSIGNED_AT_ONCE = 256
 MIN_RETRY_S = 1.0
 
 
-def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -> RequestId:
+def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, now: float) -> RequestId:
     """Takes a request over.
 
     Args:
         state: The router's state.
         new: The request.
-        sink: Its answer.
+        response_stream: Its answer.
         now: The router's clock, in seconds.
 
     Returns:
@@ -68,7 +68,7 @@ def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -
             tpot_s=slo_class.slo.tpot_s if new.tpot_slo_s is None else new.tpot_slo_s,
         ),
         priority=slo_class.priority if new.priority is None else new.priority,
-        sink=sink,
+        response_stream=response_stream,
         itl_s=state.metrics.itl_s[new.slo_class],
         waiting_since_s=now,
     )
@@ -76,8 +76,8 @@ def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -
         # So that a recovered request goes on with the draws it would have had.
         new.sampling.seed = state.rng.getrandbits(63)
     _enter(state, request, now)
-    was_empty = not state.waiting
-    state.waiting[request.request_id] = request
+    was_empty = not state.requests.waiting
+    state.requests.waiting[request.request_id] = request
     if was_empty:
         assign(state, now)
     return request.request_id
@@ -85,21 +85,21 @@ def admit(state: RouterState, new: NewRequest, sink: ResponseSink, now: float) -
 
 def assign(state: RouterState, now: float) -> None:
     """Places what waits, in the order that the policy sees fit."""
-    placement = state.placement
-    if placement is None or not state.waiting:
+    placement = state.active.placement
+    if placement is None or not state.requests.waiting:
         return
-    state.last_assign_s = now
+    state.requests.last_assign_s = now
     free = _find_free(state)
     prefills = [_describe(state, request) for request in _pick(free)]
-    decisions = placement.assign(now, prefills, state.table)
+    decisions = placement.assign(now, prefills, state.engines.table)
     for decision, record in zip(decisions, _take_records(placement, len(decisions)), strict=True):
-        request = state.waiting[decision.request_id]
+        request = state.requests.waiting[decision.request_id]
         if isinstance(decision, Hold):
             if decision.reason != request.wait_reason:
                 request.wait_reason = decision.reason
-                state.ring.record(now, request.request_id, "placement", record)
+                state.decision_log.record(now, request.request_id, "placement", record)
             continue
-        state.ring.record(now, request.request_id, "placement", record)
+        state.decision_log.record(now, request.request_id, "placement", record)
         if isinstance(decision, Place):
             _place(state, request, decision, now)
         else:
@@ -112,20 +112,20 @@ def assign(state: RouterState, now: float) -> None:
 
 def assign_if_due(state: RouterState, now: float) -> None:
     """Looks at the whole queue again unless that was just done."""
-    if state.waiting and now - state.last_assign_s >= ASSIGN_INTERVAL_S:
+    if state.requests.waiting and now - state.requests.last_assign_s >= ASSIGN_INTERVAL_S:
         assign(state, now)
 
 
 def expire(state: RouterState, now: float) -> None:
     """Ends requests whose deadline has passed, or that waited for an engine as long as they may."""
-    while state.deadlines and state.deadlines[0][0] <= now:
-        _, request_id = heapq.heappop(state.deadlines)
-        request = state.requests.get(request_id)
+    while state.requests.deadlines and state.requests.deadlines[0][0] <= now:
+        _, request_id = heapq.heappop(state.requests.deadlines)
+        request = state.requests.live.get(request_id)
         if request is not None:
             late = f"the caller's deadline passed after {now - request.new.arrival_s:.1f} s"
             completion.fail(state, request, DeadlineError(late), now)
     limit_s = state.limits.wait_limit_s
-    for request in [item for item in state.waiting.values() if now - item.waiting_since_s >= limit_s]:
+    for request in [item for item in state.requests.waiting.values() if now - item.waiting_since_s >= limit_s]:
         why = request.wait_reason or "no_engine"
         message = f"no engine took the request within {limit_s:g} s ({why})"
         # An outage of unknown length is expected to last as long again as it has lasted.
@@ -134,17 +134,17 @@ def expire(state: RouterState, now: float) -> None:
 
 
 def _check_capacity(state: RouterState, now: float) -> Plan:
-    if not state.is_accepting:
+    if not state.status.is_accepting:
         raise ShuttingDownError("this router is about to leave", retry_after_s=MIN_RETRY_S)
-    if state.plan is None:
+    if state.active.plan is None:
         raise NoEngineError("no plan is in force yet", retry_after_s=MIN_RETRY_S)
-    limit = max(1, state.limits.max_waiting // state.plan.num_routers)
-    if len(state.waiting) >= limit:
-        message = f"{len(state.waiting)} requests wait for an engine, the limit is {limit}"
-        oldest = next(iter(state.waiting.values()))
+    limit = max(1, state.limits.max_waiting // state.active.plan.num_routers)
+    if len(state.requests.waiting) >= limit:
+        message = f"{len(state.requests.waiting)} requests wait for an engine, the limit is {limit}"
+        oldest = next(iter(state.requests.waiting.values()))
         # The queue moves by its length in about the time that its head has waited.
         raise QueueFullError(message, retry_after_s=max(MIN_RETRY_S, now - oldest.waiting_since_s))
-    return state.plan
+    return state.active.plan
 
 
 def _find_class(plan: Plan, name: str) -> SloClass:
@@ -156,7 +156,11 @@ def _find_class(plan: Plan, name: str) -> SloClass:
 
 
 def _check_length(state: RouterState, new: NewRequest) -> None:
-    prompt_tokens, max_tokens, limit = len(new.prompt_token_ids), new.sampling.max_tokens, state.max_model_len_tokens
+    prompt_tokens, max_tokens, limit = (
+        len(new.prompt_token_ids),
+        new.sampling.max_tokens,
+        state.active.max_model_len_tokens,
+    )
     if prompt_tokens < 1:
         raise InvalidRequestError("the prompt has no tokens", param="prompt")
     if max_tokens < 1:
@@ -172,11 +176,11 @@ def _check_length(state: RouterState, new: NewRequest) -> None:
 def _enter(state: RouterState, request: LiveRequest, now: float) -> None:
     """Puts an admitted request into the tables."""
     new = request.new
-    state.requests[request.request_id] = request
+    state.requests.live[request.request_id] = request
     if new.deadline_s is not None:
-        heapq.heappush(state.deadlines, (new.deadline_s, request.request_id))
+        heapq.heappush(state.requests.deadlines, (new.deadline_s, request.request_id))
     state.metrics.count("tokens", "prompt", by=len(new.prompt_token_ids))
-    state.ring.record(
+    state.decision_log.record(
         now,
         request.request_id,
         "admitted",
@@ -200,9 +204,13 @@ def _take_records(placement: PlacementPolicy, number: int) -> list[PlacementReco
 
 def _find_free(state: RouterState) -> Collection[LiveRequest]:
     """What any engine may take: all that waits, but for those that wait for the engine whose stream they lost."""
-    if not state.held:
-        return state.waiting.values()
-    return [request for request_id, request in state.waiting.items() if request_id not in state.held]
+    if not state.requests.awaiting_resume:
+        return state.requests.waiting.values()
+    return [
+        request
+        for request_id, request in state.requests.waiting.items()
+        if request_id not in state.requests.awaiting_resume
+    ]
 
 
 def _pick(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
@@ -238,22 +246,22 @@ def _describe(state: RouterState, request: LiveRequest) -> PrefillRequest:
 def _find_avoided(state: RouterState, request: LiveRequest) -> frozenset[EngineId]:
     """Engines that a request is better not given to; none while there are no others."""
     avoided = request.excluded | request.died_on
-    has_others = any(engine.engine_id not in avoided for engine in state.table if not engine.is_draining)
+    has_others = any(engine.engine_id not in avoided for engine in state.engines.table if not engine.is_draining)
     return frozenset(avoided) if has_others else frozenset()
 
 
 def _place(state: RouterState, request: LiveRequest, decision: Place, now: float) -> None:
-    engine = state.engines[decision.engine_id]
-    del state.waiting[request.request_id]
+    engine = state.engines.connected[decision.engine_id]
+    del state.requests.waiting[request.request_id]
     request.excluded = frozenset()
     dispatch.submit(state, request, engine, now)
-    state.table.mark_submitted(engine.engine_id, request.request_id, engine.num_submits)
+    state.engines.table.mark_submitted(engine.engine_id, request.request_id, engine.num_submits)
     role = engine.role.value if engine.role is not None else ""
     state.metrics.count("placements", role, decision.reason)
     state.metrics.queue_s[request.new.slo_class].observe(max(0.0, now - request.waiting_since_s))
     if request.first_token_s is None and math.isfinite(decision.predicted_ttft_s):
         request.predicted_ttft_s = decision.predicted_ttft_s
-    state.ring.record(
+    state.decision_log.record(
         now,
         request.request_id,
         "submitted",

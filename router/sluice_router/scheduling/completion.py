@@ -13,7 +13,7 @@ from sluice_router.scheduling.requests import Finish, Usage
 if TYPE_CHECKING:
     from sluice_core.slo import SloOutcome
     from sluice_router.errors import RouterError
-    from sluice_router.scheduling.requests import LiveRequest
+    from sluice_router.scheduling.entities import LiveRequest
     from sluice_router.scheduling.state import RouterState
 
 _RESULTS = {sampling_pb2.FINISH_REASON_STOP: "stop", sampling_pb2.FINISH_REASON_LENGTH: "length"}
@@ -41,12 +41,14 @@ def finish(
     num_output = len(request.output_token_ids) if output_tokens is None else output_tokens
     usage, outcome = _measure(request, num_output, now)
     _leave(state, request, now)
-    state.actions.finishes.append((request.sink, Finish(reason=reason, stop_token_id=stop_token_id, usage=usage)))
-    state.ring.record(
+    state.outbox.actions.finishes.append(
+        (request.response_stream, Finish(reason=reason, stop_token_id=stop_token_id, usage=usage))
+    )
+    state.decision_log.record(
         now, request.request_id, "finished", _RESULTS[reason], num_output, usage.ttft_s, usage.tpot_s, usage.is_slo_met
     )
     slo_class, metrics = request.new.slo_class, state.metrics
-    state.attainment.record(now, slo_class, RequestEnd.FINISHED, outcome)
+    state.statistics.attainment.record(now, slo_class, RequestEnd.FINISHED, outcome)
     _count(state, request, _RESULTS[reason])
     if request.new.owner:
         metrics.count("key_tokens", request.new.owner, "prompt", by=usage.prompt_tokens)
@@ -61,19 +63,19 @@ def finish(
 def fail(state: RouterState, request: LiveRequest, error: RouterError, now: float) -> None:
     """Ends a request with an error that its client sees."""
     _leave(state, request, now)
-    state.actions.failures.append((request.sink, error))
-    state.ring.record(now, request.request_id, "failed", error.code, error.message)
+    state.outbox.actions.failures.append((request.response_stream, error))
+    state.decision_log.record(now, request.request_id, "failed", error.code, error.message)
     end = RequestEnd.REJECTED if isinstance(error, OverloadError) else RequestEnd.FAILED
-    state.attainment.record(now, request.new.slo_class, end)
+    state.statistics.attainment.record(now, request.new.slo_class, end)
     _count(state, request, end.value)
     state.metrics.count("rejected", error.code)
 
 
 def cancel(state: RouterState, request: LiveRequest, reason: str, now: float) -> None:
-    """Ends a request that nobody reads any more; its sink is not called again."""
+    """Ends a request that nobody reads any more; its response stream is not called again."""
     _leave(state, request, now)
-    state.ring.record(now, request.request_id, "cancelled", reason)
-    state.attainment.record(now, request.new.slo_class, RequestEnd.CANCELLED)
+    state.decision_log.record(now, request.request_id, "cancelled", reason)
+    state.statistics.attainment.record(now, request.new.slo_class, RequestEnd.CANCELLED)
     _count(state, request, RequestEnd.CANCELLED.value)
     state.metrics.count("rejected", reason)
 
@@ -86,17 +88,17 @@ def _count(state: RouterState, request: LiveRequest, result: str) -> None:
 
 def _leave(state: RouterState, request: LiveRequest, now: float) -> None:
     """Takes a request out of every table, and off its engine."""
-    del state.requests[request.request_id]
-    state.waiting.pop(request.request_id, None)
-    state.held.pop(request.request_id, None)
+    del state.requests.live[request.request_id]
+    state.requests.waiting.pop(request.request_id, None)
+    state.requests.awaiting_resume.pop(request.request_id, None)
     # The end carries what is held back.
-    state.actions.flushes.pop(request.request_id, None)
-    if request.move is not None:
-        migration.abandon(state, request.move, "ended", now)
-    stay, request.stay = request.stay, None
-    if stay is not None:
-        state.table.cancel_placement(stay.engine.engine_id, request.request_id, now)
-        dispatch.abort_stay(state, stay)
+    state.outbox.actions.flushes.pop(request.request_id, None)
+    if request.migration is not None:
+        migration.abandon(state, request.migration, "ended", now)
+    submission, request.submission = request.submission, None
+    if submission is not None:
+        state.engines.table.cancel_placement(submission.engine.engine_id, request.request_id, now)
+        dispatch.abort(state, submission)
 
 
 def _measure(request: LiveRequest, num_output: int, now: float) -> tuple[Usage, SloOutcome]:
@@ -122,11 +124,11 @@ def _measure(request: LiveRequest, num_output: int, now: float) -> tuple[Usage, 
 def _sample(state: RouterState, request: LiveRequest, num_output: int) -> None:
     """Keeps a request for the planner. Requests end in another order than they arrive; the gaps still add up to the time."""
     arrival_s = request.new.arrival_s
-    last_s = arrival_s if state.last_arrival_s is None else state.last_arrival_s
-    state.last_arrival_s = max(last_s, arrival_s)
-    state.samples.append(
+    last_s = arrival_s if state.statistics.last_arrival_s is None else state.statistics.last_arrival_s
+    state.statistics.last_arrival_s = max(last_s, arrival_s)
+    state.statistics.samples.append(
         control_pb2.RequestSample(
-            gap_s=state.last_arrival_s - last_s,
+            gap_s=state.statistics.last_arrival_s - last_s,
             prompt_tokens=len(request.new.prompt_token_ids),
             output_tokens=num_output,
             slo_class=request.new.slo_class,

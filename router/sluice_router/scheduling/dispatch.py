@@ -1,7 +1,7 @@
 """Who owns a request: slots, fencing numbers, the queue.
 
 A request has one owner at a time. It gets one in ``submit``, with a new fencing number, or its last one back in
-``resume``, and is without one in ``RouterState.waiting`` (``enqueue``). What a former owner still sends is dropped, because its stay has no request.
+``resume``, and is without one in ``RouterState.requests.waiting`` (``enqueue``). What a former owner still sends is dropped, because its submission has no request.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_router.scheduling import wire_conversion
-from sluice_router.scheduling.state import Stay
+from sluice_router.scheduling.entities import Submission
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.requests import LiveRequest
-    from sluice_router.scheduling.state import Engine, Hold, RouterState
+    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, PendingResume
+    from sluice_router.scheduling.state import RouterState
 
 
 def submit(
     state: RouterState,
     request: LiveRequest,
-    engine: Engine,
+    engine: ConnectedEngine,
     now: float,
     *,
     kv: engine_pb2.KvHandle | None = None,
@@ -36,12 +36,12 @@ def submit(
         kv: Where its KV waits; None: prefill there.
         grant_id: Grant that reserves the room; 0: none.
     """
-    assert request.stay is None
+    assert request.submission is None
     slot = engine.take_slot()
     engine.num_submits += 1
     request.fence += 1
-    request.hold = None
-    request.stay = engine.slots[slot] = Stay(
+    request.pending_resume = None
+    request.submission = engine.slots[slot] = Submission(
         engine=engine,
         slot=slot,
         request=request,
@@ -49,7 +49,7 @@ def submit(
         submit_number=engine.num_submits,
     )
     wire_conversion.add_submit(
-        state.message_to(engine),
+        state.outbox.message_to(engine),
         request,
         slot=slot,
         submit_number=engine.num_submits,
@@ -59,31 +59,33 @@ def submit(
     )
 
 
-def resume(state: RouterState, request: LiveRequest, hold: Hold, engine: Engine, now: float) -> None:
+def resume(
+    state: RouterState, request: LiveRequest, pending: PendingResume, engine: ConnectedEngine, now: float
+) -> None:
     """Lets an engine go on with a request whose stream broke: it is the owner as before, with the same fencing number.
 
     Args:
         state: The router's state.
         request: Waits.
-        hold: Its hold, on this engine.
+        pending: Its pending, on this engine.
         engine: The engine's new stream; its hello named the request.
         now: The router's clock, in seconds.
     """
-    assert request.stay is None
-    del state.waiting[request.request_id]
-    state.held.pop(request.request_id, None)
-    request.hold = None
+    assert request.submission is None
+    del state.requests.waiting[request.request_id]
+    state.requests.awaiting_resume.pop(request.request_id, None)
+    request.pending_resume = None
     slot = engine.take_slot()
-    request.stay = engine.slots[slot] = Stay(
+    request.submission = engine.slots[slot] = Submission(
         engine=engine,
         slot=slot,
         request=request,
         request_id=request.request_id,
         submit_number=0,
-        has_token=hold.stay.has_token,
+        has_token=pending.submission.has_token,
     )
     num_output = len(request.output_token_ids)
-    state.message_to(engine).resumes.add(
+    state.outbox.message_to(engine).resumes.add(
         slot=slot, request_id=request.request_id, fence=request.fence, next_output_index=num_output
     )
     stall_s = 0.0
@@ -91,43 +93,43 @@ def resume(state: RouterState, request: LiveRequest, hold: Hold, engine: Engine,
         stall_s, request.lost_since_s = now - request.lost_since_s, None
         state.metrics.recovery_stall_s["link"].observe(stall_s)
     state.metrics.count("resumed")
-    state.ring.record(now, request.request_id, "resumed", engine.engine_id, num_output, stall_s)
+    state.decision_log.record(now, request.request_id, "resumed", engine.engine_id, num_output, stall_s)
 
 
 def enqueue(state: RouterState, request: LiveRequest, now: float) -> None:
     """Lets a request without an owner wait for an engine."""
-    assert request.stay is None
+    assert request.submission is None
     request.waiting_since_s = now
     request.wait_reason = ""
     request.predicted_ttft_s = None
-    state.waiting[request.request_id] = request
+    state.requests.waiting[request.request_id] = request
 
 
-def abort_stay(state: RouterState, stay: Stay) -> None:
+def abort(state: RouterState, submission: Submission) -> None:
     """Tells an engine to end what it runs in a slot; the slot is free once the engine has answered."""
-    stay.request = None
-    if not stay.is_aborted and not stay.engine.is_lost:
-        stay.is_aborted = True
-        state.message_to(stay.engine).aborts.add(slot=stay.slot)
+    submission.request = None
+    if not submission.is_aborted and not submission.engine.is_lost:
+        submission.is_aborted = True
+        state.outbox.message_to(submission.engine).aborts.add(slot=submission.slot)
 
 
-def take_off(state: RouterState, stay: Stay, request: LiveRequest, reason: str, now: float) -> None:
+def withdraw(state: RouterState, submission: Submission, request: LiveRequest, reason: str, now: float) -> None:
     """Takes a request off an engine that lives on; whoever calls says what becomes of it."""
-    abort_stay(state, stay)
-    request.stay = None
-    note_loss(state, stay.engine, request, reason, now)
+    abort(state, submission)
+    request.submission = None
+    record_loss(state, submission.engine, request, reason, now)
 
 
-def note_loss(state: RouterState, engine: Engine, request: LiveRequest, reason: str, now: float) -> None:
+def record_loss(state: RouterState, engine: ConnectedEngine, request: LiveRequest, reason: str, now: float) -> None:
     """Records that an engine no longer owns a request, and since when its client waits for tokens."""
-    state.ring.record(now, request.request_id, "lost", engine.engine_id, reason, len(request.output_token_ids))
+    state.decision_log.record(now, request.request_id, "lost", engine.engine_id, reason, len(request.output_token_ids))
     if request.first_token_s is not None and request.lost_since_s is None:
         request.lost_since_s = now
 
 
-def release(state: RouterState, stay: Stay) -> None:
+def release(state: RouterState, submission: Submission) -> None:
     """Lets the source of a hand-off free the KV; the slot is free with it."""
-    if stay.is_pinned and not stay.engine.is_lost:
-        stay.is_pinned = False
-        state.message_to(stay.engine).released_slots.append(stay.slot)
-        state.free_slot(stay)
+    if submission.is_pinned and not submission.engine.is_lost:
+        submission.is_pinned = False
+        state.outbox.message_to(submission.engine).released_slots.append(submission.slot)
+        state.outbox.free_slot(submission)

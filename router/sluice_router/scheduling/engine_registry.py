@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
 from sluice_router.scheduling import failover, plan, wire_conversion
-from sluice_router.scheduling.state import Engine, LinkStatus
+from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.state import RouterState
+    from sluice_router.scheduling.state import EnginePool, RouterState
 
 
 def set_addresses(state: RouterState, addresses: frozenset[str]) -> None:
@@ -18,19 +18,24 @@ def set_addresses(state: RouterState, addresses: frozenset[str]) -> None:
 
     One that is gone keeps its stream for as long as it lasts: the discovery may be wrong, a working stream is not.
     """
-    for address in addresses - state.links.keys():
-        state.links[address] = LinkStatus()
-        state.touch()
-    for address in state.links.keys() - addresses:
+    for address in addresses - state.engines.endpoints.keys():
+        state.engines.endpoints[address] = EngineEndpoint()
+        state.status.mark_changed()
+    for address in state.engines.endpoints.keys() - addresses:
         forget(state, address)
+
+
+def find_endpoint(engines: EnginePool, address: str) -> EngineEndpoint:
+    """Finds an address; one that the discovery has not named is taken in."""
+    return engines.endpoints.setdefault(address, EngineEndpoint())
 
 
 def forget(state: RouterState, address: str) -> None:
     """Drops an address that has no stream."""
-    link = state.links.get(address)
-    if link is not None and (link.engine is None or link.engine.is_lost):
-        del state.links[address]
-        state.touch()
+    endpoint = state.engines.endpoints.get(address)
+    if endpoint is not None and (endpoint.engine is None or endpoint.engine.is_lost):
+        del state.engines.endpoints[address]
+        state.status.mark_changed()
 
 
 def note_fault(state: RouterState, address: str, fault: str, now: float) -> bool:
@@ -39,17 +44,17 @@ def note_fault(state: RouterState, address: str, fault: str, now: float) -> bool
     Returns:
         Whether the fault is news.
     """
-    link = state.links.get(address)
-    if link is not None and link.engine is not None:
-        failover.give_up_holds(state, link.engine.engine_id, now)
-    if link is None or link.last_fault == fault:
+    endpoint = state.engines.endpoints.get(address)
+    if endpoint is not None and endpoint.engine is not None:
+        failover.give_up_resumes(state, endpoint.engine.engine_id, now)
+    if endpoint is None or endpoint.last_fault == fault:
         return False
-    link.last_fault = fault
-    state.touch()
+    endpoint.last_fault = fault
+    state.status.mark_changed()
     return True
 
 
-def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now: float) -> Engine:
+def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now: float) -> ConnectedEngine:
     """Takes a new stream into service.
 
     Requests that the engine kept from an earlier stream of this router go on on this one, unless they went on elsewhere.
@@ -64,11 +69,11 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
         The stream's record.
     """
     engine_id = EngineId(hello.engine_id)
-    earlier = state.engines.get(engine_id)
+    earlier = state.engines.connected.get(engine_id)
     if earlier is not None:
         reason = "epoch" if earlier.epoch != hello.epoch else "stream"
         failover.lose_engine(state, earlier, reason, now, fault="a newer stream replaced it")
-    engine = Engine(
+    engine = ConnectedEngine(
         engine_id=engine_id,
         epoch=hello.epoch,
         address=address,
@@ -79,11 +84,11 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
         last_heard_s=now,
         progress_s=now,
     )
-    state.engines[engine_id] = engine
-    link = state.links.setdefault(address, LinkStatus())
-    link.engine, link.last_fault = engine, ""
-    failover.resume_held(state, engine, hello.held, now)
-    plan.judge_model(state, engine)
+    state.engines.connected[engine_id] = engine
+    endpoint = find_endpoint(state.engines, address)
+    endpoint.engine, endpoint.last_fault = engine, ""
+    failover.resume_kept_requests(state, engine, hello.held, now)
+    plan.check_model(state, engine)
     plan.configure(state, engine)
-    state.touch()
+    state.status.mark_changed()
     return engine

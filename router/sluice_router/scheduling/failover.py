@@ -3,7 +3,7 @@
 An engine is lost when its stream ends, when it says hello with another epoch, when it is silent, when it stands still, or
 when it breaks the protocol. What it owned returns to the queue; the next owner gets a higher fencing number, so tokens of
 the old one can never count. Where only the stream broke, the engine goes on meanwhile and keeps the results: requests
-wait a moment for it (``Hold``), and resume there token by token if it says that it has them. A request that was running on two engines when they failed is given up instead of risking a third.
+wait a moment for it (``PendingResume``), and resume there token by token if it says that it has them. A request that was running on two engines when they failed is given up instead of risking a third.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.records import IterationShape, RequestId
 from sluice_router.errors import EngineFaultError
 from sluice_router.scheduling import completion, dispatch, migration
-from sluice_router.scheduling.state import Hold, MovePhase
+from sluice_router.scheduling.entities import MigrationPhase, PendingResume
 
 # A stream that broke or went silent says nothing about the engine behind it.
 RESUMABLE = frozenset({"stream", "silence"})
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from sluice.v1 import engine_pb2
     from sluice_core.records import EngineId
-    from sluice_router.scheduling.requests import LiveRequest
-    from sluice_router.scheduling.state import Engine, Move, RouterState, Stay
+    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Migration, Submission
+    from sluice_router.scheduling.state import RouterState
 
 
-def lose_engine(state: RouterState, engine: Engine, reason: str, now: float, *, fault: str = "") -> None:
+def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: float, *, fault: str = "") -> None:
     """Takes an engine's stream out of service and saves what ran there.
 
     Args:
@@ -42,91 +42,94 @@ def lose_engine(state: RouterState, engine: Engine, reason: str, now: float, *, 
         return
     engine.status = control_pb2.ENGINE_STATE_LOST
     engine.last_fault = fault or reason
-    if state.engines.get(engine.engine_id) is engine:
-        del state.engines[engine.engine_id]
-        state.table.remove(engine.engine_id)
-    state.actions.closes.append((engine, reason))
+    if state.engines.connected.get(engine.engine_id) is engine:
+        del state.engines.connected[engine.engine_id]
+        state.engines.table.remove(engine.engine_id)
+    state.outbox.actions.closes.append((engine, reason))
     state.metrics.count("engine_losses", reason)
-    state.touch()
+    state.status.mark_changed()
     for move in list(engine.grants.values()):
         migration.drop_target(state, move, now)
-    for stay in engine.slots:
-        if stay is not None and stay.request is not None:
-            _save(state, stay, stay.request, reason, now)
+    for submission in engine.slots:
+        if submission is not None and submission.request is not None:
+            _recover(state, submission, submission.request, reason, now)
     if reason in {"silence", "hang"}:
         # A process that stands still keeps its connections: whoever reads from it would wait for ever.
         _give_up_pulls_from(state, engine, now)
 
 
-def resume_held(state: RouterState, engine: Engine, held: Iterable[engine_pb2.HeldRequest], now: float) -> None:
+def resume_kept_requests(
+    state: RouterState, engine: ConnectedEngine, held: Iterable[engine_pb2.HeldRequest], now: float
+) -> None:
     """A new stream's hello names what the engine kept of the last one's requests.
 
     Those that still wait here go on there; the rest are aborted there. What waits for that engine in vain goes elsewhere.
     """
     for item in held:
-        request = state.waiting.get(RequestId(item.request_id))
-        hold = None if request is None else request.hold
+        request = state.requests.waiting.get(RequestId(item.request_id))
+        pending = None if request is None else request.pending_resume
         is_ours = (
             request is not None
-            and hold is not None
-            and (hold.stay.engine.engine_id, hold.stay.engine.epoch) == (engine.engine_id, engine.epoch)
+            and pending is not None
+            and (pending.submission.engine.engine_id, pending.submission.engine.epoch)
+            == (engine.engine_id, engine.epoch)
             and item.fence == request.fence
             and item.num_output_tokens >= len(request.output_token_ids)
         )
         if is_ours:
             assert request is not None
-            assert hold is not None
-            dispatch.resume(state, request, hold, engine, now)
+            assert pending is not None
+            dispatch.resume(state, request, pending, engine, now)
         else:
-            state.message_to(engine).aborts.add(held_request_id=item.request_id)
-    give_up_holds(state, engine.engine_id, now)
+            state.outbox.message_to(engine).aborts.add(held_request_id=item.request_id)
+    give_up_resumes(state, engine.engine_id, now)
 
 
-def give_up_holds(state: RouterState, engine_id: EngineId, now: float) -> None:
+def give_up_resumes(state: RouterState, engine_id: EngineId, now: float) -> None:
     """The engine does not have them, or cannot be reached: what waits for it goes elsewhere."""
-    for request in list(state.held.values()):
-        if request.hold is not None and request.hold.stay.engine.engine_id == engine_id:
-            _end_hold(state, request, request.hold, now)
+    for request in list(state.requests.awaiting_resume.values()):
+        if request.pending_resume is not None and request.pending_resume.submission.engine.engine_id == engine_id:
+            _give_up_resume(state, request, request.pending_resume, now)
 
 
-def expire_holds(state: RouterState, now: float) -> None:
+def expire_resumes(state: RouterState, now: float) -> None:
     """Lets requests go elsewhere whose engine has not come back in time."""
-    for request in list(state.held.values()):
-        if request.hold is not None and now >= request.hold.until_s:
-            _end_hold(state, request, request.hold, now)
+    for request in list(state.requests.awaiting_resume.values()):
+        if request.pending_resume is not None and now >= request.pending_resume.until_s:
+            _give_up_resume(state, request, request.pending_resume, now)
 
 
-def _end_hold(state: RouterState, request: LiveRequest, hold: Hold, now: float) -> None:
-    del state.held[request.request_id], state.waiting[request.request_id]
-    _go_elsewhere(state, hold.stay, request, hold.reason, now)
+def _give_up_resume(state: RouterState, request: LiveRequest, pending: PendingResume, now: float) -> None:
+    del state.requests.awaiting_resume[request.request_id], state.requests.waiting[request.request_id]
+    _recover_elsewhere(state, pending.submission, request, pending.reason, now)
 
 
-def expire_pulls(state: RouterState, engine: Engine, now: float) -> None:
+def expire_pulls(state: RouterState, engine: ConnectedEngine, now: float) -> None:
     """Takes requests off an engine that has not got their KV in time."""
-    if not engine.moves_in:
+    if not engine.migrations_in:
         return
-    for stay in list(engine.slots):
-        request = None if stay is None else stay.request
-        move = None if request is None else request.move
-        if request is None or move is None or move.phase is not MovePhase.SUBMITTED:
+    for submission in list(engine.slots):
+        request = None if submission is None else submission.request
+        move = None if request is None else request.migration
+        if request is None or move is None or move.phase is not MigrationPhase.SUBMITTED:
             continue
         if now - move.submitted_s > state.limits.pull_timeout_s:
             _give_up_pull(state, request, move, "pull_timeout", now)
 
 
-def _give_up_pulls_from(state: RouterState, source: Engine, now: float) -> None:
-    for request in list(state.requests.values()):
-        move = request.move
-        if move is not None and move.phase is MovePhase.SUBMITTED and move.source.engine is source:
+def _give_up_pulls_from(state: RouterState, source: ConnectedEngine, now: float) -> None:
+    for request in list(state.requests.live.values()):
+        move = request.migration
+        if move is not None and move.phase is MigrationPhase.SUBMITTED and move.source.engine is source:
             _give_up_pull(state, request, move, "source_lost", now)
 
 
-def _give_up_pull(state: RouterState, request: LiveRequest, move: Move, reason: str, now: float) -> None:
+def _give_up_pull(state: RouterState, request: LiveRequest, move: Migration, reason: str, now: float) -> None:
     """Takes a request off the target of its move, which waits for KV; it is recomputed from its tokens."""
-    stay = request.stay
-    assert stay is not None
+    submission = request.submission
+    assert submission is not None
     migration.abandon(state, move, reason, now)
-    dispatch.take_off(state, stay, request, reason, now)
+    dispatch.withdraw(state, submission, request, reason, now)
     requeue(state, request, reason, now)
 
 
@@ -148,7 +151,7 @@ def requeue(state: RouterState, request: LiveRequest, reason: str, now: float) -
     dispatch.enqueue(state, request, now)
 
 
-def find_failure(state: RouterState, engine: Engine, now: float) -> tuple[str, str] | None:
+def find_failure(state: RouterState, engine: ConnectedEngine, now: float) -> tuple[str, str] | None:
     """Judges an engine by what has not come.
 
     Returns:
@@ -167,32 +170,34 @@ def find_failure(state: RouterState, engine: Engine, now: float) -> tuple[str, s
     return None
 
 
-def _save(state: RouterState, stay: Stay, request: LiveRequest, reason: str, now: float) -> None:
+def _recover(state: RouterState, submission: Submission, request: LiveRequest, reason: str, now: float) -> None:
     """Takes a request off a lost engine."""
-    engine = stay.engine
-    stay.request, request.stay = None, None
+    engine = submission.engine
+    submission.request, request.submission = None, None
     # Once it was told to hand off, or while it pulls KV that the source frees now, an engine's copy is not to be trusted.
-    is_whole = request.move is None or request.move.phase is MovePhase.GRANT_ASKED
-    if request.move is not None:
-        in_time = request.move.phase is MovePhase.SUBMITTED
-        migration.abandon(state, request.move, "target_lost" if in_time else "source_lost", now)
-    dispatch.note_loss(state, engine, request, reason, now)
+    is_whole = request.migration is None or request.migration.phase is MigrationPhase.GRANT_ASKED
+    if request.migration is not None:
+        in_time = request.migration.phase is MigrationPhase.SUBMITTED
+        migration.abandon(state, request.migration, "target_lost" if in_time else "source_lost", now)
+    dispatch.record_loss(state, engine, request, reason, now)
     if not is_whole or reason not in RESUMABLE:
-        _go_elsewhere(state, stay, request, reason, now)
+        _recover_elsewhere(state, submission, request, reason, now)
         return
     # A silent engine has had its time already.
     grace_s = state.limits.resume_grace_s if reason == "stream" else 0.0
-    request.hold = Hold(stay=stay, reason=reason, until_s=now + grace_s)
-    state.held[request.request_id] = request
+    request.pending_resume = PendingResume(submission=submission, reason=reason, until_s=now + grace_s)
+    state.requests.awaiting_resume[request.request_id] = request
     dispatch.enqueue(state, request, now)
     if not grace_s:
-        _end_hold(state, request, request.hold, now)
+        _give_up_resume(state, request, request.pending_resume, now)
 
 
-def _go_elsewhere(state: RouterState, stay: Stay, request: LiveRequest, reason: str, now: float) -> None:
+def _recover_elsewhere(
+    state: RouterState, submission: Submission, request: LiveRequest, reason: str, now: float
+) -> None:
     """Sends a request without an owner on its way to another engine, unless that makes no sense any more."""
-    engine = stay.engine
-    if stay.submit_number <= engine.load.last_submit_number or stay.has_token:
+    engine = submission.engine
+    if submission.submit_number <= engine.load.last_submit_number or submission.has_token:
         # It had reached the scheduler: it may be what killed the engine.
         request.num_deaths += 1
     request.died_on.add(engine.engine_id)
@@ -207,19 +212,19 @@ def _go_elsewhere(state: RouterState, stay: Stay, request: LiveRequest, reason: 
         requeue(state, request, reason, now)
 
 
-def _has_work(engine: Engine) -> bool:
+def _has_work(engine: ConnectedEngine) -> bool:
     """Whether iterations are due. Pulls are left out: they have time limits of their own."""
     load = engine.load
     if load.queued_prefill_tokens or load.running_decodes:
         return True
     return engine.num_submits > load.last_submit_number and any(
-        stay is not None and stay.submit_number > load.last_submit_number for stay in engine.slots
+        submission is not None and submission.submit_number > load.last_submit_number for submission in engine.slots
     )
 
 
-def _age_limit_s(state: RouterState, engine: Engine) -> float:
+def _age_limit_s(state: RouterState, engine: ConnectedEngine) -> float:
     """The longest time that an iteration may take (router.md, section 5)."""
-    if engine.engine_id not in state.table:
+    if engine.engine_id not in state.engines.table:
         return state.limits.iteration_age_floor_s
     tokens = engine.chunk_size_tokens or engine.spec.max_batch_tokens
     prefill_tokens = max(0, tokens - engine.load.running_decodes)
@@ -230,5 +235,5 @@ def _age_limit_s(state: RouterState, engine: Engine) -> float:
         num_decodes=engine.load.running_decodes,
         decode_context_tokens=engine.load.decode_context_tokens,
     )
-    longest_s = state.table[engine.engine_id].latency.estimate_shape_s(shape)
+    longest_s = state.engines.table[engine.engine_id].latency.estimate_shape_s(shape)
     return max(state.limits.iteration_age_floor_s, state.limits.iteration_age_factor * longest_s)

@@ -1,7 +1,7 @@
 """Plans: checked whole, applied between two messages, pushed to the engines as ``Configure``.
 
 The highest (cluster uid, generation) wins, so that two routers on different generations for a second are harmless. A role
-counts from the engine's acknowledgement: only then is the engine in ``RouterState.table``, and only with what it
+counts from the engine's acknowledgement: only then is the engine in ``RouterState.engines.table``, and only with what it
 acknowledged. A drain counts at once.
 
 A chunk size above the most that an engine said it can run is cut to that, for this engine alone: in the midst of a roll
@@ -21,7 +21,8 @@ from sluice_router.scheduling import wire_conversion
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.state import Engine, RouterState
+    from sluice_router.scheduling.entities import ConnectedEngine
+    from sluice_router.scheduling.state import RouterState
 
 _UNLIMITED = 2**31 - 1
 
@@ -34,7 +35,7 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
         message: The plan.
 
     Raises:
-        PlanRefusedError: The plan in force stays; names the field, the value and the limit.
+        PlanRefusedError: The plan in force submissions; names the field, the value and the limit.
     """
     try:
         _check_newer(state, message)
@@ -43,31 +44,31 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
         state.metrics.count("plans", "refused")
         raise
     plan = wire_conversion.plan_from(message)
-    if plan == state.plan:
+    if plan == state.active.plan:
         return
     state.metrics.count("plans", "applied")
     _set_policies(state, plan)
-    state.plan = plan
-    for engine in state.engines.values():
-        judge_model(state, engine)
+    state.active.plan = plan
+    for engine in state.engines.connected.values():
+        check_model(state, engine)
         configure(state, engine)
-    state.touch()
+    state.status.mark_changed()
 
 
-def configure(state: RouterState, engine: Engine) -> None:
+def configure(state: RouterState, engine: ConnectedEngine) -> None:
     """Sends an engine its part of the plan in force."""
-    plan = state.plan
+    plan = state.active.plan
     if plan is None or engine.status == control_pb2.ENGINE_STATE_REFUSED:
         return
-    part = part_of(plan, engine)
+    part = engine_plan_for(plan, engine)
     # Where roles are void nothing shall be proposed.
-    strategy = "aggregated" if _are_roles_void(plan) else plan.strategy
-    state.message_to(engine).configure.CopyFrom(wire_conversion.configure_message(plan, part, strategy=strategy))
+    strategy = "aggregated" if _has_uniform_chunk_size(plan) else plan.strategy
+    state.outbox.message_to(engine).configure.CopyFrom(wire_conversion.configure_message(plan, part, strategy=strategy))
     if part.is_draining and not engine.is_draining:
         begin_drain(state, engine)
 
 
-def part_of(plan: Plan, engine: Engine) -> EnginePlan:
+def engine_plan_for(plan: Plan, engine: ConnectedEngine) -> EnginePlan:
     """Returns an engine's part of a plan, as far as it can run it; one that is not named serves with the D setting."""
     unnamed = EnginePlan(role=Role.DECODE_HEAVY, chunk_size_tokens=plan.unnamed_chunk_size_tokens)
     part = plan.engines.get(engine.engine_id, unnamed)
@@ -76,17 +77,17 @@ def part_of(plan: Plan, engine: Engine) -> EnginePlan:
     return dataclasses.replace(part, chunk_size_tokens=engine.spec.max_batch_tokens)
 
 
-def begin_drain(state: RouterState, engine: Engine) -> None:
+def begin_drain(state: RouterState, engine: ConnectedEngine) -> None:
     """Stops placements on an engine at once."""
     engine.is_draining = True
-    if engine.engine_id in state.table and engine.role is not None:
-        state.table.configure(
+    if engine.engine_id in state.engines.table and engine.role is not None:
+        state.engines.table.configure(
             engine.engine_id, role=engine.role, chunk_size_tokens=engine.chunk_size_tokens, is_draining=True
         )
-    state.touch()
+    state.status.mark_changed()
 
 
-def take_configured(state: RouterState, engine: Engine, configured: engine_pb2.Configured) -> None:
+def handle_configured(state: RouterState, engine: ConnectedEngine, configured: engine_pb2.Configured) -> None:
     """An engine says what it has in force: its role counts from here on.
 
     Args:
@@ -97,100 +98,101 @@ def take_configured(state: RouterState, engine: Engine, configured: engine_pb2.C
     if configured.error:
         engine.last_fault = f"refused plan {configured.generation}: {configured.error}"
         state.metrics.count("plans", "refused_by_engine")
-        state.touch()
+        state.status.mark_changed()
         return
-    plan = state.plan
+    plan = state.active.plan
     if plan is None or configured.cluster_uid != plan.cluster_uid:
         return
     role = wire_conversion.role_from(configured.role)
     engine.role, engine.chunk_size_tokens = role, configured.chunk_size_tokens
     engine.acknowledged_generation = configured.generation
-    engine.is_draining = part_of(plan, engine).is_draining or engine.load.is_draining
+    engine.is_draining = engine_plan_for(plan, engine).is_draining or engine.load.is_draining
     if engine.status != control_pb2.ENGINE_STATE_REFUSED:
-        if engine.engine_id not in state.table:
+        if engine.engine_id not in state.engines.table:
             _add_to_table(state, engine, role)
-        state.table.configure(
+        state.engines.table.configure(
             engine.engine_id,
             role=role,
             chunk_size_tokens=engine.chunk_size_tokens,
             is_draining=engine.is_draining,
         )
-    state.touch()
+    state.status.mark_changed()
 
 
-def _add_to_table(state: RouterState, engine: Engine, role: Role) -> None:
+def _add_to_table(state: RouterState, engine: ConnectedEngine, role: Role) -> None:
     """Lets placements and moves see an engine, with the load that it has reported already: an idle one is in no hurry."""
-    state.table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
+    state.engines.table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
     if engine.load.kv_blocks_total:
-        state.table.report(engine.engine_id, wire_conversion.load_from(engine.load, 0.0), engine.last_heard_s)
+        state.engines.table.report(engine.engine_id, wire_conversion.load_from(engine.load, 0.0), engine.last_heard_s)
 
 
-def judge_model(state: RouterState, engine: Engine) -> None:
+def check_model(state: RouterState, engine: ConnectedEngine) -> None:
     """Accepts an engine, or refuses it because its model is not the cluster's.
 
     Without one in the plan the engines must agree among themselves: the first one says it, for as long as an engine or a
     stream that has begun is left that counts on it. A fingerprint may differ beyond the model (dtype, block size, vLLM's
     version): in the midst of a roll both kinds serve, and exchange no KV.
     """
-    plan = state.plan
+    plan = state.active.plan
     if plan is not None and plan.model_fingerprint:
-        state.model = plan.model_fingerprint
-    elif not state.model or not _is_model_needed(state, engine):
-        state.model = engine.model
+        state.active.model = plan.model_fingerprint
+    elif not state.active.model or not _is_model_needed(state, engine):
+        state.active.model = engine.model
     is_refused = engine.status == control_pb2.ENGINE_STATE_REFUSED
-    if state.model not in {engine.model, engine.fingerprint}:
-        engine.last_fault = f"model {engine.model!r} ({engine.fingerprint}) is not the cluster's {state.model!r}"
+    if state.active.model not in {engine.model, engine.fingerprint}:
+        engine.last_fault = f"model {engine.model!r} ({engine.fingerprint}) is not the cluster's {state.active.model!r}"
         engine.status = control_pb2.ENGINE_STATE_REFUSED
-        state.table.remove(engine.engine_id)
+        state.engines.table.remove(engine.engine_id)
     elif is_refused:
         engine.status = control_pb2.ENGINE_STATE_READY
         engine.last_fault = ""
     _note_model_length(state)
 
 
-def reconsider_refused(state: RouterState) -> None:
+def recheck_refused(state: RouterState) -> None:
     """Accepts engines of another model once nobody counts on the old one any more."""
-    refused = [item for item in state.engines.values() if item.status == control_pb2.ENGINE_STATE_REFUSED]
-    if len(refused) < len(state.engines):
+    refused = [item for item in state.engines.connected.values() if item.status == control_pb2.ENGINE_STATE_REFUSED]
+    if len(refused) < len(state.engines.connected):
         return
     for engine in refused:
-        judge_model(state, engine)
+        check_model(state, engine)
         if engine.status != control_pb2.ENGINE_STATE_REFUSED:
             configure(state, engine)
-            state.touch()
+            state.status.mark_changed()
 
 
-def _is_model_needed(state: RouterState, engine: Engine) -> bool:
+def _is_model_needed(state: RouterState, engine: ConnectedEngine) -> bool:
     """Whether another engine serves, or a stream has begun, with the cluster's model."""
     others = any(
-        other is not engine and other.status != control_pb2.ENGINE_STATE_REFUSED for other in state.engines.values()
+        other is not engine and other.status != control_pb2.ENGINE_STATE_REFUSED
+        for other in state.engines.connected.values()
     )
-    return others or any(request.first_token_s is not None for request in state.requests.values())
+    return others or any(request.first_token_s is not None for request in state.requests.live.values())
 
 
 def _note_model_length(state: RouterState) -> None:
     lengths = [
         engine.max_model_len_tokens
-        for engine in state.engines.values()
+        for engine in state.engines.connected.values()
         if engine.status != control_pb2.ENGINE_STATE_REFUSED
     ]
     if lengths:
-        state.max_model_len_tokens = min(lengths)
+        state.active.max_model_len_tokens = min(lengths)
 
 
 def _set_policies(state: RouterState, plan: Plan) -> None:
     strategy = get_strategy(plan.strategy)
-    state.placement = strategy.make_placement(plan.parameters, state.rng)
-    state.flow = strategy.make_flow(plan.parameters, state.rng)
+    state.active.placement = strategy.make_placement(plan.parameters, state.rng)
+    state.active.flow = strategy.make_flow(plan.parameters, state.rng)
 
 
-def _are_roles_void(plan: Plan) -> bool:
+def _has_uniform_chunk_size(plan: Plan) -> bool:
     """Whether all engines that do not drain have one chunk size."""
     return len({part.chunk_size_tokens for part in plan.engines.values() if not part.is_draining}) == 1
 
 
 def _check_newer(state: RouterState, message: plan_pb2.Plan) -> None:
-    plan = state.plan
+    plan = state.active.plan
     if plan is None:
         return
     if message.cluster_uid != plan.cluster_uid:
@@ -214,7 +216,7 @@ def _check_plan(state: RouterState, message: plan_pb2.Plan) -> None:
     _check_classes(message)
     _check_range("attainment_percent", message.attainment_percent, 1, 100)
     _check_engines(message)
-    in_force = state.plan
+    in_force = state.active.plan
     if (
         in_force is not None
         and message.generation == in_force.generation

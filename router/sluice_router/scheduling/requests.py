@@ -1,32 +1,31 @@
 """A request's life, and the seam between the client edge and the data plane.
 
-The edge (HTTP, gRPC) prepares a ``NewRequest`` and a ``ResponseSink``, calls ``DataPlane.admit`` and from then on is only
+The edge (HTTP, gRPC) prepares a ``NewRequest`` and a ``ResponseStream``, calls ``DataPlane.admit`` and from then on is only
 called back. All of it happens on the event loop's thread; nothing here awaits, and no method of the seam blocks.
 
     admitted ── waiting ── running ──► finished | failed | cancelled
                    ▲ │        │ ▲
-              lost └─│────────┘ ├── moved (the sink never notices)
+              lost └─│────────┘ ├── moved (the response stream never notices)
                      └──────────┴── resumed, when only the stream had broken
 
-Order of calls on a sink: ``on_token`` any number of times, ``flush`` at most once per engine message that brought
+Order of calls on a response stream: ``on_token`` any number of times, ``flush`` at most once per engine message that brought
 tokens, then exactly one of ``on_finished`` and ``on_error``, which carries all that is still held back. After that, and after
-``DataPlane.cancel``, the sink is never called again.
+``DataPlane.cancel``, the response stream is never called again.
 """
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from array import array
+
     from prometheus_client import CollectorRegistry
 
     from sluice.v1 import engine_pb2, sampling_pb2
-    from sluice_core.records import EngineId, RequestId, Slo
+    from sluice_core.records import RequestId
     from sluice_router.errors import RouterError
-    from sluice_router.observability.metrics import Histogram
-    from sluice_router.scheduling.state import Hold, Move, Stay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +98,11 @@ class Finish:
     usage: Usage
 
 
-class ResponseSink(Protocol):
+class ResponseStream(Protocol):
     """One client's answer in the making: detokenizing, stop strings, and the bytes.
 
     ``on_token`` only accumulates; the bytes go out in ``flush``. An exception out of any method ends this request
-    alone: it is aborted at its engine and the sink is not called again.
+    alone: it is aborted at its engine and the response stream is not called again.
     """
 
     def on_token(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> int | None:
@@ -151,15 +150,15 @@ class ServedModel:
 class DataPlane(Protocol):
     """What the client edge sees of the rest of the router. Synchronous throughout; call on the event loop's thread.
 
-    ``admit`` and ``cancel`` may be called from within a sink's methods.
+    ``admit`` and ``cancel`` may be called from within a response stream's methods.
     """
 
     def now(self) -> float:
         """Reads the clock that all times of the seam are on, in seconds."""
         ...
 
-    def admit(self, request: NewRequest, sink: ResponseSink) -> RequestId:
-        """Takes a request over; from here on the sink gets its end, whatever happens.
+    def admit(self, request: NewRequest, response_stream: ResponseStream) -> RequestId:
+        """Takes a request over; from here on the response stream gets its end, whatever happens.
 
         Returns:
             The router's id of it: sent as ``x-request-id`` unless the client brought one; key for ``cancel`` and ``explain``.
@@ -175,7 +174,7 @@ class DataPlane(Protocol):
     def cancel(self, request_id: RequestId, reason: str = "client_gone") -> None:
         """Ends a request because its client is gone (``client_gone``) or reads too slowly (``slow_reader``).
 
-        Aborted at its engine within one iteration; the sink is not called again. An unknown id is no error.
+        Aborted at its engine within one iteration; the response stream is not called again. An unknown id is no error.
         """
         ...
 
@@ -210,77 +209,3 @@ class DataPlane(Protocol):
             Plain data for JSON; None when it is unknown or has left the ring.
         """
         ...
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class LiveRequest:
-    """A request from admission to its end; mutable, changed only by the functions of the data plane.
-
-    Exactly one of these holds: it is in ``RouterState.waiting``; ``stay`` is set (its owner is that engine); ``move`` has
-    been handed off and waits for its submit, which never outlives the function that sees it.
-
-    Args:
-        request_id: The router's id.
-        new: What the edge handed over, with the seed filled in.
-        slo: Objectives, fixed at admission.
-        priority: Higher goes first.
-        sink: The client's answer.
-        itl_s: Where the gaps between its tokens are counted.
-        output_token_ids: Tokens delivered to the sink so far.
-        fence: Fencing number of the last submit.
-        stay: Where it runs.
-        move: The move in progress.
-        hold: What the engine may have of it whose stream it lost; None from its next owner on.
-        waiting_since_s: When it began to wait for an engine.
-        wait_reason: Why it waits.
-        first_token_s: When the first token came.
-        last_token_s: When the last one came.
-        lost_since_s: When its engine failed, until the next token comes.
-        predicted_ttft_s: The placement's estimate.
-        num_hand_offs: Moves that kept the KV.
-        num_recoveries: Times it was placed again after a failure.
-        num_deaths: Engines that failed while it ran there.
-        died_on: Their ids; avoided while there are others.
-        excluded: Engines that returned it; cleared once it is placed.
-        cached_tokens: Prompt tokens found in a prefix cache.
-        reset_at_tokens: Output length at the last move that reset Algorithm 1's length.
-        moved_at_tokens: Output length at the last move.
-    """
-
-    request_id: RequestId
-    new: NewRequest
-    slo: Slo
-    priority: int
-    sink: ResponseSink
-    itl_s: Histogram
-    output_token_ids: array[int] = field(default_factory=lambda: array("I"))
-    fence: int = 0
-    stay: Stay | None = None
-    move: Move | None = None
-    hold: Hold | None = None
-    waiting_since_s: float = 0.0
-    wait_reason: str = ""
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
-    lost_since_s: float | None = None
-    predicted_ttft_s: float | None = None
-    num_hand_offs: int = 0
-    num_recoveries: int = 0
-    num_deaths: int = 0
-    died_on: set[EngineId] = field(default_factory=set)
-    excluded: frozenset[EngineId] = frozenset()
-    cached_tokens: int = 0
-    reset_at_tokens: int = 0
-    moved_at_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
-        return len(self.new.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
-    def next_token_due_s(self) -> float:
-        """When the next token is due by the TPOT objective, on the router's clock; 0 before the first token."""
-        if self.first_token_s is None:
-            return 0.0
-        return self.first_token_s + self.slo.tpot_s * len(self.output_token_ids)

@@ -1,7 +1,7 @@
 """The data plane's entry points: observe, decide, act.
 
 Every event (a new request, an engine's message, a lost stream, a tick) is one synchronous method: it changes the state,
-and then carries out what the state asks for (``RouterState.take_actions``): messages to links, calls of sinks. A sink that
+and then carries out what the state asks for (``RouterState.outbox.take``): messages to links, calls of response streams. A response_stream that
 calls back into the router while an event is under way is served after it.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from sluice_router.errors import EngineProtocolError
 from sluice_router.scheduling import (
     admission,
     completion,
@@ -25,7 +26,6 @@ from sluice_router.scheduling import (
     token_delivery,
 )
 from sluice_router.scheduling.requests import ServedModel
-from sluice_router.scheduling.state import LinkStatus, StreamBrokenError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2, engine_pb2, plan_pb2
     from sluice_core.records import EngineId, RequestId
     from sluice_router.errors import RouterError
-    from sluice_router.observability.metrics import LinkTraffic
-    from sluice_router.scheduling.requests import LiveRequest, NewRequest, ResponseSink
-    from sluice_router.scheduling.state import Engine, RouterState
+    from sluice_router.observability.metrics import EngineTraffic
+    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest
+    from sluice_router.scheduling.requests import NewRequest, ResponseStream
+    from sluice_router.scheduling.state import RouterState
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,14 @@ End = TypeVar("End")
 MAX_TICK_LAG_S = 0.2
 
 
-class LinkWriter(Protocol):
-    """What the router needs of the links."""
+class EngineWriter(Protocol):
+    """Where messages to engines go; ``engines.EngineConnections`` in production."""
 
-    def send(self, engine: Engine, message: engine_pb2.AttachRequest) -> None:
+    def send(self, engine: ConnectedEngine, message: engine_pb2.AttachRequest) -> None:
         """Queues a message on the engine's stream; one whose stream is gone is dropped."""
         ...
 
-    def close(self, engine: Engine, reason: str) -> None:
+    def close(self, engine: ConnectedEngine, reason: str) -> None:
         """Ends the engine's stream."""
         ...
 
@@ -69,29 +70,30 @@ class Router:
         self.state = state
         self.now = clock
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(status.Collector(state, clock))
-        self._links: LinkWriter | None = None
+        self.registry.register(status.RouterCollector(state, clock))
+        self._engine_writer: EngineWriter | None = None
+        self._rotation = 0
         self._is_busy = False
         self._late_cancels: list[tuple[RequestId, str]] = []
         self._last_tick_s: float | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._seen_version = state.version
+        self._seen_version = state.status.version
 
-    def connect(self, links: LinkWriter) -> None:
+    def connect(self, engine_writer: EngineWriter) -> None:
         """Says where messages to engines go."""
-        self._links = links
+        self._engine_writer = engine_writer
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Calls ``listener`` after every change of ``state.version``."""
+        """Calls ``listener`` after every change of ``state.status.version``."""
         self._listeners.append(listener)
 
     # --- clients -------------------------------------------------------------------------------------------------
 
-    def admit(self, request: NewRequest, sink: ResponseSink) -> RequestId:
+    def admit(self, request: NewRequest, response_stream: ResponseStream) -> RequestId:
         """See ``DataPlane.admit``."""
         started_s = time.perf_counter()
         try:
-            return admission.admit(self.state, request, sink, self.now())
+            return admission.admit(self.state, request, response_stream, self.now())
         finally:
             self.state.metrics.decision_s.observe(time.perf_counter() - started_s)
             self._act()
@@ -101,7 +103,7 @@ class Router:
         if self._is_busy:
             self._late_cancels.append((request_id, reason))
             return
-        request = self.state.requests.get(request_id)
+        request = self.state.requests.live.get(request_id)
         if request is not None:
             completion.cancel(self.state, request, reason, self.now())
             self._act()
@@ -110,8 +112,10 @@ class Router:
     def model(self) -> ServedModel:
         """See ``DataPlane.model``."""
         state = self.state
-        name = state.plan.served_model_name if state.plan is not None else ""
-        return ServedModel(name=name, max_model_len_tokens=state.max_model_len_tokens, created_s=state.started_unix_s)
+        name = state.active.plan.served_model_name if state.active.plan is not None else ""
+        return ServedModel(
+            name=name, max_model_len_tokens=state.active.max_model_len_tokens, created_s=state.started_unix_s
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -129,36 +133,43 @@ class Router:
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """See ``DataPlane.explain``."""
-        return self.state.ring.explain(request_id)
+        return self.state.decision_log.explain(request_id)
 
     def set_edge_fault(self, fault: str) -> None:
         """Says why clients cannot be served, whatever the engines; empty: they can."""
-        if fault != self.state.edge_fault:
-            self.state.edge_fault = fault
-            self.state.touch()
+        if fault != self.state.status.edge_fault:
+            self.state.status.edge_fault = fault
+            self.state.status.mark_changed()
             self._act()
 
-    # --- links ---------------------------------------------------------------------------------------------------
+    # --- engines -------------------------------------------------------------------------------------------------
 
     def set_addresses(self, addresses: frozenset[str]) -> None:
         """The discovery knows these addresses now."""
         engine_registry.set_addresses(self.state, addresses)
         self._act()
 
-    def traffic_of(self, address: str) -> LinkTraffic:
+    @property
+    def router_id(self) -> str:
+        """Unique per router process."""
+        return self.state.router_id
+
+    def traffic_of(self, address: str) -> EngineTraffic:
         """Where the bytes of an address's streams are counted."""
-        return self.state.links.setdefault(address, LinkStatus()).traffic
+        return engine_registry.find_endpoint(self.state.engines, address).traffic
 
     def note_fault(self, address: str, fault: str) -> None:
         """An address has no stream, for this reason."""
-        now, has_held = self.now(), bool(self.state.held)
+        now, has_held = self.now(), bool(self.state.requests.awaiting_resume)
         if engine_registry.note_fault(self.state, address, fault, now):
             logger.info("engine at %s: no stream: %s", address, fault)
         if has_held:
             admission.assign(self.state, now)
         self._act()
 
-    def attach(self, address: str, hello: engine_pb2.EngineHello, register: Callable[[Engine], object]) -> Engine:
+    def attach(
+        self, address: str, hello: engine_pb2.EngineHello, register: Callable[[ConnectedEngine], object]
+    ) -> ConnectedEngine:
         """A stream began; the engine's other stream, if there is one, is over.
 
         Args:
@@ -176,13 +187,13 @@ class Router:
         engine_registry.forget(self.state, address)
         self._act()
 
-    def on_step(self, engine: Engine, message: engine_pb2.AttachResponse) -> None:
+    def handle_message(self, engine: ConnectedEngine, message: engine_pb2.AttachResponse) -> None:
         """Takes one message of an engine."""
         now, state = self.now(), self.state
         self._is_busy = True
         try:
-            token_delivery.take_message(state, engine, message, now)
-        except StreamBrokenError as error:
+            token_delivery.handle_message(state, engine, message, now)
+        except EngineProtocolError as error:
             logger.warning("engine %s: stream given up: %s", engine.engine_id, error)
             failover.lose_engine(state, engine, "protocol", now, fault=str(error))
         finally:
@@ -191,7 +202,7 @@ class Router:
         admission.assign_if_due(state, now)
         self._act()
 
-    def lose(self, engine: Engine, fault: str) -> None:
+    def lose(self, engine: ConnectedEngine, fault: str) -> None:
         """An engine's stream ended."""
         now = self.now()
         failover.lose_engine(self.state, engine, "stream", now, fault=fault)
@@ -202,7 +213,7 @@ class Router:
         """Does what is due by time alone; call it every 50 to 100 ms."""
         now, state = self.now(), self.state
         self._forgive_lag(now)
-        for engine in list(state.engines.values()):
+        for engine in list(state.engines.connected.values()):
             failure = failover.find_failure(state, engine, now)
             if failure is not None:
                 reason, fault = failure
@@ -213,8 +224,8 @@ class Router:
             failover.expire_pulls(state, engine, now)
             if engine.is_draining:
                 migration.drain(state, engine, now)
-        failover.expire_holds(state, now)
-        plan.reconsider_refused(state)
+        failover.expire_resumes(state, now)
+        plan.recheck_refused(state)
         admission.expire(state, now)
         admission.assign_if_due(state, now)
         status.note_progress(state, now)
@@ -242,13 +253,13 @@ class Router:
 
     def stop_accepting(self) -> None:
         """Not ready, and no new requests, from here on."""
-        self.state.is_accepting = False
-        self.state.touch()
+        self.state.status.is_accepting = False
+        self.state.status.mark_changed()
         self._act()
 
     def fail_all(self, make_error: Callable[[], RouterError]) -> None:
         """Ends what is left at shutdown."""
-        for request in list(self.state.requests.values()):
+        for request in list(self.state.requests.live.values()):
             completion.fail(self.state, request, make_error(), self.now())
         self._act()
 
@@ -259,7 +270,7 @@ class Router:
         if self._last_tick_s is not None:
             lag_s = now - self._last_tick_s
             if lag_s > MAX_TICK_LAG_S:
-                for engine in self.state.engines.values():
+                for engine in self.state.engines.connected.values():
                     engine.last_heard_s = min(now, engine.last_heard_s + lag_s)
                     engine.progress_s = min(now, engine.progress_s + lag_s)
         self._last_tick_s = now
@@ -273,48 +284,48 @@ class Router:
             self._act_once()
             while self._late_cancels:
                 request_id, reason = self._late_cancels.pop()
-                request = self.state.requests.get(request_id)
+                request = self.state.requests.live.get(request_id)
                 if request is not None:
                     completion.cancel(self.state, request, reason, self.now())
                 self._act_once()
         finally:
             self._is_busy = False
-        if self.state.version != self._seen_version:
-            self._seen_version = self.state.version
+        if self.state.status.version != self._seen_version:
+            self._seen_version = self.state.status.version
             for listener in self._listeners:
                 listener()
 
     def _act_once(self) -> None:
-        actions = self.state.take_actions()
+        actions = self.state.outbox.take()
         for engine, message in actions.messages:
             self.state.metrics.count("grpc_messages", "down")
-            if self._links is not None:
-                self._links.send(engine, message)
+            if self._engine_writer is not None:
+                self._engine_writer.send(engine, message)
         if actions.flushes:
             self._flush(list(actions.flushes.values()))
-        for sink, finish in actions.finishes:
-            self._end(sink.on_finished, finish)
-        for sink, error in actions.failures:
-            self._end(sink.on_error, error)
+        for response_stream, finish in actions.finishes:
+            self._end(response_stream.on_finished, finish)
+        for response_stream, error in actions.failures:
+            self._end(response_stream.on_error, error)
         for engine, reason in actions.closes:
-            if self._links is not None:
-                self._links.close(engine, reason)
+            if self._engine_writer is not None:
+                self._engine_writer.close(engine, reason)
 
     def _flush(self, requests: list[LiveRequest]) -> None:
-        """Flushes sinks, beginning with another one each time, so that the same stream is not always last."""
+        """Flushes response streams, beginning with another one each time, so that the same stream is not always last."""
         now, state = self.now(), self.state
-        state.rotation += 1
-        start = state.rotation % len(requests)
+        self._rotation += 1
+        start = self._rotation % len(requests)
         for request in requests[start:] + requests[:start]:
             try:
-                request.sink.flush(now)
-            except Exception:  # an edge's fault must not reach the link or the other sinks
+                request.response_stream.flush(now)
+            except Exception:  # an edge's fault must not reach the link or the other response_streams
                 logger.exception("request %s: its answer cannot be written", request.request_id)
                 state.metrics.count("sink_faults")
                 self._late_cancels.append((request.request_id, "sink_fault"))
 
     def _end(self, method: Callable[[End], None], end: End) -> None:
-        """Tells a sink how its request ended."""
+        """Tells a response stream how its request ended."""
         try:
             method(end)
         except Exception:  # as in _flush; the request has ended anyway

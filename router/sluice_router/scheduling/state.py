@@ -1,202 +1,136 @@
-"""The one class that owns the router's mutable state, and the records in it.
+"""``RouterState``: all mutable state of a router, in parts by concern, and ``OWNERS``: which module may change what.
 
-The state changes only in synchronous functions, grouped by what they are about: ``ending`` (finish, fail, cancel),
-``placing`` (admit, assign, submit), ``delivery`` (what an engine's message brings), ``moves``, ``recovery``, ``plan``. Each
-takes the state and ``now``. They do no I/O: messages to engines gather in ``Engine.outgoing``, calls of sinks in
-``RouterState.actions``; ``router.Router`` carries both out when the state is consistent again.
-
-Slots. A link's stream table is a list of stays, indexed by slot. A slot that became free is reused only in a later message
-than the one under way: an engine carries out a message's submits before its aborts and releases.
+State changes only in synchronous functions of this package. They do no I/O: messages to engines and calls of response
+streams gather in the ``Outbox``, and ``router.Router`` carries them out once the state is consistent again.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, engine_pb2
 from sluice_core.records import RequestId
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.slo import AttainmentCounters
-from sluice_router.observability.decision_log import DecisionRing
-from sluice_router.observability.metrics import LinkTraffic, Metrics
+from sluice_router.observability.decision_log import DecisionLog
+from sluice_router.observability.metrics import RouterMetrics
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
     from sluice_core.latency import LatencyModel
-    from sluice_core.records import EngineId, MoveCause, Plan, Role
+    from sluice_core.records import EngineId, Plan
     from sluice_core.scheduling.decode_flow import FlowPolicy
-    from sluice_core.scheduling.engine_table import EngineSpec
     from sluice_core.scheduling.placement import PlacementPolicy
     from sluice_router.errors import RouterError
-    from sluice_router.scheduling.requests import Finish, LiveRequest, ResponseSink
+    from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, Submission
+    from sluice_router.scheduling.requests import Finish, ResponseStream
     from sluice_router.settings import Limits
 
-
-class StreamBrokenError(Exception):
-    """An engine broke the protocol (a gap, an unknown slot, ...): its stream is given up."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Stay:
-    """A request's time on one engine, which is one slot of its stream.
-
-    Args:
-        engine: The engine.
-        slot: Index in the engine's stream table.
-        request: The request that the engine owns; None once it does not (aborted, handed off): its tokens are dropped.
-        request_id: The request's id, for as long as the slot is taken.
-        submit_number: Number of its submit on the stream.
-        has_token: A token came from this stay.
-        is_aborted: An abort was sent.
-        is_pinned: It was handed off; the engine keeps its KV until the slot is released.
-        not_before_s: Earliest time of the router's next own proposal to move it.
-    """
-
-    engine: Engine
-    slot: int
-    request: LiveRequest | None
-    request_id: RequestId
-    submit_number: int
-    has_token: bool = False
-    is_aborted: bool = False
-    is_pinned: bool = False
-    not_before_s: float = 0.0
+# The modules that may change each field, and why there is more than one. ``router/tests/test_state_owners.py`` reads the
+# code of the package and fails when another module changes a field, or when one that is named here does not.
+OWNERS: dict[str, tuple[str, str]] = {}
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Hold:
-    """What an engine may still have of a request, because only the stream to it broke.
+@dataclass(slots=True, kw_only=True)
+class RequestQueues:
+    """Every request that has not ended.
 
     Args:
-        stay: The stay that the stream's end cut off.
-        reason: Why the stream was lost.
-        until_s: Until when the request waits for that engine alone; later any may take it, and this one while none has.
+        live: All of them.
+        waiting: Of these, the ones without an engine, in order of arrival in the queue.
+        awaiting_resume: Of the waiting ones, those that wait for the engine whose stream they lost.
+        deadlines: Heap of (deadline, request).
+        last_assign_s: When placement last ran for all waiting requests.
     """
 
-    stay: Stay
-    reason: str
-    until_s: float
+    live: dict[RequestId, LiveRequest] = field(default_factory=dict)
+    waiting: dict[RequestId, LiveRequest] = field(default_factory=dict)
+    awaiting_resume: dict[RequestId, LiveRequest] = field(default_factory=dict)
+    deadlines: list[tuple[float, RequestId]] = field(default_factory=list)
+    last_assign_s: float = float("-inf")
+
+    def find(self, request_id: str) -> LiveRequest | None:
+        """Finds a request by the router's id, or by the client's; for people, not for the token path."""
+        known = self.live.get(RequestId(request_id))
+        if known is not None:
+            return known
+        return next((item for item in self.live.values() if item.new.client_request_id == request_id), None)
 
 
-class MovePhase(IntEnum):
-    """Steps of a move."""
-
-    GRANT_ASKED = 1
-    HANDING_OFF = 2
-    SUBMITTED = 3
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Move:
-    """A move in progress (architecture.md 4.3).
+@dataclass(slots=True, kw_only=True)
+class EnginePool:
+    """The engines.
 
     Args:
-        request: What moves.
-        cause: Why.
-        source: The stay that ends; its slot is released when the target has the first token.
-        target: The engine asked for room; None once it is lost, so that the request will recover elsewhere.
-        grant_id: Id of the grant on the target's stream.
-        started_s: When the grant was asked for.
-        phase: Where it stands.
-        submitted_s: When the target was told to pull.
+        connected: Streams by engine; lost ones are not in it.
+        endpoints: Addresses of the discovery.
+        table: What placement and flow policies see: engines that acknowledged the plan and are not refused.
     """
 
-    request: LiveRequest
-    cause: MoveCause
-    source: Stay
-    target: Engine | None
-    grant_id: int
-    started_s: float
-    phase: MovePhase = MovePhase.GRANT_ASKED
-    submitted_s: float = 0.0
+    table: EngineTable
+    connected: dict[EngineId, ConnectedEngine] = field(default_factory=dict)
+    endpoints: dict[str, EngineEndpoint] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Engine:
-    """One stream to one engine, from its hello to its loss. A reconnect makes a new one.
+@dataclass(slots=True, kw_only=True)
+class ActivePlan:
+    """The plan in force, and what follows from it.
 
     Args:
-        engine_id: Pod uid, or the launcher's name.
-        epoch: Different after every start of the engine.
-        address: host:port.
-        model: Model and revision, which a stream never changes.
-        fingerprint: Of its KV; KV moves between equal ones only.
-        spec: What it is.
-        max_model_len_tokens: Longest prompt + output.
-        last_heard_s: When the last message came.
-        progress_s: When it last made progress, or had nothing to do.
-        status: How the link stands.
-        role: Role in force; None before the first acknowledgement.
-        chunk_size_tokens: Chunk size in force.
-        acknowledged_generation: Plan generation in force.
-        is_draining: By the plan, or by its own report.
-        load: Last report.
-        num_iterations: Number of the last iteration.
-        slots: Stream table.
-        free_slots: Slots to hand out, least recently used first.
-        cooling_slots: Slots that became free since the last message was taken.
-        num_submits: Submits so far.
-        num_grants: Grant requests so far.
-        grants: Moves to this engine whose grant is asked for or not used yet, by grant id.
-        moves_out: Moves in flight from here.
-        moves_in: Moves in flight to here.
-        outgoing: Message under way.
-        last_fault: For people.
+        plan: The plan; None: none yet.
+        placement: Placement policy of its strategy.
+        flow: Flow policy of its strategy.
+        model: Model that the engines agree on; empty: none yet.
+        max_model_len_tokens: Longest prompt + output, the smallest over the engines; 0: no engine yet.
     """
 
-    engine_id: EngineId
-    epoch: int
-    address: str
-    model: str
-    fingerprint: str
-    spec: EngineSpec
-    max_model_len_tokens: int
-    last_heard_s: float
-    progress_s: float
-    status: control_pb2.EngineState.ValueType = control_pb2.ENGINE_STATE_READY
-    role: Role | None = None
-    chunk_size_tokens: int = 0
-    acknowledged_generation: int = 0
-    is_draining: bool = False
-    load: engine_pb2.LoadReport = field(default_factory=engine_pb2.LoadReport)
-    num_iterations: int = 0
-    slots: list[Stay | None] = field(default_factory=list)
-    free_slots: deque[int] = field(default_factory=deque)
-    cooling_slots: list[int] = field(default_factory=list)
-    num_submits: int = 0
-    num_grants: int = 0
-    grants: dict[int, Move] = field(default_factory=dict)
-    moves_out: int = 0
-    moves_in: int = 0
-    outgoing: engine_pb2.AttachRequest | None = None
-    last_fault: str = ""
+    plan: Plan | None = None
+    placement: PlacementPolicy | None = None
+    flow: FlowPolicy | None = None
+    model: str = ""
+    max_model_len_tokens: int = 0
 
-    @property
-    def is_lost(self) -> bool:
-        """The stream is over."""
-        return self.status == control_pb2.ENGINE_STATE_LOST
 
-    @property
-    def num_stays(self) -> int:
-        """Slots taken."""
-        return len(self.slots) - len(self.free_slots) - len(self.cooling_slots)
+@dataclass(slots=True, kw_only=True)
+class RouterStatus:
+    """What the router tells about itself.
 
-    def take_slot(self) -> int:
-        """Hands out a slot."""
-        if self.free_slots:
-            return self.free_slots.popleft()
-        self.slots.append(None)
-        return len(self.slots) - 1
+    Args:
+        is_accepting: False once the router shuts down.
+        edge_fault: Why clients cannot be served, whatever the engines; empty: they can.
+        version: Grows with every change worth reporting.
+        num_reported: Finished requests at the last report of progress.
+        reported_s: When that was.
+    """
 
-    def reuse_cooled_slots(self) -> None:
-        """Lets the slots that became free before the next message be handed out in it."""
-        self.free_slots.extend(self.cooling_slots)
-        self.cooling_slots.clear()
+    is_accepting: bool = True
+    edge_fault: str = ""
+    version: int = 1
+    num_reported: int = 0
+    reported_s: float = 0.0
+
+    def mark_changed(self) -> None:
+        """Notes a change worth reporting."""
+        self.version += 1
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestStatistics:
+    """Ended requests, as the control plane reads them.
+
+    Args:
+        attainment: Counters of met objectives, by SLO class.
+        samples: The last requests, for the planner.
+        last_arrival_s: Latest arrival of a sampled request.
+    """
+
+    samples: deque[control_pb2.RequestSample]
+    attainment: AttainmentCounters = field(default_factory=AttainmentCounters)
+    last_arrival_s: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -204,7 +138,7 @@ class Actions:
     """What is left to do once the state is consistent again.
 
     Args:
-        flushes: Sinks that got tokens, by request.
+        flushes: Requests whose response streams got tokens.
         finishes: Good ends.
         failures: Bad ends.
         messages: Messages to engines.
@@ -212,27 +146,52 @@ class Actions:
     """
 
     flushes: dict[RequestId, LiveRequest] = field(default_factory=dict)
-    finishes: list[tuple[ResponseSink, Finish]] = field(default_factory=list)
-    failures: list[tuple[ResponseSink, RouterError]] = field(default_factory=list)
-    messages: list[tuple[Engine, engine_pb2.AttachRequest]] = field(default_factory=list)
-    closes: list[tuple[Engine, str]] = field(default_factory=list)
+    finishes: list[tuple[ResponseStream, Finish]] = field(default_factory=list)
+    failures: list[tuple[ResponseStream, RouterError]] = field(default_factory=list)
+    messages: list[tuple[ConnectedEngine, engine_pb2.AttachRequest]] = field(default_factory=list)
+    closes: list[tuple[ConnectedEngine, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
-class LinkStatus:
-    """What is known of an address of the discovery, for status pages.
+class Outbox:
+    """I/O that the state asks for.
 
     Args:
-        state: How its link stands.
-        engine: The stream, present or last.
-        last_fault: Why there is none.
-        traffic: What went over its streams.
+        actions: What gathers until the event is over.
+        pending: Engines with a message under way, or with slots that became free.
     """
 
-    state: control_pb2.EngineState.ValueType = control_pb2.ENGINE_STATE_CONNECTING
-    engine: Engine | None = None
-    last_fault: str = ""
-    traffic: LinkTraffic = field(default_factory=LinkTraffic)
+    actions: Actions = field(default_factory=Actions)
+    pending: dict[EngineId, ConnectedEngine] = field(default_factory=dict)
+
+    def message_to(self, engine: ConnectedEngine) -> engine_pb2.AttachRequest:
+        """The message under way to an engine; whatever is put into it is sent at the end of the event."""
+        if engine.outgoing is None:
+            engine.outgoing = engine_pb2.AttachRequest()
+            self.pending[engine.engine_id] = engine
+        return engine.outgoing
+
+    def free_slot(self, submission: Submission) -> None:
+        """Ends a submission; its slot is handed out again after the message under way.
+
+        An engine carries out a message's submits before its aborts and releases: a slot reused in the same message
+        would end the new request instead of the old one.
+        """
+        engine = submission.engine
+        engine.slots[submission.slot] = None
+        engine.cooling_slots.append(submission.slot)
+        self.pending[engine.engine_id] = engine
+
+    def take(self) -> Actions:
+        """Hands over what is left to do; freed slots can be reused from here on."""
+        actions, self.actions = self.actions, Actions()
+        for engine in self.pending.values():
+            if engine.outgoing is not None and not engine.is_lost:
+                actions.messages.append((engine, engine.outgoing))
+            engine.outgoing = None
+            engine.reuse_cooled_slots()
+        self.pending.clear()
+        return actions
 
 
 class RouterState:
@@ -246,21 +205,14 @@ class RouterState:
         make_latency_model: Makes the latency model of a new engine; None: one that knows nothing yet.
 
     Attributes:
-        engines: Streams by engine; lost ones are not in it.
-        links: Addresses of the discovery.
-        table: What placement and flow see: acknowledged engines that are not refused.
-        requests: Every request that has not ended.
-        waiting: Of these, the ones without an engine, in order of arrival in the queue.
-        held: Of these, the ones that wait for the engine whose stream they lost.
-        plan: Plan in force.
-        placement: Placement policy of its strategy.
-        flow: Flow policy of its strategy.
-        model: Model that the engines agree on; empty: none yet.
-        edge_fault: Why clients cannot be served, whatever the engines; empty: they can.
-        dirty: Engines with a message under way, or with slots that became free.
-        last_assign_s: When all waiting requests were last looked at.
-        deadlines: Heap of (deadline, request).
-        version: Grows with every change worth reporting.
+        requests: Requests and their queues.
+        engines: Engines and their addresses.
+        active: The plan in force.
+        outbox: I/O to do.
+        status: Readiness, and the version that polls wait for.
+        statistics: Ended requests.
+        metrics: Counters and histograms; every module counts what it does.
+        decision_log: Every decision about a request; every module records its own.
     """
 
     def __init__(
@@ -276,65 +228,11 @@ class RouterState:
         self.limits = limits
         self.rng = rng
         self.started_unix_s = started_unix_s
-        self.engines: dict[EngineId, Engine] = {}
-        self.links: dict[str, LinkStatus] = {}
-        self.table = EngineTable(make_latency_model)
-        self.requests: dict[RequestId, LiveRequest] = {}
-        self.waiting: dict[RequestId, LiveRequest] = {}
-        self.held: dict[RequestId, LiveRequest] = {}
-        self.deadlines: list[tuple[float, RequestId]] = []
-        self.plan: Plan | None = None
-        self.placement: PlacementPolicy | None = None
-        self.flow: FlowPolicy | None = None
-        self.model = ""
-        self.max_model_len_tokens = 0
-        self.is_accepting = True
-        self.edge_fault = ""
-        self.dirty: dict[EngineId, Engine] = {}
-        self.actions = Actions()
-        self.rotation = 0
-        self.last_assign_s = float("-inf")
-        self.last_arrival_s: float | None = None
-        self.version = 1
-        self.num_reported = 0
-        self.reported_s = 0.0
-        self.metrics = Metrics()
-        self.attainment = AttainmentCounters()
-        self.ring = DecisionRing(limits.ring_size)
-        self.samples: deque[control_pb2.RequestSample] = deque(maxlen=limits.num_samples)
-
-    def message_to(self, engine: Engine) -> engine_pb2.AttachRequest:
-        """The message under way to an engine; whatever is put into it is sent at the end of the event."""
-        if engine.outgoing is None:
-            engine.outgoing = engine_pb2.AttachRequest()
-            self.dirty[engine.engine_id] = engine
-        return engine.outgoing
-
-    def free_slot(self, stay: Stay) -> None:
-        """Ends a stay; its slot is handed out again after the message under way."""
-        engine = stay.engine
-        engine.slots[stay.slot] = None
-        engine.cooling_slots.append(stay.slot)
-        self.dirty[engine.engine_id] = engine
-
-    def find_request(self, request_id: str) -> LiveRequest | None:
-        """Finds a request by the router's id, or by the client's; for people, not for the token path."""
-        known = self.requests.get(RequestId(request_id))
-        if known is not None:
-            return known
-        return next((item for item in self.requests.values() if item.new.client_request_id == request_id), None)
-
-    def touch(self) -> None:
-        """Notes a change worth reporting."""
-        self.version += 1
-
-    def take_actions(self) -> Actions:
-        """Hands over what is left to do; freed slots can be reused from here on."""
-        actions, self.actions = self.actions, Actions()
-        for engine in self.dirty.values():
-            if engine.outgoing is not None and not engine.is_lost:
-                actions.messages.append((engine, engine.outgoing))
-            engine.outgoing = None
-            engine.reuse_cooled_slots()
-        self.dirty.clear()
-        return actions
+        self.requests = RequestQueues()
+        self.engines = EnginePool(table=EngineTable(make_latency_model))
+        self.active = ActivePlan()
+        self.outbox = Outbox()
+        self.status = RouterStatus()
+        self.statistics = RequestStatistics(samples=deque(maxlen=limits.num_samples))
+        self.metrics = RouterMetrics()
+        self.decision_log = DecisionLog(limits.ring_size)

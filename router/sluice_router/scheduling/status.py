@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector as CollectorBase
+from prometheus_client.registry import Collector
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.latency import OnlineLatencyModel
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from sluice_router.scheduling.state import LinkStatus, RouterState
+    from sluice_router.scheduling.entities import EngineEndpoint
+    from sluice_router.scheduling.state import RouterState
 
 # A finished request is news, but not each of them at once.
 PROGRESS_INTERVAL_S = 1.0
@@ -25,37 +26,42 @@ _SERVING = (control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING)
 
 def why_not_ready(state: RouterState) -> str:
     """Says why the router is not ready; empty when it is."""
-    if not state.is_accepting:
+    if not state.status.is_accepting:
         return "shutting down"
-    if state.edge_fault:
-        return state.edge_fault
-    if state.plan is None:
+    if state.status.edge_fault:
+        return state.status.edge_fault
+    if state.active.plan is None:
         return "no plan yet"
-    if len(state.table) == 0:
+    if len(state.engines.table) == 0:
         return "no engine has acknowledged the plan yet"
     return ""
 
 
 def note_progress(state: RouterState, now: float) -> None:
     """Makes finished requests news for those who poll, once a second."""
-    num_ended = sum(counters.num_finished for counters in state.attainment.totals.values())
-    if num_ended != state.num_reported and now - state.reported_s >= PROGRESS_INTERVAL_S:
-        state.num_reported, state.reported_s = num_ended, now
-        state.touch()
+    num_ended = sum(counters.num_finished for counters in state.statistics.attainment.totals.values())
+    if num_ended != state.status.num_reported and now - state.status.reported_s >= PROGRESS_INTERVAL_S:
+        state.status.num_reported, state.status.reported_s = num_ended, now
+        state.status.mark_changed()
 
 
 def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
     """Builds the answer to ``Control.GetStatus``; durations only, no times."""
     del now
-    plan = state.plan
-    acknowledged = [engine.acknowledged_generation for engine in state.engines.values() if engine.status in _SERVING]
+    plan = state.active.plan
+    acknowledged = [
+        engine.acknowledged_generation for engine in state.engines.connected.values() if engine.status in _SERVING
+    ]
     return control_pb2.GetStatusResponse(
-        version=state.version,
+        version=state.status.version,
         router_id=state.router_id,
         cluster_uid=plan.cluster_uid if plan is not None else "",
         generation=plan.generation if plan is not None else 0,
         acknowledged_generation=min(acknowledged, default=0),
-        engines=[_describe_link(state, address, link) for address, link in sorted(state.links.items())],
+        engines=[
+            _describe_endpoint(state, address, endpoint)
+            for address, endpoint in sorted(state.engines.endpoints.items())
+        ],
         classes=[
             control_pb2.ClassCounters(
                 name=name,
@@ -64,20 +70,20 @@ def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
                 num_met_tpot=counters.num_met_tpot,
                 num_met_both=counters.num_met_both,
             )
-            for name, counters in sorted(state.attainment.totals.items())
+            for name, counters in sorted(state.statistics.attainment.totals.items())
         ],
-        samples=state.samples,
-        num_requests=len(state.requests),
-        num_waiting=len(state.waiting),
+        samples=state.statistics.samples,
+        num_requests=len(state.requests.live),
+        num_waiting=len(state.requests.waiting),
         is_ready=not why_not_ready(state),
     )
 
 
-def _describe_link(state: RouterState, address: str, link: LinkStatus) -> control_pb2.EngineStatus:
-    engine = link.engine
+def _describe_endpoint(state: RouterState, address: str, endpoint: EngineEndpoint) -> control_pb2.EngineStatus:
+    engine = endpoint.engine
     if engine is None:
         return control_pb2.EngineStatus(
-            address=address, state=control_pb2.ENGINE_STATE_CONNECTING, last_fault=link.last_fault
+            address=address, state=control_pb2.ENGINE_STATE_CONNECTING, last_fault=endpoint.last_fault
         )
     # What a lost engine reported last says nothing about now.
     load = engine_pb2.LoadReport() if engine.is_lost else engine.load
@@ -104,10 +110,10 @@ def _describe_link(state: RouterState, address: str, link: LinkStatus) -> contro
         num_moved_out=load.num_moved_out,
         transport=load.transport,
         fingerprint=engine.fingerprint,
-        last_fault=engine.last_fault or link.last_fault,
+        last_fault=engine.last_fault or endpoint.last_fault,
     )
-    if state.engines.get(engine.engine_id) is engine and engine.engine_id in state.table:
-        latency = state.table[engine.engine_id].latency
+    if state.engines.connected.get(engine.engine_id) is engine and engine.engine_id in state.engines.table:
+        latency = state.engines.table[engine.engine_id].latency
         message.num_fitted_iterations = latency.num_observations
         message.latency_error_ratio = latency.relative_error
         if isinstance(latency, OnlineLatencyModel) and latency.num_observations:
@@ -115,7 +121,7 @@ def _describe_link(state: RouterState, address: str, link: LinkStatus) -> contro
     return message
 
 
-class Collector(CollectorBase):
+class RouterCollector(Collector):
     """Gauges read from the state at a scrape, and the counters.
 
     Args:
@@ -140,15 +146,15 @@ class Collector(CollectorBase):
         error = GaugeMetricFamily(
             "sluice_latency_model_error_ratio", "Mean relative error of the latency model.", labels=("engine",)
         )
-        for engine in state.table:
+        for engine in state.engines.table:
             error.add_metric((engine.engine_id,), engine.latency.relative_error)
         yield error
         yield self._collect_traffic()
 
     def _collect_plain(self) -> Iterator[Metric]:
         state = self._state
-        plan = state.plan
-        waiting, running = len(state.waiting), len(state.requests) - len(state.waiting)
+        plan = state.active.plan
+        waiting, running = len(state.requests.waiting), len(state.requests.live) - len(state.requests.waiting)
         yield GaugeMetricFamily("sluice_requests_waiting", "Requests that wait for an engine.", value=waiting)
         yield GaugeMetricFamily("sluice_requests_running", "Requests on engines.", value=running)
         # The names that dashboards of vLLM know.
@@ -156,11 +162,11 @@ class Collector(CollectorBase):
         yield GaugeMetricFamily("vllm:num_requests_running", "Requests on engines.", value=running)
         generation = plan.generation if plan is not None else 0
         yield GaugeMetricFamily("sluice_plan_generation", "Generation of the plan in force.", value=generation)
-        in_flight = sum(engine.moves_out for engine in state.engines.values())
+        in_flight = sum(engine.migrations_out for engine in state.engines.connected.values())
         yield GaugeMetricFamily("sluice_moves_running", "Moves in flight.", value=in_flight)
 
     def _collect_attainment(self) -> Metric:
-        now, attainment = self._clock(), self._state.attainment
+        now, attainment = self._clock(), self._state.statistics.attainment
         family = GaugeMetricFamily(
             "sluice_attainment_ratio",
             "Share of requests of the last five minutes that met their objectives.",
@@ -173,20 +179,20 @@ class Collector(CollectorBase):
         return family
 
     def _collect_traffic(self) -> Metric:
-        """An address of the discovery has one link, so that series are as many as engines, whatever their ids were."""
+        """An address of the discovery has one endpoint, so that series are as many as engines, whatever their ids were."""
         family = CounterMetricFamily(
             "sluice_engine_link_bytes", "Bytes on engine streams.", labels=("engine", "address", "direction")
         )
-        for address, link in sorted(self._state.links.items()):
-            engine_id = "" if link.engine is None else link.engine.engine_id
-            family.add_metric((engine_id, address, "up"), link.traffic.num_bytes_up)
-            family.add_metric((engine_id, address, "down"), link.traffic.num_bytes_down)
+        for address, endpoint in sorted(self._state.engines.endpoints.items()):
+            engine_id = "" if endpoint.engine is None else endpoint.engine.engine_id
+            family.add_metric((engine_id, address, "up"), endpoint.traffic.num_bytes_up)
+            family.add_metric((engine_id, address, "down"), endpoint.traffic.num_bytes_down)
         return family
 
     def _count_engines(self) -> dict[tuple[str, str], int]:
         numbers: dict[tuple[str, str], int] = {}
-        for link in self._state.links.values():
-            engine = link.engine
+        for endpoint in self._state.engines.endpoints.values():
+            engine = endpoint.engine
             value = control_pb2.ENGINE_STATE_CONNECTING if engine is None else engine.status
             role = engine.role.value if engine is not None and engine.role is not None else ""
             name = control_pb2.EngineState.Name(value).removeprefix("ENGINE_STATE_").lower()

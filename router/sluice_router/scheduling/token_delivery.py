@@ -1,8 +1,8 @@
-"""What one message of an engine brings: tokens to their sinks, ends, moves, load.
+"""What one message of an engine brings: tokens to their response streams, ends, moves, load.
 
-``take_message`` is the token path: one synchronous call per engine message, no await, no queue, one flush per answer that
+``handle_message`` is the token path: one synchronous call per engine message, no await, no queue, one flush per answer that
 got tokens. A token is (request, output index): below what was delivered it is dropped, a gap breaks the stream. A failing
-sink costs its own request alone.
+response_stream costs its own request alone.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.records import EngineId
-from sluice_router.errors import EngineFaultError, InvalidRequestError
+from sluice_router.errors import EngineFaultError, EngineProtocolError, InvalidRequestError
 from sluice_router.scheduling import completion, dispatch, failover, migration, plan, wire_conversion
-from sluice_router.scheduling.state import MovePhase, StreamBrokenError
+from sluice_router.scheduling.entities import MigrationPhase
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.requests import LiveRequest
-    from sluice_router.scheduling.state import Engine, RouterState, Stay
+    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
+    from sluice_router.scheduling.state import RouterState
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ LEARN_EVERY = 4
 _ENDS = (sampling_pb2.FINISH_REASON_STOP, sampling_pb2.FINISH_REASON_LENGTH)
 
 
-def take_message(state: RouterState, engine: Engine, message: engine_pb2.AttachResponse, now: float) -> None:
+def handle_message(state: RouterState, engine: ConnectedEngine, message: engine_pb2.AttachResponse, now: float) -> None:
     """Takes one message of an engine.
 
     Args:
@@ -38,61 +38,63 @@ def take_message(state: RouterState, engine: Engine, message: engine_pb2.AttachR
         now: When it was received, in seconds.
 
     Raises:
-        StreamBrokenError: The engine broke the protocol; the caller gives the stream up.
+        EngineProtocolError: The engine broke the protocol; the caller gives the stream up.
     """
     if engine.is_lost:
         return
     engine.last_heard_s = now
     if message.slots:
-        _take_tokens(state, engine, message, now)
+        _handle_tokens(state, engine, message, now)
     for finished in message.finished:
-        _take_finished(state, engine, finished, now)
-    _take_answers(state, engine, message, now)
+        _handle_finished(state, engine, finished, now)
+    _handle_migration_answers(state, engine, message, now)
     if message.HasField("configured"):
-        plan.take_configured(state, engine, message.configured)
+        plan.handle_configured(state, engine, message.configured)
     if message.HasField("load"):
-        _take_load(state, engine, message.load, now)
+        _handle_load(state, engine, message.load, now)
     for proposal in message.proposals:
-        _take_proposal(state, engine, proposal, now)
+        _handle_proposal(state, engine, proposal, now)
     if message.fault:
         engine.last_fault = message.fault
-        state.touch()
+        state.status.mark_changed()
 
 
-def _take_answers(state: RouterState, engine: Engine, message: engine_pb2.AttachResponse, now: float) -> None:
+def _handle_migration_answers(
+    state: RouterState, engine: ConnectedEngine, message: engine_pb2.AttachResponse, now: float
+) -> None:
     """Takes what an engine answers to grant requests and hand-offs."""
     for grant in message.grants:
-        migration.take_grant(state, engine, grant, now)
+        migration.handle_grant(state, engine, grant, now)
     for refused in message.hand_offs_refused:
         # The request may have ended by itself before the hand-off reached the engine.
-        stay = _look_up(engine, refused.slot)
-        if stay is not None:
-            migration.take_refusal(state, stay, refused.reason, now)
+        submission = _look_up(engine, refused.slot)
+        if submission is not None:
+            migration.handle_hand_off_refused(state, submission, refused.reason, now)
 
 
-def _look_up(engine: Engine, slot: int) -> Stay | None:
+def _look_up(engine: ConnectedEngine, slot: int) -> Submission | None:
     return engine.slots[slot] if slot < len(engine.slots) else None
 
 
-def _find_stay(engine: Engine, slot: int) -> Stay:
-    stay = _look_up(engine, slot)
-    if stay is None:
-        raise StreamBrokenError(f"slot {slot} is unknown")
-    return stay
+def _find_submission(engine: ConnectedEngine, slot: int) -> Submission:
+    submission = _look_up(engine, slot)
+    if submission is None:
+        raise EngineProtocolError(f"slot {slot} is unknown")
+    return submission
 
 
-def _take_tokens(state: RouterState, engine: Engine, message: engine_pb2.AttachResponse, now: float) -> None:
+def _handle_tokens(state: RouterState, engine: ConnectedEngine, message: engine_pb2.AttachResponse, now: float) -> None:
     """Delivers the columns of a message, token by token."""
     slots, token_ids, indexes = list(message.slots), list(message.token_ids), list(message.output_indexes)
     if not len(slots) == len(token_ids) == len(indexes):
-        raise StreamBrokenError(f"columns of {len(slots)}, {len(token_ids)} and {len(indexes)} values")
+        raise EngineProtocolError(f"columns of {len(slots)}, {len(token_ids)} and {len(indexes)} values")
     logprobs = {entry.column: entry for entry in message.logprobs} if message.logprobs else None
     table, num_slots, num_stale = engine.slots, len(engine.slots), 0
     for column, (slot, token_id, index) in enumerate(zip(slots, token_ids, indexes, strict=True)):
-        stay = table[slot] if slot < num_slots else None
-        if stay is None:
-            raise StreamBrokenError(f"slot {slot} is unknown")
-        request = stay.request
+        submission = table[slot] if slot < num_slots else None
+        if submission is None:
+            raise EngineProtocolError(f"slot {slot} is unknown")
+        request = submission.request
         if request is None:
             # Of a former owner.
             num_stale += 1
@@ -100,16 +102,16 @@ def _take_tokens(state: RouterState, engine: Engine, message: engine_pb2.AttachR
         output = request.output_token_ids
         if index != len(output):
             if index > len(output):
-                raise StreamBrokenError(f"slot {slot}: token {index} came where {len(output)} was due")
+                raise EngineProtocolError(f"slot {slot}: token {index} came where {len(output)} was due")
             # Delivered already.
             num_stale += 1
             continue
         output.append(token_id)
-        if stay.has_token:
+        if submission.has_token:
             request.itl_s.observe(now - request.last_token_s)
             request.last_token_s = now
         else:
-            _note_first_of_stay(state, stay, request, now)
+            _note_first_of_submission(state, submission, request, now)
         # A request that did not ask for logprobs has none, even beside one that did.
         _deliver(state, request, token_id, None if logprobs is None else logprobs.get(column), now)
     if num_stale:
@@ -119,130 +121,134 @@ def _take_tokens(state: RouterState, engine: Engine, message: engine_pb2.AttachR
 def _deliver(
     state: RouterState, request: LiveRequest, token_id: int, logprobs: engine_pb2.TokenLogprobs | None, now: float
 ) -> None:
-    """Hands a token to the request's sink."""
+    """Hands a token to the request's response_stream."""
     try:
-        stop_at = request.sink.on_token(token_id, logprobs)
+        stop_at = request.response_stream.on_token(token_id, logprobs)
     except Exception:  # whatever an edge does wrong must not cost the other streams of the link
         logger.exception("request %s: its answer cannot be written", request.request_id)
         state.metrics.count("sink_faults")
         completion.cancel(state, request, "sink_fault", now)
         return
     if stop_at is None:
-        state.actions.flushes[request.request_id] = request
+        state.outbox.actions.flushes[request.request_id] = request
     else:
         completion.finish(state, request, sampling_pb2.FINISH_REASON_STOP, now, output_tokens=stop_at)
 
 
-def _note_first(state: RouterState, stay: Stay, request: LiveRequest, now: float) -> None:
+def _note_first(state: RouterState, submission: Submission, request: LiveRequest, now: float) -> None:
     """Notes the first token of a request."""
     request.first_token_s = now
     slo_class, ttft_s, predicted_s = request.new.slo_class, now - request.new.arrival_s, request.predicted_ttft_s
     state.metrics.ttft_s[slo_class].observe(ttft_s)
     if predicted_s is not None:
         state.metrics.ttft_prediction_error_s[slo_class].observe(predicted_s - ttft_s)
-    state.ring.record(now, request.request_id, "first_token", stay.engine.engine_id, ttft_s, predicted_s)
+    state.decision_log.record(now, request.request_id, "first_token", submission.engine.engine_id, ttft_s, predicted_s)
 
 
-def _note_first_of_stay(state: RouterState, stay: Stay, request: LiveRequest, now: float) -> None:
-    """Notes the first token of a stay: what began with it, and what it completes."""
-    stay.has_token = True
+def _note_first_of_submission(state: RouterState, submission: Submission, request: LiveRequest, now: float) -> None:
+    """Notes the first token of a submission: what began with it, and what it completes."""
+    submission.has_token = True
     if request.first_token_s is None:
-        _note_first(state, stay, request, now)
+        _note_first(state, submission, request, now)
     else:
         request.itl_s.observe(now - request.last_token_s)
     request.last_token_s = now
     if request.lost_since_s is not None:
         state.metrics.recovery_stall_s["engine"].observe(now - request.lost_since_s)
         request.lost_since_s = None
-    if request.move is not None and request.move.phase is MovePhase.SUBMITTED:
-        migration.complete(state, request.move, now)
+    if request.migration is not None and request.migration.phase is MigrationPhase.SUBMITTED:
+        migration.complete(state, request.migration, now)
     elif len(request.output_token_ids) < request.new.sampling.max_tokens:
-        migration.propose_first_decode(state, stay, now)
+        migration.propose_first_decode(state, submission, now)
 
 
-def _take_finished(state: RouterState, engine: Engine, finished: engine_pb2.Finished, now: float) -> None:
-    """Ends a stay; what that means for its request depends on the reason."""
-    stay = _find_stay(engine, finished.slot)
+def _handle_finished(state: RouterState, engine: ConnectedEngine, finished: engine_pb2.Finished, now: float) -> None:
+    """Ends a submission; what that means for its request depends on the reason."""
+    submission = _find_submission(engine, finished.slot)
     if finished.reason == sampling_pb2.FINISH_REASON_HANDED_OFF:
-        migration.take_handed_off(state, stay, finished, now)
+        migration.handle_handed_off(state, submission, finished, now)
         return
-    request = stay.request
+    request = submission.request
     if request is not None and finished.reason in _ENDS and finished.num_output_tokens > len(request.output_token_ids):
-        raise StreamBrokenError(
+        raise EngineProtocolError(
             f"slot {finished.slot} ended with {finished.num_output_tokens} tokens, {len(request.output_token_ids)} came"
         )
-    stay.request = None
-    state.free_slot(stay)
+    submission.request = None
+    state.outbox.free_slot(submission)
     if request is None:
         return
-    request.stay = None
+    request.submission = None
     request.cached_tokens = max(request.cached_tokens, finished.num_cached_tokens)
     if finished.reason in _ENDS:
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         completion.finish(state, request, finished.reason, now, stop_token_id=stop_token_id)
         return
-    state.table.cancel_placement(engine.engine_id, request.request_id, now)
-    if request.move is not None:
-        migration.abandon(state, request.move, "target_failed", now)
+    state.engines.table.cancel_placement(engine.engine_id, request.request_id, now)
+    if request.migration is not None:
+        migration.abandon(state, request.migration, "target_failed", now)
     if finished.reason == sampling_pb2.FINISH_REASON_REFUSED:
         completion.fail(state, request, InvalidRequestError(finished.error or "an engine refused the request"), now)
     elif finished.reason == sampling_pb2.FINISH_REASON_ERROR:
         message = f"engine {engine.engine_id} cannot run the request: {finished.error or 'no reason given'}"
         completion.fail(state, request, EngineFaultError(message), now)
     elif finished.reason == sampling_pb2.FINISH_REASON_RETURNED:
-        state.ring.record(now, request.request_id, "returned", engine.engine_id)
+        state.decision_log.record(now, request.request_id, "returned", engine.engine_id)
         request.excluded |= {engine.engine_id}
         dispatch.enqueue(state, request, now)
     else:
         failover.requeue(state, request, "aborted", now)
 
 
-def _take_proposal(state: RouterState, engine: Engine, proposal: engine_pb2.Proposal, now: float) -> None:
+def _handle_proposal(state: RouterState, engine: ConnectedEngine, proposal: engine_pb2.Proposal, now: float) -> None:
     """An engine proposes a move; one about a request that has ended meanwhile changes nothing."""
-    stay = _look_up(engine, proposal.slot)
+    submission = _look_up(engine, proposal.slot)
     cause = wire_conversion.CAUSES.get(proposal.cause)
-    if stay is not None and stay.request is not None and stay.has_token and cause is not None:
-        migration.propose(state, stay, cause, now)
+    if submission is not None and submission.request is not None and submission.has_token and cause is not None:
+        migration.propose(state, submission, cause, now)
 
 
-def _take_load(state: RouterState, engine: Engine, load: engine_pb2.LoadReport, now: float) -> None:
+def _handle_load(state: RouterState, engine: ConnectedEngine, load: engine_pb2.LoadReport, now: float) -> None:
     """Takes a load report, and the iteration that it measured."""
     engine_id = EngineId(engine.engine_id)
     if load.transport != engine.load.transport:
-        state.touch()
+        state.status.mark_changed()
     engine.load = load
     # Iterations for other routers count too; they show in the age alone when their message was not for us.
     engine.progress_s = max(engine.progress_s, now - load.iteration_age_s)
-    known = engine_id in state.table
+    known = engine_id in state.engines.table
     iteration = load.iteration
     if load.HasField("iteration") and iteration.number > engine.num_iterations:
         engine.num_iterations = iteration.number
         if known and (iteration.num_chunks or iteration.number % LEARN_EVERY == 0):
-            state.table.observe_iteration(engine_id, wire_conversion.shape_from(iteration), iteration.duration_s)
+            state.engines.table.observe_iteration(
+                engine_id, wire_conversion.shape_from(iteration), iteration.duration_s
+            )
     if load.is_draining and not engine.is_draining:
         plan.begin_drain(state, engine)
     if known:
-        state.table.report(engine_id, wire_conversion.load_from(load, _remaining_s(state, engine, load)), now)
+        state.engines.table.report(engine_id, wire_conversion.load_from(load, _remaining_s(state, engine, load)), now)
     _note_drained(state, engine)
 
 
-def _remaining_s(state: RouterState, engine: Engine, load: engine_pb2.LoadReport) -> float:
+def _remaining_s(state: RouterState, engine: ConnectedEngine, load: engine_pb2.LoadReport) -> float:
     """Expected rest of the iteration under way: as long as the last one, less its age."""
     if not (load.running_decodes or load.queued_prefill_tokens) or not load.HasField("iteration"):
         return 0.0
-    estimate_s = state.table[engine.engine_id].latency.estimate_shape_s(wire_conversion.shape_from(load.iteration))
+    estimate_s = state.engines.table[engine.engine_id].latency.estimate_shape_s(
+        wire_conversion.shape_from(load.iteration)
+    )
     return max(0.0, estimate_s - load.iteration_age_s)
 
 
-def _note_drained(state: RouterState, engine: Engine) -> None:
+def _note_drained(state: RouterState, engine: ConnectedEngine) -> None:
     load = engine.load
     is_busy = bool(load.queued_requests or load.running_decodes or load.pulling_requests or load.kv_blocks_pinned)
     if not engine.is_draining:
         status = control_pb2.ENGINE_STATE_READY
-    elif is_busy or engine.num_stays:
+    elif is_busy or engine.num_taken_slots:
         status = control_pb2.ENGINE_STATE_DRAINING
     else:
         status = control_pb2.ENGINE_STATE_DRAINED
     if engine.status not in {status, control_pb2.ENGINE_STATE_REFUSED, control_pb2.ENGINE_STATE_LOST}:
         engine.status = status
-        state.touch()
+        state.status.mark_changed()

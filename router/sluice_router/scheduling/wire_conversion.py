@@ -18,11 +18,11 @@ from sluice_core.records import (
     Slo,
     SloClass,
 )
-from sluice_core.scheduling.engine_table import EngineSpec
+from sluice_core.scheduling.engine_table import EngineConfig
 
 if TYPE_CHECKING:
     from sluice.v1 import sampling_pb2
-    from sluice_router.scheduling.requests import LiveRequest
+    from sluice_router.scheduling.entities import LiveRequest
 
 ROLES = {plan_pb2.ROLE_PREFILL_HEAVY: Role.PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY: Role.DECODE_HEAVY}
 ROLE_VALUES = {role: value for value, role in ROLES.items()}
@@ -53,9 +53,9 @@ def role_from(value: plan_pb2.Role.ValueType) -> Role:
     return ROLES.get(value, Role.DECODE_HEAVY)
 
 
-def spec_from(hello: engine_pb2.EngineHello) -> EngineSpec:
+def spec_from(hello: engine_pb2.EngineHello) -> EngineConfig:
     """Reads what an engine says it is."""
-    return EngineSpec(
+    return EngineConfig(
         block_size_tokens=hello.block_size_tokens,
         kv_bytes_per_token=hello.kv_bytes_per_token,
         max_num_seqs=hello.max_num_seqs,

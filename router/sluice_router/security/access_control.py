@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
+class ClientAccess:
     """The guards of HTTP and gRPC alike.
 
     Args:
@@ -23,4 +23,4 @@ class Front:
     certificates: CertificateFolder | None = None
 
 
-OPEN = Front()
+OPEN_ACCESS = ClientAccess()

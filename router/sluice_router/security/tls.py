@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from sluice.certificates import CertificateFolder, keep_fresh, make_client_context
 from sluice.credentials import PeerCheck, make_server_credentials
 from sluice_router.engines.engine_stream import ALPN, PeerTls
-from sluice_router.security.access_control import Front
+from sluice_router.security.access_control import ClientAccess
 from sluice_router.security.api_keys import ApiKeys
 
 if TYPE_CHECKING:
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     import grpc
     from prometheus_client.core import Metric
 
-    from sluice_router.scheduling.router import Router
-    from sluice_router.settings import Settings
+    from sluice_router.settings import RouterSettings
 
 
-class Peers:
+class PeerSecurity:
     """How a router speaks with engines, and who may use its control port.
 
     Args:
@@ -66,46 +65,53 @@ class Peers:
         return PeerTls(context=context, engine_name=self._engine_name)
 
 
-class Securing:
+class RouterSecurity:
     """All that is secured.
 
     Args:
         settings: The router's.
 
     Attributes:
-        front: What guards the ports of clients.
+        access: What guards the ports of clients.
         peers: How engines and control plane are spoken with; None: in the open.
 
     Raises:
         CertificateError: A certificate cannot be used.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.front = Front(
+    def __init__(self, settings: RouterSettings) -> None:
+        self.client_access = ClientAccess(
             keys=ApiKeys(Path(settings.api_keys)) if settings.api_keys else None,
             certificates=CertificateFolder(Path(settings.front_tls), is_mutual=False) if settings.front_tls else None,
         )
-        self.peers: Peers | None = None
+        self.peers: PeerSecurity | None = None
         if settings.peer_tls:
             folder = CertificateFolder(Path(settings.peer_tls), is_mutual=True)
-            self.peers = Peers(folder, settings.engine_name, settings.control_name)
+            self.peers = PeerSecurity(folder, settings.engine_name, settings.control_name)
 
-    async def keep(self, router: Router, renew_front: Callable[[], None]) -> None:
+    async def keep(
+        self,
+        *,
+        set_fault: Callable[[str], None],
+        keep_owners: Callable[[frozenset[str]], None],
+        renew_client_certificate: Callable[[], None],
+    ) -> None:
         """Follows the folders for ever.
 
         Args:
-            router: Told when nobody can be let in.
-            renew_front: Shows the front's newest certificate to new clients.
+            set_fault: Called with the reason why no client can be let in; empty: they can.
+            keep_owners: Called with everybody who has a key, when that changes.
+            renew_client_certificate: Shows the newest certificate to new clients.
         """
-        keys, certificates, peers = self.front.keys, self.front.certificates, self.peers
-        router.set_edge_fault(keys.fault if keys else "")
+        keys, certificates, peers = self.client_access.keys, self.client_access.certificates, self.peers
+        set_fault(keys.fault if keys else "")
 
         def refresh() -> None:
             if keys is not None and keys.refresh():
-                router.state.metrics.keep_owners(keys.owners)
-                router.set_edge_fault(keys.fault)
+                keep_owners(keys.owners)
+                set_fault(keys.fault)
             if certificates is not None and certificates.refresh():
-                renew_front()
+                renew_client_certificate()
             if peers is not None and peers.folder.refresh():
                 peers.renew()
 
@@ -116,7 +122,7 @@ class Securing:
         expiry = GaugeMetricFamily(
             "sluice_certificate_expiry_timestamp_seconds", "End of a certificate's time.", labels=("use",)
         )
-        folders = {"front": self.front.certificates, "peers": self.peers.folder if self.peers else None}
+        folders = {"front": self.client_access.certificates, "peers": self.peers.folder if self.peers else None}
         for use, folder in folders.items():
             if folder is not None:
                 expiry.add_metric((use,), folder.current.expires_unix_s)

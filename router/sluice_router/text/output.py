@@ -1,7 +1,7 @@
 """One request's output on its way from token ids to what a client reads.
 
 ``Output`` is synchronous and knows nothing of protocols: it detokenizes, finds the stop string, counts tokens up to it,
-and gathers what has not gone out yet into a ``Delta``. A sink decides when the delta goes, and in which form.
+and gathers what has not gone out yet into a ``Delta``. A response_stream decides when the delta goes, and in which form.
 """
 
 from __future__ import annotations

@@ -70,21 +70,21 @@ class DecodeBatch:
 
     def is_growing(self, request: SimRequest) -> bool:
         """Say whether a decode takes a block in the next iteration."""
-        return (request.prompt_tokens + self.iteration - request.born_at - 1) % self._block_size == 0
+        return (request.prompt_tokens + self.iteration - request.start_iteration - 1) % self._block_size == 0
 
     def advance(self) -> list[tuple[int, SimRequest]] | None:
         """Give every decode a token.
 
         Returns:
-            Requests that may have their last one now, each with the stay in which that was to be.
+            Requests that may have their last one now, each with the batch epoch in which that was to be.
         """
         self.iteration += 1
         self.decodes.advance([request.request_id for request in self.paused])
         self.context_tokens += self.num_decodes
         if self.paused:
             for request in self.paused:
-                self._ending[request.born_at + request.output_tokens].remove((request.stay, request))
-                request.born_at += 1
+                self._ending[request.start_iteration + request.output_tokens].remove((request.batch_epoch, request))
+                request.start_iteration += 1
                 self._note_end(request)
             self.resume()
         return self._ending.pop(self.iteration, None)
@@ -102,24 +102,24 @@ class DecodeBatch:
         self.paused = []
 
     def _count(self, request: SimRequest, by: int) -> None:
-        num_tokens = request.prompt_tokens + self.iteration - request.born_at
+        num_tokens = request.prompt_tokens + self.iteration - request.start_iteration
         self.num_decodes += by
         self.context_tokens += by * num_tokens
         self._growth[(num_tokens - 1 - self.iteration) % self._block_size] += by
 
     def _note_end(self, request: SimRequest) -> None:
-        ends_at = request.born_at + request.output_tokens
+        ends_at = request.start_iteration + request.output_tokens
         ending = self._ending.get(ends_at)
         if ending is None:
-            self._ending[ends_at] = [(request.stay, request)]
+            self._ending[ends_at] = [(request.batch_epoch, request)]
         else:
-            ending.append((request.stay, request))
+            ending.append((request.batch_epoch, request))
 
     def join(self, request: SimRequest, now: float) -> None:
         """Add a request."""
         generated = request.generated_tokens
         request.state = RequestState.DECODING
-        request.born_at = self.iteration - generated
+        request.start_iteration = self.iteration - generated
         self._count(request, 1)
         self._note_end(request)
         self._decoding[request.request_id] = request
@@ -136,9 +136,9 @@ class DecodeBatch:
 
     def leave(self, request: SimRequest, now: float) -> None:
         """Take a request out; its blocks stay used."""
-        request.generated_tokens = self.iteration - request.born_at
+        request.generated_tokens = self.iteration - request.start_iteration
         request.last_token_s = now
-        request.stay += 1
+        request.batch_epoch += 1
         num_tokens = request.prompt_tokens + request.generated_tokens
         request.num_blocks = -(-(num_tokens - 1) // self._block_size)
         self._count(request, -1)

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import deque
 
 
-class _Stretch:
-    """Neighbours in the queue, of one request or of nobody's interest; mutable, changed by ``LeftBlocks`` only."""
+class _BlockRun:
+    """Neighbours in the queue, of one request or of nobody's interest; mutable, changed by ``FreedBlocks`` only."""
 
     __slots__ = ("num_blocks",)
 
@@ -24,20 +24,20 @@ class _Stretch:
         self.num_blocks = num_blocks
 
 
-class LeftBlocks:
+class FreedBlocks:
     """The free blocks of an engine while preempted requests wait; mutable, changed by the engine and its ``PrefillQueue``.
 
     Args:
-        num_free: Free blocks when the first of them is preempted, its own left out; negative: ``num_owed``.
+        num_free: Free blocks when the first of them is preempted, its own left out; negative: ``num_overdrawn``.
     """
 
-    __slots__ = ("_num_first", "_num_last", "_of_request", "_stretches")
+    __slots__ = ("_num_first", "_num_last", "_of_request", "_runs")
 
     def __init__(self, num_free: int) -> None:
         self._num_first = max(0, num_free)
         self._num_last = min(0, num_free)
-        self._stretches: deque[_Stretch] = deque()
-        self._of_request: dict[int, _Stretch] = {}
+        self._runs: deque[_BlockRun] = deque()
+        self._of_request: dict[int, _BlockRun] = {}
 
     @property
     def is_needed(self) -> bool:
@@ -45,7 +45,7 @@ class LeftBlocks:
         return bool(self._of_request)
 
     @property
-    def num_owed(self) -> int:
+    def num_overdrawn(self) -> int:
         """Blocks that were taken before they were given back here."""
         return max(0, -self._num_last)
 
@@ -60,16 +60,16 @@ class LeftBlocks:
             return
         num_blocks -= self._num_first
         self._num_first = 0
-        while num_blocks and self._stretches:
-            stretch = self._stretches[0]
-            num_taken = min(num_blocks, stretch.num_blocks)
-            stretch.num_blocks -= num_taken
+        while num_blocks and self._runs:
+            run = self._runs[0]
+            num_taken = min(num_blocks, run.num_blocks)
+            run.num_blocks -= num_taken
             num_blocks -= num_taken
-            if not stretch.num_blocks:
-                self._stretches.popleft()
+            if not run.num_blocks:
+                self._runs.popleft()
         self._num_last -= num_blocks
 
-    def give_back(self, num_blocks: int, num_cached: int) -> None:
+    def free(self, num_blocks: int, num_cached: int) -> None:
         """Free blocks for which nobody will look.
 
         Args:
@@ -78,11 +78,11 @@ class LeftBlocks:
         """
         self._num_first += num_blocks - num_cached
         self._num_last += num_cached
-        num_paid = min(self._num_first, self.num_owed)
+        num_paid = min(self._num_first, self.num_overdrawn)
         self._num_first -= num_paid
         self._num_last += num_paid
 
-    def leave(self, index: int, num_blocks: int, num_cached: int) -> None:
+    def free_preempted(self, index: int, num_blocks: int, num_cached: int) -> None:
         """Free the blocks of a preempted request.
 
         Args:
@@ -93,12 +93,12 @@ class LeftBlocks:
         assert index not in self._of_request
         self._num_first += num_blocks - num_cached
         if self._num_last > 0:
-            self._stretches.append(_Stretch(self._num_last))
+            self._runs.append(_BlockRun(self._num_last))
             self._num_last = 0
-        stretch = self._of_request[index] = _Stretch(num_cached)
-        self._stretches.append(stretch)
+        run = self._of_request[index] = _BlockRun(num_cached)
+        self._runs.append(run)
 
-    def find(self, index: int) -> int:
+    def reclaim(self, index: int) -> int:
         """Take what is left of a preempted request's blocks, from its first one on.
 
         Args:
@@ -107,8 +107,8 @@ class LeftBlocks:
         Returns:
             Blocks found; 0 for a request that was not preempted here.
         """
-        stretch = self._of_request.pop(index, None)
-        if stretch is None:
+        run = self._of_request.pop(index, None)
+        if run is None:
             return 0
-        num_found, stretch.num_blocks = stretch.num_blocks, 0
+        num_found, run.num_blocks = run.num_blocks, 0
         return num_found

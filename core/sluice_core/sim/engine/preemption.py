@@ -1,7 +1,7 @@
 """What a simulated engine does when it has too few KV blocks for what runs: it preempts, and recomputes later.
 
 The victim is what comes last in the batch policy's order. Its blocks are free at once; what is left of them when its turn
-comes again is not recomputed (``left_blocks``).
+comes again is not recomputed (``freed_blocks``).
 
 In step, as papers' simulators do, a prompt has reserved all its blocks, so only decodes run out of them and only decodes
 are preempted. Engines that schedule ahead do as vLLM's ``schedule`` does: blocks are taken by the chunk, and a prompt that has
@@ -19,33 +19,29 @@ Source: vLLM 0.32, ``v1/core/sched/scheduler.py``, with a connector for KV (``de
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from sluice_core.scheduling.batching import RequestKind
-from sluice_core.sim.engine.freed_blocks import LeftBlocks
+from sluice_core.sim.engine.freed_blocks import FreedBlocks
+from sluice_core.sim.engine.scheduler_state import SchedulerState
 from sluice_core.sim.requests import RequestState, SimRequest
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from sluice_core.sim.engine.sim_engine import SimEngine
-
-
-def make_room_in_step(engine: SimEngine, now: float) -> int:
+def make_room_in_step(engine: SchedulerState, now: float) -> int:
     """Preempt decodes until the others have blocks for their next tokens.
 
     Returns:
         Blocks that they need.
     """
     key, need = _make_key(engine), engine.batch.count_growth_blocks()
-    while need > engine.count_seen_free_blocks():
+    while need > engine.count_schedulable_blocks():
         victim = max(engine.batch.list_requests(), key=key)
         _preempt(engine, victim, now, has_grown=False)
         need = engine.batch.count_growth_blocks()
     return need
 
 
-def make_room_for_decodes(engine: SimEngine, now: float) -> int:
+def make_room_for_decodes(engine: SchedulerState, now: float) -> int:
     """Let decodes find blocks for their next tokens, or preempt, where an iteration is scheduled ahead.
 
     Returns:
@@ -58,20 +54,20 @@ def make_room_for_decodes(engine: SimEngine, now: float) -> int:
     for position, request in enumerate(order):
         if not batch.is_growing(request):
             continue
-        while request.state is RequestState.DECODING and num_found >= engine.count_seen_free_blocks():
-            victim = _find_last(engine)
-            if _is_under_way(engine, victim):
-                prefills.most_started = 0
+        while request.state is RequestState.DECODING and num_found >= engine.count_schedulable_blocks():
+            victim = _find_victim(engine)
+            if _is_in_running_iteration(engine, victim):
+                prefills.max_started = 0
                 batch.pause([other for other in order[position:] if other.state is RequestState.DECODING])
                 return num_found
             _preempt(engine, victim, now, has_grown=False)
             if victim is request:
-                prefills.most_started = 0
+                prefills.max_started = 0
         num_found += request.state is RequestState.DECODING
     return num_found
 
 
-def make_room_for_chunks(engine: SimEngine, now: float, num_decodes: int) -> None:
+def make_room_for_chunks(engine: SchedulerState, now: float, num_decodes: int) -> None:
     """Let the prefills that have started find blocks for their next chunks, or preempt.
 
     Args:
@@ -84,20 +80,20 @@ def make_room_for_chunks(engine: SimEngine, now: float, num_decodes: int) -> Non
     room = limits.prefill_room_tokens
     found: dict[int, int] = {}
     for request in prefills.list_started():
-        if room <= 0 or len(found) >= prefills.most_started:
+        if room <= 0 or len(found) >= prefills.max_started:
             return
         if not request.num_computed_tokens:
             continue  # preempted a moment ago
         tokens = min(room, limits.max_tokens_per_prefill, request.prefill_tokens - request.num_computed_tokens)
         need = prefills.count_chunk_blocks(request, tokens)
-        while request.num_computed_tokens and sum(found.values()) + need > engine.count_seen_free_blocks():
-            victim = _find_last(engine)
-            if _is_under_way(engine, victim):
-                prefills.most_started = len(found)
+        while request.num_computed_tokens and sum(found.values()) + need > engine.count_schedulable_blocks():
+            victim = _find_victim(engine)
+            if _is_in_running_iteration(engine, victim):
+                prefills.max_started = len(found)
                 prefills.withheld_tokens = tokens
                 return
             if victim is request:
-                prefills.most_started = len(found)
+                prefills.max_started = len(found)
             _preempt(engine, victim, now, has_grown=True)
             found.pop(victim.index, None)
         if request.num_computed_tokens:
@@ -105,35 +101,35 @@ def make_room_for_chunks(engine: SimEngine, now: float, num_decodes: int) -> Non
             room -= tokens
 
 
-def _find_last(engine: SimEngine) -> SimRequest:
+def _find_victim(engine: SchedulerState) -> SimRequest:
     """Find the last of all that runs."""
     running = [*engine.batch.list_requests(), *engine.prefills.list_started(), *engine.ending]
     return max(running, key=_make_key(engine))
 
 
-def _make_key(engine: SimEngine) -> Callable[[SimRequest], tuple[float, int]]:
+def _make_key(engine: SchedulerState) -> Callable[[SimRequest], tuple[float, int]]:
     """Order requests for preemption: the last one goes first, and of equals the one that arrived last."""
     victim_key = engine.batching.victim_key
     return lambda request: (victim_key(request.arrival_s, request.priority), request.index)
 
 
-def _is_under_way(engine: SimEngine, request: SimRequest) -> bool:
+def _is_in_running_iteration(engine: SchedulerState, request: SimRequest) -> bool:
     """Say whether the iteration that ran when this one was scheduled holds a request that runs."""
-    if engine.is_late:
+    if engine.schedules_late:
         return False
     if request.state is RequestState.DECODING:
         return request not in engine.joined
     return request.state is RequestState.FINISHED or engine.prefills.was_in_last_batch(request)
 
 
-def _leave_decodes(engine: SimEngine, victim: SimRequest, now: float) -> None:
+def _leave_decodes(engine: SchedulerState, victim: SimRequest, now: float) -> None:
     is_new_here = victim in engine.joined
     engine.batch.leave(victim, victim.last_token_s if is_new_here else now)
     if is_new_here:
         engine.joined.remove(victim)
 
 
-def _preempt(engine: SimEngine, victim: SimRequest, now: float, *, has_grown: bool) -> None:
+def _preempt(engine: SchedulerState, victim: SimRequest, now: float, *, has_grown: bool) -> None:
     """Preempt a decode, or a prefill that has started.
 
     Args:
@@ -155,7 +151,7 @@ def _preempt(engine: SimEngine, victim: SimRequest, now: float, *, has_grown: bo
         engine.prefills.drop(victim)
         num_tokens = num_cached_tokens = victim.num_computed_tokens
         engine.counters.num_lost_prefill_tokens += num_tokens - victim.num_cached_tokens
-    engine.used_blocks -= num_grown + _give_up(engine, victim, num_grown, num_tokens, num_cached_tokens)
+    engine.used_blocks -= num_grown + _free_victim_blocks(engine, victim, num_grown, num_tokens, num_cached_tokens)
     victim.num_preemptions += 1
     engine.counters.num_preemptions += 1
     victim.num_blocks = 0
@@ -163,16 +159,18 @@ def _preempt(engine: SimEngine, victim: SimRequest, now: float, *, has_grown: bo
     engine.enqueue(victim, RequestKind.RECOMPUTE)
 
 
-def _give_up(engine: SimEngine, victim: SimRequest, num_grown: int, num_tokens: int, num_cached_tokens: int) -> int:
+def _free_victim_blocks(
+    engine: SchedulerState, victim: SimRequest, num_grown: int, num_tokens: int, num_cached_tokens: int
+) -> int:
     """Free the blocks of a preempted request; returns how many are free now, those for its next token left out."""
     cache, prefills = engine.cache, engine.prefills
     if cache is not None:
         assert victim.table is not None
-        cache.give_back(num_grown)
-        cache.settle(victim.table, num_tokens, num_cached_tokens)
+        cache.free_uncached(num_grown)
+        cache.cache_filled_blocks(victim.table, num_tokens, num_cached_tokens)
         return cache.release(victim.table)
-    if prefills.left is None:
-        prefills.left = LeftBlocks(engine.count_seen_free_blocks() + prefills.count_promised_blocks())
+    if prefills.freed is None:
+        prefills.freed = FreedBlocks(engine.count_schedulable_blocks() + prefills.count_promised_blocks())
     num_cached = num_cached_tokens // engine.setup.block_size_tokens
-    prefills.left.leave(victim.index, victim.num_blocks + num_grown, num_cached)
+    prefills.freed.free_preempted(victim.index, victim.num_blocks + num_grown, num_cached)
     return victim.num_blocks

@@ -12,7 +12,7 @@ from typing import Final
 
 from sluice_core.scheduling.batching import RECOMPUTE_TOKENS, BatchLimits, BatchPolicy, EngineBatch, RequestKind
 from sluice_core.sim.cell import EngineSetup
-from sluice_core.sim.engine.freed_blocks import LeftBlocks
+from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.requests import SimRequest
 
@@ -38,13 +38,13 @@ class PrefillQueue:
         num_chunks: Chunks of it.
         reserved_blocks: Blocks that the last ``schedule`` reserved, or took.
         may_admit: Prompts may start in this iteration.
-        most_started: Prefills that have started and may go on in this iteration, the first ones.
+        max_started: Prefills that have started and may go on in this iteration, the first ones.
         withheld_tokens: Room that one of the others was given in vain.
         completing: Prefills that the iteration under way completes.
         returned: Prompts that the last ``schedule`` gave back to the router.
-        unseen_blocks: Blocks that became free after the iteration was decided on, where that is done ahead.
-        unseen_cached_blocks: Those of them that are full.
-        left: What preempted requests that wait here find again, without prefix reuse; None: nobody does.
+        deferred_blocks: Blocks that became free after the iteration was decided on, where that is done ahead.
+        deferred_cached_blocks: Those of them that are full.
+        freed: What preempted requests that wait here find again, without prefix reuse; None: nobody does.
     """
 
     __slots__ = (
@@ -52,15 +52,17 @@ class PrefillQueue:
         "_batching",
         "_block_size",
         "_cache",
+        "_deferred",
         "_started",
         "_takes_by_chunk",
-        "_unseen",
         "_waiting",
         "batch",
         "completing",
-        "left",
+        "deferred_blocks",
+        "deferred_cached_blocks",
+        "freed",
+        "max_started",
         "may_admit",
-        "most_started",
         "num_chunks",
         "num_queued",
         "num_tokens",
@@ -68,8 +70,6 @@ class PrefillQueue:
         "queued_work2",
         "reserved_blocks",
         "returned",
-        "unseen_blocks",
-        "unseen_cached_blocks",
         "withheld_tokens",
     )
 
@@ -95,28 +95,28 @@ class PrefillQueue:
         self.reserved_blocks = 0
         self.completing: list[SimRequest] = []
         self.returned: list[SimRequest] = []
-        self.unseen_blocks = 0
-        self.unseen_cached_blocks = 0
-        self.left: LeftBlocks | None = None
+        self.deferred_blocks = 0
+        self.deferred_cached_blocks = 0
+        self.freed: FreedBlocks | None = None
         self._batching = batching
         self._cache = cache
         self._block_size = setup.block_size_tokens
         self._waiting: list[_Waiting] = []
         self._started: list[SimRequest] = []
-        self._unseen: list[_Waiting] = []
+        self._deferred: list[_Waiting] = []
         self._takes_by_chunk = takes_by_chunk
         self._batch_number = 0
         self.may_admit = True
-        self.most_started = _NO_LIMIT
+        self.max_started = _NO_LIMIT
         self.withheld_tokens = 0
 
-    def add(self, request: SimRequest, kind: RequestKind, *, is_unseen: bool = False) -> None:
+    def add(self, request: SimRequest, kind: RequestKind, *, is_deferred: bool = False) -> None:
         """Queue a prefill of all tokens that the request has so far.
 
         Args:
             request: The request.
             kind: Its class.
-            is_unseen: It came after the next iteration was decided on: it waits for ``see``.
+            is_deferred: It came after the next iteration was decided on: it waits for ``release_deferred``.
         """
         request.kind = kind
         request.num_computed_tokens = request.num_cached_tokens = 0
@@ -124,8 +124,8 @@ class PrefillQueue:
         first, second = self._batching.order_key(kind, request.arrival_s, request.priority)
         request.order = (first, second, request.index)
         entry = (first, second, request.index, request)
-        if is_unseen:
-            self._unseen.append(entry)
+        if is_deferred:
+            self._deferred.append(entry)
         else:
             heappush(self._waiting, entry)
         self.num_queued += 1
@@ -151,7 +151,7 @@ class PrefillQueue:
             self._return_new_prompts()
         room = limits.prefill_room_tokens - self.withheld_tokens
         started, self._started = self._started, []
-        position, num_started = 0, min(len(started), self.most_started)
+        position, num_started = 0, min(len(started), self.max_started)
         may_admit = self.may_admit
         work2 = 0
         while room > 0:
@@ -188,7 +188,7 @@ class PrefillQueue:
         """Choose the tokens of a chunk; 0 when there is no block for any."""
         tokens = min(room, limits.max_tokens_per_prefill, request.prefill_tokens - request.num_computed_tokens)
         if self._takes_by_chunk:
-            num_free = free_blocks - self.unseen_blocks - self.reserved_blocks
+            num_free = free_blocks - self.deferred_blocks - self.reserved_blocks
             if self.count_chunk_blocks(request, tokens) > num_free:
                 # Rare: who was admitted a moment ago has taken what this one would have needed.
                 tokens = max(0, (request.num_blocks + num_free) * self._block_size - request.num_computed_tokens)
@@ -226,21 +226,21 @@ class PrefillQueue:
         self.queued_work2 -= tokens * tokens - before * before
         self._count_kind(request.kind, -1)
 
-    def allow_all(self) -> None:
+    def lift_preemption_limits(self) -> None:
         """Forget what ``preemption`` has forbidden for an iteration."""
         self.may_admit = True
-        self.most_started = _NO_LIMIT
+        self.max_started = _NO_LIMIT
         self.withheld_tokens = 0
 
-    def see(self) -> None:
+    def release_deferred(self) -> None:
         """From now on what came and became free since the last iteration began is scheduled."""
-        if self.left is not None:
-            self.left.give_back(self.unseen_blocks, self.unseen_cached_blocks)
-            assert not self.left.num_owed, "more blocks were taken than are free"
-        self.unseen_blocks = self.unseen_cached_blocks = 0
-        for entry in self._unseen:
+        if self.freed is not None:
+            self.freed.free(self.deferred_blocks, self.deferred_cached_blocks)
+            assert not self.freed.num_overdrawn, "more blocks were taken than are free"
+        self.deferred_blocks = self.deferred_cached_blocks = 0
+        for entry in self._deferred:
             heappush(self._waiting, entry)
-        self._unseen.clear()
+        self._deferred.clear()
 
     def count_promised_blocks(self) -> int:
         """Count the blocks that started prefills have reserved and not taken."""
@@ -251,16 +251,16 @@ class PrefillQueue:
 
     def clear(self) -> tuple[list[SimRequest], list[SimRequest]]:
         """Give up everything: returns what waited and what had started."""
-        return [entry[3] for entry in sorted(self._waiting + self._unseen)], self._started + self.completing
+        return [entry[3] for entry in sorted(self._waiting + self._deferred)], self._started + self.completing
 
     def check_idle(self) -> None:
         """Assert that nothing is left, and that no sum has drifted."""
         assert not self._waiting
-        assert not self._unseen
+        assert not self._deferred
         assert not self._started
         assert not self.completing
         assert self.num_queued == self.queued_tokens == self.queued_work2 == 0
-        assert self.left is None
+        assert self.freed is None
 
     def _count_kind(self, kind: RequestKind, by: int) -> None:
         batch = self.batch
@@ -273,7 +273,7 @@ class PrefillQueue:
 
     def _compute(self, request: SimRequest, tokens: int) -> int:
         """Schedule a chunk; returns twice its attention work."""
-        if self._takes_by_chunk or self.left is not None:
+        if self._takes_by_chunk or self.freed is not None:
             self._take_chunk(request, self.count_chunk_blocks(request, tokens))
         before = request.num_computed_tokens
         after = request.num_computed_tokens = before + tokens
@@ -302,40 +302,40 @@ class PrefillQueue:
         if limits.hides(request.kind):
             return False
         blocks = -(-request.prefill_tokens // self._block_size)
-        room = free_blocks - self.unseen_blocks - self.reserved_blocks
+        room = free_blocks - self.deferred_blocks - self.reserved_blocks
         if self._cache is None:
             if blocks > room:
                 return False
-            num_found = num_idle = self._find_left(request)
+            num_found = num_free_cached = self._reclaim_freed(request)
         else:
             index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
-            found = self._cache.look_up(index, prompt_tokens, hashes, request.prefill_tokens - 1)
-            num_found, num_idle = len(found), self._cache.count_idle(found)
-            if blocks - num_found + num_idle > room:
+            found = self._cache.find_cached_blocks(index, prompt_tokens, hashes, request.prefill_tokens - 1)
+            num_found, num_free_cached = len(found), self._cache.count_free(found)
+            if blocks - num_found + num_free_cached > room:
                 return False
             self._reuse(request, self._cache, found)
         # Found blocks that nobody refers to are taken from among the free ones.
         request.num_blocks = num_found if self._takes_by_chunk else blocks
-        self.reserved_blocks += request.num_blocks - num_found + num_idle
+        self.reserved_blocks += request.num_blocks - num_found + num_free_cached
         return True
 
     def _reuse(self, request: SimRequest, cache: PrefixCache, found: list[int]) -> None:
         """Begin a prompt with the blocks that the cache has of it."""
-        request.table = cache.open(request.index, request.prompt_tokens, request.block_hashes, found)
+        request.table = cache.open_table(request.index, request.prompt_tokens, request.block_hashes, found)
         tokens = self._skip(request, len(found))
         if request.kind is RequestKind.NEW_PROMPT:
             cache.num_queried_tokens += request.prompt_tokens
             cache.num_hit_tokens += tokens
 
-    def _find_left(self, request: SimRequest) -> int:
+    def _reclaim_freed(self, request: SimRequest) -> int:
         """Begin a prefill with what is left of the blocks that it was preempted from; returns how many these are."""
-        if self.left is None:
+        if self.freed is None:
             return 0
-        num_found = self.left.find(request.index)
+        num_found = self.freed.reclaim(request.index)
         if num_found:
             self._skip(request, num_found)
-        if not self.left.is_needed:
-            self.left = None
+        if not self.freed.is_needed:
+            self.freed = None
         return num_found
 
     def _take_chunk(self, request: SimRequest, num_blocks: int) -> None:
@@ -344,8 +344,8 @@ class PrefillQueue:
             request.batch_number = self._batch_number
             self.reserved_blocks += num_blocks
             request.num_blocks += num_blocks
-        if self.left is not None:
-            self.left.take(num_blocks)
+        if self.freed is not None:
+            self.freed.take(num_blocks)
 
     def _skip(self, request: SimRequest, num_found: int) -> int:
         """Count the tokens of found blocks as computed; returns them."""
@@ -357,7 +357,7 @@ class PrefillQueue:
 
     def _return_new_prompts(self) -> None:
         """Give prompts back that have not started."""
-        self.see()
+        self.release_deferred()
         kept = [entry for entry in self._waiting if entry[3].kind is not RequestKind.NEW_PROMPT]
         returned = [entry for entry in self._waiting if entry[3].kind is RequestKind.NEW_PROMPT]
         heapify(kept)

@@ -14,7 +14,7 @@ the same tokens refers to it instead of computing it.
   other prompts would contain of them.
 
 Blocks without a hash are all alike, so they are counted; cached ones are *entries*, numbers into lists. At all times
-``num_blank + num_idle + num_plain + entries referred to == num_blocks``.
+``num_empty + num_free_cached + num_uncached + entries referred to == num_blocks``.
 
 Source: vLLM 0.32, ``v1/core/block_pool.py`` and ``single_type_kv_cache_manager.py``; ``engine_image/tests`` compares.
 """
@@ -23,32 +23,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from sluice_core.sim.block_table import BlockTable
+
 _POSITION_BITS: Final = 24  # of a key: a request's blocks are fewer
 _ENDS: Final = 0  # the entry between the last and the first idle one
-
-
-class KvTable:
-    """What a request holds on one engine; mutable, changed by ``PrefixCache`` only.
-
-    Args:
-        index: Number of the request.
-        prompt_tokens: Its prompt.
-        hashes: Of its prompt: see ``Arrival.block_hashes``.
-        entries: Cached blocks that it begins with.
-
-    Attributes:
-        num_found: Cached blocks that it began with.
-        num_blocks: Blocks that were taken for it or found, ``entries`` included; those of decodes as of ``settle``.
-    """
-
-    __slots__ = ("entries", "hashes", "index", "num_blocks", "num_found", "prompt_tokens")
-
-    def __init__(self, index: int, prompt_tokens: int, hashes: tuple[int, ...], entries: list[int]) -> None:
-        self.index = index
-        self.prompt_tokens = prompt_tokens
-        self.hashes = hashes
-        self.entries = entries
-        self.num_found = self.num_blocks = len(entries)
 
 
 class PrefixCache:
@@ -62,15 +40,16 @@ class PrefixCache:
         hash_block_tokens: Tokens that each hash of a request names.
 
     Attributes:
-        num_blank: Free blocks without content.
-        num_idle: Free blocks that are cached.
-        num_plain: Blocks in use without a hash.
+        num_empty: Free blocks without content.
+        num_free_cached: Free blocks that are cached.
+        num_uncached: Blocks in use without a hash.
         num_queried_tokens: Tokens of the prompts that were looked up and begun.
         num_hit_tokens: Of these, tokens that were found.
     """
 
     __slots__ = (
         "_block_size",
+        "_duplicates",
         "_entry_of",
         "_hash_block",
         "_keys",
@@ -78,33 +57,32 @@ class PrefixCache:
         "_num_blocks",
         "_previous",
         "_references",
-        "_twins",
         "_unused",
-        "num_blank",
+        "num_empty",
+        "num_free_cached",
         "num_hit_tokens",
-        "num_idle",
-        "num_plain",
         "num_queried_tokens",
+        "num_uncached",
     )
 
     def __init__(self, num_blocks: int, block_size_tokens: int, hash_block_tokens: int) -> None:
-        self.num_blank = num_blocks
-        self.num_idle = 0
-        self.num_plain = 0
+        self.num_empty = num_blocks
+        self.num_free_cached = 0
+        self.num_uncached = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._num_blocks = num_blocks
         self._block_size = block_size_tokens
         self._hash_block = hash_block_tokens
         self._entry_of: dict[int, int] = {}
-        self._twins: dict[int, list[int]] = {}
+        self._duplicates: dict[int, list[int]] = {}
         self._unused: list[int] = list(range(num_blocks, 0, -1))
         self._keys: list[int] = [0] * (num_blocks + 1)
         self._references: list[int] = [0] * (num_blocks + 1)
         self._next: list[int] = [_ENDS] * (num_blocks + 1)
         self._previous: list[int] = [_ENDS] * (num_blocks + 1)
 
-    def look_up(self, index: int, prompt_tokens: int, hashes: tuple[int, ...], num_tokens: int) -> list[int]:
+    def find_cached_blocks(self, index: int, prompt_tokens: int, hashes: tuple[int, ...], num_tokens: int) -> list[int]:
         """Find the cached blocks that a request's tokens begin with.
 
         Args:
@@ -124,43 +102,43 @@ class PrefixCache:
             found.append(entry)
         return found
 
-    def count_idle(self, found: list[int]) -> int:
+    def count_free(self, found: list[int]) -> int:
         """Count the found blocks that are free: whoever takes them has as many fewer to take."""
-        references, num_idle = self._references, 0
+        references, num_free_cached = self._references, 0
         for entry in found:
             if references[entry] == 0:
-                num_idle += 1
-        return num_idle
+                num_free_cached += 1
+        return num_free_cached
 
-    def open(self, index: int, prompt_tokens: int, hashes: tuple[int, ...], found: list[int]) -> KvTable:
+    def open_table(self, index: int, prompt_tokens: int, hashes: tuple[int, ...], found: list[int]) -> BlockTable:
         """Refer to found blocks: what a request begins with."""
         references = self._references
         for entry in found:
             if references[entry] == 0:
-                self._unlink(entry)
+                self._remove_free(entry)
             references[entry] += 1
-        return KvTable(index, prompt_tokens, hashes, found)
+        return BlockTable(index, prompt_tokens, hashes, found)
 
     def take(self, num_blocks: int) -> None:
         """Take free blocks for tokens to come; what was in them is cached no more."""
-        self.num_plain += num_blocks
-        num_evicted = num_blocks - self.num_blank
+        self.num_uncached += num_blocks
+        num_evicted = num_blocks - self.num_empty
         if num_evicted <= 0:
-            self.num_blank -= num_blocks
+            self.num_empty -= num_blocks
             return
-        self.num_blank = 0
+        self.num_empty = 0
         for _ in range(num_evicted):
             entry = self._next[_ENDS]
             assert entry != _ENDS, "more blocks were taken than are free"
-            self._unlink(entry)
-            self._forget(entry)
+            self._remove_free(entry)
+            self._evict(entry)
 
-    def give_back(self, num_blocks: int) -> None:
+    def free_uncached(self, num_blocks: int) -> None:
         """Free blocks that were taken and have no content."""
-        self.num_plain -= num_blocks
-        self.num_blank += num_blocks
+        self.num_uncached -= num_blocks
+        self.num_empty += num_blocks
 
-    def extend(self, table: KvTable, num_tokens: int) -> None:
+    def extend(self, table: BlockTable, num_tokens: int) -> None:
         """Take the blocks of a prefill's next chunk, and cache those that it fills.
 
         Args:
@@ -173,12 +151,12 @@ class PrefixCache:
             table.num_blocks = num_blocks
         self._cache(table, min(num_tokens, table.prompt_tokens) // self._block_size)
 
-    def reserve(self, table: KvTable, num_blocks: int) -> None:
+    def reserve(self, table: BlockTable, num_blocks: int) -> None:
         """Take the blocks that KV on its way will fill, those found included."""
         self.take(num_blocks - table.num_blocks)
         table.num_blocks = num_blocks
 
-    def settle(self, table: KvTable, num_tokens: int, num_cached_tokens: int | None = None) -> None:
+    def cache_filled_blocks(self, table: BlockTable, num_tokens: int, num_cached_tokens: int | None = None) -> None:
         """Cache the blocks that a request has filled by decoding or that have arrived.
 
         Their hashes are told late, when the request leaves: nobody else could find them before.
@@ -191,29 +169,29 @@ class PrefixCache:
         table.num_blocks = -(-num_tokens // self._block_size)
         self._cache(table, (num_tokens if num_cached_tokens is None else num_cached_tokens) // self._block_size)
 
-    def release(self, table: KvTable) -> int:
+    def release(self, table: BlockTable) -> int:
         """Give up what a request refers to.
 
         Returns:
             Blocks that became free.
         """
         references, entries = self._references, table.entries
-        num_plain = num_free = table.num_blocks - len(entries)
-        self.num_plain -= num_plain
-        self.num_blank += num_plain
+        num_uncached = num_free = table.num_blocks - len(entries)
+        self.num_uncached -= num_uncached
+        self.num_empty += num_uncached
         for position in range(len(entries) - 1, -1, -1):
             entry = entries[position]
             references[entry] -= 1
             if references[entry] == 0:
-                self._link_last(entry)
+                self._append_free(entry)
                 num_free += 1
         return num_free
 
     def check(self) -> None:
         """Assert that no block is lost or counted twice, and that the lists agree with one another."""
         num_referred = sum(count > 0 for count in self._references)
-        assert self.num_blank + self.num_idle + self.num_plain + num_referred == self._num_blocks
-        assert min(self.num_blank, self.num_idle, self.num_plain, *self._references) >= 0
+        assert self.num_empty + self.num_free_cached + self.num_uncached + num_referred == self._num_blocks
+        assert min(self.num_empty, self.num_free_cached, self.num_uncached, *self._references) >= 0
         idle: list[int] = []
         entry = self._next[_ENDS]
         while entry != _ENDS:
@@ -221,9 +199,11 @@ class PrefixCache:
             assert self._previous[self._next[entry]] == entry
             idle.append(entry)
             entry = self._next[entry]
-        cached = list(self._entry_of.values()) + [twin for twins in self._twins.values() for twin in twins]
-        assert len(idle) == self.num_idle
-        assert len(set(cached)) == len(cached) == self.num_idle + num_referred
+        cached = list(self._entry_of.values()) + [
+            duplicate for duplicates in self._duplicates.values() for duplicate in duplicates
+        ]
+        assert len(idle) == self.num_free_cached
+        assert len(set(cached)) == len(cached) == self.num_free_cached + num_referred
         assert not set(cached) & set(self._unused)
         assert len(cached) + len(self._unused) == self._num_blocks
         assert all(self._keys[entry] == key for key, entry in self._entry_of.items())
@@ -231,8 +211,8 @@ class PrefixCache:
     def check_idle(self) -> None:
         """Assert that nobody refers to anything, and what ``check`` does."""
         self.check()
-        assert self.num_plain == 0
-        assert self.num_blank + self.num_idle == self._num_blocks
+        assert self.num_uncached == 0
+        assert self.num_empty + self.num_free_cached == self._num_blocks
 
     def _make_key(self, index: int, prompt_tokens: int, hashes: tuple[int, ...], position: int) -> int:
         """Name a block of a request and all that is before it; others have the same name where they have the same."""
@@ -241,7 +221,7 @@ class PrefixCache:
             return hashes[(end - 1) // self._hash_block] << _POSITION_BITS | position
         return ~(index << _POSITION_BITS | position)
 
-    def _cache(self, table: KvTable, num_full_blocks: int) -> None:
+    def _cache(self, table: BlockTable, num_full_blocks: int) -> None:
         """Cache blocks of a request up to a number."""
         entries, index, prompt_tokens, hashes = table.entries, table.index, table.prompt_tokens, table.hashes
         for position in range(len(entries), num_full_blocks):
@@ -251,40 +231,40 @@ class PrefixCache:
             self._references[entry] = 1
             if key not in self._entry_of:
                 self._entry_of[key] = entry
-            elif key in self._twins:
-                self._twins[key].append(entry)
+            elif key in self._duplicates:
+                self._duplicates[key].append(entry)
             else:
-                self._twins[key] = [entry]
+                self._duplicates[key] = [entry]
             entries.append(entry)
-            self.num_plain -= 1
+            self.num_uncached -= 1
 
-    def _forget(self, entry: int) -> None:
+    def _evict(self, entry: int) -> None:
         """Take the hash off a block."""
         key = self._keys[entry]
         self._unused.append(entry)
-        twins = self._twins.get(key)
-        if twins is None:
+        duplicates = self._duplicates.get(key)
+        if duplicates is None:
             del self._entry_of[key]
             return
         if self._entry_of[key] == entry:
-            self._entry_of[key] = twins.pop(0)
+            self._entry_of[key] = duplicates.pop(0)
         else:
-            twins.remove(entry)
-        if not twins:
-            del self._twins[key]
+            duplicates.remove(entry)
+        if not duplicates:
+            del self._duplicates[key]
 
-    def _link_last(self, entry: int) -> None:
+    def _append_free(self, entry: int) -> None:
         """Put an entry behind all idle ones."""
         last = self._previous[_ENDS]
         self._next[last] = entry
         self._previous[entry] = last
         self._next[entry] = _ENDS
         self._previous[_ENDS] = entry
-        self.num_idle += 1
+        self.num_free_cached += 1
 
-    def _unlink(self, entry: int) -> None:
+    def _remove_free(self, entry: int) -> None:
         """Take an entry from among the idle ones."""
         before, after = self._previous[entry], self._next[entry]
         self._next[before] = after
         self._previous[after] = before
-        self.num_idle -= 1
+        self.num_free_cached -= 1

@@ -1,89 +1,51 @@
-"""One simulated engine: what its scheduler does between two iterations (simulation.md, section 2).
-
-An iteration costs O(finished + prefilled), never O(batch): see ``DecodeBatch`` and ``PrefillQueue``.
-
-KV accounting: ``used_blocks`` is what requests hold here, ``pinned_blocks`` the part whose transfer away is under way,
-``granted_blocks`` what is reserved for transfers to here. Out of blocks: see ``preemption``.
-"""
+"""One simulated engine: what its router asks of it, and its iterations."""
 
 from __future__ import annotations
 
 from sluice_core.records import EngineId, EngineLoad, RequestId, Role
 from sluice_core.scheduling.batching import BatchPolicy, RequestKind
+from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cell import EngineSetup
-from sluice_core.sim.engine.decode_batch import DecodeBatch
-from sluice_core.sim.engine.engine_counters import EngineCounters
 from sluice_core.sim.engine.preemption import make_room_for_chunks, make_room_for_decodes, make_room_in_step
-from sluice_core.sim.engine.prefill_queue import PrefillQueue
-from sluice_core.sim.engine.prefix_cache import KvTable, PrefixCache
+from sluice_core.sim.engine.scheduler_state import SchedulerState
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
 
 
-class SimEngine:
+class SimEngine(SchedulerState):
     """An engine; mutable, changed by its own methods only.
 
-    A round is ``start`` (fixes the batch and returns its time), then ``end`` when that time has passed.
+    An iteration is ``start`` (fixes the batch and returns its time), then ``end`` when that time has passed. It costs
+    O(finished + prefilled), never O(batch): see ``DecodeBatch`` and ``PrefillQueue``.
 
     Args:
         setup: What it is.
         batching: What an iteration may hold.
         gaps: Where gaps between tokens are counted.
-        changed: Where it puts itself when its load has changed since the last report.
+        changed: See ``SchedulerState``.
         joins_end_ttft: TTFT ends when a request joins its first decode batch.
-        schedules_ahead: What an iteration may hold was decided when the one before it began: requests that came and
-            blocks that became free since then are not in it.
+        schedules_ahead: See ``SchedulerState``.
         hash_block_tokens: See ``SimOptions``.
 
     Attributes:
-        batching: As given.
-        cache: Its blocks, with prefix reuse; None: without.
-        counters: What it has done.
-        prefills: Its prefills.
-        batch: Its decodes.
         num_incoming: Requests whose KV is on its way here, or waits to join.
-        is_late: Nothing could be scheduled ahead.
-        is_running: Between ``start`` and ``end``.
-        ending: Requests that ended while the next iteration was scheduled already, until it starts.
         finished: Requests that ended in the last iteration.
-        joined: Decodes that have just joined or were left out, whose last token is not of the last iteration.
-        has_freed_blocks: Blocks became free since the simulation last looked.
-        schedules_ahead: As given.
     """
 
     __slots__ = (
         "_arrived",
-        "_changed",
         "_gaps",
-        "_is_reported",
         "_joins_end_ttft",
         "_load",
         "_num_submitted",
         "_profile",
-        "batch",
-        "batching",
-        "cache",
-        "counters",
         "duration_s",
-        "ending",
         "ends_at_s",
-        "engine_id",
         "finished",
-        "granted_blocks",
-        "has_freed_blocks",
         "is_dead",
         "is_draining",
-        "is_late",
-        "is_running",
-        "joined",
         "num_incoming",
-        "pinned_blocks",
-        "prefills",
         "role",
-        "schedules_ahead",
-        "setup",
-        "total_blocks",
-        "used_blocks",
     )
 
     def __init__(
@@ -91,49 +53,28 @@ class SimEngine:
         setup: EngineSetup,
         batching: BatchPolicy,
         gaps: GapHistogram,
-        changed: list[SimEngine],
+        changed: list[EngineId],
         *,
         joins_end_ttft: bool = False,
         schedules_ahead: bool = False,
         hash_block_tokens: int | None = None,
     ) -> None:
-        self.setup = setup
-        self.engine_id: EngineId = setup.engine_id
+        super().__init__(setup, batching, changed, schedules_ahead=schedules_ahead, hash_block_tokens=hash_block_tokens)
         self.role: Role = setup.role
-        self.counters = EngineCounters()
-        self.cache: PrefixCache | None = None
-        if hash_block_tokens is not None:
-            self.cache = PrefixCache(setup.kv_blocks_total, setup.block_size_tokens, hash_block_tokens)
-        self.prefills = PrefillQueue(setup, batching, self.cache, takes_by_chunk=schedules_ahead)
-        self.batch = DecodeBatch(setup)
         self.is_draining = False
         self.is_dead = False
-        self.is_running = False
-        self.has_freed_blocks = False
-        self.total_blocks = setup.kv_blocks_total
-        self.used_blocks = 0
-        self.pinned_blocks = 0
-        self.granted_blocks = 0
         self.num_incoming = 0
         self.duration_s = 0.0
         self.ends_at_s = 0.0
-        self.ending: list[SimRequest] = []
         self.finished: list[SimRequest] = []
-        self.schedules_ahead = schedules_ahead
         self._profile = setup.profile
-        self.batching = batching
         self._gaps = gaps
-        self.is_late = False
         self._joins_end_ttft = joins_end_ttft
-        self._changed = changed
         self._arrived: list[SimRequest] = []
-        self.joined: list[SimRequest] = []
         self._num_submitted = 0
         self._load = EngineLoad(kv_blocks_total=setup.kv_blocks_total, pull_bytes_per_s=setup.link.speed.bytes_per_s)
-        self._is_reported = True
-        self.note_change()
 
-    # --- what the router asks for ------------------------------------------------------------------------------
+    # --- requests of the router ------------------------------------------------------------------------------
 
     def submit(self, request: SimRequest, kind: RequestKind) -> int:
         """Queue a prefill of all tokens that the request has so far.
@@ -167,12 +108,12 @@ class SimEngine:
         """Grant more blocks to a transfer that has some."""
         assert num_blocks <= self.free_blocks
         self.granted_blocks += num_blocks
-        if self.prefills.left is not None:
-            self.prefills.left.take(num_blocks)
+        if self.prefills.freed is not None:
+            self.prefills.freed.take(num_blocks)
 
     def cancel_grant(self, num_blocks: int) -> None:
         """Take the blocks and the seat of a transfer back."""
-        self._ungrant(num_blocks)
+        self.ungrant(num_blocks)
         self.num_incoming -= 1
         self.note_change()
 
@@ -186,10 +127,10 @@ class SimEngine:
         if cache is None:
             return 0
         index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
-        found = cache.look_up(index, prompt_tokens, hashes, request.num_kv_tokens)
+        found = cache.find_cached_blocks(index, prompt_tokens, hashes, request.num_kv_tokens)
         self.granted_blocks -= len(found)
-        self.used_blocks += cache.count_idle(found)
-        request.table = cache.open(index, prompt_tokens, hashes, found)
+        self.used_blocks += cache.count_free(found)
+        request.table = cache.open_table(index, prompt_tokens, hashes, found)
         cache.reserve(request.table, request.num_blocks)
         self.note_change()
         return len(found) * self.setup.block_size_tokens
@@ -199,14 +140,14 @@ class SimEngine:
         num_moved = self._count_moved(request)
         self.granted_blocks -= num_moved
         self.used_blocks += num_moved
-        self._settle(request)
+        self.cache_filled_blocks(request)
         self._arrived.append(request)
         self.note_change()
 
     def recompute_arrival(self, request: SimRequest) -> None:
         """Take a request over whose KV will not arrive: it is recomputed here."""
         num_moved = self._count_moved(request)
-        self._ungrant(num_moved)
+        self.ungrant(num_moved)
         if self.cache is not None and request.table is not None:
             self.used_blocks += num_moved - self.cache.release(request.table)
             request.table = None
@@ -221,14 +162,14 @@ class SimEngine:
         request = self.batch[request_id]
         self.batch.leave(request, now)
         self.pinned_blocks += request.num_blocks
-        self._settle(request)
+        self.cache_filled_blocks(request)
         request.source_table, request.table = request.table, None
         self.note_change()
         return request
 
     def count_blocks(self, request: SimRequest) -> int:
         """Count the blocks that a decode holds."""
-        num_tokens = request.prompt_tokens + self.batch.iteration - request.born_at
+        num_tokens = request.prompt_tokens + self.batch.iteration - request.start_iteration
         return -(-(num_tokens - 1) // self.setup.block_size_tokens)
 
     def resume(self, request: SimRequest) -> None:
@@ -239,7 +180,7 @@ class SimEngine:
         self._arrived.append(request)
         self.note_change()
 
-    def release(self, num_blocks: int, num_kv_tokens: int, table: KvTable | None) -> None:
+    def release(self, num_blocks: int, num_kv_tokens: int, table: BlockTable | None) -> None:
         """Free the KV of a request that was handed off.
 
         Args:
@@ -248,7 +189,7 @@ class SimEngine:
             table: What they are, with prefix reuse.
         """
         self.pinned_blocks -= num_blocks
-        self._free(num_blocks, num_kv_tokens, table)
+        self.free_kv(num_blocks, num_kv_tokens, table)
         self.note_change()
 
     def clear(self, now: float) -> list[SimRequest]:
@@ -269,21 +210,6 @@ class SimEngine:
 
     # --- an iteration ------------------------------------------------------------------------------------------
 
-    @property
-    def iteration(self) -> int:
-        """Iterations so far."""
-        return self.batch.iteration
-
-    @property
-    def decode_context_tokens(self) -> int:
-        """Sum of the decodes' contexts."""
-        return self.batch.context_tokens
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that nobody holds or was promised."""
-        return self.total_blocks - self.used_blocks - self.granted_blocks
-
     def start(self, now: float) -> float:
         """Fix the batch of the next iteration.
 
@@ -296,17 +222,17 @@ class SimEngine:
         num_decodes = batch.num_decodes
         if num_decodes:
             need = batch.count_growth_blocks()
-            if need > self.count_seen_free_blocks():
+            if need > self.count_schedulable_blocks():
                 need = make_room_for_decodes(self, now) if self.schedules_ahead else make_room_in_step(self, now)
             self.used_blocks += need
             if self.cache is not None:
                 self.cache.take(need)
-            elif prefills.left is not None:
-                prefills.left.take(need)
+            elif prefills.freed is not None:
+                prefills.freed.take(need)
         work2 = self._schedule_prefills(now, num_decodes)
         num_tokens = batch.num_decodes + prefills.num_tokens
         if num_tokens == 0:
-            return self._start_late(now) if batch.paused else -1.0
+            return self._start_without_lookahead(now) if batch.paused else -1.0
         self.duration_s = self._profile.estimate_iteration_s(
             num_tokens,
             prefills.num_chunks,
@@ -321,12 +247,12 @@ class SimEngine:
         self.counters.peak_blocks = max(self.counters.peak_blocks, self.used_blocks)
         return self.duration_s
 
-    def _start_late(self, now: float) -> float:
+    def _start_without_lookahead(self, now: float) -> float:
         """Schedule an iteration of which nothing could be scheduled ahead, for want of blocks."""
         self.batch.resume()
-        self.is_late = True
+        self.schedules_late = True
         duration_s = self.start(now)
-        self.is_late = False
+        self.schedules_late = False
         return duration_s
 
     def end(self, now: float) -> None:
@@ -349,8 +275,8 @@ class SimEngine:
         self.finished = []
         ending = self.batch.advance()
         if ending is not None:
-            for stay, request in ending:
-                if request.stay == stay:
+            for batch_epoch, request in ending:
+                if request.batch_epoch == batch_epoch:
                     self.batch.leave(request, now)
                     self._finish(request, now)
         if self.prefills.completing:
@@ -362,15 +288,9 @@ class SimEngine:
         # Handed-off requests may share blocks of a common prefix, which are then pinned twice.
         self.batch.decodes.kv_blocks_held = max(0, self.used_blocks - self.pinned_blocks)
 
-    def note_change(self) -> None:
-        """Note that the load is no longer what was last reported."""
-        if self._is_reported:
-            self._is_reported = False
-            self._changed.append(self)
-
     def report_load(self, now: float) -> EngineLoad:
         """Make the load report."""
-        self._is_reported = True
+        self.is_reported = True
         load = self._load
         load.last_submit_number = self._num_submitted
         load.queued_prefill_tokens = self.prefills.queued_tokens
@@ -394,16 +314,7 @@ class SimEngine:
         if self.cache is not None:
             self.cache.check_idle()
 
-    def count_seen_free_blocks(self) -> int:
-        """Count the blocks that the next iteration may take."""
-        return self.free_blocks - self.prefills.unseen_blocks
-
-    # --- what an iteration does to requests --------------------------------------------------------------------
-
-    def enqueue(self, request: SimRequest, kind: RequestKind) -> None:
-        """Queue a prefill."""
-        self.prefills.add(request, kind, is_unseen=self.schedules_ahead and self.is_running)
-        self.note_change()
+    # --- requests of an iteration --------------------------------------------------------------------
 
     def _schedule_prefills(self, now: float, num_decodes: int) -> int:
         """Schedule chunks and take their prompts' blocks; returns twice their attention work."""
@@ -413,7 +324,7 @@ class SimEngine:
             work2 = self._fill_room(now, self.batch.num_decodes) if prefills.num_queued else 0
         else:
             work2 = self._fill_room_ahead(now, num_decodes) if prefills.num_queued else 0
-            prefills.see()
+            prefills.release_deferred()
             self.ending = []
             if not self.batch.num_decodes and not prefills.num_tokens and prefills.num_queued:
                 work2 = self._fill_room_ahead(now, 0)  # nothing could be scheduled ahead
@@ -422,10 +333,10 @@ class SimEngine:
         return work2
 
     def _fill_room_ahead(self, now: float, num_decodes: int) -> int:
-        if self.prefills.may_run_short(self.count_seen_free_blocks()):
+        if self.prefills.may_run_short(self.count_schedulable_blocks()):
             make_room_for_chunks(self, now, num_decodes)
         work2 = self._fill_room(now, num_decodes)
-        self.prefills.allow_all()
+        self.prefills.lift_preemption_limits()
         return work2
 
     def _fill_room(self, now: float, num_decodes: int) -> int:
@@ -469,31 +380,10 @@ class SimEngine:
         """Free what a request held that has its last token."""
         request.state = RequestState.FINISHED
         request.last_token_s = now
-        self._settle(request)
-        self._free(request.num_blocks, request.num_kv_tokens, request.table)
+        self.cache_filled_blocks(request)
+        self.free_kv(request.num_blocks, request.num_kv_tokens, request.table)
         self.finished.append(request)
-
-    def _settle(self, request: SimRequest) -> None:
-        if self.cache is not None and request.table is not None:
-            self.cache.settle(request.table, request.num_kv_tokens)
 
     def _count_moved(self, request: SimRequest) -> int:
         """Count the blocks of a request on its way here that were not here already."""
         return request.num_blocks - (0 if request.table is None else request.table.num_found)
-
-    def _ungrant(self, num_blocks: int) -> None:
-        self.granted_blocks -= num_blocks
-        if self.prefills.left is not None:
-            self.prefills.left.give_back(num_blocks, 0)
-
-    def _free(self, num_blocks: int, num_kv_tokens: int, table: KvTable | None) -> None:
-        prefills, num_cached = self.prefills, num_kv_tokens // self.setup.block_size_tokens
-        if self.cache is not None and table is not None:
-            num_blocks = self.cache.release(table)
-        self.used_blocks -= num_blocks
-        self.has_freed_blocks = True
-        if self.schedules_ahead:
-            prefills.unseen_blocks += num_blocks
-            prefills.unseen_cached_blocks += num_cached
-        elif prefills.left is not None:
-            prefills.left.give_back(num_blocks, num_cached)

@@ -1,0 +1,157 @@
+"""What the scheduler of a simulated engine decides on, shared by its iterations and by ``preemption``."""
+
+from __future__ import annotations
+
+from sluice_core.records import EngineId
+from sluice_core.scheduling.batching import BatchPolicy, RequestKind
+from sluice_core.sim.block_table import BlockTable
+from sluice_core.sim.cell import EngineSetup
+from sluice_core.sim.engine.decode_batch import DecodeBatch
+from sluice_core.sim.engine.engine_counters import EngineCounters
+from sluice_core.sim.engine.prefill_queue import PrefillQueue
+from sluice_core.sim.engine.prefix_cache import PrefixCache
+from sluice_core.sim.requests import SimRequest
+
+
+class SchedulerState:
+    """The queue, the decodes and the KV blocks of one engine; mutable, changed by the engine and by ``preemption``.
+
+    KV accounting: ``used_blocks`` is what requests hold here, ``pinned_blocks`` the part whose transfer away is under way,
+    ``granted_blocks`` what is reserved for transfers to here.
+
+    Args:
+        setup: What the engine is.
+        batching: What an iteration may hold.
+        changed: Where it puts its name when its load has changed since the last report.
+        schedules_ahead: What an iteration may hold was decided when the one before it began: requests that came and
+            blocks that became free since then are not in it.
+        hash_block_tokens: See ``SimOptions``.
+
+    Attributes:
+        batching: As given.
+        cache: Its blocks, with prefix reuse; None: without.
+        counters: What it has done.
+        prefills: Its prefills.
+        batch: Its decodes.
+        is_running: An iteration is under way.
+        schedules_late: Nothing could be scheduled ahead.
+        ending: Requests that ended while the next iteration was scheduled already, until it starts.
+        joined: Decodes that have just joined or were left out, whose last token is not of the last iteration.
+        is_reported: The load is as last reported.
+        has_freed_blocks: Blocks became free since the simulation last checked.
+        schedules_ahead: As given.
+    """
+
+    __slots__ = (
+        "_changed",
+        "batch",
+        "batching",
+        "cache",
+        "counters",
+        "ending",
+        "engine_id",
+        "granted_blocks",
+        "has_freed_blocks",
+        "is_reported",
+        "is_running",
+        "joined",
+        "pinned_blocks",
+        "prefills",
+        "schedules_ahead",
+        "schedules_late",
+        "setup",
+        "total_blocks",
+        "used_blocks",
+    )
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        batching: BatchPolicy,
+        changed: list[EngineId],
+        *,
+        schedules_ahead: bool,
+        hash_block_tokens: int | None,
+    ) -> None:
+        self.setup = setup
+        self.engine_id: EngineId = setup.engine_id
+        self.batching = batching
+        self.schedules_ahead = schedules_ahead
+        self.counters = EngineCounters()
+        self.cache: PrefixCache | None = None
+        if hash_block_tokens is not None:
+            self.cache = PrefixCache(setup.kv_blocks_total, setup.block_size_tokens, hash_block_tokens)
+        self.prefills = PrefillQueue(setup, batching, self.cache, takes_by_chunk=schedules_ahead)
+        self.batch = DecodeBatch(setup)
+        self.total_blocks = setup.kv_blocks_total
+        self.used_blocks = 0
+        self.pinned_blocks = 0
+        self.granted_blocks = 0
+        self.has_freed_blocks = False
+        self.is_running = False
+        self.schedules_late = False
+        self.ending: list[SimRequest] = []
+        self.joined: list[SimRequest] = []
+        self._changed = changed
+        self.is_reported = True
+        self.note_change()
+
+    @property
+    def iteration(self) -> int:
+        """Iterations so far."""
+        return self.batch.iteration
+
+    @property
+    def decode_context_tokens(self) -> int:
+        """Sum of the decodes' contexts."""
+        return self.batch.context_tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds or was promised."""
+        return self.total_blocks - self.used_blocks - self.granted_blocks
+
+    def count_schedulable_blocks(self) -> int:
+        """Count the blocks that the next iteration may take."""
+        return self.free_blocks - self.prefills.deferred_blocks
+
+    def note_change(self) -> None:
+        """Note that the load is no longer what was last reported."""
+        if self.is_reported:
+            self.is_reported = False
+            self._changed.append(self.engine_id)
+
+    def enqueue(self, request: SimRequest, kind: RequestKind) -> None:
+        """Queue a prefill."""
+        self.prefills.add(request, kind, is_deferred=self.schedules_ahead and self.is_running)
+        self.note_change()
+
+    def cache_filled_blocks(self, request: SimRequest) -> None:
+        """Cache the blocks that a request has filled, with prefix reuse."""
+        if self.cache is not None and request.table is not None:
+            self.cache.cache_filled_blocks(request.table, request.num_kv_tokens)
+
+    def ungrant(self, num_blocks: int) -> None:
+        """Take granted blocks back."""
+        self.granted_blocks -= num_blocks
+        if self.prefills.freed is not None:
+            self.prefills.freed.free(num_blocks, 0)
+
+    def free_kv(self, num_blocks: int, num_kv_tokens: int, table: BlockTable | None) -> None:
+        """Free the blocks of a request; with prefix reuse those that no other request refers to.
+
+        Args:
+            num_blocks: Blocks that it held.
+            num_kv_tokens: Tokens in them.
+            table: Their content, with prefix reuse.
+        """
+        prefills, num_cached = self.prefills, num_kv_tokens // self.setup.block_size_tokens
+        if self.cache is not None and table is not None:
+            num_blocks = self.cache.release(table)
+        self.used_blocks -= num_blocks
+        self.has_freed_blocks = True
+        if self.schedules_ahead:
+            prefills.deferred_blocks += num_blocks
+            prefills.deferred_cached_blocks += num_cached
+        elif prefills.freed is not None:
+            prefills.freed.free(num_blocks, num_cached)

@@ -1,0 +1,104 @@
+"""Requests that arrive with KV on another engine: the pull starts, arrives, fails, or is cancelled when it comes too late.
+
+A request whose pull does not succeed recomputes its prompt and output here, so that no request depends on its source.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sluice_core.scheduling.batching import RequestKind
+from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sluice_engine.kv_transfer.kv_connector import KvConnector
+    from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
+
+logger = logging.getLogger(__name__)
+
+# A pull that has not started by then is cancelled, in seconds: recomputing is quicker than waiting for blocks on an
+# engine that has no room.
+PULL_START_S = 2.0
+# Weight of the newest transfer in the measured rate.
+_RATE_WEIGHT = 0.2
+
+
+class IncomingPulls:
+    """The pulls of one engine.
+
+    Args:
+        connector: The scheduler's KV connector.
+        tracker: The engine's requests.
+
+    Attributes:
+        num_moved_in: Requests that arrived with KV, since the start.
+        num_recomputed: Pulls that failed, came too late or were malformed, since the start.
+        bytes_per_s: Measured rate of pulls, newer ones weighing more; 0: none yet.
+    """
+
+    def __init__(self, connector: KvConnector, tracker: RequestTracker) -> None:
+        self._connector = connector
+        self._tracker = tracker
+        self.num_moved_in = 0
+        self.num_recomputed = 0
+        self.bytes_per_s = 0.0
+
+    def classify(self, tracked: TrackedRequest, now_s: float) -> RequestKind:
+        """Starts the pull of an arriving request that has KV elsewhere; returns the request's class."""
+        request, extras = tracked.request, tracked.extras
+        # What a router sends there is never trusted: only a checked handle reaches vLLM's connector.
+        request.kv_transfer_params = None
+        if not extras.transfer_params:
+            is_started = extras.is_recovery or extras.output_token_ids
+            return RequestKind.RECOVERY if is_started else RequestKind.NEW_PROMPT
+        try:
+            self._connector.start_pull(request, extras.transfer_params)
+        except MalformedHandleError as error:
+            logger.warning("request %s recomputes: %s", request.request_id, error)
+            self.num_recomputed += 1
+            return RequestKind.RECOMPUTE
+        tracked.pull_deadline_s = now_s + PULL_START_S
+        return RequestKind.JOINING
+
+    def find_late(self, now_s: float) -> Iterator[TrackedRequest]:
+        """Requests whose pull has not started in time; each may be cancelled while the others are read."""
+        for tracked in self._tracker.of_kind(RequestKind.JOINING):
+            # The connector takes the mark away when the request gets its blocks and the transfer begins.
+            has_started = not (tracked.request.kv_transfer_params or {}).get("do_remote_prefill")
+            if not has_started and now_s >= tracked.pull_deadline_s:
+                yield tracked
+
+    def cancel(self, tracked: TrackedRequest) -> None:
+        """Makes a late request recompute; no heap of vLLM's may hold it."""
+        self._connector.cancel_pull(tracked.request)
+        self._recompute(tracked)
+        self._tracker.place(tracked)
+
+    def finish(self, tracked: TrackedRequest, *, has_failed: bool) -> None:
+        """Notes the end of a pull."""
+        if has_failed:
+            self._recompute(tracked)
+        else:
+            self.num_moved_in += 1
+            tracked.is_moved_in = True
+
+    def _recompute(self, tracked: TrackedRequest) -> None:
+        self.num_recomputed += 1
+        self._tracker.change_kind(tracked, RequestKind.RECOMPUTE)
+
+    def observe_rate(self, statistics: Any) -> None:
+        """Brings the measured rate up to date.
+
+        Args:
+            statistics: ``KVConnectorStats`` of the worker, or None; lists ``bytes_transferred`` and
+                ``transfer_duration`` (seconds) of the transfers that ended.
+        """
+        data = getattr(statistics, "data", None) or {}
+        num_bytes, duration_s = sum(data.get("bytes_transferred", ())), sum(data.get("transfer_duration", ()))
+        if not num_bytes or duration_s <= 0:
+            return
+        rate = num_bytes / duration_s
+        self.bytes_per_s = rate if not self.bytes_per_s else self.bytes_per_s + _RATE_WEIGHT * (rate - self.bytes_per_s)

@@ -1,0 +1,57 @@
+"""The engine's load: sums that a router places requests by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_core.scheduling.batching import RequestKind
+from sluice_engine.core_messages import SchedulerLoad
+
+if TYPE_CHECKING:
+    from sluice_core.kv import KvBlocks
+    from sluice_engine.core_messages import ConfigureCommand
+    from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
+    from sluice_engine.scheduling.incoming_pulls import IncomingPulls
+    from sluice_engine.scheduling.request_tracker import RequestTracker
+
+
+def measure_load(
+    plan: ConfigureCommand,
+    tracker: RequestTracker,
+    kv: KvBlocks,
+    *,
+    pulls: IncomingPulls,
+    hand_offs: OutgoingHandOffs,
+    num_preemptions: int,
+) -> SchedulerLoad:
+    """Reads the load after an iteration, or between two.
+
+    Args:
+        plan: Plan in force.
+        tracker: The engine's requests.
+        kv: KV blocks now.
+        pulls: Requests on their way in.
+        hand_offs: Requests on their way out.
+        num_preemptions: Since the start.
+    """
+    return SchedulerLoad(
+        queued_prefill_tokens=tracker.queued_prefill_tokens,
+        queued_requests=tracker.num_queued,
+        queued_attention_work=tracker.queued_attention_work,
+        running_decodes=tracker.count(RequestKind.DECODE),
+        # A decode that ends in the iteration in which it began was never in the sum.
+        decode_context_tokens=max(0, tracker.decode_context_tokens),
+        pulling_requests=tracker.count(RequestKind.JOINING),
+        kv_blocks_total=kv.total,
+        kv_blocks_used=kv.used,
+        kv_blocks_granted=kv.granted,
+        kv_blocks_pinned=kv.pinned,
+        chunk_size_tokens=plan.chunk_size_tokens,
+        is_draining=plan.is_draining,
+        generation=plan.generation,
+        pull_bytes_per_s=pulls.bytes_per_s,
+        num_preemptions=num_preemptions,
+        num_moved_in=pulls.num_moved_in,
+        num_moved_out=hand_offs.num_moved_out,
+        num_recomputed_pulls=pulls.num_recomputed,
+    )

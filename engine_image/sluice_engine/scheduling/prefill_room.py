@@ -1,0 +1,129 @@
+"""Tokens of an iteration for prefills: set by the batch policy before ``schedule()``, handed out chunk by chunk during it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sluice_core.kv import blocks_for_tokens
+from sluice_core.scheduling.batching import EngineBatch, RequestKind
+
+if TYPE_CHECKING:
+    from sluice_core.scheduling.batching import BatchLimits
+    from sluice_engine.core_messages import ConfigureCommand
+    from sluice_engine.scheduling.kv_usage import KvUsage
+    from sluice_engine.scheduling.request_tracker import RequestTracker
+
+
+class PrefillRoom:
+    """Prefill room of one engine.
+
+    Args:
+        tracker: The engine's requests.
+        manager: vLLM's KV cache manager.
+        kv_usage: The engine's KV blocks.
+        max_batch_tokens: Largest chunk size.
+        block_size_tokens: Tokens per KV block.
+        now_s: Monotonic time.
+    """
+
+    def __init__(
+        self,
+        tracker: RequestTracker,
+        manager: Any,
+        kv_usage: KvUsage,
+        *,
+        max_batch_tokens: int,
+        block_size_tokens: int,
+        now_s: float,
+    ) -> None:
+        self._tracker = tracker
+        self._manager = manager
+        self._kv_usage = kv_usage
+        self._max_batch_tokens = max_batch_tokens
+        self._block_size_tokens = block_size_tokens
+        self._last_prefill_s = now_s
+        self._limits: BatchLimits
+        self._remaining_tokens = 0
+
+    def renew(self, plan: ConfigureCommand, last_chunk_size_tokens: int, now_s: float) -> BatchLimits:
+        """Asks the batch policy for the limits of the next iteration.
+
+        Args:
+            plan: Plan in force.
+            last_chunk_size_tokens: Last chunk size that was not 0.
+            now_s: Monotonic time.
+        """
+        count = self._tracker.count
+        if not self._tracker.num_queued:
+            self._last_prefill_s = now_s
+        self._limits = self._tracker.policy.limits(
+            now_s,
+            EngineBatch(
+                chunk_size_tokens=plan.chunk_size_tokens,
+                last_chunk_size_tokens=last_chunk_size_tokens,
+                max_batch_tokens=self._max_batch_tokens,
+                block_size_tokens=self._block_size_tokens,
+                num_decodes=count(RequestKind.DECODE) - count_ending_decodes(self._tracker),
+                num_joining=count(RequestKind.JOINING),
+                num_recomputing=count(RequestKind.RECOMPUTE) + count(RequestKind.RECOVERY),
+                num_started_prefills=count(RequestKind.STARTED_PREFILL),
+                num_new_prompts=count(RequestKind.NEW_PROMPT),
+                last_prefill_s=self._last_prefill_s,
+                is_draining=plan.is_draining,
+            ),
+        )
+        self._remaining_tokens = self._limits.prefill_room_tokens
+        return self._limits
+
+    def take(self, kind: RequestKind, num_tokens: int, waiting: Any) -> int:
+        """Gives a prefill its chunk.
+
+        Args:
+            kind: Class of the request, no decode and not joining.
+            num_tokens: Tokens that it could use.
+            waiting: vLLM's queue of waiting requests.
+
+        Returns:
+            Tokens of the chunk; 0: none in this iteration.
+        """
+        limits = self._limits
+        if limits.hides(kind):
+            return 0
+        room = self._remaining_tokens
+        if kind in (RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT):
+            # vLLM serves running prefills before it looks at waiting requests, whereas recompute goes first here.
+            room -= self._count_recompute_ahead(waiting)
+        taken = max(0, min(num_tokens, room, limits.max_tokens_per_prefill))
+        self._remaining_tokens -= taken
+        return taken
+
+    def note_prefill(self, now_s: float) -> None:
+        """Notes that an iteration computes prefill tokens."""
+        self._last_prefill_s = now_s
+
+    def _count_recompute_ahead(self, waiting: Any) -> int:
+        """Room that the next waiting recompute will use; 0 when none waits or its blocks are not free."""
+        if not waiting:
+            return 0
+        request = waiting.peek_request()
+        kind = self._tracker.by_id[request.request_id].kind
+        if kind not in (RequestKind.RECOMPUTE, RequestKind.RECOVERY):
+            return 0
+        if blocks_for_tokens(request.num_tokens, self._block_size_tokens) > self._kv_usage.measure().available:
+            return 0
+        _, num_cached_tokens, _ = self._manager.get_computed_blocks(request)
+        return int(request.num_tokens - num_cached_tokens)
+
+
+def count_ending_decodes(tracker: RequestTracker) -> int:
+    """Decodes that the next iteration leaves out: their last token comes with the one under way.
+
+    The condition is that of vLLM's ``schedule``.
+    """
+    num_ending = 0
+    for tracked in tracker.of_kind(RequestKind.DECODE):
+        request = tracked.request
+        in_flight = request.num_output_placeholders
+        if in_flight and request.num_computed_tokens + 2 - in_flight >= request.num_prompt_tokens + request.max_tokens:
+            num_ending += 1
+    return num_ending

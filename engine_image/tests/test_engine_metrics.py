@@ -1,0 +1,80 @@
+"""Metrics and probes over HTTP."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from types import SimpleNamespace
+
+import pytest
+
+from sluice.v1 import sampling_pb2
+from sluice_engine import core_messages
+from sluice_engine.server import metrics
+from sluice_engine.server.counters import ServerCounters
+
+
+@pytest.fixture
+def server():
+    counters = ServerCounters(num_tokens=7, iteration_s=0.5)
+    counters.finished[sampling_pb2.FINISH_REASON_HANDED_OFF] = 3
+    load = core_messages.SchedulerLoad(kv_blocks_total=40, num_moved_in=2)
+    return SimpleNamespace(counters=counters, load=load, num_requests=4, num_routers=1, is_draining=True)
+
+
+@pytest.fixture
+def address(server):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    state = SimpleNamespace(is_ready=True)
+    http = metrics.start_http("127.0.0.1", port, server, lambda: state.is_ready)
+    yield SimpleNamespace(url=f"http://127.0.0.1:{port}", state=state)
+    http.shutdown()
+    http.server_close()
+
+
+def get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_metrics_are_what_the_server_has_now(address, server):
+    server.counters.num_tokens = 9
+    status, text = get(f"{address.url}/metrics")
+    assert status == 200
+    lines = text.splitlines()
+    for line in (
+        "sluice_engine_output_tokens_total 9.0",
+        "sluice_engine_iteration_seconds_total 0.5",
+        "sluice_engine_kv_blocks_total 40.0",
+        "sluice_engine_moved_in_total 2.0",
+        'sluice_engine_finished_total{reason="handed_off"} 3.0',
+        "sluice_engine_requests 4.0",
+        "sluice_engine_draining 1.0",
+    ):
+        assert line in lines
+
+
+def test_every_number_of_the_load_and_the_counters_has_a_metric():
+    named = {field for _, field, _ in (*metrics.LOAD_GAUGES, *metrics.LOAD_COUNTERS, *metrics.SERVER_COUNTERS)}
+    expected = {*core_messages.SchedulerLoad.__struct_fields__, *ServerCounters.__dataclass_fields__}
+    assert expected - named == {"finished", "is_draining", "generation", "queued_attention_work"}
+
+
+def test_readiness_follows_the_engine_and_liveness_does_not(address):
+    assert get(f"{address.url}/readyz") == (200, "ready\n")
+    address.state.is_ready = False
+    assert get(f"{address.url}/readyz")[0] == 503
+    assert get(f"{address.url}/livez") == (200, "ok\n")
+
+
+def test_an_unknown_path_says_what_is_here(address):
+    status, text = get(f"{address.url}/")
+    assert status == 404
+    assert "/metrics" in text

@@ -1,0 +1,813 @@
+"""The engine's server against a fake EngineCore: what routers are told, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from sluice.v1 import engine_pb2 as wire
+from sluice.v1 import engine_pb2_grpc, plan_pb2, sampling_pb2
+from sluice_engine import core_messages
+from sluice_engine.errors import SubmitRefusedError
+from sluice_engine.server import router_session
+from sluice_engine.server.engine_server import EngineServer
+from sluice_engine.server.engine_service import EngineService
+from sluice_engine.server.load_sharing import choose_owner
+
+STOP, LENGTH, ERROR = 0, 1, 3  # vllm.v1.engine.FinishReason
+FINGERPRINT = "tiny/abc"
+
+
+class Clock:
+    """Simulated seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Core:
+    """An EngineCore that computes nothing: tests say what it puts out."""
+
+    requests: dict[str, Any] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    commands: list[core_messages.Command] = field(default_factory=list)
+    answers: dict[type, core_messages.Answer] = field(default_factory=dict)
+    outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    is_broken: bool = False
+
+    async def get_output_async(self) -> Any:
+        return await self.outputs.get()
+
+    async def add_request_async(self, request: Any) -> None:
+        self.requests[request.core_id] = request
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        assert method == core_messages.UTILITY
+        if self.is_broken:
+            raise RuntimeError("scheduler raised")
+        commands = core_messages.decode_commands(args[0])
+        self.commands += commands
+        return core_messages.encode_answers([self.answer(command) for command in commands])
+
+    def answer(self, command: core_messages.Command) -> core_messages.Answer:
+        if type(command) in self.answers:
+            return self.answers[type(command)]
+        match command:
+            case core_messages.ConfigureCommand():
+                return core_messages.ConfigureAnswer(
+                    generation=command.generation, role=command.role, chunk_size_tokens=command.chunk_size_tokens
+                )
+            case core_messages.GrantCommand():
+                return core_messages.GrantAnswer(key=command.key, is_granted=True, ttl_s=2.0)
+            case core_messages.HandOffCommand():
+                return core_messages.HandOffAnswer(request_id=command.request_id, is_accepted=True)
+            case core_messages.ReadLoadCommand():
+                return core_messages.SchedulerLoad(kv_blocks_total=99)
+        return core_messages.EmptyAnswer()
+
+
+class Builder:
+    """Passes submits on; an empty prompt is refused."""
+
+    def build(self, core_id: str, submit: wire.Submit, extras: core_messages.RequestExtras) -> Any:
+        if not submit.prompt_token_ids:
+            raise SubmitRefusedError("prompt_token_ids: empty")
+        return SimpleNamespace(core_id=core_id, submit=submit, extras=extras)
+
+
+@dataclass
+class Router:
+    """A router's end of a stream, without gRPC."""
+
+    server: EngineServer
+    session: router_session.RouterSession
+    stream: router_session.AttachStream
+
+    async def send(self, **fields: Any) -> None:
+        await self.server.take(self.session, wire.AttachRequest(**fields))
+        await settle()
+
+    def receive(self) -> list[wire.AttachResponse]:
+        messages = list(self.stream._waiting)
+        self.stream._waiting.clear()
+        return messages
+
+    def lose_stream(self) -> None:
+        self.server.detach(self.session, self.stream)
+
+
+@dataclass
+class Engine:
+    """A server with its fakes."""
+
+    server: EngineServer
+    core: Core
+    clock: Clock
+
+    def attach(self, router_id: str = "router-1") -> Router:
+        return Router(self.server, *self.server.attach(router_id))
+
+    def attached(self, router_id: str = "router-1") -> Router:
+        """Attaches, and reads the hello away."""
+        router = self.attach(router_id)
+        router.receive()
+        return router
+
+    def put_out(self, *outputs: Any, report: core_messages.SchedulerReport | None = None) -> None:
+        if report is not None:
+            outputs = (
+                *outputs,
+                output(core_messages.REPORT_ID, (), kv_transfer_params=core_messages.encode_report(report)),
+            )
+        self.server.take_outputs(SimpleNamespace(outputs=list(outputs)), self.clock.now_s)
+
+    def core_id(self, request_id: str) -> str:
+        return next(core_id for core_id in reversed(self.core.requests) if core_id.startswith(f"{request_id}-"))
+
+
+async def settle() -> None:
+    """Lets every ready task run."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    core, clock = Core(), Clock()
+    hello = wire.EngineHello(engine_id="engine-1", epoch=7, fingerprint=FINGERPRINT, max_batch_tokens=512)
+    return Engine(EngineServer(hello, core, Builder(), clock=clock, transport="tcp"), core, clock)
+
+
+def submit(slot: int, request_id: str, **fields: Any) -> wire.Submit:
+    defaults = {"fence": 1, "submit_number": slot + 1, "prompt_token_ids": [1, 2, 3]}
+    return wire.Submit(slot=slot, request_id=request_id, **{**defaults, **fields})
+
+
+def output(core_id: str, tokens: Any, **fields: Any) -> Any:
+    defaults = dict.fromkeys(("new_logprobs", "finish_reason", "stop_reason", "kv_transfer_params", "prefill_stats"))
+    return SimpleNamespace(request_id=core_id, new_token_ids=list(tokens), **{**defaults, **fields})
+
+
+def report(number: int = 1, **fields: Any) -> core_messages.SchedulerReport:
+    iteration = core_messages.IterationReport(
+        number=number,
+        prefill_tokens=0,
+        attention_work=0.0,
+        num_chunks=0,
+        num_decodes=1,
+        decode_context_tokens=3,
+        duration_s=0.03,
+    )
+    return core_messages.SchedulerReport(
+        load=core_messages.SchedulerLoad(running_decodes=1), iteration=iteration, **fields
+    )
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_iteration_is_one_message_per_router_with_that_routers_tokens(engine):
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    await first.send(submits=[submit(4, "a"), submit(9, "b")])
+    await second.send(submits=[submit(4, "c")])
+    first.receive(), second.receive()
+    engine.put_out(
+        output(engine.core_id("a"), [10]),
+        output(engine.core_id("c"), [30]),
+        output(engine.core_id("b"), [20, 21]),
+        report=report(),
+    )
+    [message] = first.receive()
+    assert (list(message.slots), list(message.token_ids)) == ([4, 9, 9], [10, 20, 21])
+    assert list(message.output_indexes) == [0, 0, 1]
+    assert message.load.iteration.number == 1
+    assert message.load.running_decodes == 1
+    [message] = second.receive()
+    assert (list(message.slots), list(message.token_ids)) == ([4], [30])
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv": wire.KvHandle(fingerprint=FINGERPRINT)}], ids=["recomputed", "with KV"])
+async def test_output_indexes_go_on_where_other_engines_stopped(engine, fields):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a", output_token_ids=[7, 8], **fields)])
+    engine.put_out(output(engine.core_id("a"), [9]))
+    engine.put_out(output(engine.core_id("a"), [5], finish_reason=LENGTH))
+    first, last = router.receive()
+    assert list(first.output_indexes) == [2]
+    assert list(last.output_indexes) == [3]
+    assert last.finished[0].reason == sampling_pb2.FINISH_REASON_LENGTH
+    assert last.finished[0].num_output_tokens == 4
+
+
+async def test_logprobs_name_their_columns_and_others_have_none(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a"), submit(1, "b")])
+    rows = SimpleNamespace(
+        logprob_token_ids=np.array([[5, 5, 6]]),
+        logprobs=np.array([[-0.5, -0.5, -1.5]], dtype=np.float32),
+        sampled_token_ranks=np.array([1]),
+    )
+    engine.put_out(output(engine.core_id("a"), [4]), output(engine.core_id("b"), [5], new_logprobs=rows))
+    [message] = router.receive()
+    [logprobs] = message.logprobs
+    assert (logprobs.column, logprobs.logprob, logprobs.rank) == (1, -0.5, 1)
+    assert (list(logprobs.top_token_ids), list(logprobs.top_logprobs)) == ([5, 6], [-0.5, -1.5])
+
+
+async def test_finished_says_what_stopped_it_and_what_was_cached(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    stats = SimpleNamespace(num_local_cached_tokens=32)
+    engine.put_out(output(engine.core_id("a"), [2], finish_reason=STOP, stop_reason=2, prefill_stats=stats))
+    [finished] = router.receive()[0].finished
+    assert finished.reason == sampling_pb2.FINISH_REASON_STOP
+    assert (finished.stop_token_id, finished.num_cached_tokens) == (2, 32)
+
+
+async def test_returned_prompts_end_their_slots(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    engine.put_out(report=report(returned=[engine.core_id("a")]))
+    [finished] = router.receive()[0].finished
+    assert finished.reason == sampling_pb2.FINISH_REASON_RETURNED
+    assert engine.server.num_requests == 0
+
+
+async def test_proposals_go_to_the_router_of_the_request(engine):
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    await first.send(submits=[submit(3, "a")])
+    proposal = core_messages.ProposedMove(
+        request_id=engine.core_id("a"), cause="degrade", num_output_tokens=5, num_blocks=2
+    )
+    engine.put_out(output(engine.core_id("a"), [1]), report=report(proposals=[proposal]))
+    [message] = first.receive()
+    assert message.proposals[0] == wire.Proposal(
+        slot=3, cause=wire.MOVE_CAUSE_DEGRADE, num_output_tokens=5, num_blocks=2
+    )
+    assert not any(message.proposals for message in second.receive())
+
+
+# --- hello and load reports ------------------------------------------------------------------------------------------
+
+
+async def test_the_first_message_says_who_the_engine_is(engine):
+    [message] = engine.attach().receive()
+    assert (message.hello.engine_id, message.hello.epoch, message.hello.fingerprint) == ("engine-1", 7, FINGERPRINT)
+    assert message.HasField("load")
+    assert not message.HasField("configured")
+
+
+async def test_a_submit_is_reported_to_every_router_when_an_iteration_includes_it(engine):
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    await first.send(submits=[submit(0, "a", submit_number=8)])
+    first.receive(), second.receive()
+    engine.put_out(report=report(last_submit_numbers={first.session.number: 8}))
+    [message] = first.receive()
+    assert message.load.last_submit_number == 8
+    [message] = second.receive()
+    assert message.load.last_submit_number == 0
+
+
+async def test_other_routers_see_a_submit_before_the_iteration_under_way_ends(engine):
+    """Each counts its own submits itself, until a report includes them."""
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    kv = wire.KvHandle(fingerprint=FINGERPRINT)
+    moved = submit(2, "moved", kv=kv, submit_number=3)
+    await first.send(submits=[submit(0, "a"), submit(1, "b", output_token_ids=[9]), moved])
+    assert first.receive() == []
+    [message] = second.receive()
+    load = message.load
+    assert (load.queued_prefill_tokens, load.queued_requests, load.queued_attention_work) == (3 + 4, 2, 4.5 + 8)
+    engine.put_out(report=report(last_submit_numbers={first.session.number: 1}))
+    loads = [router.receive()[-1].load for router in (first, second)]
+    assert [load.queued_prefill_tokens for load in loads] == [0, 4]
+    engine.put_out(report=report(2, last_submit_numbers={first.session.number: 3}))
+    assert second.receive()[-1].load.queued_prefill_tokens == 0
+
+
+async def test_submits_of_a_lost_stream_are_news_no_more(engine):
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    await first.send(submits=[submit(0, "a")])
+    first.lose_stream()
+    second.receive()
+    engine.clock.now_s += 1
+    engine.server.tick(engine.clock.now_s)
+    assert second.receive()[-1].load.queued_prefill_tokens == 0
+
+
+async def test_an_engine_is_in_the_share_of_one_of_the_routers_that_are_here(engine):
+    def owners(*routers: Router) -> list[str]:
+        engine.clock.now_s += 1
+        engine.server.tick(engine.clock.now_s)
+        return [router.session.router_id for router in routers if not router.receive()[-1].load.is_of_others]
+
+    alone = engine.attached("router-1")
+    assert owners(alone) == ["router-1"]
+    routers = [alone, *(engine.attached(f"router-{number}") for number in (2, 3, 4))]
+    [owner] = owners(*routers)
+    leaving = next(router for router in routers if router.session.router_id == owner)
+    leaving.lose_stream()
+    staying = [router for router in routers if router is not leaving]
+    [heir] = owners(*staying)
+    assert heir != owner
+    assert owners(*staying, engine.attached(owner)) == [owner]
+
+
+def test_shares_are_about_equal_and_change_for_the_routers_concerned_only():
+    engines = [f"engine-{number}" for number in range(400)]
+    routers = [f"router-{number}" for number in range(4)]
+    owners = {name: choose_owner(name, routers) for name in engines}
+    assert all(60 < list(owners.values()).count(router) < 140 for router in routers)
+    left = {name: choose_owner(name, routers[1:]) for name in engines}
+    assert all(left[name] == owner for name, owner in owners.items() if owner != "router-0")
+    assert choose_owner("engine-0", []) == ""
+
+
+async def test_load_reports_without_news_come_every_50_ms_at_most(engine):
+    router = engine.attached()
+    for number in range(10):
+        engine.clock.now_s += 0.02
+        engine.put_out(report=report(number))
+    assert [message.load.iteration.number for message in router.receive()] == [2, 5, 8]
+
+
+async def test_an_idle_engine_reports_every_500_ms_without_an_iteration(engine):
+    router = engine.attached()
+    times = []
+    for _ in range(20):
+        engine.clock.now_s += 0.1
+        engine.server.tick(engine.clock.now_s)
+        times += [(round(engine.clock.now_s - 100, 1), message.load) for message in router.receive()]
+    assert [time_s for time_s, _ in times] == [0.5, 1.0, 1.5, 2.0]
+    assert not any(load.HasField("iteration") for _, load in times)
+    assert times[-1][1].iteration_age_s == pytest.approx(2.0)
+
+
+async def test_an_idle_engine_reads_its_load_because_blocks_come_back_without_iterations(engine):
+    router = engine.attached()
+    for _ in range(11):
+        engine.clock.now_s += 0.1
+        engine.server.tick(engine.clock.now_s)
+        await settle()
+    assert engine.core.commands == [core_messages.ReadLoadCommand()] * 2
+    assert router.receive()[-1].load.kv_blocks_total == 99
+
+
+# --- submits that cannot run -----------------------------------------------------------------------------------------
+
+
+async def test_a_bad_submit_ends_its_slot_and_counts_as_reported(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(5, "a", prompt_token_ids=[], submit_number=3)])
+    [message] = router.receive()
+    assert message.finished[0].slot == 5
+    assert message.finished[0].reason == sampling_pb2.FINISH_REASON_REFUSED
+    assert message.finished[0].error == "prompt_token_ids: empty"
+    assert message.load.last_submit_number == 3
+    assert engine.core.requests == {}
+
+
+async def test_a_refused_submit_does_not_count_before_the_accepted_one_ahead_of_it(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a", submit_number=1), submit(1, "b", prompt_token_ids=[], submit_number=2)])
+    assert router.receive()[0].load.last_submit_number == 0
+    engine.put_out(report=report(last_submit_numbers={router.session.number: 1}))
+    assert router.receive()[0].load.last_submit_number == 2
+
+
+async def test_a_slot_in_use_ends_once_and_takes_its_request_along(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    await router.send(submits=[submit(0, "b")])
+    [message] = router.receive()
+    assert [finished.error for finished in message.finished] == ["slot: 0 is in use"]
+    assert engine.core.aborted == [engine.core_id("a")]
+    assert engine.server.num_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "transfer_params"), [(FINGERPRINT, '{"x":1}'), ("other/model", "")], ids=["equal", "foreign"]
+)
+async def test_kv_moves_only_between_equal_fingerprints(engine, fingerprint, transfer_params):
+    router = engine.attached()
+    kv = wire.KvHandle(fingerprint=fingerprint, transfer_params_json='{"x":1}')
+    await router.send(submits=[submit(0, "a", kv=kv)])
+    assert engine.core.requests[engine.core_id("a")].extras.transfer_params == transfer_params
+    assert engine.server.counters.num_foreign_kv == (not transfer_params)
+
+
+# --- aborts ----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_abort_is_answered_and_late_tokens_are_dropped(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    core_id = engine.core_id("a")
+    await router.send(aborts=[wire.Abort(slot=0)])
+    [message] = router.receive()
+    assert message.finished[0].reason == sampling_pb2.FINISH_REASON_ABORTED
+    assert engine.core.aborted == [core_id]
+    await router.send(submits=[submit(0, "b")])
+    engine.put_out(output(core_id, [1]))
+    assert router.receive() == []
+
+
+async def test_an_abort_of_an_ended_slot_is_answered_by_nothing(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    engine.put_out(output(engine.core_id("a"), [1], finish_reason=LENGTH))
+    router.receive()
+    await router.send(aborts=[wire.Abort(slot=0)])
+    assert (router.receive(), engine.core.aborted) == ([], [])
+
+
+# --- lost streams ----------------------------------------------------------------------------------------------------
+
+
+async def test_requests_of_a_lost_stream_are_listed_in_the_next_hello(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a", fence=6)])
+    engine.put_out(output(engine.core_id("a"), [1]))
+    router.lose_stream()
+    engine.put_out(output(engine.core_id("a"), [2]))
+    [message] = engine.attach().receive()
+    assert list(message.hello.held) == [wire.HeldRequest(request_id="a", fence=6, num_output_tokens=2)]
+
+
+def resume(slot: int, request_id: str, next_index: int, fence: int = 1) -> wire.Resume:
+    return wire.Resume(slot=slot, request_id=request_id, fence=fence, next_output_index=next_index)
+
+
+@pytest.mark.parametrize("next_index", [2, 3, 5], ids=["all that it made", "what was on the way", "nothing"])
+async def test_a_held_request_goes_on_from_the_token_that_its_router_names(engine, next_index):
+    router = engine.attached()
+    await router.send(submits=[submit(7, "a", output_token_ids=[90, 91])])
+    engine.put_out(output(engine.core_id("a"), [10]))
+    router.lose_stream()
+    engine.put_out(output(engine.core_id("a"), [11, 12]))
+    router = engine.attached()
+    await router.send(resumes=[resume(4, "a", next_index)])
+    engine.put_out(output(engine.core_id("a"), [13], finish_reason=LENGTH))
+    messages = router.receive()
+    columns = [column for message in messages for column in zip(message.output_indexes, message.token_ids, strict=True)]
+    assert columns == [(2, 10), (3, 11), (4, 12), (5, 13)][next_index - 2 :]
+    assert {slot for message in messages for slot in message.slots} == {4}
+    assert [(item.slot, item.num_output_tokens) for item in messages[-1].finished] == [(4, 6)]
+    assert engine.core.aborted == []
+    engine.clock.now_s += 11
+    assert engine.server.tick(engine.clock.now_s) == []
+
+
+async def test_a_request_that_ended_while_it_was_held_ends_when_it_is_resumed(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    core_id = engine.core_id("a")
+    router.lose_stream()
+    engine.put_out(output(core_id, [10, 2], finish_reason=STOP, stop_reason=2))
+    assert engine.server.num_requests == 0
+    router = engine.attach()
+    [hello] = router.receive()
+    assert list(hello.hello.held) == [wire.HeldRequest(request_id="a", fence=1, num_output_tokens=2)]
+    await router.send(resumes=[resume(3, "a", 0)])
+    [message] = router.receive()
+    assert list(message.token_ids) == [10, 2]
+    [finished] = message.finished
+    assert (finished.slot, finished.reason, finished.stop_token_id) == (3, sampling_pb2.FINISH_REASON_STOP, 2)
+    assert list(engine.attach().receive()[0].hello.held) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [resume(3, "b", 1), resume(3, "a", 1, fence=2), resume(3, "a", 9), resume(3, "a", 0)],
+    ids=["unknown", "another fence", "a token ahead of it", "a token of another engine"],
+)
+async def test_what_cannot_be_resumed_ends_its_slot(engine, wrong):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a", output_token_ids=[90])])
+    router.lose_stream()
+    router = engine.attached()
+    await router.send(resumes=[wrong])
+    [message] = router.receive()
+    assert [(item.slot, item.reason) for item in message.finished] == [(3, sampling_pb2.FINISH_REASON_ABORTED)]
+    assert not message.slots
+
+
+async def test_logprobs_are_kept_with_the_tokens_of_a_held_request(engine):
+    def rows(token: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            logprob_token_ids=np.array([[token, token]]),
+            logprobs=np.array([[-token, -token]], dtype=np.float32),
+            sampled_token_ranks=np.array([1]),
+        )
+
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a"), submit(1, "b")])
+    plain, with_logprobs = engine.core_id("a"), engine.core_id("b")
+    engine.put_out(output(with_logprobs, [20], new_logprobs=rows(20)))
+    router.lose_stream()
+    engine.put_out(output(plain, [10]), output(with_logprobs, [21], new_logprobs=rows(21)))
+    router = engine.attached()
+    await router.send(resumes=[resume(5, "a", 0), resume(6, "b", 1)])
+    [message] = router.receive()
+    assert list(zip(message.slots, message.token_ids, strict=True)) == [(5, 10), (6, 21)]
+    assert [(item.column, item.logprob) for item in message.logprobs] == [(1, -21.0)]
+
+
+async def test_kv_that_was_handed_off_to_nobody_is_freed_and_not_resumed(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    core_id = engine.core_id("a")
+    router.lose_stream()
+    params = {core_messages.NUM_TOKENS_KEY: 3}
+    engine.put_out(output(core_id, [1], finish_reason=LENGTH, kv_transfer_params=params))
+    await settle()
+    assert engine.core.commands == [core_messages.ReleaseCommand(request_id=core_id)]
+    assert list(engine.attach().receive()[0].hello.held) == []
+
+
+async def test_requests_of_a_lost_stream_end_with_its_lease(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    router.lose_stream()
+    engine.clock.now_s += 9.9
+    assert engine.server.tick(engine.clock.now_s) == []
+    engine.clock.now_s += 0.2
+    assert engine.server.tick(engine.clock.now_s) == [engine.core_id("a")]
+    assert engine.server.num_requests == 0
+    assert list(engine.attach().receive()[0].hello.held) == []
+
+
+async def test_a_router_that_comes_back_and_ignores_what_is_held_leaks_nothing(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    router.lose_stream()
+    engine.clock.now_s += 5
+    router = engine.attached()
+    await router.send(submits=[submit(0, "b")])
+    engine.clock.now_s += 5
+    assert engine.server.tick(engine.clock.now_s) == [engine.core_id("a")]
+    assert engine.server.num_requests == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"aborts": [wire.Abort(held_request_id="a")]}, {"submits": [submit(0, "a", fence=2)]}],
+    ids=["aborted", "submitted again"],
+)
+async def test_a_held_request_ends_when_its_router_says_so(engine, fields):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    core_id = engine.core_id("a")
+    router.lose_stream()
+    await engine.attached().send(**fields)
+    assert engine.core.aborted == [core_id]
+
+
+async def test_a_second_stream_of_a_router_takes_the_place_of_the_first(engine):
+    old = engine.attached()
+    await old.send(submits=[submit(0, "a")])
+    new = engine.attached()
+    old.lose_stream()  # its coroutine ends after the new one has begun
+    engine.put_out(output(engine.core_id("a"), [1]), report=report())
+    assert engine.server.num_routers == 1
+    assert old.receive() == []
+    assert all(not message.slots for message in new.receive())
+
+
+async def test_a_router_that_does_not_read_loses_its_stream(engine):
+    router = engine.attached()
+    for _ in range(router_session.MAX_WAITING_MESSAGES + 1):
+        router.session.send(wire.AttachResponse())
+    written = []
+
+    class Writer:
+        async def write(self, message):
+            written.append(message)
+
+    await router.stream.write(Writer())  # returns: the stream is closed
+    assert len(written) == router_session.MAX_WAITING_MESSAGES
+
+
+# --- grants and hand-offs --------------------------------------------------------------------------------------------
+
+
+async def test_grants_of_two_routers_with_one_number_are_two_grants(engine):
+    routers = engine.attached("router-1"), engine.attached("router-2")
+    for router in routers:
+        await router.send(grant_requests=[wire.GrantRequest(grant_id=5, num_tokens=40, cause=wire.MOVE_CAUSE_BACKFLOW)])
+        assert router.receive()[0].grants[0] == wire.Grant(grant_id=5, is_granted=True, ttl_s=2.0)
+    keys = [command.key for command in engine.core.commands]
+    assert len(set(keys)) == 2
+    await routers[0].send(submits=[submit(0, "a", grant_id=5)], released_grant_ids=[5])
+    assert engine.core.requests[engine.core_id("a")].extras.grant_key == keys[0]
+    assert engine.core.commands[-1] == core_messages.ReleaseGrantCommand(key=keys[0])
+
+
+async def test_a_handed_off_slot_says_where_the_kv_lies_until_it_is_released(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(2, "a", fence=3)])
+    core_id = engine.core_id("a")
+    await router.send(hand_offs=[wire.HandOff(slot=2, fence=3)])
+    assert engine.core.commands == [core_messages.HandOffCommand(request_id=core_id)]
+    where = {core_messages.NUM_TOKENS_KEY: 4, "remote_block_ids": [[1]]}
+    engine.put_out(output(core_id, [1], finish_reason=LENGTH, kv_transfer_params=where))
+    [message] = router.receive()
+    assert (list(message.slots), list(message.token_ids)) == ([2], [1])
+    [finished] = message.finished
+    assert (finished.reason, finished.num_output_tokens) == (sampling_pb2.FINISH_REASON_HANDED_OFF, 1)
+    assert (finished.kv.engine_id, finished.kv.epoch, finished.kv.fingerprint) == ("engine-1", 7, FINGERPRINT)
+    assert finished.kv.num_tokens == 4
+    await router.send(released_slots=[2])
+    await router.send(released_slots=[2])
+    assert engine.core.commands[1:] == [core_messages.ReleaseCommand(request_id=core_id)]
+
+
+@pytest.mark.parametrize(
+    ("hand_off", "reason"),
+    [(wire.HandOff(slot=1, fence=3), "unknown"), (wire.HandOff(slot=0, fence=2), "fence")],
+    ids=["no such slot", "an older owner's"],
+)
+async def test_a_hand_off_that_means_another_request_is_refused(engine, hand_off, reason):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a", fence=3)])
+    await router.send(hand_offs=[hand_off])
+    [refused] = router.receive()[0].hand_offs_refused
+    assert (refused.slot, refused.reason) == (hand_off.slot, reason)
+    assert engine.core.commands == []
+
+
+async def test_hand_offs_refused_by_the_scheduler_reach_the_router(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    core_id = engine.core_id("a")
+    engine.core.answers[core_messages.HandOffCommand] = core_messages.HandOffAnswer(
+        request_id=core_id, is_accepted=False, reason="prefill"
+    )
+    await router.send(hand_offs=[wire.HandOff(slot=0, fence=1)])
+    engine.put_out(report=report(refused=[core_messages.RefusedHandOff(request_id=core_id, reason="preempted")]))
+    reasons = [refused.reason for message in router.receive() for refused in message.hand_offs_refused]
+    assert reasons == ["prefill", "preempted"]
+
+
+async def test_a_command_that_fails_costs_its_batch_and_not_the_engine(engine, caplog):
+    router = engine.attached()
+    engine.core.is_broken = True
+    await router.send(grant_requests=[wire.GrantRequest(grant_id=1, cause=wire.MOVE_CAUSE_DRAIN)])
+    assert "scheduler raised" in caplog.text
+    engine.core.is_broken = False
+    await router.send(submits=[submit(0, "a")])
+    assert engine.server.num_requests == 1
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def configure(generation: int, chunk: int = 256, uid: str = "u", **fields: Any) -> wire.Configure:
+    defaults = {"role": plan_pb2.ROLE_PREFILL_HEAVY, "strategy": plan_pb2.STRATEGY_TAICHI}
+    return wire.Configure(cluster_uid=uid, generation=generation, chunk_size_tokens=chunk, **{**defaults, **fields})
+
+
+async def test_the_highest_generation_wins_whoever_brings_it(engine):
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    await first.send(configure=configure(7, chunk=512))
+    await second.send(configure=configure(6, chunk=64))
+    await second.send(configure=configure(8, chunk=128))
+    seen = [
+        (message.configured.generation, message.configured.chunk_size_tokens)
+        for message in second.receive()
+        if message.HasField("configured")
+    ]
+    assert seen == [(7, 512), (7, 512), (8, 128)]
+    assert [command.chunk_size_tokens for command in engine.core.commands] == [512, 128]
+    assert engine.attach("router-3").receive()[0].configured.generation == 8
+
+
+async def test_a_plan_of_another_cluster_is_newer_for_the_engine_core(engine):
+    router = engine.attached()
+    await router.send(configure=configure(7))
+    await router.send(configure=configure(1, uid="v"))
+    generations = [command.generation for command in engine.core.commands]
+    assert generations == sorted(set(generations))
+    assert router.receive()[-1].configured.cluster_uid == "v"
+
+
+@pytest.mark.parametrize("refused_by", ["server", "scheduler"])
+async def test_a_refused_plan_part_leaves_the_old_one_in_force(engine, refused_by):
+    router = engine.attached()
+    await router.send(configure=configure(1))
+    router.receive()
+    if refused_by == "server":
+        await router.send(configure=configure(2, strategy=plan_pb2.STRATEGY_UNSPECIFIED))
+    else:
+        engine.core.answers[core_messages.ConfigureCommand] = core_messages.ConfigureAnswer(
+            generation=1, role="P-heavy", chunk_size_tokens=256, error="chunk_size_tokens: too large"
+        )
+        await router.send(configure=configure(2))
+        del engine.core.answers[core_messages.ConfigureCommand]
+    [message] = router.receive()
+    assert message.configured.generation == 2
+    assert message.configured.error
+    assert engine.attach("router-2").receive()[0].configured.generation == 1
+    await router.send(configure=configure(2))
+    assert router.receive()[-1].configured.error == ""
+
+
+async def test_an_engine_that_the_plan_does_not_name_is_d_heavy(engine):
+    router = engine.attached()
+    await router.send(configure=configure(1, role=plan_pb2.ROLE_UNSPECIFIED))
+    assert engine.core.commands[0].role == "D-heavy"
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_is_told_at_once_and_no_plan_ends_it(engine):
+    router = engine.attached()
+    await router.send(configure=configure(1, chunk=300))
+    router.receive()
+    await engine.server.drain()
+    assert router.receive()[0].load.is_draining
+    await router.send(configure=configure(2))
+    assert [command.is_draining for command in engine.core.commands] == [False, True, True]
+    assert engine.core.commands[1].chunk_size_tokens == 300
+
+
+async def test_drained_means_no_request_and_no_pinned_block(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    assert not engine.server.is_drained
+    pinned = core_messages.SchedulerReport(load=core_messages.SchedulerLoad(kv_blocks_pinned=2))
+    engine.put_out(output(engine.core_id("a"), [1], finish_reason=LENGTH), report=pinned)
+    assert not engine.server.is_drained
+    engine.put_out(report=core_messages.SchedulerReport(load=core_messages.SchedulerLoad()))
+    assert engine.server.is_drained
+
+
+async def test_a_fault_is_the_last_message(engine):
+    router = engine.attached()
+    await engine.server.close("EngineCore died", timeout_s=0.0)
+    assert [message.fault for message in router.receive()] == ["EngineCore died"]
+    router.session.send(wire.AttachResponse())
+    assert router.receive() == []
+
+
+# --- over gRPC -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def stub(engine):
+    listener = grpc.aio.server()
+    engine_pb2_grpc.add_EngineServicer_to_server(EngineService(engine.server), listener)
+    port = listener.add_insecure_port("127.0.0.1:0")
+    await listener.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield engine_pb2_grpc.EngineStub(channel)
+    await listener.stop(None)
+
+
+@pytest.mark.parametrize(
+    "first", [wire.AttachRequest(), wire.AttachRequest(aborts=[wire.Abort(slot=1)])], ids=["empty", "no hello"]
+)
+async def test_a_stream_begins_with_hello(stub, first):
+    call = stub.Attach()
+    await call.write(first)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call.read()
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_router_streams_and_its_end_is_noticed(engine, stub):
+    call = stub.Attach()
+    await call.write(wire.AttachRequest(hello=wire.RouterHello(router_id="r")))
+    assert (await call.read()).hello.epoch == 7
+    await call.write(wire.AttachRequest(submits=[submit(0, "a"), submit(1, "b", prompt_token_ids=[])]))
+    assert (await call.read()).finished[0].slot == 1
+    engine.put_out(output(engine.core_id("a"), [5]))
+    assert list((await call.read()).token_ids) == [5]
+    call.cancel()
+    async with asyncio.timeout(5):
+        while engine.server.num_routers:  # noqa: ASYNC110 - another process ends it
+            await asyncio.sleep(0.01)
+    assert engine.server.num_requests == 1  # held for the lease
+
+
+async def test_the_end_of_a_stream_is_orderly_for_the_router(engine, stub):
+    call = stub.Attach()
+    await call.write(wire.AttachRequest(hello=wire.RouterHello(router_id="r")))
+    await call.read()
+    await engine.server.close("EngineCore died")
+    assert (await call.read()).fault == "EngineCore died"
+    assert await call.read() is grpc.aio.EOF

@@ -1,0 +1,468 @@
+"""The fields of a ServingCluster's spec: each with its default, its bounds and what a change of it does.
+
+The operator and ``sluice up`` read manifests through these models. Rules that tie fields together are in ``validation``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from sluice_operator.api.field_effects import FieldEffect
+from sluice_operator.api.field_types import (
+    CountOrPercentage,
+    HostName,
+    Label,
+    ManifestModel,
+    ObjectName,
+    Percentage,
+    Port,
+    PortRange,
+    Quantity,
+    RelativePath,
+    ResourceName,
+    StrictBool,
+    StringMap,
+    Text,
+)
+
+# Largest chunk size of all, in tokens.
+MAX_BATCH_TOKENS = 1_048_576
+
+StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated"]
+EarlyRejectionName = Literal["Off", "Random", "Reject"]
+
+
+class ChunkSizes(ManifestModel):
+    """Most tokens that one iteration processes, decodes included, by role (sliders S_P and S_D)."""
+
+    prefill_heavy: Annotated[int, Field(strict=True, ge=16, le=MAX_BATCH_TOKENS)] = 1024
+    """Chunk size of P-heavy engines (slider S_P), in tokens; 16 to engine.maxBatchTokens."""
+    decode_heavy: Annotated[int, Field(strict=True, ge=0, le=MAX_BATCH_TOKENS)] = 256
+    """Chunk size of D-heavy engines (slider S_D), in tokens; 16 to engine.maxBatchTokens, or 0: no prefills there.
+    Equal to prefillHeavy it makes roles void."""
+
+
+class SloClassSpec(ManifestModel):
+    """A named pair of objectives that requests may ask for."""
+
+    name: Label
+    """Name that requests give in x-sluice-slo-class."""
+    ttft_milliseconds: Annotated[int, Field(strict=True, ge=1, le=600_000)]
+    """Objective for the time to first token, in milliseconds."""
+    tpot_milliseconds: Annotated[int, Field(strict=True, ge=1, le=60_000)]
+    """Objective for the time per output token, in milliseconds."""
+    priority: Annotated[int, Field(strict=True, ge=-1000, le=1000)] = 0
+    """Requests of a higher priority go first."""
+
+
+class SloSpec(ManifestModel):
+    """Latency objectives."""
+
+    ttft_milliseconds: Annotated[int, Field(strict=True, ge=1, le=600_000)]
+    """Objective for the time to first token, in milliseconds."""
+    tpot_milliseconds: Annotated[int, Field(strict=True, ge=1, le=60_000)]
+    """Objective for the time per output token, in milliseconds."""
+    attainment: Percentage = "90%"
+    """Share of requests that shall meet both objectives, such as 90%."""
+    classes: Annotated[tuple[SloClassSpec, ...], Field(max_length=16)] = ()
+    """Named objectives besides the default ones."""
+
+
+class ParametersSpec(ManifestModel):
+    """Parameters of the strategies."""
+
+    watermark_percent: Annotated[int, Field(strict=True, ge=50, le=99)] = 95
+    """Watermark M: share of KV blocks above which a D-heavy engine degrades its longest outputs."""
+    approaching_factor_percent: Annotated[int, Field(strict=True, ge=50, le=100)] = 96
+    """Alpha: share of the TPOT objective above which a decode on a P-heavy engine flows back."""
+    early_rejection: EarlyRejectionName = "Off"
+    """What happens to a request that no engine can serve within its TTFT objective. Off: it goes where it is least late.
+    Random: it goes to any engine. Reject: it is refused, with a time to try again. Quote "Off" in YAML."""
+    min_tokens_between_moves: Annotated[int, Field(strict=True, ge=0, le=65_536)] = 16
+    """Output tokens between two moves of one request, unless its objective is at stake."""
+
+
+class KeyRef(ManifestModel):
+    """A key of a Secret or a ConfigMap in the cluster's namespace."""
+
+    name: ObjectName
+    """Name of the object."""
+    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)]
+    """Key in it."""
+
+
+class HuggingFaceSource(ManifestModel):
+    """The model is fetched from the Hugging Face Hub by model.name."""
+
+    token_secret_ref: KeyRef | None = None
+    """Key of the Secret that holds the token for gated models."""
+    cache_claim_name: ObjectName | None = None
+    """PersistentVolumeClaim that keeps what was fetched; each pod fetches for itself when absent."""
+
+
+class PersistentVolumeClaimSource(ManifestModel):
+    """The model lies on a volume; `sluice up` looks in .sluice/volumes/<claimName>/<path>."""
+
+    claim_name: ObjectName
+    """Name of the claim."""
+    path: RelativePath = "."
+    """Directory of the model, relative to the volume."""
+
+
+class ImageSource(ManifestModel):
+    """The model lies in an OCI image, mounted as a volume."""
+
+    reference: Text
+    """Image reference."""
+    path: RelativePath = "."
+    """Directory of the model, relative to the image's root."""
+
+
+class ModelSource(ManifestModel):
+    """Where the model comes from: exactly one."""
+
+    hugging_face: HuggingFaceSource | None = None
+    """The Hugging Face Hub."""
+    persistent_volume_claim: PersistentVolumeClaimSource | None = None
+    """A volume."""
+    image: ImageSource | None = None
+    """An OCI image."""
+
+
+class ModelSpec(ManifestModel):
+    """The model; mounted read-only at /model in engines and routers."""
+
+    name: Text
+    """Name of the model, such as Qwen/Qwen2.5-14B-Instruct."""
+    revision: Text | None = None
+    """Revision of the model."""
+    served_name: Text | None = None
+    """Name that clients use; model.name when absent."""
+    source: ModelSource
+    """Where it comes from: exactly one of the fields below."""
+
+
+class FieldRef(ManifestModel):
+    """A field of the pod."""
+
+    field_path: Text
+    """Path of the field, such as status.podIP."""
+
+
+class EnvVarSource(ManifestModel):
+    """Where the value of a variable comes from: exactly one."""
+
+    secret_key_ref: KeyRef | None = None
+    """Key of a Secret."""
+    config_map_key_ref: KeyRef | None = None
+    """Key of a ConfigMap."""
+    field_ref: FieldRef | None = None
+    """Field of the pod."""
+
+
+class EnvVar(ManifestModel):
+    """An environment variable of the engine container."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
+    """Its name; names that Sluice sets itself are refused."""
+    value: Annotated[str, Field(max_length=4096)] | None = None
+    """Its value."""
+    value_from: EnvVarSource | None = None
+    """Where its value comes from, instead of value; needs pods."""
+
+
+class ResourceClaim(ManifestModel):
+    """A claim of the pod that a container uses."""
+
+    name: Label
+    """Name of the claim in the pod."""
+    request: Label | None = None
+    """One request of the claim; all of them when absent."""
+
+
+class Resources(ManifestModel):
+    """Kubernetes' resource requirements; `sluice up` does not enforce them."""
+
+    limits: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
+    """Most of each resource, such as nvidia.com/gpu: 1."""
+    requests: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
+    """Resources reserved; the limits when absent."""
+    claims: Annotated[tuple[ResourceClaim, ...], Field(max_length=16)] = ()
+    """Resource claims of the pod that the container uses."""
+
+
+class Toleration(ManifestModel):
+    """Taints that a pod puts up with."""
+
+    key: ResourceName | None = None
+    """Key of the taint; any when absent."""
+    operator: Literal["Equal", "Exists"] = "Equal"
+    """Equal asks for the very value, Exists for any."""
+    value: Annotated[str, Field(max_length=63)] | None = None
+    """Value of the taint."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint (NoSchedule, PreferNoSchedule, NoExecute); any when absent."""
+    toleration_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] | None = None
+    """Longest stay under a taint with effect NoExecute; for ever when absent."""
+
+
+class Emulation(ManifestModel):
+    """Replaces the forward pass by the clock of a latency model."""
+
+    gpu: Label
+    """GPU that is emulated, such as h100."""
+    model: Text
+    """Model whose iterations are emulated."""
+
+
+class EngineSpec(ManifestModel):
+    """One engine: a vLLM instance in a pod or a local process."""
+
+    image: Text | None = None
+    """Container image; the engine image that the operator was installed with when absent."""
+    tensor_parallel_size: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
+    """GPUs that share one engine."""
+    max_batch_tokens: Annotated[int, Field(strict=True, ge=16, le=MAX_BATCH_TOKENS)] = 8192
+    """Largest chunk size that may be set without a restart, in tokens."""
+    max_model_len: Annotated[int, Field(strict=True, ge=16, le=16_777_216)] | None = None
+    """Longest prompt + output, in tokens; the model's own limit when absent."""
+    extra_args: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
+    """Further arguments of vLLM; those that Sluice sets itself are refused."""
+    env: Annotated[tuple[EnvVar, ...], Field(max_length=64)] = ()
+    """Further environment variables."""
+    resources: Resources = Resources()
+    """Resources of the engine container."""
+    startup_timeout_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 1800
+    """Longest time from the start of an engine until it serves."""
+    drain_timeout_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] = 300
+    """Longest time an engine may take to hand its work over before it stops."""
+    shared_memory: Quantity | None = None
+    """Size of /dev/shm."""
+    node_selector: StringMap = Field(default_factory=dict)
+    """Labels of the nodes that engines may run on."""
+    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] = ()
+    """Taints that engine pods put up with."""
+    affinity: dict[str, Any] = Field(default_factory=dict)
+    """Kubernetes' affinity of engine pods."""
+    pod_template: dict[str, Any] = Field(default_factory=dict)
+    """Merged over the pod template that the operator renders, for what has no field here: maps by their keys, lists of
+    Kubernetes by their elements' keys; null removes a field. The API server checks the result. It cannot reach the host,
+    unless the operator was installed with allowHostAccess."""
+    emulation: Emulation | None = None
+    """Emulates a GPU instead of computing, for tests without one; answers are noise."""
+
+
+class RdmaSpec(ManifestModel):
+    """How engines reach the RDMA fabric."""
+
+    fabric: Literal["InfiniBand", "RoCE", "EFA"]
+    """Kind of fabric: InfiniBand, RoCE or EFA."""
+    resource_name: ResourceName | None = None
+    """Extended resource of the network device."""
+    resource_claim_template_name: ObjectName | None = None
+    """ResourceClaimTemplate of the network device, instead of resourceName."""
+    resource_count: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
+    """Devices (or slots of a shared plugin) per engine."""
+    networks: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
+    """Networks of Multus that engine pods join, as name or namespace/name."""
+    net_devices: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
+    """Network devices that UCX may use (UCX_NET_DEVICES), such as mlx5_0:1; any when absent."""
+    gid_index: Annotated[int, Field(strict=True, ge=0, le=255)] | None = None
+    """Index of the GID (UCX_IB_GID_INDEX); for RoCE only."""
+    transports: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
+    """Transports that UCX may use (UCX_TLS); any when absent. On GPUs they must contain cuda_copy or cuda_ipc."""
+    memlock: Literal["Node", "IPCLock"] = "Node"
+    """Who lifts the limit of locked memory. Node: the node does (LimitMEMLOCK=infinity). IPCLock: the capability
+    IPC_LOCK, which helps containers that run as root only."""
+    require_rdma: Annotated[StrictBool, Field(alias="requireRDMA")] = False
+    """Refuse to serve over TCP when RDMA cannot be used."""
+    pod_annotations: StringMap = Field(default_factory=dict)
+    """Annotations of engine pods, for network plugins."""
+
+
+class IssuerRef(ManifestModel):
+    """An issuer of cert-manager."""
+
+    name: ObjectName
+    """Name of the issuer."""
+    kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
+    """An Issuer of the cluster's namespace, or a ClusterIssuer."""
+
+
+class TlsSpec(ManifestModel):
+    """Encryption, and where certificates come from."""
+
+    mode: Literal["Disabled", "SecretRef", "CertManager"] = "Disabled"
+    """Disabled, a Secret of yours (SecretRef), or certificates of cert-manager's (CertManager)."""
+    secret_name: ObjectName | None = None
+    """Secret with tls.crt, tls.key and ca.crt; required by mode SecretRef, refused otherwise."""
+    issuer_ref: Annotated[IssuerRef | None, FieldEffect.LIVE] = None
+    """Issuer of the certificates; required by mode CertManager, refused otherwise."""
+
+
+class RouterTlsSpec(TlsSpec):
+    """Encryption of the API, and where certificates come from."""
+
+    dns_names: Annotated[tuple[HostName, ...], FieldEffect.LIVE, Field(max_length=16)] = ()
+    """Names of the certificate that cert-manager issues; those of the Service when absent. Needs mode CertManager."""
+
+
+class NetworkSpec(ManifestModel):
+    """How KV moves between engines."""
+
+    mode: Literal["TCP", "RDMA"] = "TCP"
+    """How KV goes from engine to engine. TCP works everywhere, RDMA needs devices and the field rdma."""
+    kv_port: Annotated[int, Field(strict=True, ge=1024, le=65_535)] = 5600
+    """Port of NIXL's side channel."""
+    tcp_port_range: PortRange | None = None
+    """Ports of UCX over TCP; any when absent."""
+    rdma: RdmaSpec | None = None
+    """Required by mode RDMA, refused otherwise."""
+    tls: Annotated[TlsSpec, FieldEffect.RESTARTS_ALL] = TlsSpec()
+    """Mutual TLS among routers, engines and operator. KV itself is not encrypted."""
+
+
+class ServiceSpec(ManifestModel):
+    """The Service in front of the routers."""
+
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    """ClusterIP is reached within the cluster, NodePort by the nodes, LoadBalancer from outside."""
+    port: Port = 8000
+    """Port of the OpenAI API; also the local port of `sluice up`."""
+    annotations: StringMap = Field(default_factory=dict)
+    """Annotations of the Service."""
+
+
+class ApiKeyAuth(ManifestModel):
+    """Keys that clients send as bearer tokens."""
+
+    secret_name: ObjectName
+    """Secret whose entries are the keys, each under its owner's name; changes of it are in force without a restart."""
+
+
+class AuthSpec(ManifestModel):
+    """Who may use the API."""
+
+    mode: Literal["None", "APIKey"] = "None"
+    """None lets everybody in who reaches the port; APIKey asks for a key."""
+    api_key: ApiKeyAuth | None = None
+    """Required by mode APIKey, refused otherwise."""
+
+
+class RouterSpec(ManifestModel):
+    """The routers."""
+
+    replicas: Annotated[int, FieldEffect.LIVE, Field(strict=True, ge=1, le=64)] = 2
+    """Routers in all. In force without a restart."""
+    image: Text | None = None
+    """Container image; the router image that the operator was installed with when absent."""
+    resources: Resources = Resources()
+    """Resources of the router container; 200m of cpu are asked for where requests and limits name no cpu."""
+    service: ServiceSpec = ServiceSpec()
+    """The Service in front of them."""
+    auth: AuthSpec = AuthSpec()
+    """Who may use the API."""
+    tls: RouterTlsSpec = RouterTlsSpec()
+    """Encryption of the API. A Secret for it needs no ca.crt."""
+
+
+class CountBounds(ManifestModel):
+    """Least and most."""
+
+    min: CountOrPercentage
+    """Least value."""
+    max: CountOrPercentage
+    """Most value."""
+
+
+class TokenBounds(ManifestModel):
+    """Least and most, in tokens."""
+
+    min: Annotated[int, Field(strict=True, ge=0, le=MAX_BATCH_TOKENS)]
+    """Least value."""
+    max: Annotated[int, Field(strict=True, ge=16, le=MAX_BATCH_TOKENS)]
+    """Most value."""
+
+
+class ReplicaBounds(ManifestModel):
+    """Least and most engines."""
+
+    min: Annotated[int, Field(strict=True, ge=1, le=1024)]
+    """Least value."""
+    max: Annotated[int, Field(strict=True, ge=1, le=1024)]
+    """Most value."""
+
+
+class ChunkSizeBounds(ManifestModel):
+    """Bounds of the chunk sizes."""
+
+    prefill_heavy: TokenBounds | None = None
+    """Bounds of chunkSizes.prefillHeavy."""
+    decode_heavy: TokenBounds | None = None
+    """Bounds of chunkSizes.decodeHeavy."""
+
+
+class AutotuneBounds(ManifestModel):
+    """How far the tuner may go; Apply does not touch a slider without bounds."""
+
+    prefill_heavy: CountBounds | None = None
+    """Bounds of prefillHeavy."""
+    chunk_sizes: ChunkSizeBounds = ChunkSizeBounds()
+    """Bounds of the chunk sizes."""
+    replicas: ReplicaBounds | None = None
+    """Bounds of replicas, for `sluice plan --rate`; the tuner itself does not change replicas."""
+
+
+class AutotuneSpec(ManifestModel):
+    """The search for better sliders."""
+
+    mode: Literal["Off", "Recommend", "Apply"] = "Off"
+    """Off; Recommend writes what it finds to the status; Apply runs on it too, within the bounds. Quote "Off" in YAML."""
+    bounds: AutotuneBounds = AutotuneBounds()
+    """How far it may go."""
+    cooldown_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 300
+    """Shortest time between two changes; each further change within 24 times as long doubles it."""
+
+
+class SpecFields(ManifestModel):
+    """What the user wants; ``ServingClusterSpec`` adds the rules that tie fields together."""
+
+    replicas: Annotated[int, FieldEffect.LIVE, Field(strict=True, ge=1, le=1024)] = 2
+    """Engines in all. In force without a restart; streams of engines that leave go on elsewhere."""
+    prefill_heavy: Annotated[CountOrPercentage, FieldEffect.LIVE] = "50%"
+    """P-heavy engines (slider R_PD), as a count or a share of replicas, rounded half up. In force without a restart.
+    Use a share when replicas are scaled automatically: a count above replicas is refused, on scaling too."""
+    chunk_sizes: Annotated[ChunkSizes, FieldEffect.LIVE] = ChunkSizes()
+    """Most tokens that one iteration processes, decodes included, by role. In force without a restart."""
+    slo: Annotated[SloSpec, FieldEffect.LIVE]
+    """Latency objectives. In force without a restart, for requests that arrive from then on."""
+    strategy: Annotated[StrategyName, FieldEffect.LIVE] = "TaiChi"
+    """How the sliders are used; in force without a restart. TaiChi uses them as given. Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
+    Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills."""
+    parameters: Annotated[ParametersSpec, FieldEffect.LIVE] = ParametersSpec()
+    """Parameters of the strategies. In force without a restart."""
+    model: Annotated[ModelSpec, FieldEffect.RESTARTS_ALL]
+    """The model, mounted read-only at /model in engines and routers. A change restarts all of them."""
+    engine: Annotated[EngineSpec, FieldEffect.RESTARTS_ENGINES] = EngineSpec()
+    """The engines. A change restarts them one at a time; streams go on."""
+    network: Annotated[NetworkSpec, FieldEffect.RESTARTS_ENGINES] = NetworkSpec()
+    """How KV moves between engines. A change restarts engines one at a time; streams go on."""
+    router: Annotated[RouterSpec, FieldEffect.RESTARTS_ROUTERS] = RouterSpec()
+    """The routers. A change restarts them one at a time, except of replicas."""
+    autotune: Annotated[AutotuneSpec, FieldEffect.LIVE] = AutotuneSpec()
+    """The search for better sliders; its findings go to the status, never to the spec."""
+
+
+class Metadata(ManifestModel):
+    """The object's name; what else Kubernetes keeps there is not ours."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=45)]
+    """Name of the cluster; short enough for the names of Services derived from it."""
+    namespace: Label = "default"
+    """Its namespace; `sluice up` has none."""
+    uid: str = ""
+    """Kubernetes' uid; `sluice up` makes one."""

@@ -1,0 +1,68 @@
+"""Renders the plan: the one message that the control plane hands to the data plane."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice.v1 import plan_pb2
+from sluice_operator.api.field_types import percent
+from sluice_operator.api.proto_enums import PROTO_EARLY_REJECTIONS, PROTO_ROLES, PROTO_STRATEGIES
+from sluice_operator.api.sliders import resolve_sliders
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from sluice_core.records import EngineId, Role
+    from sluice_operator.api.serving_cluster import ServingCluster
+
+
+def render_plan(
+    cluster: ServingCluster,
+    roles: Mapping[EngineId, Role],
+    *,
+    generation: int,
+    cluster_uid: str,
+    draining: Collection[EngineId] = frozenset(),
+) -> plan_pb2.Plan:
+    """Renders the plan: the only thing that the control plane hands to the data plane.
+
+    Args:
+        cluster: The manifest.
+        roles: Each engine's role (see ``assign_roles``); draining engines may be among them.
+        generation: Number of the plan, above that of every earlier one.
+        cluster_uid: Uid of the cluster.
+        draining: Engines that hand their work over.
+    """
+    spec = cluster.spec
+    sliders = resolve_sliders(spec)
+    parameters = spec.parameters
+    return plan_pb2.Plan(
+        cluster_uid=cluster_uid,
+        generation=generation,
+        strategy=PROTO_STRATEGIES[spec.strategy],
+        parameters=plan_pb2.Parameters(
+            watermark_percent=parameters.watermark_percent,
+            approaching_factor_percent=parameters.approaching_factor_percent,
+            early_rejection=PROTO_EARLY_REJECTIONS[parameters.early_rejection],
+            min_tokens_between_moves=parameters.min_tokens_between_moves,
+        ),
+        slo_classes=[
+            plan_pb2.SloClass(
+                ttft_milliseconds=spec.slo.ttft_milliseconds, tpot_milliseconds=spec.slo.tpot_milliseconds
+            ),
+            *(plan_pb2.SloClass(**slo_class.model_dump(by_alias=False)) for slo_class in spec.slo.classes),
+        ],
+        attainment_percent=percent(spec.slo.attainment),
+        engines=[
+            plan_pb2.EnginePlan(
+                engine_id=engine_id,
+                role=PROTO_ROLES[role],
+                chunk_size_tokens=sliders.chunk_size_tokens(role),
+                is_draining=engine_id in draining,
+            )
+            for engine_id, role in roles.items()
+        ],
+        unnamed_chunk_size_tokens=sliders.decode_heavy_tokens,
+        served_model_name=cluster.served_name,
+        num_routers=spec.router.replicas,
+    )

@@ -1,0 +1,268 @@
+"""The records of the router's mutable state: live requests, engines' streams, submissions, migrations.
+
+They refer to each other and change in place. ``state.OWNERS`` says which module may change which field.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from sluice.v1 import control_pb2, engine_pb2
+from sluice_router.observability.metrics import EngineTraffic
+
+if TYPE_CHECKING:
+    from sluice_core.records import EngineId, MoveCause, RequestId, Role, Slo
+    from sluice_core.scheduling.engine_table import EngineConfig
+    from sluice_router.observability.metrics import Histogram
+    from sluice_router.scheduling.requests import NewRequest, ResponseStream
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LiveRequest:
+    """A request from admission to its end; mutable, changed only by the functions of the data plane.
+
+    Exactly one of these holds: it is in ``RouterState.waiting``; ``submission`` is set (its owner is that engine); ``migration`` has
+    been handed off and waits for its submit, which never outlives the function that sees it.
+
+    Args:
+        request_id: The router's id.
+        new: What the edge handed over, with the seed filled in.
+        slo: Objectives, fixed at admission.
+        priority: Higher goes first.
+        response_stream: The client's answer.
+        itl_s: Where the gaps between its tokens are counted.
+        output_token_ids: Tokens delivered to the response stream so far.
+        fence: Fencing number of the last submit.
+        submission: Where it runs.
+        migration: The migration in progress.
+        pending_resume: What the engine may have of it whose stream it lost; None from its next owner on.
+        waiting_since_s: When it began to wait for an engine.
+        wait_reason: Why it waits.
+        first_token_s: When the first token came.
+        last_token_s: When the last one came.
+        lost_since_s: When its engine failed, until the next token comes.
+        predicted_ttft_s: The placement's estimate.
+        num_hand_offs: Moves that kept the KV.
+        num_recoveries: Times it was placed again after a failure.
+        num_deaths: Engines that failed while it ran there.
+        died_on: Their ids; avoided while there are others.
+        excluded: Engines that returned it; cleared once it is placed.
+        cached_tokens: Prompt tokens found in a prefix cache.
+        reset_at_tokens: Output length at the last move that reset Algorithm 1's length.
+        moved_at_tokens: Output length at the last move.
+    """
+
+    request_id: RequestId
+    new: NewRequest
+    slo: Slo
+    priority: int
+    response_stream: ResponseStream
+    itl_s: Histogram
+    output_token_ids: array[int] = field(default_factory=lambda: array("I"))
+    fence: int = 0
+    submission: Submission | None = None
+    migration: Migration | None = None
+    pending_resume: PendingResume | None = None
+    waiting_since_s: float = 0.0
+    wait_reason: str = ""
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    lost_since_s: float | None = None
+    predicted_ttft_s: float | None = None
+    num_hand_offs: int = 0
+    num_recoveries: int = 0
+    num_deaths: int = 0
+    died_on: set[EngineId] = field(default_factory=set)
+    excluded: frozenset[EngineId] = frozenset()
+    cached_tokens: int = 0
+    reset_at_tokens: int = 0
+    moved_at_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.new.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def next_token_due_s(self) -> float:
+        """When the next token is due by the TPOT objective, on the router's clock; 0 before the first token."""
+        if self.first_token_s is None:
+            return 0.0
+        return self.first_token_s + self.slo.tpot_s * len(self.output_token_ids)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Submission:
+    """A request's time on one engine, which is one slot of its stream.
+
+    Args:
+        engine: The engine.
+        slot: Index in the engine's stream table.
+        request: The request that the engine owns; None once it does not (aborted, handed off): its tokens are dropped.
+        request_id: The request's id, for as long as the slot is taken.
+        submit_number: Number of its submit on the stream.
+        has_token: A token came from this submission.
+        is_aborted: An abort was sent.
+        is_pinned: It was handed off; the engine keeps its KV until the slot is released.
+        not_before_s: Earliest time of the router's next own proposal to move it.
+    """
+
+    engine: ConnectedEngine
+    slot: int
+    request: LiveRequest | None
+    request_id: RequestId
+    submit_number: int
+    has_token: bool = False
+    is_aborted: bool = False
+    is_pinned: bool = False
+    not_before_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PendingResume:
+    """What an engine may still have of a request, because only the stream to it broke.
+
+    Args:
+        submission: The submission that the stream's end cut off.
+        reason: Why the stream was lost.
+        until_s: Until when the request waits for that engine alone; later any may take it, and this one while none has.
+    """
+
+    submission: Submission
+    reason: str
+    until_s: float
+
+
+class MigrationPhase(IntEnum):
+    """Steps of a move."""
+
+    GRANT_ASKED = 1
+    HANDING_OFF = 2
+    SUBMITTED = 3
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Migration:
+    """A move in progress (architecture.md 4.3).
+
+    Args:
+        request: What moves.
+        cause: Why.
+        source: The submission that ends; its slot is released when the target has the first token.
+        target: The engine asked for room; None once it is lost, so that the request will recover elsewhere.
+        grant_id: Id of the grant on the target's stream.
+        started_s: When the grant was asked for.
+        phase: Where it stands.
+        submitted_s: When the target was told to pull.
+    """
+
+    request: LiveRequest
+    cause: MoveCause
+    source: Submission
+    target: ConnectedEngine | None
+    grant_id: int
+    started_s: float
+    phase: MigrationPhase = MigrationPhase.GRANT_ASKED
+    submitted_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ConnectedEngine:
+    """One stream to one engine, from its hello to its loss. A reconnect makes a new one.
+
+    Args:
+        engine_id: Pod uid, or the launcher's name.
+        epoch: Different after every start of the engine.
+        address: host:port.
+        model: Model and revision, which a stream never changes.
+        fingerprint: Of its KV; KV moves between equal ones only.
+        spec: What it is.
+        max_model_len_tokens: Longest prompt + output.
+        last_heard_s: When the last message came.
+        progress_s: When it last made progress, or had nothing to do.
+        status: How the link stands.
+        role: Role in force; None before the first acknowledgement.
+        chunk_size_tokens: Chunk size in force.
+        acknowledged_generation: Plan generation in force.
+        is_draining: By the plan, or by its own report.
+        load: Last report.
+        num_iterations: Number of the last iteration.
+        slots: Stream table.
+        free_slots: Slots to hand out, least recently used first.
+        cooling_slots: Slots that became free since the last message was taken.
+        num_submits: Submits so far.
+        num_grants: Grant requests so far.
+        grants: Moves to this engine whose grant is asked for or not used yet, by grant id.
+        migrations_out: Moves in flight from here.
+        migrations_in: Moves in flight to here.
+        outgoing: Message under way.
+        last_fault: For people.
+    """
+
+    engine_id: EngineId
+    epoch: int
+    address: str
+    model: str
+    fingerprint: str
+    spec: EngineConfig
+    max_model_len_tokens: int
+    last_heard_s: float
+    progress_s: float
+    status: control_pb2.EngineState.ValueType = control_pb2.ENGINE_STATE_READY
+    role: Role | None = None
+    chunk_size_tokens: int = 0
+    acknowledged_generation: int = 0
+    is_draining: bool = False
+    load: engine_pb2.LoadReport = field(default_factory=engine_pb2.LoadReport)
+    num_iterations: int = 0
+    slots: list[Submission | None] = field(default_factory=list)
+    free_slots: deque[int] = field(default_factory=deque)
+    cooling_slots: list[int] = field(default_factory=list)
+    num_submits: int = 0
+    num_grants: int = 0
+    grants: dict[int, Migration] = field(default_factory=dict)
+    migrations_out: int = 0
+    migrations_in: int = 0
+    outgoing: engine_pb2.AttachRequest | None = None
+    last_fault: str = ""
+
+    @property
+    def is_lost(self) -> bool:
+        """The stream is over."""
+        return self.status == control_pb2.ENGINE_STATE_LOST
+
+    @property
+    def num_taken_slots(self) -> int:
+        """Slots taken."""
+        return len(self.slots) - len(self.free_slots) - len(self.cooling_slots)
+
+    def take_slot(self) -> int:
+        """Hands out a slot."""
+        if self.free_slots:
+            return self.free_slots.popleft()
+        self.slots.append(None)
+        return len(self.slots) - 1
+
+    def reuse_cooled_slots(self) -> None:
+        """Lets the slots that became free before the next message be handed out in it."""
+        self.free_slots.extend(self.cooling_slots)
+        self.cooling_slots.clear()
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineEndpoint:
+    """An address of the discovery, and what is known of the engine behind it.
+
+    Args:
+        engine: The stream, present or last.
+        last_fault: Why there is none.
+        traffic: What went over its streams.
+    """
+
+    engine: ConnectedEngine | None = None
+    last_fault: str = ""
+    traffic: EngineTraffic = field(default_factory=EngineTraffic)
