@@ -35,18 +35,21 @@ HEAD = """\
 
 `{group}/{version}`, kind `{kind}`, short for `kubectl`: `{short}`. {description}
 
-The same is told by `kubectl explain {short}.spec`. A manifest that works is
-[`examples/tiny-cpu.yaml`](../../examples/tiny-cpu.yaml); the [runbook](../guides/runbook.md) explains the conditions of the status.
+`kubectl explain {short}.spec` shows the same. [`examples/tiny-cpu.yaml`](../../examples/tiny-cpu.yaml) is a manifest that works.
+The [runbook](../guides/runbook.md) explains the conditions of the status.
 
-Required fields are marked by \\*. A change of a field is *live* (in force in about a second, no pod is replaced) or
-*restarts* pods one at a time, while streams go on. A rule that spans fields is listed below the table of the part that
-it belongs to, as it reads when it is broken.
+\\* marks a required field. A change of a field is *live* or *restarts* pods:
+
+- *live*: it is in force in about a second, and no pod is replaced.
+- *restarts*: pods are replaced one at a time, while streams go on.
+
+A rule that spans fields is listed below the table of its part, in the words of its refusal.
 
 ## Columns of `kubectl get`
 
 {columns}
 
-Those marked *wide* are shown by `kubectl get -o wide`. `kubectl scale` and autoscalers act on `{replicas}`.
+`kubectl get -o wide` shows those marked *wide*. `kubectl scale` and autoscalers act on `{replicas}`.
 """
 
 

@@ -49,7 +49,8 @@ def read_rows(text: str) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", without_code(page.read_text())):
+    text = without_code(page.read_text())
+    for target in (*re.findall(r"\]\(([^)]+)\)", text), *re.findall(r'src="([^"]+)"', text)):
         if "://" in target:
             continue  # nothing is asked of the network here
         path, _, anchor = target.partition("#")
