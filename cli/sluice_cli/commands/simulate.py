@@ -228,7 +228,9 @@ def parse_seeds(_context: click.Context, _parameter: click.Parameter, value: str
     default=None,
     help="Reuse KV of prompts that begin alike, by the trace's hash_ids; --no-...: the same requests without that.",
 )
-@click.option("--set", "changes", multiple=True, metavar="NAME=VALUE", help="A parameter; see docs/reference/simulator.md.")
+@click.option(
+    "--set", "changes", multiple=True, metavar="NAME=VALUE", help="A parameter; see docs/reference/simulator.md."
+)
 @click.option(
     "--jobs", default=os.cpu_count() or 1, type=click.IntRange(min=1), help="Processes.  [default: all cores]"
 )
