@@ -3,7 +3,8 @@
 # make test    runs every check that CI runs
 # make down    stops what `make up` or `make demo` left running
 # make lock    resolves the dependencies anew after an edit of pyproject.toml
-# make reference writes docs/crd.md after an edit of crds/
+# make reference writes docs/reference/crd.md and cli.md after an edit of crds/ or of commands
+# make docs    builds the docs site into build/docs; a dead link is an error
 # make format  formats the code
 # make e2e-k8s runs the tests on a real Kubernetes, which it builds and starts (Go, root; minutes the first time)
 # make kubernetes builds that Kubernetes, if it is not built yet (ten minutes)
@@ -36,9 +37,9 @@ SOURCES := $(shell find core protos router engine_image operator cli -path '*/sl
 # Bytecode is compiled at the installation: where PYTHONDONTWRITEBYTECODE is set, importing vLLM would cost 25 s each time.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
 
-.PHONY: help up demo test e2e-k8s kubernetes images-check down lock reference format bench bench-paper mutation clean dev install model
+.PHONY: help up demo test e2e-k8s kubernetes images-check down lock reference docs format bench bench-paper mutation clean dev install model
 help:
-	@sed -n 's/^# //p' Makefile | head -14
+	@sed -n 's/^# //p' Makefile | head -15
 
 up: install model
 	@exec $(BIN)/sluice up $(MANIFEST) $(ARGS)
@@ -102,6 +103,11 @@ lock: $(STAMPS)/dev
 
 reference: $(STAMPS)/dev
 	@$(BIN)/python crds/reference.py write
+	@$(BIN)/python docs/cli_reference.py write
+
+docs: $(STAMPS)/dev
+	@$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
 
 format: $(STAMPS)/dev
 	@$(BIN)/ruff check --fix .

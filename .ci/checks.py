@@ -45,10 +45,13 @@ COMPILED_TESTS = (
     "router/tests/test_failover.py",
 )
 IS_COMPILED = "import sys, sluice_core.scheduling.engine_table as core; sys.exit(not core.__file__.endswith('.so') and core.__file__)"
+SITE = ("python", "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html", "docs", "build/docs")
 # Name, folder, command.
 CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("locks belong to pyproject.toml", ".", ("python", "requirements/lock.py", "check")),
-    ("docs/crd.md is what the CRD says", ".", ("python", "crds/reference.py", "check")),
+    ("docs/reference/crd.md is what the CRD says", ".", ("python", "crds/reference.py", "check")),
+    ("docs/reference/cli.md is what the commands say", ".", ("python", "docs/cli_reference.py", "check")),
+    ("the docs site builds, with no dead link", ".", SITE),
     ("style", ".", ("ruff", "check", ".")),
     ("format", ".", ("ruff", "format", "--check", ".")),
     (
@@ -62,6 +65,8 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "e2e/kube/testbed",
             "requirements",
             "crds",
+            "docs/conf.py",
+            "docs/cli_reference.py",
             ".ci/checks.py",
         ),
     ),

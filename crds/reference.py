@@ -1,4 +1,4 @@
-"""Writes docs/crd.md, the reference of ServingClusters, from the CRD, and checks that it is up to date.
+"""Writes docs/reference/crd.md, the reference of ServingClusters, from the CRD, and checks that it is up to date.
 
     python crds/reference.py write
     python crds/reference.py check
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 CRD = ROOT / "crds" / "servingclusters.yaml"
-PAGE = ROOT / "docs" / "crd.md"
+PAGE = ROOT / "docs" / "reference" / "crd.md"
 Schema = dict[str, Any]
 
 HEAD = """\
@@ -35,18 +35,21 @@ HEAD = """\
 
 `{group}/{version}`, kind `{kind}`, short for `kubectl`: `{short}`. {description}
 
-The same is told by `kubectl explain {short}.spec`. A manifest that works is
-[`examples/tiny-cpu.yaml`](../examples/tiny-cpu.yaml); [runbook.md](runbook.md) explains the conditions of the status.
+`kubectl explain {short}.spec` shows the same. [`examples/tiny-cpu.yaml`](../../examples/tiny-cpu.yaml) is a manifest that works.
+The [runbook](../guides/runbook.md) explains the conditions of the status.
 
-Required fields are marked by \\*. A change of a field is *live* (in force in about a second, no pod is replaced) or
-*restarts* pods one at a time, while streams go on. A rule that spans fields is listed below the table of the part that
-it belongs to, as it reads when it is broken.
+\\* marks a required field. A change of a field is *live* or *restarts* pods:
+
+- *live*: it is in force in about a second, and no pod is replaced.
+- *restarts*: pods are replaced one at a time, while streams go on.
+
+A rule that spans fields is listed below the table of its part, in the words of its refusal.
 
 ## Columns of `kubectl get`
 
 {columns}
 
-Those marked *wide* are shown by `kubectl get -o wide`. `kubectl scale` and autoscalers act on `{replicas}`.
+`kubectl get -o wide` shows those marked *wide*. `kubectl scale` and autoscalers act on `{replicas}`.
 """
 
 
@@ -199,7 +202,7 @@ def _cell(text: str) -> str:
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(description="Writes or checks docs/crd.md.")
+    parser = argparse.ArgumentParser(description="Writes or checks docs/reference/crd.md.")
     parser.add_argument("what", choices=["check", "write"])
     what = parser.parse_args().what
     text = write_reference()

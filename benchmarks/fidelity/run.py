@@ -6,7 +6,7 @@
 The first runs ``sluice up`` with emulated engines (vLLM's own scheduler, our router, in real time) at shares of the
 goodput that the simulator finds on these arrivals, then simulates the arrivals that the router saw. Where nothing
 moves (Aggregated), each engine's load is replayed, and iterations are compared one by one. ``--batches`` does that
-with one engine alone. See docs/simulator.md, section Fidelity.
+with one engine alone. See docs/measurements/fidelity.md.
 """
 
 from __future__ import annotations

@@ -14,19 +14,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 INTRODUCTION = """
-# Results: papers reproduced in the simulator
-
-What papers state beside what the simulator gives, the ratio of the two, and the band in which an independent
-simulation of the same published data came out (where that says *about*: 5 to 10 % around it, 30 % in Figure 17; where
-it says *overloaded*: P90 TTFT grows by 1.3 or more with twice the run). Where no figure of a paper is given, the
-paper states none in its text. Nothing but kernel measurements is fitted ([latency.md](../latency.md)); semantics are
-the paper's ([simulator.md](../simulator.md), `no_grant=wait`, `ttft_end=decode_join`, `early_rejection=random`,
-`min_tokens_between_moves=0`).
+# Papers reproduced in the simulator
 
     make bench-paper
 
-makes this page and its plots anew from the traces in `benchmarks/traces`; `python -m benchmarks.papers.run taichi
---only NAME` shows one experiment. Every run is a function of its seed: figures repeat exactly.
+makes this page and its plots anew from the traces in `benchmarks/traces`. `python -m benchmarks.papers.run taichi --only NAME` shows
+one experiment. Every run is a function of its seed: figures repeat exactly.
+
+| column | meaning |
+| --- | --- |
+| paper | what the paper states in its text; empty: nothing |
+| ours | what the simulator gives: the mean over seeds ± their standard deviation |
+| ours / paper | the ratio of the two; ratios between systems are paired by seed |
+| band | where an independent simulation of the same published data came out |
+
+Bands that say *about* are 5 to 10 % around that, and 30 % in Figure 17. *Overloaded* means that P90 TTFT grows by 1.3 or more with
+twice the run.
+
+Nothing but kernel measurements is fitted ([latency profiles](latency-profiles.md)). Semantics are the paper's: `no_grant=wait`,
+`ttft_end=decode_join`, `early_rejection=random`, `min_tokens_between_moves=0` ([simulator](../reference/simulator.md#parameters)).
 """
 _COLUMNS = ("setting", "quantity", "unit", "paper", "ours", "ours / paper", "band", "in band")
 

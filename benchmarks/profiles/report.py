@@ -1,4 +1,4 @@
-"""States how well the latency profiles fit their measurements, as the tables of docs/latency.md.
+"""States how well the latency profiles fit their measurements, as the tables of docs/measurements/latency-profiles.md.
 
 .venv/bin/python -m benchmarks.profiles.report
 """

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/simulator/run.py [--json OUT] [--repeats N] [--quick]
 
-Cells are those of docs/simulator.md at about nine tenths of their goodput: four engines of a 14B model on A100s,
+Cells are those of docs/measurements/simulator.md at about nine tenths of their goodput: four engines of a 14B model on A100s,
 prompts as long as papers (``arxiv``, 600 s) and as chats (``chat``, 300 s), under each strategy; and clusters of 64
 and 1024 engines on the chat lengths, which show that the cost per request does not grow with the engines, but for
 what looks at all of them. Lengths are those of traces (``benchmarks/traces``).
@@ -35,7 +35,7 @@ from sluice_core.sim.traces import TraceRow, parse_trace
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import get_strategy
 
-TARGETS_RPS = {"arxiv": 12_000, "chat": 30_000}  # docs/simulator.md, per core, four engines
+TARGETS_RPS = {"arxiv": 12_000, "chat": 30_000}  # docs/measurements/simulator.md, per core, four engines
 TRACES_FOLDER = Path(__file__).parents[1] / "traces"
 TRACES = {"arxiv": "arxiv_16k_recon.csv.gz", "chat": "sharegpt_dist.csv.gz"}
 SLOS = {"arxiv": Slo(ttft_s=4.0, tpot_s=0.07), "chat": Slo(ttft_s=3.0, tpot_s=0.11)}

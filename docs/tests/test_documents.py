@@ -25,10 +25,10 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     "README.md",
-    "docs/api.md",
-    "docs/security.md",
-    "docs/simulator.md",
-    "docs/planning.md",
+    "docs/reference/api.md",
+    "docs/guides/security.md",
+    "docs/guides/simulate.md",
+    "docs/guides/planning.md",
     "CONTRIBUTING.md",
 )
 URL = "http://127.0.0.1:8000"

@@ -14,8 +14,8 @@ from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.engine_deployment import render_engines
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+RUNBOOK = (ROOT / "docs" / "guides" / "runbook.md").read_text()
 ALERTS = yaml.safe_load((ROOT / "helm" / "sluice" / "files" / "alerts.yaml").read_text())
 
 
@@ -47,9 +47,10 @@ def read_rows(text: str) -> dict[str, tuple[str, ...]]:
     return {name.strip("`"): tuple(rest) for name, *rest in rows}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", without_code(page.read_text())):
+    text = without_code(page.read_text())
+    for target in (*re.findall(r"\]\(([^)]+)\)", text), *re.findall(r'src="([^"]+)"', text)):
         if "://" in target:
             continue  # nothing is asked of the network here
         path, _, anchor = target.partition("#")
@@ -73,7 +74,7 @@ def test_the_runbook_explains_every_alert_and_no_other() -> None:
     assert set(sections) == alerts
     assert all(text.strip() for text in sections.values())
     # What the rules' links lead to.
-    assert {alert.lower() for alert in alerts} <= list_anchors(ROOT / "docs" / "runbook.md")
+    assert {alert.lower() for alert in alerts} <= list_anchors(ROOT / "docs" / "guides" / "runbook.md")
 
 
 MANIFESTS = [
@@ -94,3 +95,73 @@ def test_manifests_that_are_shown_are_accepted_and_rendered(manifest: dict[str, 
 
 def test_manifests_are_shown() -> None:
     assert len(MANIFESTS) >= 3
+
+
+CHANGES = re.findall(
+    r"^\| (.+?) \| `([^`]+)` \| (.+) \|$",
+    (ROOT / "CONTRIBUTING.md").read_text().partition("## To change X, open Y")[2].partition("\n## ")[0],
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("change", "opened", "other"), CHANGES, ids=[change for change, *_ in CHANGES])
+def test_what_contributing_says_to_open_exists(change: str, opened: str, other: str) -> None:
+    paths = [opened, *(name for name in re.findall(r"`([^`]+)`", other) if "/" in name or name.endswith(".toml"))]
+    assert [path for path in paths if not (ROOT / path).exists()] == [], change
+
+
+def test_contributing_names_25_changes() -> None:
+    assert len(CHANGES) >= 25
+
+
+def read_sentences(text: str) -> list[str]:
+    """Sentences of prose, list items and cells of tables; code counts as one word."""
+    text = re.sub(r"<!--.*?-->|^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(?m)^(?:    .*|#.*|[|: -]+)$", "", text)
+    text = re.sub(r"(?m)^(?: *(?:[-*>]|\d+\.) |\|)|(?<!\\)\||^$", "\n\n", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", text))
+    return [
+        sentence
+        for paragraph in re.split(r"\n\s*\n", text)
+        for sentence in re.split(r"(?<=[.!?])[*_)\"]*\s+", " ".join(paragraph.split()))
+    ]
+
+
+# The notes of papers.md lie beside the experiments in benchmarks/papers.
+WRITTEN = [page for page in PAGES if page.name != "papers.md"]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_have_30_words_at_most(page: Path) -> None:
+    long = [sentence for sentence in read_sentences(page.read_text()) if len(re.findall(r"[\w'%-]+", sentence)) > 30]
+    assert long == []
+
+
+def test_pages_name_nothing_outside_the_repository() -> None:
+    assert [page.name for page in PAGES if "../shared" in page.read_text()] == []
+
+
+PARTS = (
+    "benchmarks",
+    "cli",
+    "core",
+    "crds",
+    "docs",
+    "e2e",
+    "engine_image",
+    "examples",
+    "helm",
+    "operator",
+    "protos",
+    "router",
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_modules_that_are_named_exist(page: Path) -> None:
+    names = re.findall(r"`([\w./-]+)`", page.read_text())
+    paths = [ROOT / name for name in names if name.partition("/")[0] in PARTS and "/" in name]
+    modules = [name for name in names if re.fullmatch(r"sluice_\w+(\.\w+)+", name)]
+    files = [next(ROOT.glob(f"*/{name.replace('.', '/')}*"), None) for name in modules]
+    assert [path for path in paths if not path.exists()] == []
+    assert [name for name, file in zip(modules, files, strict=True) if file is None] == []

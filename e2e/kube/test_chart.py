@@ -258,7 +258,7 @@ def test_alerts_name_the_release(helm: Helm) -> None:
     assert "(sluice_attainment_ratio) * 100 < 95" in text
     assert "OPERATOR_" not in text
     assert "ATTAINMENT_" not in text
-    assert "docs/runbook.md#sluiceattainmentlow" in text
+    assert "docs/guides/runbook.md#sluiceattainmentlow" in text
     assert "RUNBOOK" not in text
     assert "{{ $labels.slo_class }}" in text
 

@@ -55,7 +55,7 @@ OF_THE_NODE = ("libcuda.so", "libnvidia-ml.so")
 UNUSED = re.compile(
     r"""
     /lib(omptarget|archer)[.\w]*\.so                   # Intel's OpenMP: offloading to GPUs, looking for races
-    | /libplugin_(GPUNETIO|INFINIA|LIBFABRIC|OBJ)\.so  # NIXL's other backends; docs/rdma.md says what EFA takes
+    | /libplugin_(GPUNETIO|INFINIA|LIBFABRIC|OBJ)\.so  # NIXL's other backends; docs/guides/rdma.md says what EFA takes
     | /libtelemetry_exporter_doca\.so                  # NIXL's
     | /libuct_ib_(efa|mlx5_gdp)\.so                    # UCX's, for NICs of AWS, and for those that the GPU drives
     | /libucx_perftest_\w+\.so                         # UCX's

@@ -23,7 +23,7 @@ FENCE = re.compile(r"^( *)```sh ci-kube\n(.*?)^\1```$", re.MULTILINE | re.DOTALL
 README = "".join(block for _, block in FENCE.findall((ROOT / "README.md").read_text()))
 BLOCKS = [
     pytest.param(block, id=f"{page.stem} {number}")
-    for page in sorted((ROOT / "docs").glob("*.md"))
+    for page in sorted((ROOT / "docs").rglob("*.md"))
     for number, (_, block) in enumerate(FENCE.findall(page.read_text()))
 ]
 

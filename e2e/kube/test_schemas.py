@@ -88,7 +88,7 @@ MANIFESTS: dict[str, Object] = {
     },
 }
 
-# What the oldest version does not know yet, as docs/kubernetes.md says.
+# What the oldest version does not know yet, as docs/guides/install.md says.
 TOO_NEW = {("1.30", "an image as the model"): "'image'", ("1.30", "RDMA by a claim"): "'resourceClaimTemplateName'"}
 
 minors = pytest.mark.parametrize("minor", KUBERNETES)

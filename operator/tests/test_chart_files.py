@@ -349,5 +349,5 @@ def test_alerts_say_how_bad_it_is_and_what_it_means() -> None:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"].endswith(".")
         assert rule["annotations"]["description"].endswith(".")
-        # Headings of docs/runbook.md, which docs/tests holds to the alerts.
+        # Headings of docs/guides/runbook.md, which docs/tests holds to the alerts.
         assert rule["annotations"]["runbook_url"] == f"RUNBOOK#{rule['alert'].lower()}"

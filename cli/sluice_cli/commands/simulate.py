@@ -52,7 +52,9 @@ from sluice_operator.api.manifest import parse_manifest
     default=None,
     help="Reuse KV of prompts that begin alike, by the trace's hash_ids; --no-...: the same requests without that.",
 )
-@click.option("--set", "changes", multiple=True, metavar="NAME=VALUE", help="A parameter; see docs/simulator.md.")
+@click.option(
+    "--set", "changes", multiple=True, metavar="NAME=VALUE", help="A parameter; see docs/reference/simulator.md."
+)
 @jobs_option
 @click.option("--timeline", type=click.Path(dir_okay=False, path_type=Path), help="Write a trace for ui.perfetto.dev.")
 @json_option
