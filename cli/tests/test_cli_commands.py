@@ -21,7 +21,8 @@ from certificate_files import make_files, mount_secret
 from click.testing import CliRunner
 from rich.console import Console
 
-from sluice.certificates import CertificateFolder, make_server_context
+from sluice.certificate_rotation import CertificateFolder
+from sluice.certificates import make_server_context
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_cli.demo.openai_client import CompletionStream
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord, read_start_time
@@ -29,11 +30,11 @@ from sluice_cli.local_cluster.cluster_status import (
     RouterStatusRow,
     make_cluster_status,
 )
-from sluice_cli.local_cluster.decision_log import UnknownRequestError, fetch_decision_log
+from sluice_cli.local_cluster.decision_log_client import UnknownRequestError, fetch_decision_log
 from sluice_cli.local_cluster.manifest_watch import follow_manifest
 from sluice_cli.main import COMMANDS, cli
 from sluice_cli.output.cluster_table import make_cluster_table, make_curl_line
-from sluice_cli.output.decision_log_view import render_decision_log
+from sluice_cli.output.explain_view import render_decision_log
 from sluice_operator.api.manifest import parse_manifest
 
 if TYPE_CHECKING:

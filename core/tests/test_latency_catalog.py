@@ -7,8 +7,8 @@ import pytest
 
 from sluice_core.latency.architecture import MODELS, read_architecture
 from sluice_core.latency.catalog import GPUS, Assumptions, ProfileKind, load_model_on_gpu
-from sluice_core.latency.model import UnknownModelError
-from sluice_core.latency.profile import TABLE_STEP_TOKENS
+from sluice_core.latency.interface import UnknownModelError
+from sluice_core.latency.iteration_profile import TABLE_STEP_TOKENS
 
 TOKENS = (8, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 KERNELS, VIDUR, DISTSERVE = ProfileKind.KERNELS, ProfileKind.VIDUR, ProfileKind.DISTSERVE

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_simulation import SLO, make_arrivals, make_engines, run
 
-from sluice_core.latency.profile import IterationProfile
+from sluice_core.latency.iteration_profile import IterationProfile
 from sluice_core.records import FlowParameters, Slo, SloClass
 from sluice_core.sim.cell import Arrival, Cell, SimOptions
 from sluice_core.sim.gap_histogram import GapHistogram

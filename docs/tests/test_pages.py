@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sluice_operator.api.conditions import REASONS
+from sluice_operator.api.condition_types import REASONS
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.engine_deployment import render_engines
 

@@ -12,7 +12,7 @@ from testbed.errors import TestbedError
 from testbed.settings import ROOT
 from verdicts import make_manifest
 
-from sluice_operator.api.conditions import REASONS, ConditionType
+from sluice_operator.api.condition_types import REASONS, ConditionType
 
 if TYPE_CHECKING:
     from testbed.client import Client

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from sluice.certificates import keep_fresh
+from sluice.certificate_rotation import keep_fresh
 from sluice_engine import vllm_check
 from sluice_engine.kv_transfer import ucx_transport
 from sluice_engine.server import metrics
@@ -25,7 +25,7 @@ from sluice_engine.startup import identity, launch
 from sluice_engine.startup.warm_up import WarmUp
 
 if TYPE_CHECKING:
-    from sluice.certificates import CertificateFolder
+    from sluice.certificate_rotation import CertificateFolder
     from sluice_engine.kv_transfer.ucx_transport import TransportLog
     from sluice_engine.processes import StopSignal
     from sluice_engine.settings import EngineSettings

@@ -13,8 +13,8 @@ from certificate_files import make_files, mount_secret
 from fake_core import FINGERPRINT, Builder, Clock, Core
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sluice.certificates import CertificateFolder
-from sluice.credentials import make_channel
+from sluice.certificate_rotation import CertificateFolder
+from sluice.grpc_credentials import make_channel
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import engine_pb2_grpc
 from sluice_engine.errors import SettingsError, StartError

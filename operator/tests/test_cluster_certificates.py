@@ -8,7 +8,7 @@ import pytest
 from cluster_harness import World
 from test_desired import SETTINGS, check, engine_template, render, router_template
 
-from sluice_operator.api.conditions import Reason
+from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.names import COMPONENT_LABEL, ROUTER
 from sluice_operator.controller.preconditions import check_cluster
 from sluice_operator.kubernetes.interface import CERTIFICATES, CLUSTERS, DEPLOYMENTS, PODS, kind_of

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from verdicts import Case, make_manifest, merge, read_table, validate
 
 from sluice_operator.api import names, validation
-from sluice_operator.api.conditions import REASONS, ConditionType
+from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.api.manifest import ManifestError, check_manifest
 from sluice_operator.api.serving_cluster import ServingCluster
 

@@ -20,8 +20,8 @@ import pytest
 from fake_kubernetes import make_cluster
 
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.containers import CONTAINER_SECURITY, POD_SECURITY, TMP_MOUNT
 from sluice_operator.resources.engine_deployment import render_engines
+from sluice_operator.resources.pods.containers import CONTAINER_SECURITY, POD_SECURITY, TMP_MOUNT
 from sluice_operator.resources.router_deployment import render_routers
 from sluice_operator.settings import OperatorSettings
 

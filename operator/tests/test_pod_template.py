@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sluice_operator.resources.pod_template import find_refused_affinity_terms, find_refused_fields, strategic_merge
+from sluice_operator.resources.pods.pod_template import (
+    find_refused_affinity_terms,
+    find_refused_fields,
+    strategic_merge,
+)
 
 RENDERED = {
     "metadata": {"labels": {"a": "b"}},

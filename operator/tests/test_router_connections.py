@@ -11,8 +11,8 @@ import pytest
 import trustme
 from certificate_files import make_files, mount_secret
 
-from sluice.certificates import CertificateFolder
-from sluice.credentials import PeerCheck, make_server_credentials
+from sluice.certificate_rotation import CertificateFolder
+from sluice.grpc_credentials import PeerCheck, make_server_credentials
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.routers.connections import RouterConnections

@@ -13,7 +13,7 @@ from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.planning.plan import StoredPlan, make_plan
 from sluice_operator.planning.scale_down import decide_scale
-from sluice_operator.resources.pod_status import Pod
+from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.routers.engine_reports import EngineReport
 
 

@@ -1,4 +1,4 @@
-"""TLS certificates of a program: read from a folder, tested, and read again when the folder changes.
+"""TLS certificates of a program: read from a folder, tested, and put into contexts of ``ssl``.
 
 A folder is a mounted Secret of type ``kubernetes.io/tls``: ``tls.crt`` (the certificate and its chain), ``tls.key``,
 and, for mutual TLS, ``ca.crt`` (one certificate authority or several, so that a new one is trusted before the old one
@@ -7,25 +7,15 @@ goes).
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import ssl
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-logger = logging.getLogger(__name__)
+from typing import Any
 
 CHAIN, KEY, AUTHORITIES = "tls.crt", "tls.key", "ca.crt"
 # The kubelet writes a new version of a Secret beside the old one, and then points this link at it.
 VERSION_LINK = "..data"
-# Seconds between two checks of a folder; the kubelet itself updates once a minute.
-REFRESH_S = 1.0
 
 
 class CertificateError(ValueError):
@@ -103,69 +93,6 @@ def stamp_folder(folder: Path) -> tuple[object, ...]:
     except OSError:
         return (str(version),)
     return (str(version), *((name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in entries))
-
-
-class CertificateFolder:
-    """The newest usable certificates of a folder.
-
-    Certificates that fail the test are not used: a program does not start with them, and one that runs keeps what it
-    has. Connections keep the certificate that they began with; new ones get the newest.
-
-    Args:
-        folder: The folder.
-        is_mutual: Mutual TLS.
-
-    Attributes:
-        current: The certificates in force.
-
-    Raises:
-        CertificateError: The folder has no usable certificates.
-    """
-
-    def __init__(self, folder: Path, *, is_mutual: bool) -> None:
-        self.folder = folder
-        self._is_mutual = is_mutual
-        self._fault = ""
-        self._stamp = stamp_folder(folder)
-        self.current = read_certificates(folder, is_mutual=is_mutual)
-
-    def refresh(self) -> bool:
-        """Reads the folder again if it has changed, or was not usable the last time.
-
-        Returns:
-            True when other certificates are in force now.
-        """
-        stamp = stamp_folder(self.folder)
-        if stamp == self._stamp and not self._fault:
-            return False
-        try:
-            newest = read_certificates(self.folder, is_mutual=self._is_mutual)
-        except CertificateError as error:
-            # A writer may be half-way, a clock may be behind: the next call tries again. Each fault is logged once.
-            if str(error) != self._fault:
-                logger.warning("the certificate in force stays: %s", error)
-            self._fault = str(error)
-            return False
-        self._stamp, self._fault = stamp, ""
-        if newest == self.current:
-            return False
-        self.current = newest
-        until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(newest.expires_unix_s))
-        logger.info("%s: new certificate for %s until %s", self.folder, ", ".join(newest.names) or "no name", until)
-        return True
-
-
-async def keep_fresh(refreshes: Sequence[Callable[[], object]], interval_s: float = REFRESH_S) -> None:
-    """Calls functions like ``CertificateFolder.refresh`` for ever.
-
-    Args:
-        refreshes: The functions; each reads a few files.
-        interval_s: Pause between two calls, in seconds.
-    """
-    while True:
-        await asyncio.sleep(interval_s)
-        for refresh in refreshes:
-            refresh()
 
 
 def load_chain(context: ssl.SSLContext, certificates: Certificates) -> None:

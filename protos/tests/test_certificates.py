@@ -13,16 +13,15 @@ import trustme
 from certificate_files import make_files, mount_secret
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from sluice.certificate_rotation import CertificateFolder, keep_fresh
 from sluice.certificates import (
     CertificateError,
-    CertificateFolder,
-    keep_fresh,
     load_chain,
     make_client_context,
     make_server_context,
     read_certificates,
 )
-from sluice.credentials import PeerCheck, make_channel, make_server_credentials
+from sluice.grpc_credentials import PeerCheck, make_channel, make_server_credentials
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,7 @@ from fake_engine import FakeCore, FakeEngine, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server_harness import PD, get, make_settings, running, until_ready, write_engine_addresses
 
-from sluice.certificates import CertificateFolder
+from sluice.certificate_rotation import CertificateFolder
 from sluice.v1 import router_pb2, router_pb2_grpc
 from sluice_router.api.http_api import HttpApi
 from sluice_router.api.http_settings import HttpSettings

@@ -18,8 +18,8 @@ from fake_engine import FakeCore, FakeEngine, serving
 from pydantic import ValidationError
 from server_harness import PD, get, make_settings, running, until_ready, write_engine_addresses
 
-from sluice.certificates import CertificateFolder
-from sluice.credentials import PeerCheck, make_channel, make_server_credentials
+from sluice.certificate_rotation import CertificateFolder
+from sluice.grpc_credentials import PeerCheck, make_channel, make_server_credentials
 from sluice.v1 import control_pb2, control_pb2_grpc
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import click
 
 from sluice_cli.commands.cluster_options import cluster_option, json_option
 from sluice_cli.local_cluster.cluster_directory import choose_cluster
-from sluice_cli.local_cluster.decision_log import fetch_decision_log
+from sluice_cli.local_cluster.decision_log_client import fetch_decision_log
 from sluice_cli.local_cluster.status_reader import read_cluster_status
 from sluice_cli.output.console import make_console
-from sluice_cli.output.decision_log_view import render_decision_log
+from sluice_cli.output.explain_view import render_decision_log
 
 
 @click.command()

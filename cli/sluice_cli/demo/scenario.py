@@ -14,7 +14,7 @@ from rich.text import Text
 from sluice_cli.demo.measurements import DemoTotals, make_placement_table, make_summary_table
 from sluice_cli.demo.openai_client import CompletionStream, stream_completion
 from sluice_cli.errors import CommandError
-from sluice_cli.local_cluster.decision_log import fetch_decision_log
+from sluice_cli.local_cluster.decision_log_client import fetch_decision_log
 from sluice_cli.local_cluster.status_reader import read_cluster_status
 
 if TYPE_CHECKING:

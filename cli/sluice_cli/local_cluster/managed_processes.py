@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.certificates import CertificateFolder, keep_fresh
+from sluice.certificate_rotation import CertificateFolder, keep_fresh
 from sluice.v1 import control_pb2
 from sluice_cli.local_cluster.cluster_directory import ProcessRecord, read_start_time
 from sluice_cli.local_cluster.cluster_status import pick_engine_status

@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.certificates import CertificateError, CertificateFolder
+from sluice.certificate_rotation import CertificateFolder
+from sluice.certificates import CertificateError
 from sluice_cli.local_cluster.cluster_status import AutotuneStatus, ClusterStatus, make_cluster_status
 from sluice_operator.routers.connection import ControlTls, fetch_status
 

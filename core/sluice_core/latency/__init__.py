@@ -4,9 +4,9 @@
 holds one as a table, and ``catalog`` builds it from measured kernels for a model on a GPU. ``transfer`` knows links.
 """
 
-from sluice_core.latency.model import LatencyModel, PrefillCoefficients, compute_attention_work
+from sluice_core.latency.interface import LatencyModel, PrefillCoefficients, compute_attention_work
+from sluice_core.latency.iteration_profile import IterationProfile, ModelOnGpu
 from sluice_core.latency.online import LinearCoefficients, OnlineLatencyModel
-from sluice_core.latency.profile import IterationProfile, ModelOnGpu
 from sluice_core.latency.transfer import (
     DEFAULT_TRANSFER_BYTES_PER_S,
     LINKS,

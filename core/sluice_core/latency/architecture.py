@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sluice_core.latency.model import UnknownModelError
+from sluice_core.latency.interface import UnknownModelError
 
 BYTES_PER_VALUE = 2  # bfloat16 and float16: what the kernels were measured with
 DTYPES = ("bfloat16", "float16")

@@ -23,14 +23,14 @@ from sluice_core.latency.architecture import (
     read_architecture,
 )
 from sluice_core.latency.fitting import fit_times
-from sluice_core.latency.kernels import NS, Kernels, interpolate, load_data, load_kernels
-from sluice_core.latency.model import UnknownModelError
-from sluice_core.latency.profile import (
+from sluice_core.latency.interface import UnknownModelError
+from sluice_core.latency.iteration_profile import (
     TABLE_STEP_TOKENS,
     DecodeCoefficients,
     IterationProfile,
     ModelOnGpu,
 )
+from sluice_core.latency.kernels import NS, Kernels, interpolate, load_data, load_kernels
 
 GPUS = ("a100-80g", "h100-80g", "h200-141g", "l40s-48g")
 TABLE_TOKENS = 16_384

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from sluice_core.latency.model import UnknownModelError
+from sluice_core.latency.interface import UnknownModelError
 
 TRANSFER_LATENCY_S: Final = 0.002  # per transfer, whatever its size
 DEFAULT_TRANSFER_BYTES_PER_S: Final = 10e9  # until an engine has measured a pull: a 100 Gb/s link, less overhead

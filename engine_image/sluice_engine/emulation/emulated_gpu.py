@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sluice_core.latency import IterationProfile
 from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
-from sluice_core.latency.model import UnknownModelError
+from sluice_core.latency.interface import UnknownModelError
 from sluice_engine.errors import SettingsError
 from sluice_engine.settings import EmulationSettings
 

@@ -11,8 +11,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from sluice.certificates import CertificateError, CertificateFolder
-from sluice.credentials import PeerCheck, make_server_credentials
+from sluice.certificate_rotation import CertificateFolder
+from sluice.certificates import CertificateError
+from sluice.grpc_credentials import PeerCheck, make_server_credentials
 from sluice.v1 import engine_pb2, engine_pb2_grpc
 from sluice_engine.errors import StartError
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sluice_core.slo import SloCounts
-from sluice_operator.api.conditions import Reason
+from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import Sliders
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.conditions import Reason
+from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.decision import AutotuneStatus, StoredSliders, TunerObservation, TunerState

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sluice_operator.controller.plan_step import PlanOutcome
     from sluice_operator.kubernetes.interface import Kubernetes, Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
-    from sluice_operator.resources.pod_status import Failure
+    from sluice_operator.resources.pods.pod_status import Failure
     from sluice_operator.settings import OperatorSettings
 
 

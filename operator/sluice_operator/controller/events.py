@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api.names import MANAGER
-from sluice_operator.controller.status import is_warning
+from sluice_operator.controller.conditions import is_warning
 
 if TYPE_CHECKING:
     from sluice_operator.kubernetes.interface import Object

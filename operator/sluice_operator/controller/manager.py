@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kubernetes.aio.client.api_client import ApiClient
 
-from sluice.certificates import CertificateFolder, keep_fresh
+from sluice.certificate_rotation import CertificateFolder, keep_fresh
 from sluice_operator.controller.event_filter import EventFilter
 from sluice_operator.controller.informer import Informer
 from sluice_operator.controller.leader_election import LeaderElector

@@ -27,7 +27,7 @@ from sluice_operator.kubernetes.interface import (
     uid_of,
 )
 from sluice_operator.resources.desired import get_controller, key_of
-from sluice_operator.resources.pod_status import read_pod
+from sluice_operator.resources.pods.pod_status import read_pod
 from sluice_operator.routers.engine_reports import merge_reports
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sluice_operator.api.names import ClusterKey
     from sluice_operator.kubernetes.interface import Kind, Kubernetes, Object
     from sluice_operator.resources.desired import ChildKey
-    from sluice_operator.resources.pod_status import Pod
+    from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.connections import Routers
     from sluice_operator.routers.engine_reports import EngineReport
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.kubernetes.interface import Kubernetes
     from sluice_operator.kubernetes.own_writes import OwnWrites
-    from sluice_operator.resources.pod_status import Failure
+    from sluice_operator.resources.pods.pod_status import Failure
 
 # An engine ends its own drain by its timeout; the routers' reports of that may be late.
 DRAIN_MARGIN_S = 5.0

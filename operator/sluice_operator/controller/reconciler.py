@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.api.conditions import Reason
+from sluice_operator.api.condition_types import Reason
 from sluice_operator.autotune.search_process import SearchRunner
 from sluice_operator.autotune.tuner import Tuner
 from sluice_operator.controller.apply_step import apply_children
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.controller.plan_step import PlanOutcome
     from sluice_operator.kubernetes.interface import Kubernetes, Object
-    from sluice_operator.resources.pod_status import Failure
+    from sluice_operator.resources.pods.pod_status import Failure
     from sluice_operator.routers.connections import Routers
     from sluice_operator.settings import OperatorSettings
 

@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Any
 from sluice_core.records import Role
 from sluice_core.slo import SloCounts
 from sluice_operator.api import names
-from sluice_operator.api.conditions import ConditionType, Reason
+from sluice_operator.api.condition_types import ConditionType, Reason
 from sluice_operator.api.proto_enums import STRATEGY_NAMES
-from sluice_operator.controller.condition_rules import MAX_MESSAGE_CHARACTERS, Condition, decide_conditions
+from sluice_operator.controller.conditions import (
+    MAX_MESSAGE_CHARACTERS,
+    MEASURED_CONDITION,
+    Condition,
+    decide_conditions,
+    render_condition,
+)
 from sluice_operator.routers.attainment import format_share
 
 if TYPE_CHECKING:
@@ -18,29 +24,6 @@ if TYPE_CHECKING:
 
 # Changes of these alone are measurements, written every 15 s at most.
 MEASURED_FIELD = "attainment"
-MEASURED_CONDITION = ConditionType.SLO_MET
-
-
-# Reasons that are no news when a cluster is new, and no warning.
-NORMAL_REASONS = frozenset(
-    {
-        Reason.AS_EXPECTED,
-        Reason.VALID,
-        Reason.OFF,
-        Reason.TUNED,
-        Reason.ON_TRIAL,
-        Reason.RECOMMENDED,
-        Reason.COOLING_DOWN,
-        Reason.MEASURING,
-        Reason.SEARCHING,
-        Reason.NO_SAMPLE,
-        Reason.NO_LATENCY_MODEL,
-        Reason.NO_REPORT,
-        Reason.STARTING,
-        Reason.NONE_READY,
-        Reason.SETTLED,
-    }
-)
 
 
 def render_status(inputs: StatusInputs, now_text: str) -> Object:
@@ -53,7 +36,7 @@ def render_status(inputs: StatusInputs, now_text: str) -> Object:
     old = inputs.body.get("status") or {}
     name = inputs.body["metadata"]["name"]
     generation = inputs.body["metadata"].get("generation", 0)
-    conditions = [_write(item, old, generation, now_text) for item in decide_conditions(inputs)]
+    conditions = [render_condition(item, old, generation, now_text) for item in decide_conditions(inputs)]
     status: Object = {
         "observedGeneration": generation,
         "conditions": conditions,
@@ -83,7 +66,7 @@ def render_forbidden_status(body: Object, message: str, now_text: str) -> Object
         type=ConditionType.DEGRADED, is_true=True, reason=Reason.FORBIDDEN, message=message[:MAX_MESSAGE_CHARACTERS]
     )
     others = [item for item in old.get("conditions", []) if item["type"] != ConditionType.DEGRADED]
-    written = _write(condition, old, body["metadata"].get("generation", 0), now_text)
+    written = render_condition(condition, old, body["metadata"].get("generation", 0), now_text)
     return {**old, "conditions": [*others, written]}
 
 
@@ -105,37 +88,6 @@ def make_patch(old: Any, new: Object) -> Object:
         elif old.get(name) != value:
             patch[name] = value
     return patch
-
-
-def list_transitions(old: Object, new: Object) -> list[Object]:
-    """Lists conditions that changed in status or reason, without measurements and without normal initial reasons."""
-    before = {item["type"]: (item["status"], item["reason"]) for item in old.get("conditions", [])}
-    return [
-        item
-        for item in new["conditions"]
-        if item["type"] != MEASURED_CONDITION
-        and before.get(item["type"]) != (item["status"], item["reason"])
-        and (item["type"] in before or item["reason"] not in NORMAL_REASONS)
-    ]
-
-
-def is_warning(condition: Object) -> bool:
-    """Whether a condition says that something is wrong."""
-    bad = "True" if condition["type"] == ConditionType.DEGRADED else "False"
-    return bool(condition["status"] == bad) and condition["reason"] not in NORMAL_REASONS
-
-
-def _write(condition: Condition, old: Object, generation: int, now_text: str) -> Object:
-    before = next((item for item in old.get("conditions", []) if item["type"] == condition.type), None)
-    is_same = before is not None and before["status"] == condition.status
-    return {
-        "type": str(condition.type),
-        "status": condition.status,
-        "observedGeneration": generation,
-        "lastTransitionTime": before["lastTransitionTime"] if before and is_same else now_text,
-        "reason": str(condition.reason),
-        "message": condition.message[:MAX_MESSAGE_CHARACTERS],
-    }
 
 
 def _render_effective(inputs: StatusInputs, old: Object) -> Object:

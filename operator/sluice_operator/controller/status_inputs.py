@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sluice_operator.api.conditions import Reason
+from sluice_operator.api.condition_types import Reason
 from sluice_operator.planning.scale_down import ScaleDecision
-from sluice_operator.resources.pod_status import Failure
+from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sluice_operator.autotune.decision import AutotuneStatus
     from sluice_operator.autotune.search_messages import SearchResult
     from sluice_operator.kubernetes.interface import Object
-    from sluice_operator.resources.pod_status import Pod
+    from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.engine_reports import EngineReport
 
 ROLLOUT_FAILURES = frozenset(

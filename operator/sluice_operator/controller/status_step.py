@@ -5,14 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from sluice_operator.controller.conditions import list_transitions
 from sluice_operator.controller.events import render_event
-from sluice_operator.controller.status import (
-    list_transitions,
-    make_patch,
-    render_forbidden_status,
-    render_status,
-    strip_measurements,
-)
+from sluice_operator.controller.status import make_patch, render_forbidden_status, render_status, strip_measurements
 from sluice_operator.kubernetes.interface import CLUSTERS, KubernetesError, uid_of
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.kubernetes.interface import Object
-    from sluice_operator.resources.pod_status import Pod
+    from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.engine_reports import EngineReport
 
 

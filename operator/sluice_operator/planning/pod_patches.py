@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.api.names import DELETION_COST_ANNOTATION, ROLE_LABEL, ROLE_VALUES
-from sluice_operator.resources.pod_status import DELETION_COST
+from sluice_operator.resources.pods.pod_status import DELETION_COST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sluice_core.records import EngineId
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.planning.scale_down import ScaleDecision
-    from sluice_operator.resources.pod_status import Pod
+    from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.engine_reports import EngineReport
 
 

@@ -14,7 +14,7 @@ from sluice_core.records import EngineId, Role
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from sluice_operator.resources.pod_status import Pod
+    from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.engine_reports import EngineReport
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.conditions import Reason
+from sluice_operator.api.condition_types import Reason
 from sluice_operator.kubernetes.interface import (
     CERTIFICATES,
     CLUSTERS,
@@ -18,7 +18,7 @@ from sluice_operator.kubernetes.interface import (
     uid_of,
 )
 from sluice_operator.resources.desired import get_controller, is_applied, key_of, require_uid, set_controller_reference
-from sluice_operator.resources.pod_status import Failure
+from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Mapping

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.api.conditions import Reason
+from sluice_operator.api.condition_types import Reason
 from sluice_operator.kubernetes.interface import CERTIFICATES, name_of
 from sluice_operator.resources.commands import Security
-from sluice_operator.resources.pod_status import Failure
+from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 from sluice_operator.api import names
 from sluice_operator.kubernetes.interface import annotations_of, name_of, uid_of
 from sluice_operator.kubernetes.quantities import read_quantity
-from sluice_operator.resources import services
+from sluice_operator.resources import (
+    disruption_budgets,
+    network_policies,
+    service_accounts,
+    service_monitors,
+    services,
+)
 from sluice_operator.resources.certificates import render_certificates
 from sluice_operator.resources.engine_deployment import render_engines
 from sluice_operator.resources.rollout_hash import keep_pod_template
@@ -59,13 +65,13 @@ def render_children(cluster: ServingCluster, inputs: RenderInputs, settings: Ope
         render_engines(cluster, inputs.engine_replicas, settings.engine_image),
     ]
     rendered = [
-        *services.render_service_accounts(cluster),
-        *services.render_network_policies(cluster, settings.namespace),
+        *service_accounts.render_service_accounts(cluster),
+        *network_policies.render_network_policies(cluster, settings.namespace),
         *services.render_services(cluster),
         *render_certificates(cluster),
         *(keep_pod_template(deployment, inputs.live.get(key_of(deployment))) for deployment in deployments),
-        *services.render_disruption_budgets(cluster),
-        *(services.render_monitors(cluster) if inputs.has_monitors else []),
+        *disruption_budgets.render_disruption_budgets(cluster),
+        *(service_monitors.render_service_monitors(cluster) if inputs.has_monitors else []),
     ]
     return [set_controller_reference(child, cluster) for child in rendered]
 

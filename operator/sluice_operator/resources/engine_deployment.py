@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from sluice_core.records import EngineId
 from sluice_operator.api import names
 from sluice_operator.kubernetes.quantities import add_bytes
-from sluice_operator.resources import containers, rdma
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
-from sluice_operator.resources.model_volume import MODEL_DIRECTORY, mount_model
-from sluice_operator.resources.pod_template import strategic_merge
+from sluice_operator.resources.pods import containers, rdma
+from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, mount_model
+from sluice_operator.resources.pods.pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
 
 if TYPE_CHECKING:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from sluice.credentials import describe_distrust, make_channel
+from sluice.grpc_credentials import describe_distrust, make_channel
 from sluice.v1 import control_pb2, control_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sluice.certificates import CertificateFolder, Certificates
+    from sluice.certificate_rotation import CertificateFolder
+    from sluice.certificates import Certificates
     from sluice.v1 import plan_pb2
 
 RETRY_S = 0.25

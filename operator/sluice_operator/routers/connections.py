@@ -15,7 +15,7 @@ from sluice_operator.routers.engine_reports import needs_reconcile
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from sluice.certificates import CertificateFolder
+    from sluice.certificate_rotation import CertificateFolder
     from sluice.v1 import control_pb2, plan_pb2
     from sluice_operator.api.names import ClusterKey
 

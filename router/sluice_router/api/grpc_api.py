@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from sluice.credentials import make_server_credentials
+from sluice.grpc_credentials import make_server_credentials
 from sluice.v1 import router_pb2, router_pb2_grpc
 from sluice.wire_fields import read_constraint, read_sampling
 from sluice_router.api.objectives import read_objectives

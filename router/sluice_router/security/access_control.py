@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sluice.certificates import CertificateFolder
+    from sluice.certificate_rotation import CertificateFolder
     from sluice_router.security.api_keys import ApiKeys
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import GaugeMetricFamily
 
-from sluice.certificates import CertificateFolder, keep_fresh, make_client_context
-from sluice.credentials import PeerCheck, make_server_credentials
+from sluice.certificate_rotation import CertificateFolder, keep_fresh
+from sluice.certificates import make_client_context
+from sluice.grpc_credentials import PeerCheck, make_server_credentials
 from sluice_router.engines.engine_stream import ALPN, PeerTls
 from sluice_router.security.access_control import ClientAccess
 from sluice_router.security.api_keys import ApiKeys

@@ -9,13 +9,13 @@ from fake_kubernetes import make_cluster
 
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.slo import SloCounts
-from sluice_operator.api.conditions import REASONS, ConditionType, Reason
+from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.controller.condition_rules import decide_conditions
-from sluice_operator.controller.status import is_warning, list_transitions, make_patch, render_status
+from sluice_operator.controller.conditions import decide_conditions, is_warning, list_transitions
+from sluice_operator.controller.status import make_patch, render_status
 from sluice_operator.controller.status_inputs import StatusInputs
 from sluice_operator.planning.scale_down import ScaleDecision
-from sluice_operator.resources.pod_status import read_pod
+from sluice_operator.resources.pods.pod_status import read_pod
 from sluice_operator.routers.engine_reports import EngineReport
 
 

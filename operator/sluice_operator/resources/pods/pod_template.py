@@ -19,10 +19,10 @@ from sluice_operator.api.names import (
     ROLE_LABEL,
 )
 from sluice_operator.api.validation import OWNED_ENVIRONMENT, OWNED_PREFIX
-from sluice_operator.resources.containers import CONTAINER_SECURITY, POD_SECURITY
-from sluice_operator.resources.model_volume import FETCH_MODEL
-from sluice_operator.resources.pod_isolation import find_cross_namespace_terms, find_isolation_violations
-from sluice_operator.resources.rdma import PREFLIGHT
+from sluice_operator.resources.pods.containers import CONTAINER_SECURITY, POD_SECURITY
+from sluice_operator.resources.pods.model_volume import FETCH_MODEL
+from sluice_operator.resources.pods.pod_isolation import find_cross_namespace_terms, find_isolation_violations
+from sluice_operator.resources.pods.rdma import PREFLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,8 @@ import grpc
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
 
-    from sluice.certificates import CertificateFolder, Certificates
+    from sluice.certificate_rotation import CertificateFolder
+    from sluice.certificates import Certificates
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from sluice_core.slo import SloCounts
 from sluice_operator.api import names
-from sluice_operator.api.conditions import REASONS, ConditionType, Reason
+from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.controller.status_inputs import ROLLOUT_FAILURES
-from sluice_operator.resources.pod_status import Failure
+from sluice_operator.resources.pods.pod_status import Failure
 from sluice_operator.routers.engine_reports import find_refused_engines
 
 if TYPE_CHECKING:
@@ -20,10 +20,33 @@ if TYPE_CHECKING:
 
     from sluice.v1 import plan_pb2
     from sluice_operator.controller.status_inputs import StatusInputs
-    from sluice_operator.resources.pod_status import Pod
+    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.resources.pods.pod_status import Pod
 
 # The CRD's own limit.
 MAX_MESSAGE_CHARACTERS = 4096
+# Its changes are measurements, which make no event.
+MEASURED_CONDITION = ConditionType.SLO_MET
+# Reasons that are no news when a cluster is new, and no warning.
+NORMAL_REASONS = frozenset(
+    {
+        Reason.AS_EXPECTED,
+        Reason.VALID,
+        Reason.OFF,
+        Reason.TUNED,
+        Reason.ON_TRIAL,
+        Reason.RECOMMENDED,
+        Reason.COOLING_DOWN,
+        Reason.MEASURING,
+        Reason.SEARCHING,
+        Reason.NO_SAMPLE,
+        Reason.NO_LATENCY_MODEL,
+        Reason.NO_REPORT,
+        Reason.STARTING,
+        Reason.NONE_READY,
+        Reason.SETTLED,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,3 +264,42 @@ def _decide_autotuned(inputs: StatusInputs) -> Condition:
         return Condition(type=ConditionType.AUTOTUNED, is_true=False, reason=Reason.OFF, message="autotune is off")
     message = "no search runs until the spec can be carried out; see SpecValid"
     return Condition(type=ConditionType.AUTOTUNED, is_true=False, reason=Reason.SPEC_INVALID, message=message)
+
+
+def list_transitions(old: Object, new: Object) -> list[Object]:
+    """Lists conditions that changed in status or reason, without measurements and without normal initial reasons."""
+    before = {item["type"]: (item["status"], item["reason"]) for item in old.get("conditions", [])}
+    return [
+        item
+        for item in new["conditions"]
+        if item["type"] != MEASURED_CONDITION
+        and before.get(item["type"]) != (item["status"], item["reason"])
+        and (item["type"] in before or item["reason"] not in NORMAL_REASONS)
+    ]
+
+
+def is_warning(condition: Object) -> bool:
+    """Whether a condition says that something is wrong."""
+    bad = "True" if condition["type"] == ConditionType.DEGRADED else "False"
+    return bool(condition["status"] == bad) and condition["reason"] not in NORMAL_REASONS
+
+
+def render_condition(condition: Condition, old: Object, generation: int, now_text: str) -> Object:
+    """Renders a condition for the status; its transition time changes only when its status does.
+
+    Args:
+        condition: The condition.
+        old: The status before.
+        generation: The generation of the spec that was observed.
+        now_text: The time, as Kubernetes writes it.
+    """
+    before = next((item for item in old.get("conditions", []) if item["type"] == condition.type), None)
+    is_same = before is not None and before["status"] == condition.status
+    return {
+        "type": str(condition.type),
+        "status": condition.status,
+        "observedGeneration": generation,
+        "lastTransitionTime": before["lastTransitionTime"] if before and is_same else now_text,
+        "reason": str(condition.reason),
+        "message": condition.message[:MAX_MESSAGE_CHARACTERS],
+    }

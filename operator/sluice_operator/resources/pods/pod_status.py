@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
-from sluice_operator.api.conditions import Reason
+from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.names import CONTROL_TLS_ANNOTATION, DELETION_COST_ANNOTATION, ROLE_LABEL
 from sluice_operator.kubernetes.interface import annotations_of, labels_of, name_of, uid_of
-from sluice_operator.resources.rdma import PREFLIGHT
+from sluice_operator.resources.pods.rdma import PREFLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,34 @@
+"""Renders the disruption budgets of engines and routers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice_operator.api import names
+
+if TYPE_CHECKING:
+    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.kubernetes.interface import Object
+
+
+def render_disruption_budgets(cluster: ServingCluster) -> list[Object]:
+    """Renders disruption budgets; none for a single pod, whose node could not be drained then."""
+    replicas = {names.ENGINE: cluster.spec.replicas, names.ROUTER: cluster.spec.router.replicas}
+    name = cluster.metadata.name
+    return [
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {
+                "name": names.name_workload(name, component),
+                "labels": names.label_child(name, component),
+            },
+            "spec": {
+                "maxUnavailable": 1,
+                "selector": {"matchLabels": names.select_component(name, component)},
+                "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            },
+        }
+        for component, count in replicas.items()
+        if count > 1
+    ]
