@@ -32,6 +32,7 @@ OBSERVED = ObservedState(
     routers={"router-0": "r"},
     roles={A: P, B: D, C: D},
     loads={},
+    serving={A, B, C},
 )
 
 

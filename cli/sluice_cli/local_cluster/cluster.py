@@ -176,6 +176,7 @@ class LocalCluster:
             routers={name: router.spec_hash for name, router in self._routers.items()},
             roles=self._plan.roles,
             loads=managed_processes.count_loads(self._engines, self._statuses()),
+            serving=frozenset(filter(self._is_serving, self._engines)),
         )
 
     async def _carry_out(self, step: rollout_steps.RolloutStep, desired: rollout_steps.DesiredState) -> None:

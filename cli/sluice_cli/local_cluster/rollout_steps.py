@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice_core.records import EngineId, Role
+from sluice_operator.planning.victims import RemovableEngine, choose_victims
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
+
+    from sluice_core.records import EngineId, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,8 @@ class ObservedState:
         engines: Each engine's hash, as in ``DesiredState``, in the order of their start.
         routers: Each router's hash, as in ``DesiredState``, in the order of their start.
         roles: Roles of the engines.
-        loads: Work of each engine, in any one unit.
+        loads: Requests of each engine.
+        serving: Engines that take requests.
     """
 
     compatibility_key: str
@@ -53,6 +56,7 @@ class ObservedState:
     routers: Mapping[str, str]
     roles: Mapping[EngineId, Role]
     loads: Mapping[EngineId, int]
+    serving: Collection[EngineId]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ def _next_scaling(observed: ObservedState, desired: DesiredState) -> RolloutStep
     if missing_engines > 0:
         return AddEngines(missing_engines)
     if missing_engines < 0:
-        return RemoveEngines(choose_engines_to_remove(observed, -missing_engines, desired.num_prefill_heavy))
+        return RemoveEngines(_choose_victims(observed, -missing_engines, desired.num_prefill_heavy))
     return RemoveRouter(list(observed.routers)[-1]) if missing_routers < 0 else None
 
 
@@ -135,20 +139,14 @@ def _next_restart(observed: ObservedState, desired: DesiredState) -> RolloutStep
     return None
 
 
-def choose_engines_to_remove(observed: ObservedState, count: int, num_prefill_heavy: int) -> tuple[EngineId, ...]:
-    """Chooses engines to remove: of the role that has too many, the least loaded, the youngest.
-
-    Args:
-        observed: What runs.
-        count: Engines to remove.
-        num_prefill_heavy: P-heavy engines desired afterwards.
-    """
-    age = {engine_id: index for index, engine_id in enumerate(observed.engines)}
-    order = sorted(observed.engines, key=lambda engine: (observed.loads.get(engine, 0), -age[engine]))
-    surplus = sum(role is Role.PREFILL_HEAVY for role in observed.roles.values()) - num_prefill_heavy
-    prefill_heavy = [engine for engine in order if observed.roles.get(engine) is Role.PREFILL_HEAVY]
-    others = [engine for engine in order if observed.roles.get(engine) is not Role.PREFILL_HEAVY]
-    from_prefill_heavy = prefill_heavy[: max(0, min(surplus, count))]
-    from_others = others[: count - len(from_prefill_heavy)]
-    rest = [engine for engine in prefill_heavy if engine not in from_prefill_heavy]
-    return (*from_prefill_heavy, *from_others, *rest)[:count]
+def _choose_victims(observed: ObservedState, num_victims: int, num_prefill_heavy: int) -> tuple[EngineId, ...]:
+    engines = [
+        RemovableEngine(
+            engine_id=engine_id,
+            role=observed.roles.get(engine_id),
+            load=observed.loads.get(engine_id, 0),
+            is_serving=engine_id in observed.serving,
+        )
+        for engine_id in observed.engines
+    ]
+    return tuple(choose_victims(engines, num_victims, num_prefill_heavy))

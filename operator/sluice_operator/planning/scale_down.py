@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice_core.records import EngineId, Role
+from sluice_operator.planning.victims import RemovableEngine, choose_victims
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from sluice_core.records import EngineId, Role
     from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.engine_reports import EngineReport
 
@@ -58,9 +59,10 @@ def decide_scale(
     num_victims = len(present) - desired_replicas
     if current_replicas is None or current_replicas <= desired_replicas or num_victims <= 0:
         return ScaleDecision(replicas=desired_replicas)
-    chosen = _choose_victims(present, num_victims, roles, num_prefill_heavy, reports)
-    undrained = frozenset(pod.engine_id for pod in chosen if not _may_delete(pod, reports, drain_expired))
-    victims = frozenset(pod.engine_id for pod in chosen)
+    victims = frozenset(_choose_victims(present, num_victims, roles, num_prefill_heavy, reports))
+    undrained = frozenset(
+        pod.engine_id for pod in present if pod.engine_id in victims and not _may_delete(pod, reports, drain_expired)
+    )
     return ScaleDecision(
         replicas=current_replicas if undrained else desired_replicas, victims=victims, undrained=undrained
     )
@@ -81,26 +83,15 @@ def _choose_victims(
     roles: Mapping[EngineId, Role],
     num_prefill_heavy: int,
     reports: Mapping[EngineId, EngineReport],
-) -> list[Pod]:
-    """Takes pods that do not serve, then those chosen before, then of the role with too many, least loaded first."""
-    num_kept = len(pods) - num_victims
-    excess = {role: sum(roles.get(pod.engine_id) is role for pod in pods) for role in Role}
-    excess[Role.PREFILL_HEAVY] -= num_prefill_heavy
-    excess[Role.DECODE_HEAVY] -= num_kept - num_prefill_heavy
-    remaining = list(pods)
-    victims: list[Pod] = []
-
-    def rank(pod: Pod) -> tuple[bool, bool, bool, int, str]:
-        role = roles.get(pod.engine_id)
-        report = reports.get(pod.engine_id)
-        is_missed = role is not None and excess[role] <= 0
-        return pod.is_ready, not pod.has_deletion_cost, is_missed, report.load if report else 0, pod.name
-
-    while len(victims) < num_victims:
-        victim = min(remaining, key=rank)
-        remaining.remove(victim)
-        victims.append(victim)
-        role = roles.get(victim.engine_id)
-        if role is not None:
-            excess[role] -= 1
-    return victims
+) -> set[EngineId]:
+    engines = [
+        RemovableEngine(
+            engine_id=pod.engine_id,
+            role=roles.get(pod.engine_id),
+            load=reports[pod.engine_id].load if pod.engine_id in reports else 0,
+            is_serving=pod.is_ready,
+            is_victim=pod.has_deletion_cost,
+        )
+        for pod in sorted(pods, key=lambda pod: (pod.created, pod.name))
+    ]
+    return set(choose_victims(engines, num_victims, num_prefill_heavy))

@@ -59,6 +59,7 @@ class Pod:
         is_ending: Whether it is being deleted.
         has_ended: Whether it failed or completed, and will not come back.
         failure: What is wrong with it.
+        created: When it was created, as Kubernetes writes times, which sort as text.
         control_tls: Name in the certificate of a router's control port; empty: the port is in the open.
     """
 
@@ -71,6 +72,7 @@ class Pod:
     is_ending: bool
     has_ended: bool
     failure: Failure | None
+    created: str = ""
     control_tls: str = ""
 
     @property
@@ -93,6 +95,7 @@ def read_pod(content: Object) -> Pod:
         is_ending="deletionTimestamp" in content["metadata"],
         has_ended=status.get("phase") in ("Failed", "Succeeded"),
         failure=next(_find_failure(content, status), None),
+        created=content["metadata"].get("creationTimestamp") or "",
         control_tls=annotations_of(content).get(CONTROL_TLS_ANNOTATION, ""),
     )
 

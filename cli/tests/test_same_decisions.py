@@ -1,0 +1,237 @@
+"""``sluice up`` and the operator read one manifest alike: both get the same situations, and must decide the same."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import yaml
+
+from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
+from sluice_cli.local_cluster.cluster_plan import ClusterPlan
+from sluice_cli.local_cluster.desired_state import make_desired_state
+from sluice_cli.local_cluster.rollout_steps import DesiredState, ObservedState, RemoveEngines, next_step
+from sluice_core.records import EngineId, Role
+from sluice_operator.api import names
+from sluice_operator.api.manifest import ManifestError, parse_manifest
+from sluice_operator.controller.preconditions import check_cluster
+from sluice_operator.planning.plan import StoredPlan, make_plan
+from sluice_operator.planning.plan_message import render_plan
+from sluice_operator.planning.scale_down import decide_scale
+from sluice_operator.resources.certificates import describe_security, locate_in_pod
+from sluice_operator.resources.pods.pod_status import Pod
+from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
+from sluice_operator.routers.engine_reports import EngineReport
+from sluice_operator.settings import OperatorSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from sluice_operator.api.serving_cluster import ServingCluster
+
+P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
+
+
+class Engine(NamedTuple):
+    """An engine as both programs observe it."""
+
+    role: Role | None
+    load: int = 0
+    is_serving: bool = True
+
+
+def make_manifest(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "sluice.dev/v1alpha1",
+        "kind": "ServingCluster",
+        "metadata": {"name": "test", "namespace": "default", "uid": "u"},
+        "spec": {
+            "replicas": 4,
+            "prefillHeavy": "50%",
+            "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64},
+            "slo": {"ttftMilliseconds": 500, "tpotMilliseconds": 50},
+            "model": {"name": "tiny", "source": {"persistentVolumeClaim": {"claimName": "models"}}},
+            **spec,
+        },
+    }
+
+
+def parse(**spec: Any) -> ServingCluster:
+    return parse_manifest(yaml.safe_dump(make_manifest(**spec)))
+
+
+def make_pods(engines: Sequence[Engine]) -> list[Pod]:
+    return [
+        Pod(
+            name=f"pod-{number}",
+            engine_id=EngineId(f"engine-{number}"),
+            address="",
+            role_label="",
+            has_deletion_cost=False,
+            is_ready=engine.is_serving,
+            is_ending=False,
+            has_ended=False,
+            failure=None,
+            created=f"2026-01-01T00:00:{number:02}Z",
+        )
+        for number, engine in enumerate(engines)
+    ]
+
+
+def make_reports(engines: Sequence[Engine]) -> dict[EngineId, EngineReport]:
+    return {
+        EngineId(f"engine-{number}"): EngineReport(
+            role=engine.role,
+            chunk_size_tokens=0,
+            acknowledged_generation=0,
+            is_drained=False,
+            load=engine.load,
+            transport="",
+            fault="",
+        )
+        for number, engine in enumerate(engines)
+    }
+
+
+def list_roles(engines: Sequence[Engine]) -> dict[EngineId, Role]:
+    return {EngineId(f"engine-{n}"): engine.role for n, engine in enumerate(engines) if engine.role is not None}
+
+
+@pytest.mark.parametrize(
+    ("engines", "num_engines", "num_prefill_heavy", "victims"),
+    [
+        pytest.param([Engine(P), Engine(D), Engine(D)], 2, 1, {2}, id="the youngest of the role with too many"),
+        pytest.param([Engine(P), Engine(D, 1), Engine(D, 2)], 2, 1, {1}, id="the least loaded of that role"),
+        pytest.param([Engine(P), Engine(P), Engine(D), Engine(D)], 2, 1, {1, 3}, id="one of each role"),
+        pytest.param([Engine(P), Engine(P, 9), Engine(D)], 2, 2, {2}, id="P-heavy ones stay where all are wanted"),
+        pytest.param([Engine(P), Engine(D), Engine(D)], 2, 0, {0}, id="the only P-heavy one where none is wanted"),
+        pytest.param([Engine(P), Engine(P), Engine(D)], 1, 1, {1, 2}, id="both roles have too many"),
+        pytest.param(
+            [Engine(P, is_serving=False), Engine(D), Engine(D)], 2, 1, {0}, id="one that does not serve goes first"
+        ),
+        pytest.param([Engine(P), Engine(D, 5), Engine(None)], 2, 1, {2}, id="one without a role and without requests"),
+    ],
+)
+def test_the_same_engines_leave(
+    engines: list[Engine], num_engines: int, num_prefill_heavy: int, victims: set[int]
+) -> None:
+    expected = {EngineId(f"engine-{number}") for number in victims}
+    scale = decide_scale(
+        num_engines,
+        len(engines),
+        make_pods(engines),
+        roles=list_roles(engines),
+        num_prefill_heavy=num_prefill_heavy,
+        reports=make_reports(engines),
+    )
+    reports = make_reports(engines)
+    step = next_step(
+        ObservedState(
+            compatibility_key="",
+            engines=dict.fromkeys(reports, ""),
+            routers={},
+            roles=list_roles(engines),
+            loads={engine_id: report.load for engine_id, report in reports.items()},
+            serving={EngineId(f"engine-{n}") for n, engine in enumerate(engines) if engine.is_serving},
+        ),
+        DesiredState(
+            compatibility_key="",
+            engine_hash="",
+            router_hash="",
+            num_engines=num_engines,
+            num_routers=0,
+            num_prefill_heavy=num_prefill_heavy,
+        ),
+    )
+    assert isinstance(step, RemoveEngines)
+    assert set(step.engine_ids) == scale.victims == expected
+
+
+@pytest.mark.parametrize(
+    ("engines", "prefill_heavy", "roles"),
+    [
+        pytest.param([Engine(None)] * 4, "50%", [P, P, D, D], id="new engines"),
+        pytest.param([Engine(P), Engine(P), Engine(D), Engine(D)], 1, [D, P, D, D], id="one role changes"),
+        pytest.param(
+            [Engine(P, 3), Engine(P, 1), Engine(D), Engine(D)], 1, [P, D, D, D], id="the least loaded changes"
+        ),
+        pytest.param([Engine(D), Engine(P), Engine(D), Engine(P)], "50%", [D, P, D, P], id="roles stay where they fit"),
+        pytest.param([Engine(P), Engine(D), Engine(None), Engine(None)], "75%", [P, D, P, P], id="joiners fill up"),
+        pytest.param([Engine(P), Engine(D)], 0, [D, D], id="none"),
+    ],
+)
+def test_the_same_engines_get_the_same_roles(
+    engines: list[Engine], prefill_heavy: Any, roles: list[Role], tmp_path: Path
+) -> None:
+    cluster = parse(replicas=len(engines), prefillHeavy=prefill_heavy)
+    loads = {engine_id: report.load for engine_id, report in make_reports(engines).items()}
+    before = render_plan(cluster, list_roles(engines), generation=1, cluster_uid="u", draining=set())
+    stored = StoredPlan(plan=before, generation=1)
+    operator_plan = make_plan(
+        cluster, stored, make_pods(engines), victims=(), reports=make_reports(engines), statuses=()
+    )
+
+    directory = ClusterDirectory("test", tmp_path)
+    directory.path.mkdir(parents=True)
+    local = ClusterPlan(directory)
+    local.roles = list_roles(engines)
+    plan = local.update(cluster, loads, loads)
+    assert plan is not None
+    assert list(operator_plan.engines) == sorted(plan.engines, key=lambda engine: engine.engine_id)
+    assert [StoredPlan(plan=operator_plan).roles[engine_id] for engine_id in sorted(loads)] == roles
+    operator_plan.generation = plan.generation
+    operator_plan.cluster_uid = plan.cluster_uid
+    assert operator_plan == plan
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param({"replicas": 0}, id="no engine"),
+        pytest.param({"prefillHeavy": 9}, id="more P-heavy engines than there are"),
+        pytest.param({"chunkSizes": {"prefillHeavy": -1, "decodeHeavy": 64}}, id="a negative chunk size"),
+        pytest.param({"slo": {"ttftMilliseconds": 0, "tpotMilliseconds": 50}}, id="an objective of zero"),
+        pytest.param({"strategy": "Guess"}, id="an unknown strategy"),
+        pytest.param({"engnie": {}}, id="a misspelt field"),
+    ],
+)
+def test_the_same_manifests_are_refused_for_the_same_reasons(spec: dict[str, Any]) -> None:
+    body = make_manifest(**spec)
+    with pytest.raises(ManifestError) as refused:
+        parse_manifest(yaml.safe_dump(body))
+    cluster, failure = check_cluster(json.loads(json.dumps(body)), OperatorSettings(identity="a", namespace="s"))
+    assert cluster is None
+    assert failure is not None
+    assert failure.message == "; ".join(map(str, refused.value.problems))
+
+
+@pytest.mark.parametrize(
+    ("edit", "restarts"),
+    [
+        pytest.param({"prefillHeavy": 1}, False, id="slider"),
+        pytest.param({"chunkSizes": {"prefillHeavy": 256, "decodeHeavy": 64}}, False, id="chunk size"),
+        pytest.param({"slo": {"ttftMilliseconds": 900, "tpotMilliseconds": 90}}, False, id="objectives"),
+        pytest.param({"strategy": "Aggregated"}, False, id="strategy"),
+        pytest.param({"engine": {"drainTimeoutSeconds": 7}}, True, id="drain timeout"),
+        pytest.param({"autotune": {"mode": "Recommend"}}, False, id="autotune"),
+        pytest.param({"engine": {"maxBatchTokens": 4096}}, True, id="largest batch"),
+        pytest.param({"engine": {"maxModelLen": 1024}}, True, id="longest request"),
+        pytest.param({"engine": {"extraArgs": ["--seed=7"]}}, True, id="arguments of vLLM"),
+        pytest.param({"engine": {"env": [{"name": "A", "value": "b"}]}}, True, id="environment"),
+    ],
+)
+def test_the_same_edits_restart_engines(edit: dict[str, Any], restarts: bool) -> None:  # noqa: FBT001
+    old, new = parse(), parse(**edit)
+
+    def hash_locally(cluster: ServingCluster) -> str:
+        security = describe_security(cluster, names.ROUTER, locate_in_pod, None)
+        state = make_desired_state(cluster.spec, cluster.spec, http_port=8000, router_security=security)
+        return state.engine_hash + state.compatibility_key
+
+    def hash_in_operator(cluster: ServingCluster) -> str:
+        return compute_rollout_hash(cluster.spec, RESTARTS_ENGINES, "image")
+
+    assert (hash_locally(old) != hash_locally(new)) is restarts
+    assert (hash_in_operator(old) != hash_in_operator(new)) is restarts
