@@ -9,8 +9,8 @@ import pytest
 from sluice_cli.local_cluster.rollout_steps import (
     AddEngines,
     AddRouters,
-    DesiredState,
-    ObservedState,
+    DesiredProcesses,
+    ObservedProcesses,
     Recreate,
     RemoveEngines,
     RemoveRouter,
@@ -23,10 +23,10 @@ from sluice_core.records import EngineId, Role
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
-DESIRED = DesiredState(
+DESIRED = DesiredProcesses(
     compatibility_key="w", engine_hash="e", router_hash="r", num_engines=3, num_routers=1, num_prefill_heavy=1
 )
-OBSERVED = ObservedState(
+OBSERVED = ObservedProcesses(
     compatibility_key="w",
     engines={A: "e", B: "e", C: "e"},
     routers={"router-0": "r"},
@@ -56,5 +56,5 @@ OBSERVED = ObservedState(
         (OBSERVED, replace(DESIRED, compatibility_key="new", num_engines=9), Recreate()),
     ],
 )
-def test_next_step(observed: ObservedState, desired: DesiredState, step: RolloutStep | None) -> None:
+def test_next_step(observed: ObservedProcesses, desired: DesiredProcesses, step: RolloutStep | None) -> None:
     assert next_step(observed, desired) == step

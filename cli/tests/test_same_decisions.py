@@ -10,8 +10,8 @@ import yaml
 
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 from sluice_cli.local_cluster.cluster_plan import ClusterPlan
-from sluice_cli.local_cluster.desired_state import make_desired_state
-from sluice_cli.local_cluster.rollout_steps import DesiredState, ObservedState, RemoveEngines, next_step
+from sluice_cli.local_cluster.desired_processes import make_desired_processes
+from sluice_cli.local_cluster.rollout_steps import DesiredProcesses, ObservedProcesses, RemoveEngines, next_step
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
 from sluice_operator.api.manifest import ManifestError, parse_manifest
@@ -128,7 +128,7 @@ def test_the_same_engines_leave(
     )
     reports = make_reports(engines)
     step = next_step(
-        ObservedState(
+        ObservedProcesses(
             compatibility_key="",
             engines=dict.fromkeys(reports, ""),
             routers={},
@@ -136,7 +136,7 @@ def test_the_same_engines_leave(
             loads={engine_id: report.load for engine_id, report in reports.items()},
             serving={EngineId(f"engine-{n}") for n, engine in enumerate(engines) if engine.is_serving},
         ),
-        DesiredState(
+        DesiredProcesses(
             compatibility_key="",
             engine_hash="",
             router_hash="",
@@ -227,7 +227,7 @@ def test_the_same_edits_restart_engines(edit: dict[str, Any], restarts: bool) ->
 
     def hash_locally(cluster: ServingCluster) -> str:
         security = describe_security(cluster, names.ROUTER, locate_in_pod, None)
-        state = make_desired_state(cluster.spec, cluster.spec, http_port=8000, router_security=security)
+        state = make_desired_processes(cluster.spec, cluster.spec, http_port=8000, router_security=security)
         return state.engine_hash + state.compatibility_key
 
     def hash_in_operator(cluster: ServingCluster) -> str:

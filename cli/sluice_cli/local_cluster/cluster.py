@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sluice_cli.local_cluster import managed_processes, rollout_steps
 from sluice_cli.local_cluster.cluster_plan import ClusterPlan
 from sluice_cli.local_cluster.cluster_status import ClusterStatus, make_cluster_status, pick_engine_status
-from sluice_cli.local_cluster.desired_state import make_desired_state
+from sluice_cli.local_cluster.desired_processes import make_desired_processes
 from sluice_cli.local_cluster.endpoints import EndpointAllocator
 from sluice_cli.local_cluster.local_autotune import LocalAutotuner
 from sluice_cli.local_cluster.managed_processes import ManagedEngine, ManagedRouter, list_processes
@@ -160,17 +160,17 @@ class LocalCluster:
             else:
                 await self._carry_out(step, desired)
 
-    def _desired_state(self) -> rollout_steps.DesiredState:
+    def _desired_state(self) -> rollout_steps.DesiredProcesses:
         spec = self.manifest.spec
-        return make_desired_state(
+        return make_desired_processes(
             spec,
             self._effective_manifest.spec,
             http_port=self._endpoints.choose_http_port(spec.router.service.port),
             router_security=self._factory.describe_security(self.manifest, names.ROUTER),
         )
 
-    def _observe(self) -> rollout_steps.ObservedState:
-        return rollout_steps.ObservedState(
+    def _observe(self) -> rollout_steps.ObservedProcesses:
+        return rollout_steps.ObservedProcesses(
             compatibility_key=self._compatibility_key,
             engines={engine_id: engine.spec_hash for engine_id, engine in self._engines.items()},
             routers={name: router.spec_hash for name, router in self._routers.items()},
@@ -179,7 +179,7 @@ class LocalCluster:
             serving=frozenset(filter(self._is_serving, self._engines)),
         )
 
-    async def _carry_out(self, step: rollout_steps.RolloutStep, desired: rollout_steps.DesiredState) -> None:
+    async def _carry_out(self, step: rollout_steps.RolloutStep, desired: rollout_steps.DesiredProcesses) -> None:
         match step:
             case rollout_steps.AddRouters(count):
                 for _ in range(count):
@@ -205,7 +205,7 @@ class LocalCluster:
 
     # Steps.
 
-    def _add_engine(self, desired: rollout_steps.DesiredState) -> None:
+    def _add_engine(self, desired: rollout_steps.DesiredProcesses) -> None:
         index = next(i for i in range(len(self._engines) + 1) if f"engine-{i}" not in self._engines)
         engine_id = EngineId(f"engine-{index}")
         self._engines[engine_id] = self._factory.start_engine(
@@ -220,7 +220,7 @@ class LocalCluster:
             self._forget_engine(engine_id)
         self._publish()
 
-    async def _restart_engine(self, engine_id: EngineId, desired: rollout_steps.DesiredState) -> None:
+    async def _restart_engine(self, engine_id: EngineId, desired: rollout_steps.DesiredProcesses) -> None:
         engine = self._engines[engine_id]
         self._report(f"{engine_id}: handing requests over, then restarting with its new settings")
         await self._drain((engine_id,), is_leaving=False)
@@ -241,7 +241,7 @@ class LocalCluster:
             late = ", ".join(engine_id for engine_id in engine_ids if not self._is_drained(engine_id))
             self._report(f"{late} did not drain within {timeout_s:g} s; its requests are recovered elsewhere")
 
-    def _add_router(self, desired: rollout_steps.DesiredState) -> None:
+    def _add_router(self, desired: rollout_steps.DesiredProcesses) -> None:
         index = next(i for i in range(len(self._routers) + 1) if f"router-{i}" not in self._routers)
         name = f"router-{index}"
         self._write_engines()
@@ -267,7 +267,7 @@ class LocalCluster:
         self._plan.remove(engine_id)
         self._on_process_change()
 
-    async def _restart_router(self, name: str, desired: rollout_steps.DesiredState) -> None:
+    async def _restart_router(self, name: str, desired: rollout_steps.DesiredProcesses) -> None:
         router, port = self._routers[name], self.manifest.spec.router.service.port
         # Only the first router's port is in the manifest.
         is_moving = name == "router-0" and self._endpoints.choose_http_port(port) != router.site.http_port

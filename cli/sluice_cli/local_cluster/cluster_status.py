@@ -109,7 +109,7 @@ class ClassAttainment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutotuneStatus:
+class AutotuneSummary:
     """What the tuner decided last.
 
     Args:
@@ -140,7 +140,7 @@ class ClusterStatus:
     routers: tuple[RouterStatusRow, ...]
     engines: tuple[EngineStatusRow, ...]
     classes: tuple[ClassAttainment, ...]
-    autotune: AutotuneStatus | None = None
+    autotune: AutotuneSummary | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -167,7 +167,7 @@ def make_cluster_status(
     model: str,
     processes: Sequence[ProcessRecord],
     statuses: dict[str, control_pb2.GetStatusResponse | None],
-    autotune: AutotuneStatus | None = None,
+    autotune: AutotuneSummary | None = None,
 ) -> ClusterStatus:
     """Puts together what the launcher and the routers know.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sluice_cli.local_cluster.cluster_status import AutotuneStatus
+from sluice_cli.local_cluster.cluster_status import AutotuneSummary
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune.search_process import SearchRunner
 from sluice_operator.autotune.tuner import Tuner
@@ -49,7 +49,7 @@ class LocalAutotuner:
         self._tuner = Tuner(ask or SearchRunner().run, enqueue=wake, now=clock)
         self._window = AttainmentWindow()
         self._in_force: tuple[Sliders, Sliders] | None = None
-        self.status: AutotuneStatus | None = None
+        self.status: AutotuneSummary | None = None
         directory.write_autotune(None)
 
     def take(self, statuses: Sequence[control_pb2.GetStatusResponse]) -> None:
@@ -87,7 +87,7 @@ class LocalAutotuner:
         if verdict is None or verdict.reason == "Off":
             view = None
         else:
-            view = AutotuneStatus(reason=verdict.reason, message=verdict.message, **_describe_answer(answer))
+            view = AutotuneSummary(reason=verdict.reason, message=verdict.message, **_describe_answer(answer))
         if view == old:
             return
         self.status = view

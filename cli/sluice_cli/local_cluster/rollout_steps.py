@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DesiredState:
+class DesiredProcesses:
     """What the manifest asks for.
 
     Args:
@@ -39,13 +39,13 @@ class DesiredState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedState:
+class ObservedProcesses:
     """What runs.
 
     Args:
-        compatibility_key: As in ``DesiredState``.
-        engines: Each engine's hash, as in ``DesiredState``, in the order of their start.
-        routers: Each router's hash, as in ``DesiredState``, in the order of their start.
+        compatibility_key: As in ``DesiredProcesses``.
+        engines: Each engine's hash, as in ``DesiredProcesses``, in the order of their start.
+        routers: Each router's hash, as in ``DesiredProcesses``, in the order of their start.
         roles: Roles of the engines.
         loads: Requests of each engine.
         serving: Engines that take requests.
@@ -109,14 +109,14 @@ class RestartRouter:
 RolloutStep = Recreate | AddEngines | RemoveEngines | RestartEngine | AddRouters | RemoveRouter | RestartRouter
 
 
-def next_step(observed: ObservedState, desired: DesiredState) -> RolloutStep | None:
+def next_step(observed: ObservedProcesses, desired: DesiredProcesses) -> RolloutStep | None:
     """Decides the next step; None when what runs is what is desired."""
     if observed.compatibility_key != desired.compatibility_key:
         return Recreate()
     return _next_scaling(observed, desired) or _next_restart(observed, desired)
 
 
-def _next_scaling(observed: ObservedState, desired: DesiredState) -> RolloutStep | None:
+def _next_scaling(observed: ObservedProcesses, desired: DesiredProcesses) -> RolloutStep | None:
     missing_engines = desired.num_engines - len(observed.engines)
     missing_routers = desired.num_routers - len(observed.routers)
     # Routers first: engines that start meanwhile are known to them at once.
@@ -129,7 +129,7 @@ def _next_scaling(observed: ObservedState, desired: DesiredState) -> RolloutStep
     return RemoveRouter(list(observed.routers)[-1]) if missing_routers < 0 else None
 
 
-def _next_restart(observed: ObservedState, desired: DesiredState) -> RolloutStep | None:
+def _next_restart(observed: ObservedProcesses, desired: DesiredProcesses) -> RolloutStep | None:
     for engine_id, spec_hash in observed.engines.items():
         if spec_hash != desired.engine_hash:
             return RestartEngine(engine_id)
@@ -139,7 +139,7 @@ def _next_restart(observed: ObservedState, desired: DesiredState) -> RolloutStep
     return None
 
 
-def _choose_victims(observed: ObservedState, num_victims: int, num_prefill_heavy: int) -> tuple[EngineId, ...]:
+def _choose_victims(observed: ObservedProcesses, num_victims: int, num_prefill_heavy: int) -> tuple[EngineId, ...]:
     engines = [
         RemovableEngine(
             engine_id=engine_id,

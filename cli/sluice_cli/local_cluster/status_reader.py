@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sluice.certificate_rotation import CertificateFolder
 from sluice.certificates import CertificateError
-from sluice_cli.local_cluster.cluster_status import AutotuneStatus, ClusterStatus, make_cluster_status
+from sluice_cli.local_cluster.cluster_status import AutotuneSummary, ClusterStatus, make_cluster_status
 from sluice_operator.routers.connection import ControlTls, fetch_status
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ async def read_cluster_status(directory: ClusterDirectory) -> ClusterStatus:
         model=facts.get("model", ""),
         processes=processes,
         statuses={router.name: answer for router, answer in zip(routers, answers, strict=True)},
-        autotune=AutotuneStatus(**tuning) if tuning else None,
+        autotune=AutotuneSummary(**tuning) if tuning else None,
     )
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sluice_cli.local_cluster.cluster_status import AutotuneStatus, ClassAttainment, ClusterStatus, RouterStatusRow
+    from sluice_cli.local_cluster.cluster_status import AutotuneSummary, ClassAttainment, ClusterStatus, RouterStatusRow
 
 STATE_STYLES = {"ready": "green", "draining": "yellow", "drained": "yellow", "lost": "red", "refused": "red"}
 
@@ -64,7 +64,7 @@ def _describe_service(status: ClusterStatus) -> str:
     return "\n".join(filter(None, (attained, tuning)))
 
 
-def _describe_tuning(tuning: AutotuneStatus) -> str:
+def _describe_tuning(tuning: AutotuneSummary) -> str:
     line = f"autotune: {tuning.reason}: {tuning.message}"
     if tuning.prefill_heavy is None:
         return line

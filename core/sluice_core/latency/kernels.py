@@ -21,7 +21,7 @@ _MEASURED_HEAD_SIZE = 128
 
 
 def load_data(name: str) -> Any:
-    """Read a file of the package's data (see its NOTICE.md)."""
+    """Read a file of the package's data (see data/NOTICE.md)."""
     return json.loads(gzip.decompress((resources.files("sluice_core.latency") / "data" / name).read_bytes()))
 
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from sluice_cli.local_cluster.rollout_steps import DesiredState
+from sluice_cli.local_cluster.rollout_steps import DesiredProcesses
 from sluice_core.records import EngineId
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.resources import commands
@@ -21,13 +21,13 @@ _NO_SITE = commands.EngineSite(
 )
 
 
-def make_desired_state(
+def make_desired_processes(
     spec: ServingClusterSpec,
     effective_spec: ServingClusterSpec,
     *,
     http_port: int,
     router_security: commands.Security,
-) -> DesiredState:
+) -> DesiredProcesses:
     """Makes the desired state of a manifest.
 
     Args:
@@ -37,7 +37,7 @@ def make_desired_state(
         router_security: Where routers find keys and certificates.
     """
     engine = (commands.render_engine_command(spec, _NO_SITE), commands.render_engine_environment(spec))
-    return DesiredState(
+    return DesiredProcesses(
         # Processes that encrypt cannot talk to processes that do not, so TLS is part of it.
         compatibility_key=spec.model.model_dump_json() + spec.network.tls.model_dump_json(),
         engine_hash=_digest(*engine),
