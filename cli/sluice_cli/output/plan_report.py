@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Group
 from rich.table import Table
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from sluice_cli.simulation.cluster_spec import EngineGroup, format_engines
 from sluice_core.sim.metrics import make_report
+from sluice_operator.api.spec import StrategyName
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from sluice_core.planning.planner import Alternative, PlanResult
     from sluice_core.planning.prediction import Interval
 
-# Names of strategies in the manifest.
-_STRATEGY_NAMES = {"taichi": "TaiChi", "aggregated": "Aggregated", "disaggregated": "Disaggregated"}
+# Names of strategies in the manifest, by those of the core.
+_STRATEGY_NAMES = {name.lower(): name for name in get_args(StrategyName)}
 RESOURCES = {
     "prefill": "prefill capacity",
     "decode": "decode capacity",
