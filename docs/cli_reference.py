@@ -40,7 +40,8 @@ def write_reference() -> str:
 def _find_commands(group: click.Group, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
     """Every command that does something, those of groups among them."""
     for name in group.list_commands(context):
-        command = group.commands[name]
+        command = group.get_command(context, name)
+        assert command is not None, name
         inner = click.Context(command, info_name=name, parent=context)
         if isinstance(command, click.Group):
             yield from _find_commands(command, inner)
