@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_core.records import RequestId
-from sluice_router.api import sse
+from sluice_router.api import openai_responses
 from sluice_router.api.response_streams import SseResponseStream
 from sluice_router.errors import InvalidRequestError, RouterError
 from sluice_router.scheduling.requests import Finish, NewRequest, ResponseStream, ServedModel, Usage
@@ -165,7 +165,7 @@ def make_sse_response_stream(
 ) -> SseResponseStream:
     """A stream of ``/v1/completions`` as the HTTP edge makes it."""
     settings = OutputSettings()
-    answer = sse.CompletionFormat(
+    answer = openai_responses.CompletionFormat(
         answer_id="cmpl-1",
         created_s=1,
         model="tiny",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from edge_fakes import LENGTH, make_sse_response_stream
 
-from sluice_router.api import sse
+from sluice_router.api import openai_responses
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.scheduling.requests import Finish, Usage
 
@@ -90,8 +90,11 @@ async def test_every_event_goes_out_once_whenever_the_client_pauses(text, reader
     pipe.drain(99)
     assert len(readers) == 0
     body = b"".join(pipe.events)
-    assert body.count(sse.DONE) == 1
-    assert body.endswith(sse.DONE)
-    events = [json.loads(event.removeprefix(b"data: ")) for event in body.removesuffix(sse.DONE).split(b"\n\n")[:-1]]
+    assert body.count(openai_responses.DONE) == 1
+    assert body.endswith(openai_responses.DONE)
+    events = [
+        json.loads(event.removeprefix(b"data: "))
+        for event in body.removesuffix(openai_responses.DONE).split(b"\n\n")[:-1]
+    ]
     assert "".join(event["choices"][0]["text"] for event in events) == WORDS
     assert len(pipe.events) == min(room, len(token_ids)) + 1

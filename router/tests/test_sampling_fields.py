@@ -13,7 +13,7 @@ from sluice.wire_fields import constraint_names, optional_numbers, read_sampling
 from sluice_router.api import grpc_api
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.objectives import RequestObjectives
-from sluice_router.api.openai_schema import (
+from sluice_router.api.openai_requests import (
     VLLM_DEFAULTS,
     CompletionBody,
     SamplingFields,

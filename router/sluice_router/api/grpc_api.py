@@ -13,7 +13,7 @@ from sluice.grpc_credentials import make_server_credentials
 from sluice.v1 import router_pb2, router_pb2_grpc
 from sluice.wire_fields import read_constraint, read_sampling
 from sluice_router.api.objectives import read_objectives
-from sluice_router.api.openai_schema import ChatBody, CompletionBody, FieldError, SluiceOptions, check
+from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, SluiceOptions, check
 from sluice_router.api.request_preparation import (
     Caller,
     PreparedRequest,

@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from sluice.certificates import load_chain, make_server_context
-from sluice_router.api import sse
+from sluice_router.api import openai_responses
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, EdgeSite, HttpStream
 from sluice_router.api.http_settings import HttpSettings
@@ -29,7 +29,7 @@ from sluice_router.api.info_endpoints import (
     refuse,
 )
 from sluice_router.api.objectives import read_objectives
-from sluice_router.api.openai_schema import ChatBody, FieldError, parse_chat, parse_completion
+from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion
 from sluice_router.api.request_preparation import Caller, RequestPreparer, check_request_id, to_router_error
 from sluice_router.api.response_streams import SseResponseStream, WholeResponseStream
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from sluice_core.records import RequestId
-    from sluice_router.api.openai_schema import CompletionBody
+    from sluice_router.api.openai_requests import CompletionBody
     from sluice_router.api.request_preparation import PreparedRequest
     from sluice_router.scheduling.requests import DataPlane
     from sluice_router.security.access_control import ClientAccess
@@ -319,7 +319,7 @@ class HttpApi:
             return await self._stream(request, prepared, output, answer, headers)
         return await self._answer_whole(request, prepared, output, answer, headers)
 
-    def _make_format(self, body: CompletionBody | ChatBody, prepared: PreparedRequest) -> sse.AnswerFormat:
+    def _make_format(self, body: CompletionBody | ChatBody, prepared: PreparedRequest) -> openai_responses.AnswerFormat:
         is_chat = isinstance(body, ChatBody)
         arguments: dict[str, Any] = {
             "answer_id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -330,14 +330,14 @@ class HttpApi:
             "includes_usage": body.includes_usage,
             "prompt_token_ids": list(prepared.request.prompt_token_ids) if body.return_token_ids else None,
         }
-        return sse.ChatFormat(**arguments) if is_chat else sse.CompletionFormat(**arguments)
+        return openai_responses.ChatFormat(**arguments) if is_chat else openai_responses.CompletionFormat(**arguments)
 
     async def _answer_whole(
         self,
         request: web.BaseRequest,
         prepared: PreparedRequest,
         output: Output,
-        answer: sse.AnswerFormat,
+        answer: openai_responses.AnswerFormat,
         headers: dict[str, str],
     ) -> web.StreamResponse:
         response_stream = WholeResponseStream(output, answer)
@@ -355,7 +355,7 @@ class HttpApi:
         request: web.BaseRequest,
         prepared: PreparedRequest,
         output: Output,
-        answer: sse.AnswerFormat,
+        answer: openai_responses.AnswerFormat,
         headers: dict[str, str],
     ) -> web.StreamResponse:
         connection = _connection_of(request)
@@ -390,7 +390,12 @@ class HttpApi:
 
     async def _open(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         response = web.StreamResponse(
-            headers={"Content-Type": sse.CONTENT_TYPE, "Cache-Control": "no-cache", "Server": SERVER, **headers}
+            headers={
+                "Content-Type": openai_responses.CONTENT_TYPE,
+                "Cache-Control": "no-cache",
+                "Server": SERVER,
+                **headers,
+            }
         )
         if request.version >= HttpVersion11:
             response.enable_chunked_encoding()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 
-from sluice_router.api.sse import format_error
+from sluice_router.api.openai_responses import format_error
 from sluice_router.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from sluice_router.api.sse import format_error
+from sluice_router.api.openai_responses import format_error
 from sluice_router.errors import (
     InvalidRequestError,
     ModelNotFoundError,

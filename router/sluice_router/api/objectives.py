@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice_router.api.openai_schema import (
+from sluice_router.api.openai_requests import (
     MAX_NAME_CHARACTERS,
     MAX_PRIORITY,
     MAX_TPOT_MS,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import sampling_pb2
-from sluice_router.api.openai_schema import VLLM_DEFAULTS, CompletionBody, FieldError, quote
+from sluice_router.api.openai_requests import VLLM_DEFAULTS, CompletionBody, FieldError, quote
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.errors import InvalidRequestError, ModelNotFoundError
 from sluice_router.fair_loop import FairQueue
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from sluice_router.api.edge_metrics import EdgeMetrics
     from sluice_router.api.objectives import RequestObjectives
-    from sluice_router.api.openai_schema import ChatBody, SamplingFields
+    from sluice_router.api.openai_requests import ChatBody, SamplingFields
     from sluice_router.scheduling.requests import DataPlane
     from sluice_router.text.tokenizer import ModelText
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sluice_router.api.openai_responses import AnswerFormat
     from sluice_router.api.slow_readers import SlowReaders
-    from sluice_router.api.sse import AnswerFormat
     from sluice_router.errors import RouterError
     from sluice_router.scheduling.requests import Finish
     from sluice_router.text.output import Delta, Output
 
-from sluice_router.api.sse import format_error_event
+from sluice_router.api.openai_responses import format_error_event
 
 
 class ClientStream(Protocol):

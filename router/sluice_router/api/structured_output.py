@@ -10,10 +10,10 @@ import jsonschema
 
 from sluice.v1 import sampling_pb2
 from sluice.wire_fields import constraint_names
-from sluice_router.api.openai_schema import MAX_STRUCTURE_CHARACTERS, FieldError, quote
+from sluice_router.api.openai_requests import MAX_STRUCTURE_CHARACTERS, FieldError, quote
 
 if TYPE_CHECKING:
-    from sluice_router.api.openai_schema import SamplingFields
+    from sluice_router.api.openai_requests import SamplingFields
 
 Constraint = tuple[str, str, Any]
 _WIRE_NAMES = constraint_names()
