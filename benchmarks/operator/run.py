@@ -39,7 +39,7 @@ from stage import (  # noqa: E402
 
 if TYPE_CHECKING:
     import psutil
-    from testbed.bed import Testbed
+    from testbed.cluster import Testbed
 
 NUM_ROUTERS = 2
 MAX_EDITS = 60

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import yaml
 from scrape import read_page
-from testbed.bed import run_testbed
+from testbed.cluster import run_testbed
 from testbed.fake_nodes import make_node
 from testbed.settings import ROOT, make_settings
 
@@ -27,7 +27,7 @@ from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from testbed.bed import Testbed
+    from testbed.cluster import Testbed
 
 SYSTEM, SPACE = "sluice-system", "scale"
 PODS_PER_NODE = 900

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from release import DEFINITION, Release, load_images, run_release
-from testbed.bed import Testbed, run_testbed
+from testbed.cluster import Testbed, run_testbed
 from testbed.errors import TestbedError
 from testbed.helm import Helm
 from testbed.images import make_python_image
@@ -59,13 +59,13 @@ def place_for_pods(request: pytest.FixtureRequest) -> Iterator[None]:
     """This machine takes pods of modules whose tests ask for ``node``; those of others run in name, on kwok's nodes."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     asked = {name for item in items if item.module is request.module for name in item.fixturenames}
-    bed: Testbed | None = request.getfixturevalue("testbed") if "testbed" in asked and "node" not in asked else None
-    if bed is None or not bed.settings.has_real_node:
+    running: Testbed | None = request.getfixturevalue("testbed") if "testbed" in asked and "node" not in asked else None
+    if running is None or not running.settings.has_real_node:
         yield
         return
-    bed.client.kubectl("cordon", NODE_NAME)
+    running.client.kubectl("cordon", NODE_NAME)
     yield
-    bed.client.kubectl("uncordon", NODE_NAME)
+    running.client.kubectl("uncordon", NODE_NAME)
 
 
 @pytest.fixture(scope="session")

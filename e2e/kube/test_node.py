@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from testbed.bed import Testbed
     from testbed.client import Client
+    from testbed.cluster import Testbed
 
 pytestmark = pytest.mark.usefixtures("node")
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from testbed.bed import Testbed
     from testbed.client import Client
+    from testbed.cluster import Testbed
 
 pytestmark = pytest.mark.usefixtures("crd", "open_node")
 

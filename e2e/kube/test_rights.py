@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from testbed.bed import Testbed
     from testbed.client import Client
+    from testbed.cluster import Testbed
 
 Object = dict[str, Any]
 # Group, resource (with its subresource), verb.

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from testbed.bed import Testbed
     from testbed.client import Client
+    from testbed.cluster import Testbed
 
 FENCE = re.compile(r"^( *)```sh ci-kube\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 README = "".join(block for _, block in FENCE.findall((ROOT / "README.md").read_text()))

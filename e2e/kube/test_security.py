@@ -31,8 +31,8 @@ from sluice_operator.settings import OperatorSettings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from testbed.bed import Testbed
     from testbed.client import Client
+    from testbed.cluster import Testbed
 
     from sluice_operator.kubernetes.client import KubernetesClient
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 from testbed.certificates import CLIENTS
-from testbed.cleaning import clean
+from testbed.cleanup import clean
 from testbed.errors import MissingError, TestbedError
 from testbed.images import Image, make_python_image, write_image
 from testbed.packages import install_packages
@@ -42,7 +42,7 @@ def program(small: Settings, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     code = """
 import signal, sys
 from pathlib import Path
-from testbed.bed import run_testbed
+from testbed.cluster import run_testbed
 from testbed.settings import make_settings
 with run_testbed(make_settings(folder=Path(sys.argv[1]), first_port=int(sys.argv[2]), has_real_node=False)) as testbed:
     print("up", flush=True)
@@ -92,7 +92,7 @@ def test_nothing_is_left_when_its_program_ends(
 
 
 def test_a_second_cluster_in_one_folder_is_refused(small: Settings, program: subprocess.Popen[str]) -> None:
-    from testbed.bed import run_testbed  # noqa: PLC0415 - after the first one runs
+    from testbed.cluster import run_testbed  # noqa: PLC0415 - after the first one runs
 
     assert program.poll() is None
     with pytest.raises(TestbedError, match="another test cluster holds"), run_testbed(small):

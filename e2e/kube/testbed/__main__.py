@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from testbed.bed import run_testbed
-from testbed.cleaning import clean, find_leftovers
+from testbed.cleanup import clean, find_leftovers
+from testbed.cluster import run_testbed
 from testbed.errors import TestbedError
 from testbed.packages import install_packages
 from testbed.settings import Ports, Settings, make_settings

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from testbed.certificates import make_certificates
-from testbed.cleaning import clean, start_reaper
+from testbed.cleanup import clean, start_reaper
 from testbed.client import Client
 from testbed.control_plane import ControlPlane
 from testbed.errors import TestbedError
