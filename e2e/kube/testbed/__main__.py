@@ -1,9 +1,9 @@
 """Runs test clusters and the tests on them.
 
-python -m testbed build                    # what is cached afterwards
-python -m testbed up [--no-node] [...]     # a cluster to look at; Ctrl-C takes it away
+python -m testbed build                    # builds and caches Kubernetes
+python -m testbed up [--no-node] [...]     # starts a cluster; Ctrl-C removes it
 python -m testbed test [PYTEST_ARGUMENT...]
-python -m testbed down                     # takes away what a killed run left, if its reaper was killed too
+python -m testbed down                     # removes what a killed run left, if its reaper was killed too
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def main() -> None:
 
 @main.command("build")
 def build_command() -> None:
-    """Builds Kubernetes and its tools, if that is not done yet."""
+    """Builds Kubernetes and its tools, unless they are cached."""
     print(build())
 
 
 @main.command()
-@click.option("--node/--no-node", default=True, help="Make this machine a node (root).")
-@click.option("--fake-nodes", default=2, show_default=True, help="Nodes that kwok plays.")
-@click.option("--port", type=int, help="First port of eleven.")
+@click.option("--node/--no-node", default=True, help="Make this machine a node (needs root).")
+@click.option("--fake-nodes", default=2, show_default=True, help="Number of nodes that kwok plays.")
+@click.option("--port", type=int, help="First of eleven consecutive ports.")
 def up(*, node: bool, fake_nodes: int, port: int | None) -> None:
     """Starts a cluster and keeps it until Ctrl-C."""
     settings = make_settings(first_port=port, num_fake_nodes=fake_nodes, has_real_node=node)
-    # Being asked to end is an end like any other: through the blocks that clean up.
+    # SIGTERM ends the program through the blocks that clean up, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with run_testbed(settings) as testbed:
@@ -65,7 +65,7 @@ def up(*, node: bool, fake_nodes: int, port: int | None) -> None:
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def test(arguments: tuple[str, ...]) -> None:
-    """Runs the tests; the last line counts what passed and what failed."""
+    """Runs the tests. The last line counts what passed and what failed."""
     try:
         install_packages()
         build()
@@ -92,13 +92,13 @@ def _run_tests(arguments: Sequence[str]) -> tuple[int, int]:
     counts = {kind: sum(int(suite.get(kind, 0)) for suite in suites) for kind in kinds}
     failed = counts["failures"] + counts["errors"]
     passed = counts["tests"] - counts["skipped"] - failed
-    # A run that ends before it reports (an import error, a signal), or that skips, has not shown what it should.
+    # A run that ends before it reports (an import error, a signal) has failed, and a skipped test has shown nothing.
     return passed, max(failed + counts["skipped"], int(done.returncode != 0 or not passed))
 
 
 @main.command()
 def down() -> None:
-    """Takes away what a killed run left."""
+    """Removes what a killed run left."""
     clean(make_settings())
 
 
@@ -108,7 +108,7 @@ def down() -> None:
 def reap(folder: Path, port: int) -> None:
     """Waits for the end of standard input, then cleans up."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # its parent's end is what ends it
+        signal.signal(number, signal.SIG_IGN)  # only the end of its parent ends it
     sys.stdin.buffer.read()
     clean(Settings(folder=folder, address="", ports=Ports.starting_at(port)))
 

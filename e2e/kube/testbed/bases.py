@@ -1,8 +1,8 @@
-"""Stand-ins for the bases of the product's images, on machines that reach no registry of images.
+"""Stand-ins for the base images of the product's images, on machines that reach no container registry.
 
-The Dockerfiles name ``python:<version>-<debian>`` and its slim variant. Here they get the same Debian from its packages, and a
-CPython of this machine in /usr/local, where those images have theirs: of the same minor version if there is one. What they
-get is thus not byte for byte what users get, but has the same layout, the same system and no more in it.
+The Dockerfiles name ``python:<version>-<debian>`` and its slim variant. A stand-in has the same Debian, from its
+packages, and a CPython of this machine in /usr/local, where those images have theirs. Its minor version is the same if
+this machine has one. So layout and system are those that users get, but not every byte.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from testbed.settings import find_cache
 
 PACKAGES = {"mmdebstrap": "mmdebstrap", "runc": "runc"}
 DOCKERFILE = Path(__file__).parents[1] / "bases" / "Dockerfile"
-# Debian's own slim images leave the same out.
+# Debian's own slim images leave out the same files.
 LEFT_OUT = ("path-exclude=/usr/share/doc/*", "path-exclude=/usr/share/man/*", "path-exclude=/usr/share/locale/*")
-# Of CPython: what its slim images leave out, packages of this machine, and bytecode.
+# Left out of CPython: what its slim images leave out, packages of this machine, and bytecode.
 NOT_PACKED = {"test", "tests", "idlelib", "turtledemo", "tkinter", "lib2to3", "__pycache__"}
 SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -33,11 +33,11 @@ CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bases:
-    """The bases that a Dockerfile names by default.
+    """The base images that a Dockerfile names by default.
 
     Args:
-        full: Name of the one with compilers.
-        slim: Name of the one without.
+        full: Name of the image with compilers.
+        slim: Name of the image without.
     """
 
     full: str
@@ -55,7 +55,7 @@ class Bases:
 
 
 def read_bases(dockerfile: Path) -> Bases:
-    """The bases of a Dockerfile of ours."""
+    """Reads the base images of one of the product's Dockerfiles."""
     defaults = dict(re.findall(r"^ARG (\w+_BASE)=(\S+)$", dockerfile.read_text(), re.MULTILINE))
     return Bases(full=defaults["BUILD_BASE"], slim=defaults["RUN_BASE"])
 
@@ -65,14 +65,14 @@ def make_bases(builder: Builder, bases: Bases, folder: Path) -> dict[str, Path]:
 
     Args:
         builder: Builds them.
-        bases: What to stand for.
-        folder: Where they are put.
+        bases: Names of the images to stand in for.
+        folder: Where the stand-ins are put.
 
     Returns:
-        Their OCI layouts by the names that they stand for.
+        OCI layouts by the names of the images that they stand in for.
 
     Raises:
-        MissingError: This machine lacks root, apt, or a CPython that can be moved.
+        MissingError: This machine lacks root, apt, or a CPython that can be copied.
         TestbedError: They cannot be made.
     """
     install_packages(PACKAGES)
@@ -96,13 +96,13 @@ def make_bases(builder: Builder, bases: Bases, folder: Path) -> dict[str, Path]:
 
 
 def find_python(version: str) -> Path:
-    """The prefix of a CPython that can be moved: one with a folder of its own, of this version or the next best.
+    """Finds the prefix of a CPython that can be copied: one with a folder of its own.
 
     Args:
-        version: As ``3.12.12``; one of its minor version goes before the one that runs this.
+        version: Version such as ``3.12.12``. A CPython of the same minor version goes before the one that runs this.
 
     Raises:
-        MissingError: There is none.
+        MissingError: This machine has none.
     """
     minor = ".".join(version.split(".")[:2])
     root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
@@ -111,7 +111,7 @@ def find_python(version: str) -> Path:
         if prefix != Path("/usr") and list(prefix.glob("lib/python3.*/os.py")):
             return prefix
     raise MissingError(
-        f"no CPython of {candidates} can be copied; install {minor} with pyenv, or run this by one outside /usr"
+        f"no CPython of {candidates} can be copied; install {minor} with pyenv, or run this with a Python outside /usr"
     )
 
 
@@ -120,7 +120,7 @@ def _fetch_debian(release: str) -> Path:
     cached = find_cache("bases") / f"{release}.tar"
     if not cached.is_file():
         cached.parent.mkdir(parents=True, exist_ok=True)
-        # This machine's mirrors, if they are for this release; else mmdebstrap's own.
+        # This machine's mirrors if they serve this release, otherwise mmdebstrap's own.
         is_same = SOURCES.is_file() and release in SOURCES.read_text()
         new = cached.with_name(f"new-{cached.name}")
         options = ["--quiet", "--mode=root", "--variant=minbase", *(f"--dpkgopt={option}" for option in LEFT_OUT)]
@@ -149,7 +149,7 @@ def _pack_python(prefix: Path, archive: Path) -> None:
 
 
 def _write_configuration(folder: Path) -> None:
-    """How this machine reaches package registries: certificates and index, for the stages that install."""
+    """Writes how build stages reach package registries from this machine: certificates and index."""
     (folder / "ssl" / "certs").mkdir(parents=True)
     (folder / "uv").mkdir()
     shutil.copy(os.environ.get("SSL_CERT_FILE") or CERTIFICATES, folder / "ssl" / "certs" / CERTIFICATES.name)

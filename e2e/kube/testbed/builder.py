@@ -1,7 +1,8 @@
-"""BuildKit, which is what ``docker build`` runs, as long as a block lasts.
+"""BuildKit, which is what ``docker build`` runs, for the length of a block.
 
-Its daemon and client are built from their Go module (``builder/`` pins them), once for all checkouts. It runs build steps with
-runc, as root, on this machine's network. All that it keeps lies in one folder, and nothing of it runs when the block is left.
+Its daemon and client are built once for all checkouts, from the Go module that ``builder/`` pins. BuildKit runs build
+steps with runc, as root, on this machine's network. All its files lie in one folder. All its processes end with the
+block.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ root = "{folder}/state"
 [worker.containerd]
   enabled = false
 """
-# Whatever Docker would warn of is an error here.
+# What Docker only warns of is an error here.
 STRICT = "BUILDKIT_DOCKERFILE_CHECK=error=true"
 START_S = 30.0
 
@@ -51,9 +52,9 @@ class Build:
     Args:
         dockerfile: The file.
         context: Folder that it copies from.
-        target: Stage; empty: the last one.
+        target: Stage; empty means the last one.
         arguments: Build arguments.
-        bases: OCI layouts that stand for images, by their names in the file.
+        bases: OCI layouts that replace base images, by the images' names in the file.
     """
 
     dockerfile: Path
@@ -81,13 +82,13 @@ class Builder:
             build: What to build.
             layout: Folder for an OCI layout.
             archive: File for an OCI archive, which ``ctr images import`` and ``docker load`` read.
-            name: The image's, in the archive.
+            name: Name of the image in the archive.
 
         Returns:
-            What the builder said.
+            BuildKit's output.
 
         Raises:
-            TestbedError: It failed.
+            TestbedError: The build failed.
         """
         options = [f"--opt=build-arg:{key}={value}" for key, value in build.arguments.items()]
         options += [f"--opt=target={build.target}"] if build.target else []
@@ -97,7 +98,7 @@ class Builder:
         if layout is not None:
             options.append(f"--output=type=oci,tar=false,compression=uncompressed,dest={layout}")
         if archive is not None:
-            # Some gigabytes: quick to write, and a third of the size.
+            # Some gigabytes: this compression is quick, and leaves a third of the size.
             quick = "compression=zstd,compression-level=1,force-compression=true"
             options.append(f"--output=type=oci,{quick},name={name},dest={archive}")
         return self.run(
@@ -118,7 +119,7 @@ class Builder:
 
 
 def read_digest(layout: Path) -> str:
-    """Digest of the one image of an OCI layout."""
+    """Reads the digest of the one image of an OCI layout."""
     (manifest,) = json.loads((layout / "index.json").read_text())["manifests"]
     return str(manifest["digest"])
 
@@ -128,16 +129,16 @@ def run_builder(folder: Path) -> Iterator[Builder]:
     """Runs BuildKit.
 
     Args:
-        folder: What it keeps, its log and its socket.
+        folder: Folder for its state, its log and its socket.
 
     Raises:
         MissingError: There is no Go, or it is too old.
-        TestbedError: It cannot be built, or does not start.
+        TestbedError: BuildKit cannot be built, or does not start.
     """
     sources = [MODULE / "go.mod", MODULE / "go.sum", Path(__file__)]
     path = build_once("BuildKit", find_cache("builder"), sources, _build_into)
     folder.mkdir(parents=True, exist_ok=True)
-    # A socket's path may have 107 characters, whatever a checkout's has.
+    # The path of a socket may have 107 characters; the path of a checkout may be longer.
     socket = Path(f"/run/sluice-builder-{os.getpid()}.sock")
     (folder / "buildkitd.toml").write_text(CONFIGURATION.format(folder=folder, socket=socket))
     with (folder / "buildkitd.log").open("wb") as log:
@@ -151,7 +152,7 @@ def run_builder(folder: Path) -> Iterator[Builder]:
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the tests, which then stop it
+            start_new_session=True,  # Ctrl-C reaches the tests only, which then stop the daemon
         )
     try:
         builder = Builder(path, socket)
@@ -186,4 +187,4 @@ def _build_into(folder: Path, go: str) -> None:
         target.mkdir()
         for name in PROGRAMS:
             compile_program(go, MODULE, f"github.com/moby/buildkit/cmd/{name}", target / name, {})
-        target.rename(folder)  # whole or not at all
+        target.rename(folder)  # atomic: a build is complete or absent

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from testbed.settings import Settings
 
-# Clients of the API server: user and group, which is what the certificate says they are.
+# Clients of the API server: user and group, as their certificates name them.
 CLIENTS = {
     "admin": ("admin", "system:masters"),
     "controller-manager": ("system:kube-controller-manager", None),
@@ -26,13 +26,13 @@ CLIENTS = {
 
 
 def make_certificates(settings: Settings) -> None:
-    """Makes all certificates, the key of service account tokens, and a kubeconfig for each client."""
+    """Makes all certificates, the signing key of service account tokens, and a kubeconfig for each client."""
     settings.pki.mkdir(parents=True, mode=0o700)
     cluster, etcd, front = trustme.CA(), trustme.CA(), trustme.CA()
     for name, authority in (("ca", cluster), ("etcd-ca", etcd), ("front-ca", front)):
         authority.cert_pem.write_to_path(settings.pki / f"{name}.crt")
     _write_private(settings.pki / "ca.key", cluster.private_key_pem.bytes())
-    # An authority's key pair serves as the key of tokens: the API server reads the public half from the private one.
+    # One key pair signs tokens and checks them: the API server derives the public key from the private one.
     _write_private(settings.pki / "tokens.key", trustme.CA().private_key_pem.bytes())
     service = ["kubernetes", "default", "svc", "cluster", "local"]
     names = ["localhost", "127.0.0.1", settings.address, settings.api_service]
@@ -59,7 +59,7 @@ def make_certificates(settings: Settings) -> None:
 def _issue(
     settings: Settings, authority: trustme.CA, file: str, *names: str, user: str, group: str | None = None
 ) -> None:
-    # Go refuses a certificate whose list of names is empty; nobody connects to a client, so any name will do.
+    # Go refuses a certificate with an empty list of names. Nobody connects to a client, so any name will do.
     leaf = authority.issue_cert(*(names or ("localhost",)), common_name=user, organization_name=group)
     leaf.cert_chain_pems[0].write_to_path(settings.pki / f"{file}.crt")
     _write_private(settings.pki / f"{file}.key", leaf.private_key_pem.bytes())
@@ -71,12 +71,12 @@ def _write_private(path: Path, content: bytes) -> None:
 
 
 def write_kubeconfig(settings: Settings, path: Path, *, certificate: Path | None = None, token: str = "") -> None:
-    """Writes a client's configuration, with everything in it.
+    """Writes a self-contained kubeconfig for a client.
 
     Args:
         settings: The cluster.
-        path: File to write; JSON is YAML.
-        certificate: The client's certificate and key, without their endings; or
+        path: File to write, as JSON, which is valid YAML.
+        certificate: Path of the client's certificate and key, without their suffixes; or
         token: the client's token.
     """
     user: dict[str, str] = {"token": token}

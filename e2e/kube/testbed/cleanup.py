@@ -1,8 +1,8 @@
-"""Takes away everything that a test cluster left on this machine, however it ended.
+"""Removes everything that a test cluster left on this machine, however it ended.
 
-Normal ends, Ctrl-C and crashes all go this one way: a *reaper* process waits for the end of whoever started the cluster
-(its standard input closes then, whatever happened) and calls ``clean``. So does the next start, in case the reaper was
-killed too. All of it works from pid files and fixed names, and may run any number of times.
+A *reaper* process waits for the end of the program that started the cluster: its standard input closes then, whatever
+happened. It calls ``clean``, and so does the next start, in case the reaper was killed too. ``clean`` works from pid
+files and fixed names, and may run any number of times.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ LOG_LINKS = Path("/var/log/containers")
 
 
 def clean(settings: Settings) -> None:
-    """Stops the cluster and takes all of it away but the logs."""
+    """Stops the cluster and removes all of it but the logs."""
     if settings.node.is_dir():
         _clean_node(settings)
-    # Nothing of it is needed again, so nobody need write anything down.
+    # SIGKILL: nothing of the cluster is needed again, so no program need save its state.
     for name in ("kwok", *reversed(control_plane.PROGRAMS)):
         stop_recorded(settings, name, signal.SIGKILL)
     for path in (*settings.folder.glob("*"), settings.node):
         if path.is_dir() and path != settings.logs:
-            shutil.rmtree(path, ignore_errors=True)  # another cleaner may be at it
+            shutil.rmtree(path, ignore_errors=True)  # another reaper may remove it at the same time
         elif path.is_file():
             path.unlink(missing_ok=True)
 
 
 def find_leftovers(settings: Settings) -> list[str]:
-    """What of a cluster is on this machine though it should be gone, each with its kind."""
+    """Lists what of a cluster is left on this machine, each item with its kind."""
     state = _runtime_folder(settings)
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     found = [
@@ -69,7 +69,7 @@ def start_reaper(settings: Settings, locks: Sequence[int]) -> subprocess.Popen[b
 
     Args:
         settings: The cluster.
-        locks: Descriptors of locks that are held until everything is gone, even if the caller is gone first.
+        locks: Descriptors of locks that the reaper holds until everything is gone, even if the caller ends first.
     """
     command = [sys.executable, "-m", "testbed", "reap", str(settings.folder), str(settings.ports.api)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -112,13 +112,13 @@ def _remove_containers(settings: Settings) -> None:
 
 
 def _kill_shims(settings: Settings) -> None:
-    """Kills the processes that stand between containerd and its containers; they outlive both."""
+    """Kills containerd's shims, which outlive both containerd and their containers."""
     socket = str(settings.node / "containerd.sock")
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
         if command and Path(command[0]).name.startswith("containerd-shim") and socket in command:
             with contextlib.suppress(psutil.NoSuchProcess):
-                # First what it holds: without their shim, containers are nobody's children.
+                # Containers first: without their shim, nothing names them as its children.
                 for child in process.children(recursive=True):
                     child.kill()
                 process.kill()
@@ -135,7 +135,7 @@ def _runtime_folder(settings: Settings) -> Path:
 
 def _remove_cgroups() -> None:
     for root in [CGROUPS / "kubepods", *CGROUPS.glob("*/kubepods")]:
-        # The kernel's files in them cannot be removed, nor need be; an innermost group goes first.
+        # The kernel's files in a cgroup cannot be removed, and need not be. Innermost groups go first.
         for folder, _, _ in os.walk(root, topdown=False):
             with contextlib.suppress(OSError):
                 Path(folder).rmdir()

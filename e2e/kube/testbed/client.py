@@ -1,4 +1,4 @@
-"""Talks to a test cluster: kubectl as a user would, and plain HTTPS where the answer's details matter."""
+"""Talks to a test cluster: with kubectl as a user would, and over HTTPS where details of the answer matter."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the API server answered.
+    """An answer of the API server.
 
     Args:
         status: HTTP status.
-        content: The object, or the Status that says what is wrong.
+        content: The object, or the Status that explains a refusal.
     """
 
     status: int
@@ -44,7 +44,7 @@ class Client:
     Args:
         settings: The cluster.
         path: Folder of kubectl.
-        user: Whose certificate and kubeconfig are used.
+        user: User whose certificate and kubeconfig are used.
     """
 
     def __init__(self, settings: Settings, path: Path, user: str = "admin") -> None:
@@ -73,16 +73,16 @@ class Client:
                 return Answer(error.code, _read_json(error.read()))
 
     def read_changes(self, collection: str, since: str) -> list[dict[str, Any]]:
-        """Reads what has become of the objects of a collection, oldest first: what a watch tells of the past.
+        """Reads how the objects of a collection changed, oldest change first, as a watch reports it.
 
-        The API server remembers some minutes.
+        The API server keeps changes for some minutes.
 
         Args:
             collection: Path of the collection.
             since: Resource version of the collection or of one of its objects.
 
         Raises:
-            TestbedError: It does not remember that far back.
+            TestbedError: The API server does not keep changes that old any more.
         """
         query = f"watch=true&resourceVersion={since}&timeoutSeconds=2"
         with urllib.request.urlopen(f"{self._url}{collection}?{query}", context=self._tls, timeout=30) as answer:
@@ -92,7 +92,7 @@ class Client:
         return [event["object"] for event in events]
 
     def is_ready(self) -> bool:
-        """Whether the API server says that it is ready."""
+        """Whether the API server reports that it is ready."""
         try:
             return self.request("GET", "/readyz").is_ok
         except OSError:
@@ -102,15 +102,15 @@ class Client:
         """Runs kubectl and returns what it prints.
 
         Raises:
-            TestbedError: It failed; the message is what it said.
+            TestbedError: kubectl failed; the message is its output.
         """
         return self._run("kubectl", *arguments, stdin=stdin)
 
     def helm(self, *arguments: str) -> str:
-        """Runs helm, without any configuration of this machine's user, and returns what it prints.
+        """Runs helm without the user's own configuration, and returns what it prints.
 
         Raises:
-            TestbedError: It failed; the message is what it said.
+            TestbedError: helm failed; the message is its output.
         """
         return self._run("helm", *arguments)
 
@@ -134,7 +134,7 @@ class Client:
         ``kubectl wait`` fails on a CRD so young that its conditions are null.
 
         Raises:
-            TestbedError: One is not served after ``patience_s``.
+            TestbedError: A kind is not served after ``patience_s``.
         """
         deadline = time.monotonic() + patience_s
         for name in definitions:

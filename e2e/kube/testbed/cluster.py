@@ -1,4 +1,4 @@
-"""The test cluster as a whole: start, use, and be sure that it is gone afterwards."""
+"""Starts the test cluster, and makes sure that nothing of it is left afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from testbed.settings import Settings
 
-# Bridges, packet filters and cgroups have one name each on a machine.
+# A machine has one bridge, one packet filter table and one cgroup of each name.
 NODE_LOCK = Path("/run/lock/sluice-kube-node")
 
 
@@ -35,7 +35,7 @@ class Testbed:
         path: Folder of the binaries.
     """
 
-    __test__ = False  # not a test, whatever its name
+    __test__ = False  # pytest takes the name for a test's
 
     def __init__(self, settings: Settings, path: Path) -> None:
         self.settings = settings
@@ -60,7 +60,7 @@ def run_testbed(settings: Settings) -> Iterator[Testbed]:
 
     Raises:
         MissingError: The machine lacks something.
-        TestbedError: Another one runs, or this one does not come up.
+        TestbedError: Another cluster runs, or this one does not come up.
     """
     if settings.has_real_node:
         install_packages()
@@ -79,14 +79,14 @@ def run_testbed(settings: Settings) -> Iterator[Testbed]:
             testbed.start()
             yield testbed
         finally:
-            reaper.communicate()  # closes its input, which is what it waits for
+            reaper.communicate()  # closes its standard input, which is what the reaper waits for
             if testbed:
                 testbed.processes.forget()
 
 
 @contextlib.contextmanager
 def _locked(settings: Settings) -> Iterator[list[int]]:
-    """Holds a lock on the folder, and on the machine when it becomes a node; yields their descriptors."""
+    """Locks the folder, and the machine too if it becomes a node; yields the locks' descriptors."""
     paths = [settings.logs / "lock", *([NODE_LOCK] if settings.has_real_node else [])]
     with contextlib.ExitStack() as stack:
         NODE_LOCK.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""etcd, API server, controller manager and scheduler."""
+"""The control plane: etcd, API server, controller manager and scheduler."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from testbed.settings import Settings
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
-# Requests per second of each controller and of the scheduler: the default of 20 is made for clusters that grow slowly.
+# Requests per second of each controller and of the scheduler. The default of 20 suits clusters that grow slowly.
 CLIENT_RATE = ("--kube-api-qps=500", "--kube-api-burst=1000")
-# Who asked for what, of service accounts that are not Kubernetes' own.
+# Audits the requests of service accounts, except those of Kubernetes itself.
 AUDIT_POLICY = {
     "apiVersion": "audit.k8s.io/v1",
     "kind": "Policy",
@@ -72,12 +72,12 @@ class ControlPlane:
             self._processes.wait_for("scheduler", lambda: _is_healthy(ports.scheduler))
 
     def stop_program(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Stops one program, by default without a warning."""
+        """Stops one program, with SIGKILL by default."""
         self._processes.stop(name, number)
 
 
 def render_etcd(settings: Settings) -> list[str]:
-    """Command of etcd; what it stores is thrown away, so it need not reach the disk."""
+    """Renders the command of etcd. Its data is thrown away afterwards, so etcd does not sync it to disk."""
     client, peer = (f"127.0.0.1:{port}" for port in (settings.ports.etcd, settings.ports.etcd_peer))
     return [
         "etcd",
@@ -98,7 +98,7 @@ def render_etcd(settings: Settings) -> list[str]:
 
 
 def render_api_server(settings: Settings) -> list[str]:
-    """Command of the API server, with RBAC and the admission that clusters have."""
+    """Renders the command of the API server, with RBAC and the usual admission plugins."""
     pki = settings.pki
     return [
         "kube-apiserver",
@@ -137,7 +137,7 @@ def render_api_server(settings: Settings) -> list[str]:
 
 
 def render_controller_manager(settings: Settings) -> list[str]:
-    """Command of the controller manager; each controller has its own service account, as in real clusters."""
+    """Renders the command of the controller manager, with a service account for each controller as in real clusters."""
     config, pki = settings.kubeconfig("controller-manager"), settings.pki
     return [
         "kube-controller-manager",
@@ -159,7 +159,7 @@ def render_controller_manager(settings: Settings) -> list[str]:
 
 
 def render_scheduler(settings: Settings) -> list[str]:
-    """Command of the scheduler."""
+    """Renders the command of the scheduler."""
     config = settings.kubeconfig("scheduler")
     return [
         "kube-scheduler",
@@ -174,7 +174,7 @@ def render_scheduler(settings: Settings) -> list[str]:
 
 
 def _is_healthy(port: int) -> bool:
-    # They sign their certificates themselves.
+    # These programs sign their certificates themselves, so the certificate cannot be verified.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

@@ -1,4 +1,4 @@
-"""Nodes that kwok plays: pods that tolerate their taint become Ready there, in name only."""
+"""Nodes that kwok plays. Pods that tolerate their taint become Ready there, but nothing runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start_fake_nodes(settings: Settings, processes: Processes, client: Client, p
 
 
 def make_node(name: str) -> dict[str, Any]:
-    """A large node with GPUs."""
+    """Describes a large node with GPUs."""
     room = {"cpu": "64", "memory": "512Gi", "pods": "1000", "nvidia.com/gpu": "8"}
     return {
         "apiVersion": "v1",

@@ -1,4 +1,4 @@
-"""Runs helm on the chart, without any configuration of this machine's user."""
+"""Runs helm on the chart, without the user's own configuration."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SYSTEM = "sluice-system"
 
 
 class Helm:
-    """The binary.
+    """The helm program.
 
     Args:
-        path: The binary.
-        home: Folder for its caches and for values.
+        path: The program.
+        home: Folder for its caches and for values files.
     """
 
     def __init__(self, path: Path, home: Path) -> None:
@@ -43,7 +43,7 @@ class Helm:
     def template(
         self, values: Object, *arguments: str, release: str = RELEASE, namespace: str = SYSTEM
     ) -> list[Object]:
-        """Renders the chart; refuses to go on when helm does."""
+        """Renders the chart; an error of helm is an error here."""
         file = self._home / "values.json"
         file.write_text(json.dumps(values))
         done = self.run("template", release, str(CHART), "-n", namespace, "-f", str(file), *arguments)

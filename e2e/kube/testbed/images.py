@@ -1,7 +1,7 @@
 """Container images from files of this machine, without a registry or a daemon.
 
-An image has one layer: the files that are named, and for each program among them the shared libraries it needs. Name
-images ``docker.io/local/<name>:<tag>`` and use the pull policy Never or IfNotPresent.
+An image has one layer: the named files, and the shared libraries that programs among them need. Name images
+``docker.io/local/<name>:<tag>`` and use the pull policy Never or IfNotPresent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ACCOUNTS = {
     "etc/group": f"root:x:0:\nnonroot:x:{USER}:\n",
     "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
-# Parts of Python that no program of ours runs.
+# Parts of Python that no program in these images runs.
 UNUSED = ("test", "tests", "idlelib", "ensurepip", "turtledemo", "site-packages")
 SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -42,16 +42,16 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """What an image holds and runs.
+    """What an image contains and runs.
 
     Args:
         name: Name with tag.
         command: Entry point and arguments.
-        files: Path in the image to path on this machine; folders with all that is below them.
-        trees: As ``files``, but nothing below is left out: environments of Python.
-        links: Symbolic links: path in the image to target.
-        environment: Variables.
-        user: User and group id, as a number: Kubernetes checks ``runAsNonRoot`` by it.
+        files: Path on this machine by path in the image. Folders come with all below but unused parts of Python.
+        trees: Like ``files``, with nothing left out; for Python environments.
+        links: Symbolic links: target by path in the image.
+        environment: Environment variables.
+        user: User and group id. Numeric, because Kubernetes checks ``runAsNonRoot`` by the number.
     """
 
     name: str
@@ -64,29 +64,29 @@ class Image:
 
 
 def make_pause_image(path: Path) -> Image:
-    """The image that holds a pod's namespaces open; ``path`` is the folder of the binaries."""
+    """Makes the image that holds a pod's namespaces open; ``path`` is the folder of the binaries."""
     return Image(name="docker.io/local/pause:1", command=("/pause",), files={"/pause": path / "pause"})
 
 
 def make_python_image(
     name: str, *, command: tuple[str, ...] = ("python",), programs: Sequence[str] = (), libraries: Sequence[str] = ()
 ) -> Image:
-    """An image with the Python that runs this, at the path it has here, without any package.
+    """Makes an image with the Python that runs this, at the path that it has here, without any package.
 
-    A virtual environment of this machine that is mounted at its own path then works as it does here.
+    A virtual environment of this machine works in it when mounted at its own path.
 
     Args:
         name: Name with tag.
         command: Entry point.
         programs: Further programs of this machine.
-        libraries: Shared libraries that are loaded by name, such as ``libnuma.so.1``, so that nothing else shows them.
+        libraries: Shared libraries that programs load by name, such as ``libnuma.so.1``; ``ldd`` does not show those.
 
     Raises:
         MissingError: This machine has no such program or library.
     """
     python = Path(sys.executable).resolve()
     standard = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix, "base": sys.base_prefix}))
-    # A virtual environment may name it by another name in the same folder.
+    # A virtual environment may refer to Python by another name in the same folder.
     others = [python.with_name(name) for name in ("python", "python3") if python.with_name(name).exists()]
     files = [python, *others, standard, *map(_find_program, programs), *map(_find_library, libraries)]
     return Image(
@@ -101,7 +101,7 @@ def make_python_image(
 def _find_program(name: str) -> Path:
     found = shutil.which(name)
     if found is None:
-        raise MissingError(f"there is no program {name}; install it")
+        raise MissingError(f"program {name} is not on PATH; install it")
     return Path(found)
 
 
@@ -109,12 +109,12 @@ def _find_library(name: str) -> Path:
     known = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
     match = re.search(rf"^\s*{re.escape(name)} .* => (/\S+)$", known, re.MULTILINE)
     if match is None:
-        raise MissingError(f"there is no library {name}; install it")
+        raise MissingError(f"library {name} is not known to ldconfig; install it")
     return Path(match[1])
 
 
 def write_image(image: Image, path: Path) -> None:
-    """Writes an image as an archive that ``ctr images import`` and ``docker load`` read.
+    """Writes an image as an archive that ``ctr images import`` and ``docker load`` can read.
 
     Args:
         image: The image.
@@ -154,13 +154,13 @@ def _make_layer(image: Image) -> bytes:
             layer.addfile(entry)
         for inside, outside in sorted(_with_libraries(image).items()):
             folders.add_parents(inside)
-            # Owned by root and with their times: bytecode is stale when its source's time has changed.
+            # Files keep their times: Python takes bytecode for stale when its source has another time.
             layer.add(outside, inside.lstrip("/"), recursive=False, filter=_owned_by_root)
     return content.getvalue()
 
 
 class _Folders:
-    """Adds each folder of a layer once, before what is in it."""
+    """Adds each folder to a layer once, before its contents."""
 
     def __init__(self, layer: tarfile.TarFile) -> None:
         self._layer = layer
@@ -180,7 +180,7 @@ class _Folders:
 
 
 def _with_libraries(image: Image) -> dict[str, Path]:
-    """All files below the named ones, and the libraries that the programs among them load."""
+    """Lists the files below the named ones, and the libraries that programs among them load."""
     found: dict[str, Path] = {}
     for folders, left_out in ((image.files, UNUSED), (image.trees, ())):
         for inside, outside in folders.items():

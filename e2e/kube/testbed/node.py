@@ -27,7 +27,7 @@ PROGRAMS = ("containerd", "kubelet", "kube-proxy", "coredns")
 
 
 class Node:
-    """The real node; tests stop and start its programs and bring images.
+    """The real node. Tests stop and start its programs, and load images.
 
     Args:
         settings: The cluster.
@@ -71,10 +71,10 @@ class Node:
         self._processes.wait_for(f"node {NODE_NAME}", lambda: is_ready(self._client, NODE_NAME), timeout_s)
 
     def load_image(self, image: Image) -> None:
-        """Makes an image and gives it to containerd.
+        """Makes an image and loads it into containerd.
 
         Raises:
-            TestbedError: containerd did not take it.
+            TestbedError: containerd refused it.
         """
         archive = self._settings.node / "image.tar"
         write_image(image, archive)
@@ -82,10 +82,10 @@ class Node:
         archive.unlink()
 
     def load_archive(self, archive: Path) -> None:
-        """Gives containerd an image that was made elsewhere, under the name that the archive has for it.
+        """Loads an image from an archive into containerd, under the name that the archive has for it.
 
         Raises:
-            TestbedError: containerd did not take it.
+            TestbedError: containerd refused it.
         """
         done = self._ctr("-n", "k8s.io", "images", "import", str(archive))
         if done.returncode != 0:
@@ -96,18 +96,18 @@ class Node:
 
 
 def list_pod_namespaces() -> set[str]:
-    """Network namespaces of pods on this machine, ours or not."""
+    """Lists the network namespaces of all pods on this machine, of other clusters too."""
     return {path.name for path in NAMESPACES.glob("cni-*")} if NAMESPACES.is_dir() else set()
 
 
 def read_foreign_namespaces(settings: Settings) -> set[str]:
-    """Those that were there before the node was started."""
+    """Reads which of them existed before the node was started."""
     path = settings.node / FOREIGN
     return set(path.read_text().split()) if path.is_file() else list_pod_namespaces()
 
 
 def run_ctr(settings: Settings, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs containerd's own client; it would wait ten seconds for a socket that nobody serves."""
+    """Runs containerd's client with a short timeout: it would wait ten seconds for a dead socket."""
     command = ["ctr", "--connect-timeout", "2s", "-a", str(settings.node / "containerd.sock"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -160,7 +160,7 @@ COREFILE = """\
 
 
 def make_pod_network(settings: Settings) -> dict[str, Any]:
-    """A bridge that pods of this node share; hairpin, so that a pod reaches itself through its Service."""
+    """Describes the bridge of this node's pods. With hairpin mode, a pod reaches itself through its Service."""
     addresses = {
         "type": "host-local",
         "dataDir": str(settings.node / "ipam"),
@@ -176,7 +176,7 @@ def make_pod_network(settings: Settings) -> dict[str, Any]:
 
 
 def make_kubelet_configuration(settings: Settings) -> dict[str, Any]:
-    """Kubelet's configuration; images that cannot be fetched again are never collected."""
+    """Makes the kubelet's configuration. It never collects images, because they cannot be pulled again."""
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -235,10 +235,10 @@ def render_kube_proxy(settings: Settings) -> list[str]:
 
 
 def prepare_network(settings: Settings) -> None:
-    """Lets packets of pods leave the machine under its address.
+    """Masquerades packets that pods send out of the machine.
 
     Raises:
-        TestbedError: The kernel refused.
+        TestbedError: The kernel refused the rules.
     """
     rules = f"""
 table ip {MASQUERADE_TABLE} {{
@@ -248,7 +248,7 @@ table ip {MASQUERADE_TABLE} {{
 	}}
 }}
 """
-    (settings.node / FORWARDING.name).write_text(FORWARDING.read_text())  # put back in the end
+    (settings.node / FORWARDING.name).write_text(FORWARDING.read_text())  # ``cleanup.py`` restores this value
     FORWARDING.write_text("1\n")
     done = subprocess.run(["nft", "-f", "-"], input=rules, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -256,7 +256,7 @@ table ip {MASQUERADE_TABLE} {{
 
 
 def make_dns_service(settings: Settings) -> list[dict[str, Any]]:
-    """Cluster DNS runs beside the control plane, behind a Service without a selector."""
+    """Describes cluster DNS: it runs beside the control plane, behind a Service without a selector."""
     name, namespace = "kube-dns", "kube-system"
     ports = [("dns", "UDP"), ("dns-tcp", "TCP")]
     service = {

@@ -1,4 +1,4 @@
-"""What the real node needs from the operating system."""
+"""Installs the packages of the operating system that the real node needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testbed.errors import MissingError, TestbedError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Debian's package, and a program or file that shows that it is there.
+# Debian's package, and a program or file that shows that it is installed.
 PACKAGES = {
     "containerd": "containerd",
     "runc": "runc",
@@ -28,13 +28,13 @@ PACKAGES = {
 
 
 def install_packages(packages: Mapping[str, str] = PACKAGES) -> None:
-    """Installs what is missing with apt.
+    """Installs missing packages with apt.
 
     Args:
-        packages: Debian's package, and a program or file that shows that it is there.
+        packages: Debian's package, and a program or file that shows that it is installed.
 
     Raises:
-        MissingError: This is not root, or there is no apt.
+        MissingError: The user is not root, or there is no apt.
         TestbedError: apt failed.
     """
     if os.geteuid() != 0:

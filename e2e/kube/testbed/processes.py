@@ -1,4 +1,4 @@
-"""The programs of a test cluster: each has a log, a pid file, and dies with whoever started it."""
+"""Processes of a test cluster. Each has a log and a pid file, and dies with the program that started it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Processes:
 
     Args:
         settings: The cluster; pid files and logs are written to its folders.
-        path: Folder whose programs go before those of the machine.
+        path: Folder that comes first in the programs' PATH.
     """
 
     def __init__(self, settings: Settings, path: Path) -> None:
@@ -44,29 +44,29 @@ class Processes:
         Args:
             name: Names its log and its pid file.
             command: Program and arguments.
-            environment: Further variables.
+            environment: Additional variables.
 
         Raises:
-            TestbedError: It runs already.
+            TestbedError: A program of this name runs already.
         """
         if name in self._children and self._children[name].poll() is None:
             raise TestbedError(f"{name} runs already")
         with (self._settings.logs / f"{name}.log").open("ab") as log:
             child = subprocess.Popen(
-                # The leash becomes the program, so the pid is the program's.
+                # The wrapper replaces itself by the program, so this pid is the program's.
                 [sys.executable, die_with_parent.__file__, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**self._environment, **(environment or {})},
-                start_new_session=True,  # Ctrl-C is for the tests; they then stop the cluster in order
+                start_new_session=True,  # Ctrl-C reaches the tests only, which then stop the cluster in order
             )
         self._children[name] = child
         record = {"pid": child.pid, "created": psutil.Process(child.pid).create_time()}
         (self._settings.pids / name).write_text(json.dumps(record))
 
     def pid(self, name: str) -> int:
-        """Process id of a program."""
+        """Returns the process id of a program."""
         return self._children[name].pid
 
     def stop(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
@@ -75,7 +75,7 @@ class Processes:
         self._children.pop(name).wait()
 
     def forget(self) -> None:
-        """Takes note that all programs were stopped by others."""
+        """Forgets all programs, because something else has stopped them."""
         for child in self._children.values():
             child.wait()
         self._children.clear()
@@ -84,7 +84,7 @@ class Processes:
         """Polls until a condition holds.
 
         Raises:
-            NotReachedError: It did not hold in time, or a program has ended meanwhile.
+            NotReachedError: The condition did not hold in time, or a program ended meanwhile.
         """
         deadline = time.monotonic() + timeout_s
         while not is_reached():
@@ -96,25 +96,25 @@ class Processes:
             time.sleep(POLL_S)
 
     def tail(self, name: str, num_lines: int = 20) -> str:
-        """End of a program's log."""
+        """Reads the end of a program's log."""
         lines = (self._settings.logs / f"{name}.log").read_text(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
 
 def stop_recorded(settings: Settings, name: str, number: signal.Signals, timeout_s: float = 15.0) -> None:
-    """Stops a program by its pid file, whoever started it; one that does not heed the signal is killed.
+    """Stops a program by its pid file, whoever started it. A program that ignores the signal is killed.
 
     Args:
         settings: The cluster.
         name: The program.
-        number: Signal to begin with.
+        number: First signal.
         timeout_s: Longest time it may take to end.
     """
     path = settings.pids / name
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, psutil.NoSuchProcess):
         record = json.loads(path.read_text())
         process = psutil.Process(record["pid"])
-        # A number that another process has by now is not ours to signal.
+        # Another process may have this pid by now: it must not get the signal.
         if process.create_time() == record["created"]:
             process.send_signal(number)
             if not _has_ended(process, timeout_s):
@@ -124,7 +124,7 @@ def stop_recorded(settings: Settings, name: str, number: signal.Signals, timeout
 
 
 def _has_ended(process: psutil.Process, timeout_s: float) -> bool:
-    """Waits for the end of a process; one that its parent has yet to reap has ended."""
+    """Waits for the end of a process. A zombie counts as ended."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

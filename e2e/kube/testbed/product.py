@@ -1,8 +1,8 @@
-"""The product's images, made without a container engine: what the Dockerfiles install, with their user and entry points.
+"""The product's images, made without a container engine: what the Dockerfiles install, with user and entry points.
 
-Operator and router have an environment of their own at the Dockerfiles' path, from the hashes of ``requirements/`` and
-from the wheel that ``make`` built. The engine's (vLLM, 5.5 GB) is not copied: in its place is a link to the checkout's
-own environment, which pods mount from a volume.
+Operator and router have environments at the Dockerfiles' path. They are installed from the hashes of ``requirements/``
+and from the wheel that ``make`` built. The engine's environment (vLLM, 5.5 GB) is not copied: a link leads to the
+checkout's own environment, which pods mount from a volume.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from testbed.errors import MissingError, TestbedError
 from testbed.images import SEARCH_PATH, Image, make_python_image
 from testbed.settings import ROOT
 
-# Where the Dockerfiles put an image's environment.
+# Folder of an image's environment in the Dockerfiles.
 ENVIRONMENT = "/opt/sluice"
 WHEELS = ROOT / "build" / "wheel"
-# What binary wheels expect of every system (PEP 600), beside what Python itself loads.
+# What binary wheels expect of every system (PEP 600), in addition to what Python itself loads.
 WHEELS_NEED = (
     *("libpthread.so.0", "libdl.so.2", "libutil.so.1", "librt.so.1", "libm.so.6", "libz.so.1"),
     *("libgcc_s.so.1", "libstdc++.so.6"),
 )
-# What vLLM loads and runs.
+# Programs that vLLM runs and libraries that it loads.
 VLLM_NEEDS = ("libnuma.so.1",)
 VLLM_RUNS = ("lscpu",)
 
 
 def make_service_image(name: str, part: str, folder: Path) -> Image:
-    """The image of the operator or of the router.
+    """Makes the image of the operator or of the router.
 
     Args:
         name: Name with tag.
@@ -37,15 +37,15 @@ def make_service_image(name: str, part: str, folder: Path) -> Image:
         folder: Where its environment is installed first.
 
     Raises:
-        MissingError: There is no wheel.
+        MissingError: The wheel is not built.
         TestbedError: The installation failed.
     """
     return _make_image(name, part, trees={ENVIRONMENT: install_environment(part, folder)})
 
 
 def make_engine_image(name: str) -> Image:
-    """The image of the engine without GPUs; a volume brings the checkout to its own path."""
-    # There is no compiler in the image, and nothing in a tiny model that would be worth compiling.
+    """Makes the image of the engine without GPUs; a volume mounts the checkout at its own path."""
+    # The image has no compiler, and compiling a tiny model would gain nothing.
     environment = {"TORCH_COMPILE_DISABLE": "1"}
     links = {ENVIRONMENT: str(ROOT / ".venv")}
     return _make_image(name, "engine", programs=VLLM_RUNS, libraries=VLLM_NEEDS, links=links, environment=environment)

@@ -1,8 +1,8 @@
-"""Prometheus' own checker of rules and queries: the one on PATH, or that of Debian's package ``prometheus``.
+"""promtool, Prometheus' checker of rules and queries: the one on PATH, or that of Debian's package ``prometheus``.
 
-The package is fetched and unpacked, not installed: it would start a Prometheus. What is used of it is kept in
-``~/.cache/sluice/promtool``. (Built from its Go module, promtool takes two cores minutes: it compiles the clients of three
-clouds.)
+The package is fetched and unpacked, not installed, because an installed one starts a Prometheus. The program is kept in
+``~/.cache/sluice/promtool``. Building it from its Go module would take minutes, since it includes the clients of three
+clouds.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PACKAGE = "prometheus"
 
 
 def find_promtool() -> Path:
-    """The program, fetched if need be.
+    """Finds the program, and fetches it if need be.
 
     Raises:
-        MissingError: There is none, and no apt to fetch it with.
-        TestbedError: It cannot be fetched.
+        MissingError: This machine has neither promtool nor apt.
+        TestbedError: The package cannot be fetched.
     """
     found = shutil.which("promtool")
     if found:
@@ -31,7 +31,7 @@ def find_promtool() -> Path:
     cached = find_cache("promtool") / "promtool"
     if not cached.is_file():
         if shutil.which("apt-get") is None:
-            raise MissingError("there is no promtool and no apt-get; put promtool of Prometheus on PATH")
+            raise MissingError("neither promtool nor apt-get is on PATH; install Prometheus' promtool")
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
             _unpack(Path(folder)).rename(cached)
@@ -39,22 +39,22 @@ def find_promtool() -> Path:
 
 
 def run_promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs promtool; returns how it ended and what it said.
+    """Runs promtool; returns its exit status and its output.
 
     Raises:
-        MissingError: There is none, and no apt to fetch it with.
-        TestbedError: It cannot be fetched.
+        MissingError: This machine has neither promtool nor apt.
+        TestbedError: The package cannot be fetched.
     """
     return subprocess.run([find_promtool(), *arguments], capture_output=True, text=True, check=False)
 
 
 def _unpack(folder: Path) -> Path:
-    # apt's user for downloads may not write to a folder of ours.
+    # apt downloads as a user of its own, who may not write to this folder.
     download = ("apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", PACKAGE)
     try:
         _run(folder, *download)
     except TestbedError:
-        # A machine that has just been made knows of no packages.
+        # A new machine has no package lists yet.
         _run(folder, "apt-get", "-q", "-o", "DPkg::Lock::Timeout=300", "update")
         _run(folder, *download)
     (package,) = folder.glob(f"{PACKAGE}_*.deb")

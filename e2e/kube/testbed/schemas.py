@@ -1,8 +1,8 @@
-"""Schemas of Kubernetes versions, against which manifests are checked without a cluster of that version.
+"""Schemas of Kubernetes versions. Manifests are checked against them without a cluster of that version.
 
-They are part of Kubernetes' own Go module and, for monitors, rules and certificates, of the Prometheus operator's and
-cert-manager's, and are fetched like any Go module; the checksums below are what go.sum would hold. What is used of them
-is kept in ``~/.cache/sluice/schemas``, for all checkouts.
+The schemas come from the Go modules of Kubernetes, of the Prometheus operator (monitors, rules) and of cert-manager
+(certificates). The checksums below are those that go.sum would have. The files in use are kept in
+``~/.cache/sluice/schemas``, for all checkouts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Source:
 
     Args:
         module: The module, with its version.
-        checksum: Of the module, in the form of go.sum.
-        path: The file in it.
+        checksum: Checksum of the module, in the form of go.sum.
+        path: Path of the file in the module.
     """
 
     module: str
@@ -43,7 +43,7 @@ class Source:
 
     @property
     def cached(self) -> Path:
-        """Where the file is kept."""
+        """Path of the cached file."""
         cache = find_cache("schemas")
         return cache / f"{self.module.replace('/', '_')}_{Path(self.path).name}"
 
@@ -79,13 +79,13 @@ FOREIGN = (
     ),
     CERT_MANAGER,
 )
-# Kubernetes' own words for what it takes in two forms.
+# Kubernetes' formats for values that may be a number or a string.
 QUANTITY = "io.k8s.apimachinery.pkg.api.resource.Quantity"
 GROUP_VERSION_KIND = "x-kubernetes-group-version-kind"
 
 
 class Schemas:
-    """Schemas of one version of Kubernetes, made strict: fields that are not known are refused.
+    """Schemas of one version of Kubernetes, made strict: unknown fields are refused.
 
     Args:
         minor: The version, such as ``1.36``.
@@ -104,7 +104,7 @@ class Schemas:
             self._add_definition(yaml.safe_load(_read(source))["spec"])
 
     def find_faults(self, item: Object) -> list[str]:
-        """Checks an object; returns a line for each thing that the version would refuse."""
+        """Checks an object; returns a line for each fault that the version would refuse."""
         group, _, version = item["apiVersion"].rpartition("/")
         name = self._names.get(_identify(group, version, item["kind"]))
         if name is None:
@@ -118,7 +118,7 @@ class Schemas:
         for version in spec["versions"]:
             name = f"{spec['group']}.{version['name']}.{spec['names']['kind']}"
             schema = version["schema"]["openAPIV3Schema"]
-            # A custom resource's schema says nothing of metadata, which is that of all objects.
+            # The schema of a custom resource leaves out metadata, which all objects share.
             metadata = {"$ref": "#/definitions/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"}
             whole = {**schema, "properties": {**schema["properties"], "metadata": metadata}}
             self._definitions[name] = _make_strict(whole)
@@ -127,10 +127,10 @@ class Schemas:
 
 @functools.cache
 def load_schemas(minor: str) -> Schemas:
-    """Schemas of a version, fetched if they are not here yet.
+    """Loads the schemas of a version, and fetches them if need be.
 
     Raises:
-        TestbedError: They cannot be fetched, or are not those that were pinned.
+        TestbedError: A module cannot be fetched, or its checksum is not the pinned one.
     """
     return Schemas(minor)
 
@@ -140,12 +140,12 @@ def _identify(group: str, version: str, kind: str) -> tuple[str, str, str]:
 
 
 def _make_strict(node: Any) -> Any:
-    """Turns a schema of OpenAPI into one of JSON Schema that knows every field."""
+    """Turns an OpenAPI schema into a JSON schema that refuses unknown fields."""
     if isinstance(node, list):
         return [_make_strict(inner) for inner in node]
     if not isinstance(node, dict):
         return node
-    # Names of properties are not keywords, whatever they are.
+    # A property may be named like a keyword of JSON Schema.
     strict = {
         name: {key: _make_strict(inner) for key, inner in value.items()}
         if name == "properties"
@@ -167,7 +167,7 @@ def _read(source: Source) -> str:
 
 
 def _fetch(source: Source) -> None:
-    """Fetches a module for one of its files; the module cache that it goes to is thrown away, as modules are large."""
+    """Fetches a module for one of its files. The module cache is deleted afterwards, because modules are large."""
     source.cached.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="sluice-schemas-") as folder:
         environment = {**os.environ, "GOMODCACHE": folder, "GOFLAGS": "-modcacherw", "GOWORK": "off"}

@@ -1,4 +1,4 @@
-"""Where a test cluster lives on this machine: folders, ports, networks."""
+"""Folders, ports and networks of a test cluster on this machine."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Settings:
     """One test cluster.
 
     Args:
-        folder: Certificates, data of the control plane, pids and logs; only the logs outlive the cluster.
+        folder: Certificates, data of the control plane, pid files and logs. Only the logs outlive the cluster.
         address: Address of this machine that pods can reach too.
         ports: Where the programs listen.
         num_fake_nodes: Nodes that kwok plays.
-        has_real_node: True: this machine is a node. Needs root.
+        has_real_node: Whether this machine is a node, which needs root.
         pod_network: Addresses of all pods.
         node_pod_network: Addresses of the real node's pods.
         service_network: Addresses of Services.
-        api_service: Address of the Service ``kubernetes``: the first of the Services.
+        api_service: Address of the Service ``kubernetes``, the first of the service network.
         dns_service: Address of the Service ``kube-dns``.
     """
 
@@ -71,7 +71,7 @@ class Settings:
 
     @property
     def pids(self) -> Path:
-        """Folder of one file for each program that runs."""
+        """Folder with a pid file for each running program."""
         return self.folder / "pids"
 
     @property
@@ -81,19 +81,19 @@ class Settings:
 
     @property
     def audit_policy(self) -> Path:
-        """What the API server notes of requests."""
+        """The audit policy of the API server."""
         return self.folder / "audit.json"
 
     @property
     def audit_log(self) -> Path:
-        """What it noted, one JSON object per line."""
+        """The audit log: one JSON object per line."""
         return self.logs / "audit.log"
 
     @property
     def node(self) -> Path:
         """Folder of containerd and kubelet, one for each checkout.
 
-        Outside of it: kubelet's sockets are 35 characters further down, and a socket's path may have 107 in all.
+        It lies outside the checkout: kubelet's sockets are 35 characters below it, and a socket's path has 107 at most.
         """
         return NODE_FOLDERS / hashlib.sha256(str(self.folder).encode()).hexdigest()[:12]
 
@@ -103,20 +103,20 @@ class Settings:
         return f"https://{self.address}:{self.ports.api}"
 
     def kubeconfig(self, user: str = "admin") -> Path:
-        """Configuration of a client."""
+        """Path of a client's kubeconfig."""
         return self.folder / f"{user}.conf"
 
 
 def find_cache(name: str) -> Path:
-    """Folder that is kept between runs, for all checkouts; nothing in it is missed but time."""
+    """Returns a folder that all checkouts share and keep between runs. Deleting it costs only time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluice" / name
 
 
 def find_address() -> str:
-    """The address of this machine that others, pods among them, would reach it at; loopback without a network."""
+    """Finds the address at which pods and other machines reach this machine; loopback without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("203.0.113.1", 9))  # documentation addresses (RFC 5737); UDP sends nothing here
+            probe.connect(("203.0.113.1", 9))  # a documentation address (RFC 5737); connecting UDP sends nothing
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
@@ -125,7 +125,7 @@ def find_address() -> str:
 def make_settings(
     *, folder: Path | None = None, first_port: int | None = None, num_fake_nodes: int = 2, has_real_node: bool = True
 ) -> Settings:
-    """Settings of a cluster of this checkout.
+    """Makes the settings of a cluster of this checkout.
 
     Args:
         folder: Its folder; ``.sluice/kube`` of the checkout by default.
