@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from testbed.client import Client
     from testbed.node import Node
 
-# The table of verdicts, which the Python model and the CRD are held to without a cluster.
+# Cases that the Python model and the CRD are held to without a cluster.
 sys.path.append(str(ROOT / "operator" / "tests"))
 
-# Builds images for minutes, and needs 30 GB of disk: `make images-check` runs it.
+# `make images-check` runs it: it builds images for minutes, and needs 30 GB of disk.
 collect_ignore = ["test_images.py"]
 CRD = ROOT / "crds" / "servingclusters.yaml"
 PYTHON_IMAGE = "docker.io/local/python:1"
@@ -35,7 +35,7 @@ FAILED = pytest.StashKey[bool]()
 
 @pytest.fixture(scope="session")
 def testbed(request: pytest.FixtureRequest) -> Iterator[Testbed]:
-    """The cluster: control plane, two fake nodes, and this machine as a node if a test asks for one (which needs root)."""
+    """The cluster: control plane, two fake nodes, and this machine as a node (root) if any test asks for one."""
     needs_node = any("node" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function))
     with run_testbed(make_settings(has_real_node=needs_node)) as running:
         yield running
@@ -56,7 +56,7 @@ def product(node: Node, tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def place_for_pods(request: pytest.FixtureRequest) -> Iterator[None]:
-    """This machine takes pods of modules whose tests ask for ``node``; those of others run in name, on kwok's nodes."""
+    """Keeps pods off this machine in modules whose tests do not ask for ``node``: kwok plays those pods."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     asked = {name for item in items if item.module is request.module for name in item.fixturenames}
     running: Testbed | None = request.getfixturevalue("testbed") if "testbed" in asked and "node" not in asked else None
@@ -76,7 +76,7 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
 
 @pytest.fixture(scope="session")
 def client(testbed: Testbed) -> Client:
-    """Its administrator."""
+    """The administrator of the cluster."""
     return testbed.client
 
 
@@ -90,7 +90,7 @@ def crd(client: Client) -> Path:
 
 @pytest.fixture(scope="module")
 def release(client: Client, crd: Path, product: None) -> Iterator[Release]:
-    """The chart, installed into a Kubernetes that has never seen Sluice; afterwards the definition is as other tests need it."""
+    """The chart, installed into a Kubernetes without Sluice's CRD; afterwards the CRD is as other tests need it."""
     with run_release(client) as made:
         yield made
     made.remove_definition()
@@ -100,7 +100,7 @@ def release(client: Client, crd: Path, product: None) -> Iterator[Release]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Notes whether a test failed, for those who then say more about it."""
+    """Notes whether a test failed, for fixtures that then print more about it."""
     report = yield
     item.stash.setdefault(FAILED, False)
     item.stash[FAILED] |= report.failed
@@ -109,14 +109,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture
 def make_namespace(client: Client, request: pytest.FixtureRequest) -> Iterator[Callable[[str], str]]:
-    """Makes namespaces that enforce a Pod Security level; after a failure, shows what was in them."""
+    """Makes namespaces that enforce a Pod Security level; prints their pods and events after a failure."""
     made: list[str] = []
 
     def make(level: str = "restricted") -> str:
         name = f"test-{next(NUMBERS)}"
         labels = {"pod-security.kubernetes.io/enforce": level}
         client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
-        # Pods of a namespace are refused until it has its service account.
+        # Kubernetes refuses pods until the namespace has its service account.
         client.kubectl("wait", "--for=create", "--timeout=30s", "-n", name, "serviceaccount/default")
         made.append(name)
         return name
@@ -130,7 +130,7 @@ def make_namespace(client: Client, request: pytest.FixtureRequest) -> Iterator[C
 
 
 def read_last_words(client: Client, namespace: str, pod: str) -> str:
-    """The end of a pod's log, or why there is none: pods go while others are asked, and those that kwok plays have none."""
+    """Reads the end of a pod's log, or why there is none: the pod may be gone, and kwok's pods have no log."""
     try:
         return client.kubectl("logs", "--tail=40", "--ignore-errors", "-n", namespace, pod)
     except TestbedError as error:
@@ -144,9 +144,9 @@ def namespace(make_namespace: Callable[[str], str]) -> str:
 
 
 def make_volume(namespace: str, claim: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A folder of this machine as a volume, bound to a claim that restricted pods may use: read-only, whatever happens.
+    """Makes a folder of this machine a read-only volume, bound to a claim that restricted pods may use.
 
-    Mount the claim with ``readOnly: true``: else kubelet changes owner and mode of the files on the machine.
+    Mount the claim with ``readOnly: true``. Otherwise the kubelet changes owner and mode of the files on the machine.
     """
     size = {"storage": "1Gi"}
     common = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}

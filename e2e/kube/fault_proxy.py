@@ -1,7 +1,7 @@
-"""A proxy in front of the API server that fails on demand: statuses, lost answers, slow ones, watches that end or go mute.
+"""A proxy in front of the API server that injects faults: error statuses, lost or slow answers, broken watches.
 
-It speaks plain HTTP to the operator and TLS to the API server, and passes every header on, so that who asks stays the
-same. Faults strike requests other than watches by chance; watches are struck by name.
+It speaks plain HTTP to the operator and TLS to the API server, and passes every header on, so that the user stays the
+same. A random share of all requests but watches fails. Watches fail when a test calls for it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from testbed.settings import Settings
 
-# Belong to one connection, not to the request (RFC 9110, section 7.6.1), or are made anew.
+# Headers of one connection (RFC 9110, section 7.6.1), and headers that aiohttp writes itself.
 HOP_HEADERS = frozenset({"connection", "host", "transfer-encoding", "content-length", "content-encoding"})
-# Those that a client adds unasked.
+# Headers that aiohttp's client adds by default.
 AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 SLOW_S = 2.5
 CLOSING_S = 0.25
@@ -38,7 +38,7 @@ RETRY_AFTER = {"Retry-After": "1"}
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Watch:
-    """One watch under way: who asked, what is answered, and the answer that it is made of."""
+    """A watch under way: the request, the response to it, and the API server's response that feeds it."""
 
     request: web.BaseRequest
     response: web.StreamResponse
@@ -46,11 +46,11 @@ class Watch:
 
     @property
     def has_gone(self) -> bool:
-        """Whether nobody listens any more."""
+        """Whether the client has closed the connection."""
         return self.request.transport is None or self.request.transport.is_closing()
 
     async def end(self, last_words: bytes) -> None:
-        """Ends it on both sides."""
+        """Ends the watch on both sides."""
         with suppress(ConnectionError):
             if last_words:
                 await self.response.write(last_words)
@@ -63,14 +63,14 @@ class FaultProxy:
 
     Args:
         settings: The cluster.
-        seed: Of the faults' dice.
+        seed: Seed of the random faults.
 
     Attributes:
-        url: Where it listens.
+        url: URL of the proxy.
         fail_share: Share of the requests that fail.
-        is_dead: Whether no request is answered.
-        faults: How often each fault struck.
-        requests: Method and path of every request that was passed on.
+        is_dead: Whether every request is cut off.
+        faults: Number of faults by kind.
+        requests: Method and path of every request that reached the API server.
     """
 
     def __init__(self, settings: Settings, seed: int = 1) -> None:
@@ -90,7 +90,7 @@ class FaultProxy:
         self._started = threading.Event()
 
     def write_kubeconfig(self, source: Path, target: Path) -> Path:
-        """Writes a client's configuration anew so that it goes through here."""
+        """Writes a client's kubeconfig that goes through this proxy."""
         content = yaml.safe_load(source.read_text())
         for cluster in content["clusters"]:
             cluster["cluster"] = {"server": self.url}
@@ -98,21 +98,21 @@ class FaultProxy:
         return target
 
     def end_watches(self) -> int:
-        """Ends all watches as a server that restarts does; returns how many there were."""
+        """Ends all watches as a server that restarts does; returns their number."""
         return self._on_loop(self._end_watches(b""))
 
     def expire_watches(self) -> int:
-        """Ends all watches with 410, as a server does that no longer knows the version they are at."""
+        """Ends all watches with status 410, as a server does that no longer has their resource version."""
         status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "code": 410}
         return self._on_loop(self._end_watches(json.dumps({"type": "ERROR", "object": status}).encode() + b"\n"))
 
     def mute_watches(self) -> int:
-        """Has all watches stay open without a word, as a connection does whose other end has vanished; new ones work."""
+        """Silences the present watches as a vanished peer does: they stay open without data. New watches work."""
         return self._on_loop(self._mute_watches())
 
     @contextmanager
     def run(self) -> Iterator[FaultProxy]:
-        """Runs as long as the block lasts."""
+        """Runs the proxy for the length of the block."""
         thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         thread.start()
         self._started.wait()
@@ -134,7 +134,7 @@ class FaultProxy:
             await self._stop.wait()
             await self._end_watches(b"")
             await runner.cleanup()
-        # Connections under TLS end a moment after they are closed; the loop must be there for it.
+        # TLS connections end a moment after they are closed, and need the event loop for it.
         await asyncio.sleep(CLOSING_S)
 
     def _on_loop(self, coroutine: object) -> int:
@@ -157,14 +157,14 @@ class FaultProxy:
             return _cut(request)
         answer = await self._pass_on(request)
         if fault == "lost":
-            # The server has done it, and whoever asked will never know.
+            # The server has carried out the request, but the client does not learn of it.
             return _cut(request)
         if fault == "slow":
             await asyncio.sleep(SLOW_S)
         return answer
 
     def _locate(self, request: web.BaseRequest) -> URL:
-        # As it was sent: commas and the like in selectors stay quoted.
+        # The path as it was sent: commas in selectors stay quoted.
         return URL(self._target + request.raw_path, encoded=True)
 
     def _choose(self) -> str:
@@ -178,7 +178,7 @@ class FaultProxy:
         async with self._session.request(
             request.method,
             self._locate(request),
-            # Without a body there is no type of it either: the API server refuses those that it does not know.
+            # An empty body is sent without a media type: the API server refuses types that it does not know.
             data=body or None,
             headers=_strip(request.headers),
             skip_auto_headers=AUTO_HEADERS,
@@ -199,7 +199,7 @@ class FaultProxy:
                     if watch not in self._muted:
                         await response.write(line)
             except (ConnectionError, aiohttp.ClientError):
-                pass  # one of the two has gone
+                pass  # the client or the server has closed the connection
             finally:
                 self._watches.discard(watch)
                 self._muted.discard(watch)

@@ -1,7 +1,7 @@
-"""The operator's reconciler in the test's own process, on the real API server, with routers in memory.
+"""Runs the operator's reconciler in the test's own process, on the real API server, with routers in memory.
 
-So a test chooses the very request at which the operator dies or somebody else strikes, and many clusters are at work at
-once. Only the clock causes reconciles here; informers are for the tests of the whole program.
+A test can thus choose the write at which the operator dies or somebody else interferes, and reconcile many clusters at
+once. There is no informer here: tests call ``reconcile`` themselves.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ CLOSING_S = 0.25
 
 
 class Crash(BaseException):
-    """The end of the operator's process."""
+    """The operator's process dies."""
 
 
 @asynccontextmanager
 async def connect(client: Client) -> AsyncIterator[KubernetesClient]:
-    """The operator's own client, with the administrator's rights."""
+    """Opens the operator's own client with the administrator's rights."""
     configuration = Configuration()
     await kube_config.load_kube_config(config_file=str(client.kubeconfig), client_configuration=configuration)
     configuration.connection_pool_maxsize = 16
     async with ApiClient(configuration) as api:
         yield KubernetesClient(api, timeout_s=30.0, on_call=lambda *_: None)
-    # Connections under TLS end a moment after they are closed; the loop must be there for it.
+    # TLS connections end a moment after they are closed, and need the event loop for it.
     await asyncio.sleep(CLOSING_S)
 
 
 class RecordingKubernetes(InterceptedKubernetes):
-    """See ``Kubernetes``: records what was read last, and counts writes.
+    """Records what was listed last, and counts writes; see ``Kubernetes``.
 
     Args:
         kubernetes: The API server.
 
     Attributes:
         num_writes: Writes so far.
-        after: Awaited after each write, with its number from 1; raises what the write shall raise.
-        seen: What each kind's last list held.
+        after: Awaited after each write with its number, from 1. An exception that it raises is the write's.
+        seen: The last list of each kind.
     """
 
     def __init__(self, kubernetes: KubernetesClient) -> None:
@@ -81,7 +81,7 @@ class RecordingKubernetes(InterceptedKubernetes):
         return found
 
     def select(self, kind: Kind, namespace: str, labels: dict[str, str]) -> list[Object]:
-        """What the fake routers see: pods as they were listed last, Ready or not, and nothing else of them."""
+        """Lists the pods that the fake routers know: those listed last, Ready or not."""
         del namespace
         found = []
         for pod in self.seen.get(kind.name, []):
@@ -104,7 +104,7 @@ async def _do_nothing(_number: int) -> None:
 
 
 class Routers(FakeRouters):
-    """Routers in memory, whose addresses kwok gives to pods of other clusters when they are gone."""
+    """Routers in memory. kwok gives the addresses of deleted pods to pods of other clusters."""
 
     def set_plan(self, key: ClusterKey, plan: Any) -> None:
         for address, old in list(self.plans.items()):
@@ -131,7 +131,7 @@ class World:
         self.reconciler = self.start_operator()
 
     def start_operator(self) -> Reconciler:
-        """A new process of the operator, with nothing in its memory."""
+        """Starts the operator anew, with empty memory."""
         self.routers = self.routers.restart()
         self.reconciler = Reconciler(
             self.watched,
@@ -143,14 +143,14 @@ class World:
         return self.reconciler
 
     async def create(self, **spec: Any) -> None:
-        """Creates the cluster; waits for one of the same name to be gone.
+        """Creates the cluster once no other one has its name.
 
         Args:
-            spec: Sections of the spec, over those of the example.
+            spec: Sections of the spec that replace those of the example.
         """
         manifest = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
         manifest["metadata"] |= {"namespace": self.key.namespace, "name": self.key.name}
-        # Nothing runs, so nothing is mounted: a claim would keep pods from being scheduled.
+        # Nothing runs, so nothing is mounted: an unbound claim would keep pods from being scheduled.
         manifest["spec"]["model"]["source"] = {"huggingFace": {}}
         for section, fields in spec.items():
             manifest["spec"][section] |= fields
@@ -174,10 +174,10 @@ class World:
         await self.kubernetes.delete(CLUSTERS, self.key.namespace, self.key.name, uid_of(await self.read()))
 
     async def reconcile(self) -> bool:
-        """One reconcile; the next one tries again after an error, and a crash brings a new process.
+        """Reconciles once. After an error the next call tries again; after a crash a new operator does.
 
         Returns:
-            Whether it came to its end and wrote nothing.
+            Whether the reconcile succeeded without a write.
         """
         before = self.watched.num_writes
         try:
@@ -194,9 +194,9 @@ class World:
         return False
 
     async def settle(self) -> None:
-        """Reconciles until everything matches the spec, and a reconcile writes nothing any more.
+        """Reconciles until everything matches the spec and a reconcile writes nothing any more.
 
-        Pods that leave are in the plan as long as they are there: without them it is the same whatever happened before.
+        It waits for pods that end, since the plan names them: only then is the plan the same whatever happened before.
         """
         async with asyncio.timeout(PATIENCE_S):
             while True:
@@ -205,13 +205,13 @@ class World:
                 await asyncio.sleep(PAUSE_S)
 
     async def list_children(self) -> list[Object]:
-        """What there is with its labels, pods included."""
+        """Lists all objects with the cluster's labels, pods included."""
         labels = {"sluice.dev/cluster": self.key.name}
         lists = [await self.kubernetes.list(kind, self.key.namespace, labels) for kind in (*CHILD_KINDS, PODS)]
         return [item for found in lists for item in found]
 
     async def summarize(self) -> Object:
-        """The state without what depends on the way to it: versions, names of pods, numbers of plans, times."""
+        """Returns the state without what differs from run to run: versions, pod names, plan numbers, times."""
         body = await self.read()
         status = {name: value for name, value in body["status"].items() if name in ("replicas", "effective")}
         conditions = sorted((item["type"], item["status"], item["reason"]) for item in body["status"]["conditions"])
@@ -247,7 +247,7 @@ class World:
 
 
 def is_settled(body: Object) -> bool:
-    """Whether the operator says of the present spec that all is done and well."""
+    """Whether the operator reports that the present spec is in force without a fault."""
     conditions = {item["type"]: item for item in body.get("status", {}).get("conditions", [])}
     wanted = {"Ready": "Serving", "Progressing": "Settled", "Degraded": "AsExpected"}
     return all(

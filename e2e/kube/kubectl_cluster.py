@@ -1,4 +1,4 @@
-"""A ServingCluster in a namespace, seen and edited as a user does: with kubectl."""
+"""A ServingCluster in a namespace, read and edited with kubectl as users do."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ CHILDREN = "deployments,services,configmaps,serviceaccounts,poddisruptionbudgets
 
 
 def wait_for(look: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
-    """Polls until something is the case, and returns it."""
+    """Polls until a function returns something true, and returns that."""
     deadline = time.monotonic() + patience_s
     while not (found := look()):
-        assert time.monotonic() < deadline, f"{what} did not come in {patience_s:.0f} s"
+        assert time.monotonic() < deadline, f"{what}: not in {patience_s:.0f} s"
         time.sleep(0.1)
     return found
 
 
 def make_manifest(**spec: dict[str, Any]) -> dict[str, Any]:
-    """The example, with fields of parts of its spec changed."""
+    """Makes the example's manifest, with some fields of its spec changed."""
     manifest: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
     for part, fields in spec.items():
         manifest["spec"][part].update(fields)
@@ -41,7 +41,7 @@ class KubectlCluster:
     Args:
         client: The administrator.
         namespace: The namespace.
-        patience_s: Longest wait for what the operator or Kubernetes should do.
+        patience_s: Longest wait for anything that the operator or Kubernetes does.
     """
 
     def __init__(self, client: Client, namespace: str, patience_s: float = PATIENCE_S) -> None:
@@ -63,7 +63,7 @@ class KubectlCluster:
         return wait_for(look, what, self.patience_s)
 
     def wait(self, condition: str, reason: str) -> None:
-        """Waits until a condition of the present generation gives a reason."""
+        """Waits until a condition of the present generation has a reason."""
 
         def look() -> bool:
             body = self.read("slc/tiny")
@@ -79,7 +79,7 @@ class KubectlCluster:
             raise AssertionError(f"{error}: {self.read('slc/tiny').get('status')}") from error
 
     def find_pods(self, component: str) -> dict[str, dict[str, Any]]:
-        """Pods of engines or routers, by uid."""
+        """Lists the pods of engines or of routers by uid."""
         label = f"sluice.dev/cluster=tiny,app.kubernetes.io/component={component}"
         pods = json.loads(self.kubectl("get", "pods", "-l", label, "-o", "json"))
         return {pod["metadata"]["uid"]: pod for pod in pods["items"]}

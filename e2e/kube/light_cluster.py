@@ -1,4 +1,4 @@
-"""A ServingCluster whose tests ask for its state many times a second: over HTTPS, where kubectl would cost a core."""
+"""A ServingCluster for tests that read its state often: over HTTPS, because kubectl would take a whole core."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class LightCluster(Cluster):
         assert answer.is_ok, answer.content
 
     def condition(self, kind: str) -> dict[str, Any]:
-        """A condition as it is, whichever generation it is of; empty without it."""
+        """Reads a condition, whichever generation it describes; empty without one."""
         conditions = self.read("slc/tiny").get("status", {}).get("conditions", [])
         return next((item for item in conditions if item["type"] == kind), {})
 
     def reason(self, kind: str) -> str:
-        """The reason of a condition; empty without it."""
+        """Reads the reason of a condition; empty without one."""
         return str(self.condition(kind).get("reason", ""))
 
     def message(self, kind: str) -> str:
-        """The message of a condition; empty without it."""
+        """Reads the message of a condition; empty without one."""
         return str(self.condition(kind).get("message", ""))
 
     def find_pods(self, component: str) -> dict[str, dict[str, Any]]:

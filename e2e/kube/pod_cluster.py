@@ -1,7 +1,7 @@
-"""A ServingCluster whose pods are real: streams through its Service, and what its routers and engines say.
+"""A ServingCluster with real pods: streams through its Service, and the status of its routers and engines.
 
-Everything is reached from outside, at the addresses that a client, the operator or Prometheus would use: kube-proxy's
-rules and the pods' network hold for this machine too.
+Tests reach it at the addresses that a client, the operator or Prometheus uses. kube-proxy's rules and the pod network
+hold for this machine too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Status = control_pb2.GetStatusResponse
 
 MODELS = ROOT / ".sluice" / "volumes" / "models"
 CLAIMS = {"models": MODELS, "checkout": ROOT}
-# What gRPC's own documentation advises clients of servers that come and go: a call that has not had an answer yet is sent
-# again, by gRPC. One that has had its first token is not.
+# gRPC's documentation advises this for servers that come and go: gRPC sends a call again if it has had no answer yet.
+# A call that has had its first token is not sent again.
 RETRIES = {
     "methodConfig": [
         {
@@ -52,25 +52,27 @@ RETRIES = {
         }
     ]
 }
-# A client in a pod, which knows the Service by its name only.
+# A client in a pod. It knows only the Service's name.
 CHAT = """
 import json, sys, urllib.request
 body = {"model": "tiny", "stream": True, "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
-request = urllib.request.Request("http://tiny-router:8000/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+headers = {"Content-Type": "application/json"}
+url = "http://tiny-router:8000/v1/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
 with urllib.request.urlopen(request, timeout=60) as answer:
     lines = [line.decode().strip() for line in answer]
 print(json.dumps([line.removeprefix("data: ") for line in lines if line]))
 """
-# An engine imports vLLM for half a minute where other engines want the same two cores.
+# Importing vLLM takes an engine half a minute when other engines use the same two cores.
 PATIENCE_S = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """How control ports of a cluster with ``network.tls`` are spoken with.
+    """Credentials for the control ports of a cluster with ``network.tls``.
 
     Args:
-        files: The entries of a Secret: our key and certificate, and the authority.
+        files: Entries of a Secret: the client's key and certificate, and the authority.
         name: Name in the routers' certificate.
     """
 
@@ -80,12 +82,12 @@ class Trust:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditTimes:
-    """When an edit had come how far, in seconds from just before the request to the API server.
+    """Progress of an edit, in seconds from just before the request to the API server.
 
     Args:
-        accepted_s: The API server had answered.
-        pushed_s: The operator's plan had come to every router.
-        in_force_s: Every engine had acknowledged it to every router.
+        accepted_s: Time of the API server's answer.
+        pushed_s: Time at which every router had the operator's plan.
+        in_force_s: Time at which every engine had acknowledged it to every router.
     """
 
     accepted_s: float
@@ -100,15 +102,15 @@ class EditTimes:
 
 
 def make_pods_manifest(**spec: Any) -> dict[str, Any]:
-    """The example for two cores, with the engines' environment from a claim: their image is a thin one.
+    """Makes the example's manifest for two cores. Engines mount their environment, because their image has none.
 
     Args:
-        spec: Fields of the spec to set besides.
+        spec: Fields of the spec to set as well.
     """
     volume = {"name": "checkout", "persistentVolumeClaim": {"claimName": "checkout", "readOnly": True}}
     mount = {"name": "checkout", "mountPath": str(ROOT), "readOnly": True}
     template = {"spec": {"volumes": [volume], "containers": [{"name": "engine", "volumeMounts": [mount]}]}}
-    # Pods that ask for no CPU get what is left over, which is nothing while an engine imports vLLM.
+    # Pods without a CPU request get what is left, which is nothing while an engine imports vLLM.
     engine = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
     manifest = make_manifest(engine={"podTemplate": template, "resources": engine}, router={"replicas": 2})
     manifest["spec"] |= {"replicas": 2, **spec}
@@ -118,14 +120,14 @@ def make_pods_manifest(**spec: Any) -> dict[str, Any]:
 class PodCluster(KubectlCluster):
     """The ServingCluster ``tiny``, with engines and routers in pods of this machine.
 
-    What tests ask for again and again they ask over HTTPS: kubectl would take half a core from the engines.
+    Frequent reads go over HTTPS: kubectl would take half a core from the engines.
 
     Args:
         client: The administrator.
         namespace: Its namespace.
         manifest: The ServingCluster; two engines and two routers by default.
-        trust: How its control ports are spoken with, if it has ``network.tls``.
-        claims: Folders that its pods claim.
+        trust: Credentials for its control ports, if it has ``network.tls``.
+        claims: Folders by the name of the claim through which pods mount them.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class PodCluster(KubectlCluster):
         self._path = f"/apis/sluice.dev/v1alpha1/namespaces/{namespace}/servingclusters/tiny"
 
     def create(self) -> None:
-        """Makes it, with the volumes that its pods claim."""
+        """Creates the cluster and the volumes that its pods claim."""
         for claim, folder in self._claims.items():
             volume, content = make_volume(self.namespace, claim, folder)
             self.client.apply(volume)
@@ -151,14 +153,14 @@ class PodCluster(KubectlCluster):
         self.apply(self.manifest)
 
     def remove(self) -> None:
-        """Deletes it, and waits until its pods are gone."""
+        """Deletes the cluster, and waits until its pods are gone."""
         self.kubectl("delete", "slc", "tiny", "--timeout=120s")
         self.wait_for(lambda: not self.engines and not self.routers, "the end of the pods")
 
-    # --- what is the case
+    # --- read
 
     def describe(self) -> str:
-        """What is there, and what it said last, for people."""
+        """Prints its objects, conditions and events, for people."""
         said = [
             self.kubectl(*command.split()) for command in ("get slc,pods -o wide", "get slc tiny -o yaml", "events")
         ]
@@ -179,14 +181,14 @@ class PodCluster(KubectlCluster):
         return self.find_pods("router")
 
     def identify(self, component: str) -> set[tuple[str, ...]]:
-        """Who the pods are, down to their containers: equal before and after if nothing was replaced or restarted."""
+        """Identifies pods and their containers: equal before and after if nothing was replaced or restarted."""
         return {
             (uid, *(item.get("containerID", "") for item in pod["status"].get("containerStatuses", ())))
             for uid, pod in self.find_pods(component).items()
         }
 
     def addresses(self, component: str) -> dict[str, str]:
-        """Address of each pod by uid; those that end are left out."""
+        """Lists the address of each pod by uid, without pods that end."""
         return {
             uid: pod["status"]["podIP"]
             for uid, pod in self.find_pods(component).items()
@@ -194,14 +196,14 @@ class PodCluster(KubectlCluster):
         }
 
     def statuses(self) -> list[Status]:
-        """What each router says now; none when one of them does not answer."""
+        """Reads the status of each router; none if one of them does not answer."""
         try:
             return [self._read_status(address) for address in self.addresses("router").values()]
         except grpc.RpcError:
             return []
 
     def chunk_sizes(self) -> list[int]:
-        """What each engine itself says that it runs with, in tokens."""
+        """Reads the chunk size of each engine, in tokens, from its own metrics."""
         found = []
         for address in self.addresses("engine").values():
             with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=10) as answer:
@@ -212,11 +214,11 @@ class PodCluster(KubectlCluster):
         return sorted(found)
 
     def wait_chunk_sizes(self, sizes: list[int]) -> None:
-        """Waits until the engines themselves name these: their metrics follow with the next report of their load."""
+        """Waits until the engines' metrics show these chunk sizes. They follow with the next load report."""
         self.wait_for(lambda: self.chunk_sizes() == sizes, f"chunk sizes {sizes}")
 
     def wait_ready(self, component: str) -> None:
-        """Waits until all pods of a component are Ready and none ends: conditions may lag behind what has just happened."""
+        """Waits until all pods of a component are Ready and none ends. Conditions may lag behind the pods."""
         spec = self.read("slc/tiny")["spec"]
         wanted = spec["replicas"] if component == "engine" else spec["router"]["replicas"]
 
@@ -231,7 +233,7 @@ class PodCluster(KubectlCluster):
         self.wait_for(are_ready, f"{wanted} Ready pods of the {component}")
 
     def wait_whole(self) -> None:
-        """Waits until everything is as the manifest asks for, nothing runs, and all KV blocks are free."""
+        """Waits until everything matches the manifest, no request runs, and all KV blocks are free."""
         self.wait("Progressing", "Settled")
         for condition, reason in {
             "Degraded": "AsExpected",
@@ -249,10 +251,10 @@ class PodCluster(KubectlCluster):
 
         self.wait_for(is_whole, "idle engines with all their blocks free")
 
-    # --- what to do
+    # --- act
 
     def reset(self) -> None:
-        """Puts the manifest back; kubectl reads before it writes, and the operator may write its status in between."""
+        """Restores the manifest; tries again if the operator wrote the status between kubectl's read and write."""
 
         def is_replaced() -> bool:
             try:
@@ -269,7 +271,7 @@ class PodCluster(KubectlCluster):
         """Edits the spec, and measures the time until every engine has acknowledged it to every router.
 
         Args:
-            is_reached: Says of a router's status whether the edit is in force.
+            is_reached: Whether the edit is in force, by a router's status.
             spec: The edit.
         """
         body = json.loads(json.dumps({"spec": spec}))
@@ -305,13 +307,13 @@ class PodCluster(KubectlCluster):
     # --- streams
 
     def chat(self) -> list[str]:
-        """Asks the Service for a streamed answer of 16 tokens from within a router pod; returns what each event says."""
+        """Streams an answer of 16 tokens from the Service in a router pod; returns the data of each event."""
         said: list[str] = json.loads(self.kubectl("exec", "deployment/tiny-router", "--", "python", "-c", CHAT))
         return said
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[StreamClient]:
-        """A connection of its own to the Service: kube-proxy chooses a router for each."""
+        """Opens its own connection to the Service: kube-proxy chooses a router for each."""
         address = (await asyncio.to_thread(self.read, "service/tiny-router"))["spec"]["clusterIP"]
         options = [
             ("grpc.use_local_subchannel_pool", 1),
@@ -319,7 +321,7 @@ class PodCluster(KubectlCluster):
             ("grpc.service_config", json.dumps(RETRIES)),
         ]
         async with grpc.aio.insecure_channel(f"{address}:{GRPC_PORT}", options=options) as channel:
-            # Moves are asked of routers, not of the Service.
+            # Moves are requested from a router, not from the Service.
             yield StreamClient(router_pb2_grpc.RouterStub(channel), control_pb2_grpc.ControlStub(channel))
 
     # --- control ports
@@ -331,10 +333,10 @@ class PodCluster(KubectlCluster):
     def _follow_status(
         self, address: str, at_the_start: threading.Barrier, steps: Sequence[Callable[[Status], bool]]
     ) -> list[float]:
-        """Follows a router's status, from the barrier on, through what is waited for in turn.
+        """Follows a router's status, from the barrier on, until each condition has been met in turn.
 
         Returns:
-            When each step was seen, by the monotonic clock.
+            Time at which each was met, by the monotonic clock.
         """
         times: list[float] = []
         with open_channel(f"{address}:{CONTROL_PORT}", self._trust) as channel:
@@ -347,13 +349,13 @@ class PodCluster(KubectlCluster):
                     times.append(time.monotonic())
                 if len(times) == len(steps):
                     return times
-                assert time.monotonic() < deadline, f"{address} did not come to it: {status}"
+                assert time.monotonic() < deadline, f"{address}: condition not met in time: {status}"
                 request = control_pb2.GetStatusRequest(after_version=status.version, timeout_s=5)
                 status = stub.GetStatus(request, timeout=15)
 
 
 def open_channel(address: str, trust: Trust | None) -> grpc.Channel:
-    """Opens a channel to a port of routers or engines."""
+    """Opens a channel to a port of a router or an engine."""
     if trust is None:
         return grpc.insecure_channel(address)
     credentials = grpc.ssl_channel_credentials(trust.files["ca.crt"], trust.files["tls.key"], trust.files["tls.crt"])
@@ -361,7 +363,7 @@ def open_channel(address: str, trust: Trust | None) -> grpc.Channel:
 
 
 def is_idle(status: Status) -> bool:
-    """Whether a router has no request, and every engine all its blocks free, none granted and none pinned."""
+    """Whether a router has no request, and every engine has all blocks free, none granted and none pinned."""
     return (
         status.is_ready
         and status.num_requests == 0

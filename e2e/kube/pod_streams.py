@@ -1,4 +1,4 @@
-"""Streams through a cluster's Service while something happens to the cluster, each compared with stock vLLM's answer."""
+"""Streams through a cluster's Service while the cluster changes, each compared with stock vLLM's answer."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ T = TypeVar("T")
 NUM_LANES = 4
 STREAM_S = 120.0
 PAUSE_S = 0.2
-# A client reads what it got. Without it, streams would take all of two cores, on which engines have to start.
+# Clients read at a limited pace: otherwise streams would take both cores, on which engines have to start.
 REST_S = 0.5
-# How a stream ends whose router does: the client asks again.
+# Error messages of a stream whose router ends: the client sends the request again.
 BROKEN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
 async def stream_while(
     cluster: PodCluster, known: list[tuple[Request, Answer]], act: Callable[[], T], *, may_break: bool = False
 ) -> tuple[T, Counter[str]]:
-    """Keeps streams under way while something happens; every answer must be exact.
+    """Keeps streams running while ``act`` runs in a thread. Every answer must be exact.
 
     Args:
         cluster: The cluster.
         known: Requests and their answers.
-        act: What happens, in a thread; it begins once every lane has a stream that runs.
-        may_break: A stream may end with an error that says so, and is then asked for again.
+        act: Changes the cluster; starts once every lane has a running stream.
+        may_break: Whether a stream may end with a known error, and is then sent again.
 
     Returns:
-        What ``act`` returns, and how the streams fared.
+        The result of ``act``, and the number of streams by outcome.
     """
     lanes = [Lane(cluster, known[number::NUM_LANES], may_break=may_break) for number in range(NUM_LANES)]
 
@@ -63,12 +63,12 @@ async def stream_while(
 
 
 class Lane:
-    """One client, which asks for one stream after the other.
+    """One client, which sends one request after the other.
 
     Args:
         cluster: The cluster.
         known: Requests and their answers.
-        may_break: Whether a stream may end with an error that says so.
+        may_break: Whether a stream may end with a known error.
     """
 
     def __init__(self, cluster: PodCluster, known: list[tuple[Request, Answer]], *, may_break: bool) -> None:
@@ -80,7 +80,7 @@ class Lane:
         self.fared: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """Asks until it is over; the stream that runs then is the last one."""
+        """Sends requests until told to stop; the running stream is then the last one."""
         async with self._cluster.connect() as client:
             for request, answer in itertools.cycle(self._known):
                 result = await self._insist(client, request)
@@ -107,7 +107,7 @@ class Lane:
 
 
 class WatchedResult(Result):
-    """A result that says when its stream has begun.
+    """A result that signals its first token.
 
     Args:
         has_begun: Set with the first token.

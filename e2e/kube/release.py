@@ -1,4 +1,4 @@
-"""The chart on the real node: installed, upgraded and uninstalled as users do, with images under their default names."""
+"""The chart on the real node: installed, upgraded and uninstalled as users do, with images of the default names."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 DEFINITION = "servingclusters.sluice.dev"
 OPERATOR = "deployment/sluice-operator"
-# What the kubelet asks for when a manifest says `sluice-engine:0.1.0`.
+# Registry and path that the kubelet adds to `sluice-engine:0.1.0`.
 LIBRARY = "docker.io/library"
-# Labels of a namespace whose pods must be as Pod Security wants them at its strictest.
+# Labels of a namespace that enforces Pod Security `restricted`.
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
 def name_image(part: str) -> str:
-    """What the kubelet calls the image of a part that the chart names by default."""
+    """Returns the full name that the kubelet uses for the image of a part, as the chart names it by default."""
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     return f"{LIBRARY}/sluice-{part}:{version}"
 
 
 def load_images(node: Node, folder: Path) -> None:
-    """Brings the product's images, under the names that the chart has for them, to the node."""
+    """Loads the product's images onto the node, under the chart's default names."""
 
     def make(part: str) -> Image:
         return make_service_image(name_image(part), part, folder / part)
 
     with ThreadPoolExecutor() as pool:
-        # Each is half a minute of installing.
+        # In threads: installing an environment takes half a minute.
         for image in pool.map(make, ("operator", "router")):
             node.load_image(image)
     node.load_image(make_engine_image(name_image("engine")))
@@ -60,7 +60,7 @@ class Release:
         self.client = client
 
     def begin(self, cluster: PodCluster) -> None:
-        """Makes a cluster, and says what hinders it if it does not come to serve."""
+        """Creates a cluster, and prints what hinders it if it does not become ready."""
         cluster.create()
         try:
             cluster.wait_whole()
@@ -88,7 +88,7 @@ class Release:
         return bool(json.loads(self.client.helm("list", "-n", SYSTEM, "-o", "json")))
 
     def pods(self) -> set[str]:
-        """Uids of the operator's pods."""
+        """Lists the uids of the operator's pods."""
         answer = self.client.kubectl(
             *("get", "pods", "-n", SYSTEM, "-l", "app.kubernetes.io/name=sluice-operator"),
             *("-o", "jsonpath={.items[*].metadata.uid}"),
@@ -96,11 +96,11 @@ class Release:
         return set(answer.split())
 
     def remove_definition(self) -> None:
-        """Makes the cluster one that has never seen Sluice."""
+        """Removes the CRD, so that Kubernetes has no trace of Sluice."""
         self.client.kubectl("delete", "crd", DEFINITION, "--ignore-not-found", "--timeout=60s")
 
     def describe(self) -> str:
-        """The operator's pods and logs, for people."""
+        """Prints the operator's pods and logs, for people."""
         said = [self.client.kubectl("get", "pods", "-o", "wide", "-n", SYSTEM)]
         try:
             said.append(self.client.kubectl("logs", "--tail=60", "--all-pods", "--prefix", "-n", SYSTEM, OPERATOR))
@@ -114,7 +114,7 @@ class Release:
 
 @contextlib.contextmanager
 def run_release(client: Client) -> Iterator[Release]:
-    """The chart, installed into a Kubernetes that has never seen Sluice, as long as the block lasts."""
+    """Installs the chart into a Kubernetes without Sluice's CRD, for the length of the block."""
     client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": RESTRICTED}})
     made = Release(client)
     made.remove_definition()
@@ -128,7 +128,7 @@ def run_release(client: Client) -> Iterator[Release]:
 
 
 def make_next_chart(folder: Path) -> Path:
-    """A later version of the chart, whose definition has one more column and one more field."""
+    """Writes a later version of the chart, whose CRD has one more column and one more field."""
     chart = folder / "sluice"
     shutil.copytree(CHART, chart)
     description: dict[str, Any] = yaml.safe_load((chart / "Chart.yaml").read_text())

@@ -1,7 +1,7 @@
-"""Plays the routers' control ports for pods that kwok only pretends to run.
+"""Serves the routers' control ports for pods that only exist in name, on kwok's nodes.
 
-The addresses of such pods are made this machine's own, so that the operator's connections to any of them end here.
-What it answers is what a router would: the plan in force, and every engine that is Ready as one that acknowledged it.
+The addresses of such pods are assigned to this machine, so that the operator's connections to any of them end here. The
+answers are those of a router: the plan in force, acknowledged by every engine that is Ready.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLL_S = 0.1
 
 
 class StandInRouters(control_pb2_grpc.ControlServicer):
-    """The routers of one cluster at a time, as one.
+    """All routers of one cluster, in one server.
 
     Args:
         client: Reads which engine pods are Ready.
@@ -100,7 +100,7 @@ class StandInRouters(control_pb2_grpc.ControlServicer):
         try:
             pods = self._client.request("GET", f"/api/v1/pods?{query}").content["items"]
         except OSError:
-            return []  # the API server ends before we do
+            return []  # the API server may end before this server
         return sorted(
             pod["metadata"]["uid"]
             for pod in pods
@@ -110,7 +110,7 @@ class StandInRouters(control_pb2_grpc.ControlServicer):
 
 @contextmanager
 def run_stand_in_routers(client: Client) -> Iterator[StandInRouters]:
-    """Serves as long as the block lasts. Needs root, for the addresses."""
+    """Serves for the length of the block. Needs root, for the addresses."""
     routers = StandInRouters(client)
     server = grpc.server(futures.ThreadPoolExecutor(32))
     control_pb2_grpc.add_ControlServicer_to_server(routers, server)
