@@ -18,10 +18,10 @@ PATIENCE_S = 120.0
 CHILDREN = "deployments,services,configmaps,serviceaccounts,poddisruptionbudgets,networkpolicies"
 
 
-def wait_for(look: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
+def wait_for(poll: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
     """Polls until a function returns something true, and returns that."""
     deadline = time.monotonic() + patience_s
-    while not (found := look()):
+    while not (found := poll()):
         assert time.monotonic() < deadline, f"{what}: not in {patience_s:.0f} s"
         time.sleep(0.1)
     return found
@@ -59,13 +59,13 @@ class KubectlCluster:
     def edit(self, **spec: Any) -> None:
         self.kubectl("patch", "slc", "tiny", "--type=merge", "-p", json.dumps({"spec": spec}))
 
-    def wait_for(self, look: Callable[[], Any], what: str) -> Any:
-        return wait_for(look, what, self.patience_s)
+    def wait_for(self, poll: Callable[[], Any], what: str) -> Any:
+        return wait_for(poll, what, self.patience_s)
 
     def wait(self, condition: str, reason: str) -> None:
         """Waits until a condition of the present generation has a reason."""
 
-        def look() -> bool:
+        def poll() -> bool:
             body = self.read("slc/tiny")
             found = {item["type"]: item for item in body.get("status", {}).get("conditions", [])}
             return condition in found and (
@@ -74,7 +74,7 @@ class KubectlCluster:
             )
 
         try:
-            self.wait_for(look, f"{condition} {reason}")
+            self.wait_for(poll, f"{condition} {reason}")
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.read('slc/tiny').get('status')}") from error
 

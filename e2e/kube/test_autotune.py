@@ -1,10 +1,8 @@
-"""The tuner at work in a Kubernetes: a helm-installed operator tunes engines in real pods, while streams run.
+"""The tuner in Kubernetes: a helm-installed operator tunes engines in real pods, while streams run.
 
-Objectives are edited and the workload shifts; sliders change with them within their bounds, and what flaps changes them
-rarely. No pod is replaced, every stream has its tokens, and nobody but the user writes the spec. The engines emulate a GPU,
-so that what a search predicts is what they do.
-
-The tests are steps of one story: each finds the cluster as the one before it left it.
+Tests edit objectives and shift the workload. Sliders follow within their bounds, and change rarely when objectives
+flap. No pod is replaced, every stream is exact, and only the user writes the spec. Engines emulate a GPU, so that they
+run as fast as a search predicts. The tests run in order: each starts from the cluster as the test before left it.
 """
 
 from __future__ import annotations
@@ -42,20 +40,20 @@ NUM_CONNECTIONS = 4
 CHATS = Shape(prompt_tokens=40, output_tokens=200, rate_rps=2.0)
 REPORTS = Shape(prompt_tokens=3500, output_tokens=50, rate_rps=3.0)
 QUESTIONS = Shape(prompt_tokens=500, output_tokens=200, rate_rps=4.0)
-# Chats whose tokens may take their time are served as well by any chunks (within 1 % of goodput in the simulator); hasty ones
-# gain 45 % from small chunks on D-heavy engines. If their tokens may take their time, reports gain 11 % from chunks of 512 rather
-# than 256. Searches remember the load of the tests before: questions among 140 chats and 40 reports gain 26 to 36 % from chunks of
-# 384 rather than 128 if their tokens may take their time, and 7 to 11 % from 128 if only the first one may.
+# Goodput in the simulator. With loose objectives, chats do as well with any chunk size (within 1 %). With tight ones
+# they gain 45 % from small chunks on D-heavy engines. Reports with a patient objective gain 11 % from chunks of 512
+# over 256. A search also counts the load of earlier tests: questions among 140 chats and 40 reports, with a patient
+# objective, gain 26 to 36 % from chunks of 384 over 128. If only TTFT is loose, they gain 7 to 11 % from 128.
 LOOSE = {"ttftMilliseconds": 1000, "tpotMilliseconds": 200}
 TIGHT = {"ttftMilliseconds": 2000, "tpotMilliseconds": 50}
 PATIENT = {"ttftMilliseconds": 5000, "tpotMilliseconds": 45}
 LEAST_TOKENS, SMALL_TOKENS, LARGE_TOKENS = 128, 256, 512
 BOUNDS = {"chunkSizes": {"decodeHeavy": {"min": LEAST_TOKENS, "max": LARGE_TOKENS}}}
 
-# Of the flapping; before it, it only costs time.
+# Cool-down in the flapping test. Before it, a cool-down would only cost time.
 COOLDOWN_S = 15
 FLAPPING_S = 4.0 * COOLDOWN_S
-# What the tuner says once it has decided about the newest spec.
+# Reasons that the tuner gives once it has decided about the newest spec.
 DECIDED = frozenset({"Tuned", "Recommended", "OnTrial", "Returned", "CoolingDown"})
 
 Sliders = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -63,7 +61,7 @@ Sliders = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @pytest.fixture(scope="module")
 def tuned(client: Client, release: Release) -> Iterator[PodCluster]:
-    """Two P-heavy and two D-heavy engines, with a tuner that only recommends."""
+    """Two P-heavy and two D-heavy engines, with a tuner that recommends only."""
     assert release.is_installed()
     make_tiny_model(MODELS / "tiny")
     client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": RESTRICTED}})
@@ -85,7 +83,7 @@ def tuned(client: Client, release: Release) -> Iterator[PodCluster]:
 
 @pytest.fixture
 def cluster(tuned: PodCluster, release: Release, request: pytest.FixtureRequest) -> Iterator[PodCluster]:
-    """The cluster; whatever a test does, its pods stay who they are, and the operator writes no spec."""
+    """The cluster. After each test its pods are the same, and the operator has written no field of the spec."""
     before = tuned.identify("engine"), tuned.identify("router")
     yield tuned
     if request.node.stash.get(FAILED, False):
@@ -97,14 +95,14 @@ def cluster(tuned: PodCluster, release: Release, request: pytest.FixtureRequest)
 
 
 def list_spec_writers(cluster: PodCluster) -> set[str]:
-    """Who has written fields of the spec, by the API server's own account."""
+    """Lists who has written fields of the spec, according to the API server's managed fields."""
     managers = json.loads(cluster.kubectl("get", "slc", "tiny", "-o", "json", "--show-managed-fields"))
     return {item["manager"] for item in managers["metadata"]["managedFields"] if "f:spec" in item.get("fieldsV1", {})}
 
 
 @contextlib.asynccontextmanager
 async def keep_asking(cluster: PodCluster, shape: Shape) -> AsyncIterator[Load]:
-    """Keeps streams under way through the Service, by connections of which kube-proxy gives some to each router."""
+    """Keeps streams running through the Service. kube-proxy gives some of the connections to each router."""
     async with contextlib.AsyncExitStack() as connections:
         clients = [await connections.enter_async_context(cluster.connect()) for _ in range(NUM_CONNECTIONS)]
         load = Load(clients, shape, MODELS / "tiny")
@@ -115,7 +113,7 @@ async def keep_asking(cluster: PodCluster, shape: Shape) -> AsyncIterator[Load]:
 
 
 class Tuning:
-    """The tuner, as its user sees it.
+    """The tuner, as users see it.
 
     Args:
         cluster: Its cluster.
@@ -130,14 +128,14 @@ class Tuning:
         return status
 
     def read_reason(self) -> str:
-        """Why the sliders are as they are; empty until the newest spec was reconciled."""
+        """Reads why the sliders are as they are; empty until the newest spec is reconciled."""
         body = self._cluster.read("slc/tiny")
         (found,) = (item for item in body["status"]["conditions"] if item["type"] == "Autotuned")
         is_newest = found["observedGeneration"] == body["metadata"]["generation"]
         return str(found["reason"]) if is_newest else ""
 
     async def edit(self, **spec: Any) -> None:
-        """Edits the spec as a user does; the generation shows that nobody else does."""
+        """Edits the spec as users do. The generation shows that nobody else edits it."""
         before = self.generation
         await asyncio.to_thread(self._cluster.edit, **spec)
         assert self.generation == before + 1
@@ -146,44 +144,44 @@ class Tuning:
     def generation(self) -> int:
         return int(self._cluster.read("slc/tiny")["metadata"]["generation"])
 
-    async def wait(self, what: str, look: Callable[[], Any]) -> Any:
-        """Waits for something, and says how long that took."""
+    async def wait(self, what: str, poll: Callable[[], Any]) -> Any:
+        """Waits for something, and prints how long that took."""
         started_s = time.monotonic()
-        found = await asyncio.to_thread(self._cluster.wait_for, look, what)
+        found = await asyncio.to_thread(self._cluster.wait_for, poll, what)
         print(f"{what}: after {time.monotonic() - started_s:.1f} s")
         return found
 
     async def wait_reason(self, what: str, *reasons: str) -> str:
-        """Waits for one of some reasons."""
+        """Waits for one of these reasons."""
         return str(await self.wait(what, lambda: reason if (reason := self.read_reason()) in reasons else ""))
 
     async def wait_decode_heavy(self, what: str, is_reached: Callable[[int], bool]) -> int:
-        """Waits for a chunk size of D-heavy engines that these have acknowledged."""
+        """Waits for a chunk size of the D-heavy engines that they have acknowledged."""
 
-        def look() -> int:
+        def poll() -> int:
             sizes = self.read()["effective"].get("chunkSizes", {})
             tokens = int(sizes.get("decodeHeavy", 0))
             return tokens if tokens and is_reached(tokens) else 0
 
-        return int(await self.wait(what, look))
+        return int(await self.wait(what, poll))
 
     def read_version(self) -> str:
-        """Version of the plan's ConfigMap."""
+        """Reads the resource version of the plan's ConfigMap."""
         return str(self._cluster.read("configmap/tiny-plan")["metadata"]["resourceVersion"])
 
     def read_sliders(self) -> Sliders:
-        """Sliders of the newest plan."""
+        """Reads the sliders of the newest plan."""
         return list_sliders(self._cluster.read("configmap/tiny-plan"))
 
     def read_history(self, since: str) -> list[Sliders]:
-        """Sliders of all plans after a version, equal ones in a row once."""
+        """Lists the sliders of all plans after a version, without repetitions in a row."""
         changes = self._cluster.client.read_changes(PLANS, since)
         sliders = [list_sliders(item) for item in changes if item["metadata"]["name"] == "tiny-plan"]
         return [after for before, after in zip([None, *sliders], sliders, strict=False) if after != before]
 
 
 def list_sliders(config_map: dict[str, Any]) -> Sliders:
-    """How many P-heavy engines a plan has, and the chunk sizes of each role."""
+    """Reads from a plan the number of P-heavy engines, and the chunk sizes of each role."""
     (owner,) = config_map["metadata"]["ownerReferences"]
     plan = read_plan(config_map, owner["uid"]).plan
     assert plan is not None
@@ -195,7 +193,7 @@ def list_sliders(config_map: dict[str, Any]) -> Sliders:
 
 
 def is_share(text: str) -> bool:
-    """Whether it is a percentage."""
+    """Whether a text is a percentage."""
     return text.endswith("%") and 0.0 <= float(text.removesuffix("%")) <= 100.0
 
 
@@ -203,7 +201,7 @@ async def test_recommend_says_what_an_edited_objective_asks_for_and_changes_no_s
     tuning = Tuning(cluster)
     since, sliders = tuning.read_version(), tuning.read_sliders()
     async with keep_asking(cluster, CHATS):
-        await tuning.wait("a recommendation, from the first request on", lambda: "recommended" in tuning.read())
+        await tuning.wait("a recommendation, once requests come", lambda: "recommended" in tuning.read())
         assert await tuning.wait_reason("what the present objectives ask for", *DECIDED) in ("Tuned", "Recommended")
         await tuning.edit(slo=TIGHT)
         await tuning.wait_reason("a recommendation for tight objectives", "Recommended")
@@ -212,7 +210,7 @@ async def test_recommend_says_what_an_edited_objective_asks_for_and_changes_no_s
     assert recommended["replicas"] == 4
     assert recommended["chunkSizes"]["decodeHeavy"] <= SMALL_TOKENS
     assert is_share(recommended["predictedAttainment"])
-    # The objectives are in the plan too; so it changed, but not its sliders.
+    # The plan has changed, since it holds the objectives too, but its sliders have not.
     assert set(tuning.read_history(since)) == {sliders}
     cluster.wait_chunk_sizes([LARGE_TOKENS, LARGE_TOKENS, 2048, 2048])
 
@@ -242,14 +240,14 @@ async def test_apply_puts_in_force_what_objectives_and_workload_ask_for(cluster:
 
 
 def most_changes(duration_s: float) -> int:
-    """Changes that the doubling wait allows after an edit of the user's: the first one after a cool-down."""
+    """Number of changes that the doubling cool-down allows after an edit by the user."""
     return max(0, 1 + math.floor(math.log2(duration_s / COOLDOWN_S))) if duration_s > 0 else 0
 
 
 async def test_what_flaps_does_not_flap_the_sliders(cluster: PodCluster) -> None:
     tuning = Tuning(cluster)
     async with keep_asking(cluster, QUESTIONS):
-        # An edit of the sliders wins over what the tuner had found, and makes it begin anew.
+        # An edit of the sliders overrides the tuner's, and resets its cool-down.
         started_s = time.monotonic()
         sliders = {"decodeHeavy": LEAST_TOKENS}
         await tuning.edit(slo=PATIENT, chunkSizes=sliders, autotune={"cooldownSeconds": COOLDOWN_S})
@@ -263,7 +261,7 @@ async def test_what_flaps_does_not_flap_the_sliders(cluster: PodCluster) -> None
         duration_s = time.monotonic() - started_s
     changes = len(history) - (history[:1] == [first])
     print(f"{len(reasons)} flips of the objectives in {duration_s:.0f} s: {changes} changes, {reasons}, {history}")
-    # Changes were called for and made, and more were called for than made.
+    # The tuner made some changes, but fewer than the flips called for.
     assert changes >= 1
     assert "CoolingDown" in reasons
     assert changes <= most_changes(duration_s)

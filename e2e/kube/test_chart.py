@@ -1,7 +1,7 @@
-"""The chart: what helm makes of it, and whether the real API server takes that.
+"""The chart: what helm renders, and whether the real API server accepts it.
 
-The first tests need helm only; those that ask for ``client`` need the cluster. Nothing is installed here but the CRD:
-objects are sent as server-side dry runs, pods too, into a namespace under Pod Security ``restricted``.
+The first tests need helm only; those that use ``client`` need the cluster. Only the CRD is installed. Objects, pods
+among them, are sent as server-side dry runs to a namespace under Pod Security ``restricted``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 Object = dict[str, Any]
 
-# Kinds of the Prometheus operator and of cert-manager, which the test cluster does not know.
+# Kinds of the Prometheus operator and of cert-manager, which the test cluster does not have.
 FOREIGN = {"ServiceMonitor", "PrometheusRule", "Certificate"}
 
 
 @pytest.fixture(params=VALUES)
 def rendered(helm: Helm, request: pytest.FixtureRequest) -> list[Object]:
-    """What is rendered for one set of values."""
+    """All objects rendered for one set of values."""
     return helm.template(VALUES[request.param])
 
 
@@ -48,7 +48,7 @@ def one(objects: list[Object], kind: str) -> Object:
 
 
 def find_pods(objects: list[Object]) -> Iterator[Object]:
-    """Metadata and spec of every pod that is rendered."""
+    """Yields the metadata and spec of every rendered pod."""
     yield one(objects, "Deployment")["spec"]["template"]
     yield one(objects, "Pod")
 
@@ -89,7 +89,7 @@ def test_kubernetes_that_is_too_old_is_refused(helm: Helm, version: str, *, is_t
 
 
 def read_settings(deployment: Object) -> OperatorSettings:
-    """The settings that the operator would start with."""
+    """Reads the settings that the operator would start with."""
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "sluice_operator"]
     fields = {"metadata.namespace": deployment["metadata"]["namespace"], "metadata.name": "pod-1"}
@@ -136,7 +136,7 @@ def flatten(role: Object) -> set[tuple[str, str, str]]:
 
 
 def find_grants(objects: list[Object]) -> dict[tuple[str, str], set[tuple[str, str, str]]]:
-    """What the operator's account is granted, by namespace ("" for everywhere) and role, through the bindings."""
+    """Lists the operator's rights through the bindings, by namespace ("" for all) and role."""
     roles = {
         (item["kind"], item["metadata"].get("namespace", ""), item["metadata"]["name"]): item
         for item in objects
@@ -177,7 +177,7 @@ def test_aggregated_roles_are_for_people(helm: Helm) -> None:
     assert {verb for _, _, verb in flatten(view)} == {"get", "list", "watch"}
     assert "rbac.authorization.k8s.io/aggregate-to-view" in view["metadata"]["labels"]
     assert "rbac.authorization.k8s.io/aggregate-to-edit" in edit["metadata"]["labels"]
-    # The status is the operator's.
+    # Only the operator writes the status.
     assert not any(resource.endswith("/status") for _, resource, _ in flatten(edit))
 
 
@@ -213,7 +213,7 @@ def test_selectors_find_the_operator_and_nothing_else(rendered: list[Object]) ->
     for selector in selectors:
         assert selector.items() <= operator["metadata"]["labels"].items()
         assert not selector.items() <= test["metadata"]["labels"].items()
-    # The routers' network policies let in whoever bears this name.
+    # The network policies of routers admit pods with this label.
     assert operator["metadata"]["labels"][names.NAME_LABEL] == names.MANAGER
     for monitor in pick(rendered, "ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
@@ -229,9 +229,9 @@ def test_toggles(helm: Helm) -> None:
     assert kinds({}) & optional == {"PodDisruptionBudget", "NetworkPolicy"}
     assert kinds(EVERYTHING) >= optional
     assert kinds(LEAST) == {"Deployment", "Service", "Pod"}
-    # One replica: a budget would nail it to its node.
+    # With one replica, a disruption budget would keep its node from being drained.
     assert "PodDisruptionBudget" not in kinds({"replicas": 1})
-    # What the operator writes, users write, or is secret is not the chart's.
+    # The chart has no objects that the operator writes or that users write, and no secrets.
     assert not kinds(EVERYTHING) & {"ServingCluster", "Lease", "Secret"}
 
 
@@ -310,11 +310,11 @@ def test_the_api_server_takes_it_all_under_restricted(
         values = {"watchNamespaces": [namespace, "default"]}
     objects = [item for item in helm.template(values, namespace=namespace) if item["kind"] not in FOREIGN]
     for item in objects:
-        # A dry run under restricted warns of a Deployment and refuses a pod: its template is sent as a pod as well.
+        # A dry run of a Deployment only warns about `restricted`. So its template is sent as a pod, which is refused.
         dry_run(client, item)
         if item["kind"] == "Deployment":
             pod = item["spec"]["template"]
-            # Admission wants the account to exist, which a dry run does not leave behind.
+            # Admission needs the service account to exist, and a dry run creates none.
             pod["spec"]["serviceAccountName"] = "default"
             dry_run(
                 client,

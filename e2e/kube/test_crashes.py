@@ -1,7 +1,7 @@
 """Crashes, deletions and second leaders at every write of a cluster's life, on a real API server with kwok's pods.
 
-A crash after a read leaves what a crash after the write before it leaves, so that every write is every request. Reads in
-between, and faults of requests, are for ``operator/tests/test_operator_faults.py``, where time costs nothing.
+A crash after a read leaves the same state as a crash after the write before it, so these tests crash after writes only.
+``operator/tests/test_operator_faults.py`` has the interleaved reads and the failing requests: it needs no cluster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("crd", "crash_node")
 
-# More clusters at once than the API server has time for would only wait for each other.
+# More clusters at once than the API server can serve would only wait for one another.
 NUM_AT_ONCE = 16
 EDITS: tuple[dict[str, Any], ...] = (
     {},
@@ -39,7 +39,7 @@ EDITS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def crash_node(client: Client) -> Iterator[None]:
-    """A node that anything may run on, in name."""
+    """A kwok node without a taint, which any pod may run on."""
     node = make_node("crash")
     del node["spec"]["taints"]
     client.apply(node)
@@ -50,7 +50,7 @@ def crash_node(client: Client) -> Iterator[None]:
 
 @asynccontextmanager
 async def make_world(kubernetes: KubernetesClient, namespace: str, name: str) -> AsyncIterator[World]:
-    """A cluster that exists as long as the block lasts, and leaves nothing."""
+    """Runs with a cluster for the length of the block, and leaves nothing of it."""
     world = World(kubernetes, namespace, name)
     await world.create()
     yield world
@@ -66,7 +66,7 @@ async def wait_until_gone(world: World) -> None:
 
 
 async def live(world: World) -> list[Object]:
-    """Plays the edits; returns the state after each."""
+    """Makes the edits one after the other; returns the state after each."""
     states = []
     for edit in EDITS:
         if edit:
@@ -77,7 +77,7 @@ async def live(world: World) -> list[Object]:
 
 
 async def run_all(*runs: Callable[[], Awaitable[None]]) -> None:
-    """Runs them, some at a time; the first that fails ends all."""
+    """Runs all, a few at a time; the first failure ends all."""
     gate = asyncio.Semaphore(NUM_AT_ONCE)
 
     async def run(one: Callable[[], Awaitable[None]]) -> None:
@@ -108,8 +108,8 @@ async def test_a_crash_after_every_write_ends_in_the_same_state(client: Client, 
             async with make_world(kubernetes, namespace, f"c{number:03}") as world:
                 world.watched.after = after
                 for edit, found, should_be in zip(EDITS, await live(world), wanted, strict=True):
-                    assert found == should_be, f"after a crash at write {number}, in the end of {edit}"
-                # How many writes of the status there are is a matter of timing: the last ones may not come.
+                    assert found == should_be, f"after a crash at write {number}, at the end of {edit}"
+                # The number of status writes depends on timing: the last ones may not come.
                 assert world.num_crashes == (world.watched.num_writes >= number)
                 num_crashes += world.num_crashes
 
@@ -143,7 +143,7 @@ async def test_a_cluster_deleted_after_every_write_of_its_making_leaves_nothing(
                         await world.create()
 
             world.watched.after = after
-            # How many writes of the status there are is a matter of timing: the last ones may not come.
+            # The number of status writes depends on timing: the last ones may not come.
             while True:
                 is_calm = await world.reconcile()
                 if was_deleted or (is_calm and is_settled(await world.read())):
@@ -152,7 +152,7 @@ async def test_a_cluster_deleted_after_every_write_of_its_making_leaves_nothing(
             num_deleted += was_deleted
             if comes_back:
                 await world.settle()
-                # Nothing of the cluster of the same name is left, or has been taken over.
+                # Nothing is left of the first cluster of this name, and nothing of it was adopted.
                 assert await world.summarize() == wanted
             if comes_back or not was_deleted:
                 await world.delete()

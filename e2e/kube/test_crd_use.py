@@ -51,7 +51,7 @@ def condition(kind: str, status: str, reason: str) -> dict[str, Any]:
 
 
 def apply_status(client: Client, namespace: str, status: dict[str, Any]) -> Any:
-    """Writes a status as the operator does: server-side apply of the subresource."""
+    """Writes a status as the operator does: server-side apply on the subresource."""
     content = {"apiVersion": "sluice.dev/v1alpha1", "kind": "ServingCluster", "status": status}
     query = "/status?fieldManager=test&force=true&fieldValidation=Strict"
     return client.request("PATCH", path(namespace, subresource=query), content, "application/apply-patch+yaml")
@@ -99,7 +99,7 @@ def test_a_condition_has_its_owner(client: Client, cluster: str) -> None:
     content = {"apiVersion": "sluice.dev/v1alpha1", "kind": "ServingCluster", **status}
     query = path(cluster, subresource="/status?fieldManager=other")
     answer = client.request("PATCH", query, content, "application/apply-patch+yaml")
-    # A list merged by type: two writers do not overwrite each other's conditions.
+    # The list is merged by type, so two writers do not overwrite each other's conditions.
     assert {found["type"] for found in answer.content["status"]["conditions"]} == {"Ready", "Degraded"}
 
 

@@ -23,14 +23,14 @@ TABLE = read_table()
 
 
 def refused_by_the_server(client: Client, manifest: dict[str, Any]) -> set[str]:
-    """Fields that the API server's refusal names; empty when it accepts."""
+    """Lists the fields that the API server's refusal names; empty if it accepts."""
     answer = client.request("POST", CREATE, manifest)
     if answer.is_ok:
         return set()
     assert answer.status in (400, 422), answer
     causes = answer.content.get("details", {}).get("causes", [])
     unknown = re.findall(r'unknown field "([^"]+)"', answer.content["message"])
-    # An object with a field of another type is not asked for its rules, and the server says so under no field; the
+    # The API server skips the rules of an object that has a field of a wrong type, and reports that under no field. The
     # path of the scale subresource begins with a dot.
     return {cause["field"].lstrip(".") for cause in causes if cause["field"] != "<nil>"} | set(unknown)
 
@@ -83,7 +83,7 @@ def messages(node: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("case", [case for case in TABLE if not case.refused], ids=lambda case: case.name)
 def test_what_the_server_stores_means_the_same_to_the_model(client: Client, case: Case) -> None:
     stored = client.request("POST", CREATE, case.manifest).content
-    # Defaults of the server and of the model: whoever fills them in, the operator sees the same spec.
+    # Server and model have the same defaults: the operator sees the same spec, whichever of them filled it in.
     assert check_manifest(stored).spec == check_manifest(case.manifest).spec
 
 

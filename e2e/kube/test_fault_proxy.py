@@ -1,4 +1,4 @@
-"""The fault proxy does what tests believe: against a server of its own, without a cluster."""
+"""The fault proxy injects the faults that tests rely on; checked against a small server, without a cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADERS = {"Authorization": "Bearer t", "Content-Type": "text/x"}
 
 
 class Server:
-    """An API server: it answers with what it was sent, and watches say words on demand."""
+    """A stand-in for the API server: it answers with the request that it got, and its watches send words on demand."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self.url = ""
@@ -115,7 +115,7 @@ def test_faults_strike_as_often_as_they_should(proxy: FaultProxy) -> None:
             seen.add("cut")
     assert sum(proxy.faults.values()) == 12
     assert seen == {"429", "500", "503", "cut", "201"}
-    # Lost and slow ones were carried out, others were not.
+    # The server carried out the lost and the slow requests, and no other failed one.
     assert len(proxy.requests) == proxy.faults["lost"] + proxy.faults["slow"]
 
 

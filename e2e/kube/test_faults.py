@@ -1,8 +1,8 @@
 """The operator as a process among faults: a failing API server, silent watches, lost leases, broken pods and nodes.
 
-Requests go through ``FaultProxy``. Nodes are kwok's, or nobody's: a node without a kubelet keeps its pods as the test
-writes them. Crashes are in ``test_crashes``; children edited by hand, foreign children, API server and etcd that are
-killed, pods that fit no node and clusters made anew are in ``test_operator``.
+Requests go through ``FaultProxy``. kwok plays all nodes but one: that one has no kubelet, and its pods stay as the test
+writes them. ``test_crashes.py`` has the crashes. ``test_operator.py`` has children that were edited by hand, foreign
+objects, a killed control plane and clusters that were created anew.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PORT = 17480
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/faults"
 SILENT = "silent"
 STRATEGIC_MERGE = "application/strategic-merge-patch+json"
-# kopf takes a watch for dead after so long without a bookmark (informer.py).
+# The informer (``controller/informer.py``) takes a watch for dead after about this time without a bookmark.
 INACTIVITY_S = 70.0
-# After so long without a request, none is under way.
+# After this time without a request, no reconcile is under way.
 STILL_S = 2.0
 ENOUGH_FAULTS = 30
 FAULTS = {"429", "500", "503", "refused", "lost", "slow"}
@@ -47,7 +47,7 @@ Seen = TypeVar("Seen")
 
 
 class Replica:
-    """One replica as Kubernetes keeps it: started again whenever it ends by itself."""
+    """One replica of the operator. As Kubernetes would, it restarts the process whenever that exits."""
 
     def __init__(self, kubeconfig: Path, log: Path) -> None:
         self._kubeconfig, self._log = kubeconfig, log
@@ -83,8 +83,10 @@ class Replica:
 
 @pytest.fixture(scope="module")
 def nothing_else(client: Client, crd: Path) -> None:
-    """Takes away the clusters that other modules have left: the operator here would look after them too, and while many
-    requests fail, that keeps it busy. Their engines may take their time to end."""
+    """Deletes the clusters that other modules left: the operator would reconcile them too, among failing requests.
+
+    Their engines may take their time to end.
+    """
     assert crd.is_file()
     client.kubectl("delete", "servingclusters", "--all", "--all-namespaces")
     query = "labelSelector=app.kubernetes.io%2Fmanaged-by%3Dsluice-operator"
@@ -98,7 +100,7 @@ def nothing_else(client: Client, crd: Path) -> None:
 
 @pytest.fixture(scope="module")
 def nodes(client: Client) -> Iterator[None]:
-    """Two nodes that anything may run on, in name, and one that nobody plays, for pods that tolerate everything."""
+    """Two kwok nodes without taints, and one that nothing plays, for pods that tolerate every taint."""
     made = [make_node(name) for name in ("faults-a", "faults-b", SILENT)]
     for node in made[:2]:
         del node["spec"]["taints"]
@@ -134,26 +136,26 @@ def replica(client: Client, testbed: Testbed, proxy: FaultProxy, routers: StandI
 
 @pytest.fixture
 def cluster(client: Client, replica: Replica, proxy: FaultProxy, namespace: str) -> Iterator[LightCluster]:
-    """A cluster that has settled; faults of the API server end with the test."""
+    """A settled cluster; faults of the API server end with the test."""
     wait_for(lambda: replica.leads, "a leader")
     made = LightCluster(client, namespace)
     try:
         made.wait("Progressing", "Settled")
         yield made
     finally:
-        # The routers play those of one cluster at a time.
+        # The stand-in serves the routers of one cluster at a time.
         proxy.fail_share, proxy.is_dead = 0.0, False
         made.kubectl("delete", "slc", "tiny", "--ignore-not-found")
         wait_for(lambda: on_silent_node(made), "the end of the engines")
 
 
 def on_silent_node(cluster: LightCluster) -> bool:
-    """Whether every engine is one that nobody ends."""
+    """Whether every engine is on the node that has no kubelet to end it."""
     return all(pod["spec"].get("nodeName") == SILENT for pod in cluster.engines.values())
 
 
 def edit_until(cluster: LightCluster, replica: Replica, num_prefill_heavy: int) -> None:
-    """Edits a slider, and waits until it is in force, the operator started again if it ends."""
+    """Edits a slider, and waits until it is in force. Restarts the operator if it exits."""
     cluster.edit(prefillHeavy=num_prefill_heavy)
     wanted = ["d-heavy"] * (len(cluster.engines) - num_prefill_heavy) + ["p-heavy"] * num_prefill_heavy
     wait_for(lambda: replica.operator and cluster.roles == wanted, "the roles")
@@ -193,7 +195,7 @@ def test_watches_that_end_lose_nothing(fault: str, cluster: LightCluster, proxy:
 @pytest.mark.timeout(420)
 def test_watches_that_go_silent_are_noticed(cluster: LightCluster, proxy: FaultProxy, replica: Replica) -> None:
     number_of_ends = replica.num_ends
-    # A reconcile that something else caused would see the edit too.
+    # No other event may cause a reconcile, which would read the edit too.
     wait_until_still(replica.operator.calls)
     assert proxy.mute_watches() > 5
     cluster.edit(prefillHeavy=3)
@@ -239,7 +241,7 @@ def test_a_leader_that_cannot_renew_its_lease_ends_in_the_middle_of_its_work(
     proxy.is_dead = True
     started_s = time.monotonic()
     assert process.wait(PATIENCE_S) != 0
-    # Not before its time: an API server that is away for a few seconds is no reason to end.
+    # A short outage of the API server is no reason to exit: the lease has to run out first.
     assert time.monotonic() - started_s > 5
     proxy.is_dead = False
     wait_for(lambda: replica.leads, "the next process as leader")
@@ -266,7 +268,7 @@ def test_many_hands_at_one_slider_end_in_the_last_edit(cluster: LightCluster, ro
     sizes = {part.chunk_size_tokens for part in routers.plan.engines if part.role == 1}
     assert cluster.roles.count("p-heavy") == spec["prefillHeavy"]
     assert sizes <= {spec["chunkSizes"]["prefillHeavy"]}
-    # Edits that come during a reconcile are one plan.
+    # The operator puts edits that come during a reconcile into one plan.
     assert 0 < routers.plan.generation - generation <= 25
     assert set(cluster.engines) == before
 
@@ -282,7 +284,7 @@ def test_a_quota_is_said_and_healed(client: Client, replica: Replica, namespace:
     wait_for(lambda: replica.operator and cluster.reason("Degraded") == "QuotaExceeded", "the reason")
     assert "exceeded quota: small" in cluster.message("Degraded")
     client.apply({**quota, "spec": {"hard": {"pods": "4", "services": "9"}}})
-    # Kubernetes itself runs into the quota for pods, and tells of it in the Deployment or ReplicaSet.
+    # The quota for pods strikes Kubernetes' own controllers, which report it in the Deployment or ReplicaSet.
     wait_for(lambda: len(cluster.read("services")["items"]) == 3, "the Services")
     wait_for(lambda: "cannot create pods" in cluster.message("Degraded"), "the other reason")
     assert cluster.reason("Degraded") == "QuotaExceeded"
@@ -332,12 +334,12 @@ def test_an_image_that_cannot_be_pulled_stops_the_rollout_and_a_pod_that_never_e
         num_before = count_reconciles(replica)
         fail_to_pull(attempt)
         wait_for(lambda num_before=num_before: count_reconciles(replica) > num_before, "a reconcile")
-    # The kubelet's words change with every attempt; the status does not.
+    # The kubelet's message changes with every attempt, but the status must not.
     assert wait_until_still(cluster.versions)["ServingCluster/tiny"] == version
     cluster.edit(engine={"image": None, "nodeSelector": None, "tolerations": None})
     cluster.wait("Degraded", "AsExpected")
     cluster.wait("Progressing", "Settled")
-    # No kubelet confirms its end.
+    # Without a kubelet, this pod never ends.
     assert "deletionTimestamp" in cluster.read(f"pod/{bad}")["metadata"]
     assert len(before & set(cluster.engines)) == 3
     edit_until_among(cluster, 3)
@@ -352,16 +354,16 @@ def count_reconciles(replica: Replica) -> float:
 
 
 def wait_until_still(read: Callable[[], Seen]) -> Seen:
-    """Waits until what is read has not changed for a while; returns it."""
+    """Waits until a value has not changed for a while; returns it."""
     seen, since_s = read(), time.monotonic()
 
-    def look() -> bool:
+    def poll() -> bool:
         nonlocal seen, since_s
         if (now := read()) != seen:
             seen, since_s = now, time.monotonic()
         return time.monotonic() - since_s > STILL_S
 
-    wait_for(look, "calm")
+    wait_for(poll, "calm")
     return seen
 
 
@@ -402,13 +404,13 @@ def test_a_node_that_stops_answering_takes_no_role_with_it_and_one_that_is_lost_
     lost = prefill["spec"]["nodeName"]
     gone = {uid for uid, pod in engines.items() if pod["spec"]["nodeName"] == lost}
     assert 0 < len(gone) < 4
-    # kwok takes its hands off the node, and its kubelet is not heard of any more.
+    # kwok stops playing the node, so its kubelet sends no more heartbeats.
     client.kubectl("annotate", "node", lost, "kwok.x-k8s.io/node-")
     stop_node(cluster, lost)
     cluster.wait("EnginesReady", "SomeNotReady")
     wait_for(lambda: serving_role(routers, 1) - gone, "another P-heavy engine")
     assert cluster.reason("Ready") == "Serving"
-    # As an administrator does who knows that the machine is off: Kubernetes takes its pods away without asking it.
+    # An administrator who knows that the machine is off sets this taint: Kubernetes then deletes its pods at once.
     client.kubectl("taint", "node", lost, "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute")
     wait_for(lambda: not gone & set(cluster.engines), "the end of the lost pods")
     cluster.wait("EnginesReady", "AllReady")
@@ -417,7 +419,7 @@ def test_a_node_that_stops_answering_takes_no_role_with_it_and_one_that_is_lost_
 
 
 def stop_node(cluster: LightCluster, name: str) -> None:
-    """Says of a node and its pods what Kubernetes says when it has not heard of the node for 50 s."""
+    """Writes the status that Kubernetes gives a node and its pods after 50 s without a heartbeat."""
     unknown = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}
     path = f"/api/v1/nodes/{name}/status"
     answer = cluster.client.request("PATCH", path, {"status": {"conditions": [unknown]}}, STRATEGIC_MERGE)

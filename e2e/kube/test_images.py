@@ -1,8 +1,8 @@
-"""The images that the Dockerfiles make: built by BuildKit, installed with the chart, run under Pod Security ``restricted``.
+"""The images of the Dockerfiles: built by BuildKit, installed with the chart, run under Pod Security ``restricted``.
 
-Their bases are stand-ins (``testbed.bases``). `make images-check` runs this; SLUICE_KEEP_IMAGES=1 keeps what the builder
-knows, about 25 GB in .sluice/images, so that the next run builds only what has changed. SLUICE_GPU_IMAGE=1 builds the
-engine's image for GPUs too, and looks into a pod of it that does nothing: what serves here is the one without.
+``testbed.bases`` makes stand-ins for their base images. `make images-check` runs this. SLUICE_KEEP_IMAGES=1 keeps the
+builder's cache, about 25 GB in .sluice/images, so that the next run builds only what has changed. SLUICE_GPU_IMAGE=1
+also builds the engine's image for GPUs, and inspects it in an idle pod: the engines that serve here run without a GPU.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ GPU_ENGINE = "engine-gpu"
 FOLDERS = {"operator": "operator", "router": "router", "engine": "engine_image"}
 if os.environ.get("SLUICE_GPU_IMAGE"):
     FOLDERS[GPU_ENGINE] = "engine_image"
-# Machines that have this to run have no GPU.
+# The engines that serve in this test run on CPUs.
 ARGUMENTS = {"engine": {"ENGINE": "engine-cpu"}}
-# What the node brings, not the image: GPU drivers.
+# Libraries of the GPU driver, which the node brings.
 OF_THE_NODE = ("libcuda.so", "libnvidia-ml.so")
-# Files that engines never load, so that it does not matter what these need.
+# Files that engines never load, so their missing libraries do not matter.
 UNUSED = re.compile(
     r"""
-    /lib(omptarget|archer)[.\w]*\.so                   # Intel's OpenMP: offloading to GPUs, looking for races
+    /lib(omptarget|archer)[.\w]*\.so                   # Intel's OpenMP: GPU offloading, race detection
     | /libplugin_(GPUNETIO|INFINIA|LIBFABRIC|OBJ)\.so  # NIXL's other backends; docs/guides/rdma.md says what EFA takes
-    | /libtelemetry_exporter_doca\.so                  # NIXL's
-    | /libuct_ib_(efa|mlx5_gdp)\.so                    # UCX's, for NICs of AWS, and for those that the GPU drives
-    | /libucx_perftest_\w+\.so                         # UCX's
+    | /libtelemetry_exporter_doca\.so                  # NIXL's telemetry
+    | /libuct_ib_(efa|mlx5_gdp)\.so                    # UCX's transports for AWS' NICs and for GPU-driven NICs
+    | /libucx_perftest_\w+\.so                         # UCX's benchmark
     | /nixl_ep_cu\d+/                                  # NIXL's expert parallelism, for mixtures of experts
-    | /nvidia/nvshmem/                                 # the same
-    | /\.?nixl(_ep)?_cu12[./]                          # the same NIXL for CUDA 12; it takes the one of torch's CUDA
-    | /torchcodec/                                     # video and sound, by a version of FFmpeg for each file
+    | /nvidia/nvshmem/                                 # also for expert parallelism
+    | /\.?nixl(_ep)?_cu12[./]                          # NIXL for CUDA 12; NIXL loads the one for torch's CUDA
+    | /torchcodec/                                     # video and sound, with a file for each version of FFmpeg
     | /libcufile_rdma\.so                              # GPUDirect Storage
-    | /numba/np/ufunc/(omp|tbb)pool                    # numba has a pool of its own where these cannot be loaded
+    | /numba/np/ufunc/(omp|tbb)pool                    # numba falls back to its own pool without these
     """,
     re.VERBOSE,
 )
@@ -75,9 +75,9 @@ parts = pytest.mark.parametrize("part", FOLDERS)
 
 @pytest.fixture(scope="session", autouse=True)
 def archives() -> Iterator[dict[str, Path]]:
-    """All three images, built from this checkout before there is a cluster, by part."""
+    """All three images by part, built from this checkout before the cluster starts."""
     made = {part: FOLDER / f"{part}.tar" for part in FOLDERS}
-    # What the builder keeps of both images of the engine at once would be 50 GB.
+    # The builder's cache of both engine images at once would take 50 GB.
     for batch in ([part for part in FOLDERS if part != GPU_ENGINE], [part for part in FOLDERS if part == GPU_ENGINE]):
         if batch:
             build_images({part: made[part] for part in batch})
@@ -103,7 +103,7 @@ def build_images(archives: dict[str, Path]) -> None:
 
 
 def describe_layers(archive: Path) -> str:
-    """Size of each layer, as a registry would keep it, and what made it."""
+    """Lists the size of each layer, as a registry would store it, and the command that made it."""
     with closing(tarfile.open(archive)) as opened:
 
         def read(digest: str) -> Any:
@@ -119,7 +119,7 @@ def describe_layers(archive: Path) -> str:
 
 @pytest.fixture(scope="module")
 def release(client: Client, node: Node, archives: dict[str, Path]) -> Iterator[Release]:
-    """The chart, with these images under the names that it has for them."""
+    """The chart, with these images under its default names."""
     for archive in archives.values():
         node.load_archive(archive)
     with run_release(client) as made:
@@ -128,7 +128,7 @@ def release(client: Client, node: Node, archives: dict[str, Path]) -> Iterator[R
 
 @pytest.fixture(scope="module")
 def cluster(client: Client, release: Release) -> Iterator[PodCluster]:
-    """The example, with as many engines as two cores start in a minute; nothing but the model is mounted into its pods."""
+    """The example, with as many engines as two cores can start. Its pods mount nothing but the model."""
     make_tiny_model(MODELS / "tiny")
     client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": RESTRICTED}})
     manifest = make_manifest()
@@ -152,7 +152,7 @@ DEPLOYED = {"router": "deployment/tiny-router", "engine": "deployment/tiny-engin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inside:
-    """Runs Python in the containers of running pods, which have the user and the restrictions that they serve with."""
+    """Runs Python in the containers of running pods, with their user and restrictions."""
 
     client: Client
 
@@ -171,7 +171,7 @@ def inside(client: Client, cluster: PodCluster) -> Inside:
 
 
 def make_idle_pod(part: str) -> dict[str, Any]:
-    """A pod of an image with the restrictions that it serves with, and nothing to do."""
+    """Makes an idle pod of an image, with the restrictions of the pods that serve."""
     container = {
         "name": part,
         "image": name_image(part),
@@ -203,6 +203,8 @@ from pathlib import Path
 
 import sluice_core.scheduling.engine_table
 
+FOLDERS = ("/", "/opt/sluice", "/usr/local", "/etc", "/var", "/home", "/tmp")
+
 def can_write(folder):
     try:
         Path(folder, "probe").touch()
@@ -219,12 +221,12 @@ print(json.dumps({
     "python": sys.version.split()[0],
     "user": [os.getuid(), os.getgid()],
     "core": sluice_core.scheduling.engine_table.__file__,
-    "writable": [folder for folder in ("/", "/opt/sluice", "/usr/local", "/etc", "/var", "/home", "/tmp") if can_write(folder)],
+    "writable": [folder for folder in FOLDERS if can_write(folder)],
     "standard": lacks_bytecode(sysconfig.get_path("stdlib"), {"site-packages"}),
     "installed": lacks_bytecode(sysconfig.get_path("purelib"), set()),
 }))
 """
-# Python source that is not for this Python: templates, and examples of what is wrong.
+# Share of Python files that do not compile on this Python: templates, and examples of wrong code.
 UNCOMPILABLE = 0.005
 
 
@@ -263,7 +265,7 @@ print(json.dumps(missing))
 
 @parts
 def test_no_library_is_missing(inside: Inside, part: str) -> None:
-    """Libraries of other packages count as there: packages load those themselves, before what needs them."""
+    """Libraries in other packages count: a package loads those itself before it needs them."""
     found = json.loads(inside.run(part, "-c", MISSING))
     unused = [UNUSED, UNUSED_WITHOUT_GPU] if part == "engine" else [UNUSED]
     used = {

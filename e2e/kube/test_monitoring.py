@@ -1,4 +1,4 @@
-"""What the chart gives to Prometheus and Grafana, in Prometheus' own eyes: rules, alerts that fire, the dashboard's queries."""
+"""The chart's rules, alerts and dashboard queries, checked by Prometheus' own promtool."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 TESTS = ROOT / "e2e" / "kube" / "alerts_test.yaml"
 VALUES = {"prometheusRule": {"enabled": True, "runbookUrl": "https://example.org/runbook"}}
 DASHBOARD = json.loads((CHART / "files" / "dashboard.json").read_text())
-# What Grafana puts in the place of its variables.
+# Values that Grafana would fill in for its variables.
 VARIABLES = {"$namespace": "team", "${cluster}": "qwen", "$__rate_interval": "2m"}
 
 
 @pytest.fixture(scope="module")
 def rules(helm: Helm) -> dict[str, Any]:
-    """The rules, as the Prometheus operator would hand them over."""
+    """The rules, as the Prometheus operator would pass them on."""
     objects = helm.template(VALUES, namespace="ops")
     (found,) = [item for item in objects if item["kind"] == "PrometheusRule"]
     spec: dict[str, Any] = found["spec"]
@@ -34,7 +34,7 @@ def rules(helm: Helm) -> dict[str, Any]:
 
 
 def check(folder: Path, groups: Any) -> str:
-    """Has rules checked, with every warning an error."""
+    """Checks rules; every warning is an error."""
     file = folder / "rules.yaml"
     file.write_text(yaml.safe_dump(groups))
     done = run_promtool("check", "rules", "--lint=all", "--lint-fatal", str(file))
@@ -43,7 +43,7 @@ def check(folder: Path, groups: Any) -> str:
 
 
 def list_queries() -> list[str]:
-    """Every query of the dashboard, those that fill its variables too."""
+    """Lists every query of the dashboard, those that fill its variables too."""
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     for variable in DASHBOARD["templating"]["list"]:
         queries += re.findall(r"^label_values\((.*), \w+\)$", variable["query"])
@@ -75,7 +75,7 @@ def test_each_alert_is_seen_to_fire_and_to_keep_quiet(rules: dict[str, Any]) -> 
 
 
 def test_a_rule_that_is_wrong_is_refused(rules: dict[str, Any], tmp_path: Path) -> None:
-    """The check sees something: a query that does not parse, and an alert that fires at another value."""
+    """promtool notices a query that does not parse, and an alert whose threshold has changed."""
     broken = json.loads(json.dumps(rules).replace("min by (", "min by ", 1))
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(broken))
     assert run_promtool("check", "rules", str(tmp_path / "rules.yaml")).returncode != 0
@@ -90,6 +90,6 @@ def test_prometheus_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
     for name, value in VARIABLES.items():
         queries = [query.replace(name, value) for query in queries]
     assert not [query for query in queries if "$" in query]
-    # Each as a rule of its own, since rules are what is checked.
+    # Each query becomes a rule, because promtool checks only rules.
     records = [{"record": f"dashboard:query_{number}", "expr": query} for number, query in enumerate(queries)]
     assert f"{len(records)} rules found" in check(tmp_path, {"groups": [{"name": "dashboard", "rules": records}]})

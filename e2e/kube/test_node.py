@@ -1,4 +1,4 @@
-"""This machine is a node like any other: pods, probes, Services, DNS, storage, evictions, Pod Security."""
+"""This machine is a node as usual: pods, probes, Services, DNS, storage, evictions, Pod Security."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("node")
 
-# What Pod Security `restricted` asks of a container.
+# Security context that Pod Security `restricted` requires of a container.
 RESTRICTED = {
     "runAsNonRoot": True,
     "allowPrivilegeEscalation": False,
@@ -32,7 +32,7 @@ SERVE = "import http.server; http.server.test(http.server.SimpleHTTPRequestHandl
 
 
 def pod(name: str, program: str, **spec: Any) -> dict[str, Any]:
-    """A pod that runs a Python program on the real node; fields of the container may be among ``spec``."""
+    """Describes a pod that runs a Python program on the real node; ``spec`` may have fields of the container too."""
     container = {
         "name": "main",
         "image": PYTHON_IMAGE,
@@ -67,7 +67,7 @@ def wait_phase(client: Client, namespace: str, name: str, phase: str) -> None:
 
 
 def output(client: Client, namespace: str, name: str, program: str, **spec: Any) -> str:
-    """What a program prints in a pod of its own."""
+    """Runs a program in a pod of its own, and returns its output."""
     create(client, namespace, pod(name, program, **spec))
     wait_phase(client, namespace, name, "Succeeded")
     return client.kubectl("logs", "-n", namespace, name).strip()
@@ -130,7 +130,9 @@ def test_a_pod_asks_the_api_server_with_its_token(client: Client, namespace: str
 import pathlib, ssl, urllib.request, urllib.error
 folder = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount")
 tls = ssl.create_default_context(cafile=folder / "ca.crt")
-request = urllib.request.Request("https://kubernetes.default/api/v1/nodes", headers={"Authorization": "Bearer " + (folder / "token").read_text()})
+token = (folder / "token").read_text()
+url = "https://kubernetes.default/api/v1/nodes"
+request = urllib.request.Request(url, headers={"Authorization": "Bearer " + token})
 try:
     urllib.request.urlopen(request, context=tls)
 except urllib.error.HTTPError as error:
@@ -147,7 +149,7 @@ def test_files_of_this_machine_come_by_a_volume_that_restricted_pods_may_claim(
     volume, claim = make_volume(namespace, "models", tmp_path)
     client.apply(volume)
     create(client, namespace, claim)
-    # Read-only in the pod: with a writable claim kubelet would change owner and mode of the files on the machine.
+    # The pod mounts it read-only: otherwise the kubelet changes owner and mode of the files on the machine.
     volumes = [{"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}]
     mounts = [{"name": "models", "mountPath": "/model", "readOnly": True}]
     program = "import pathlib; print(pathlib.Path('/model/weights').read_text())"
@@ -176,7 +178,7 @@ time.sleep(600)
 def wait_logged(client: Client, namespace: str, name: str, word: str) -> None:
     deadline = time.monotonic() + 30
     while word not in client.kubectl("logs", "-n", namespace, name).split():
-        assert time.monotonic() < deadline, f"{name} has not said {word}"
+        assert time.monotonic() < deadline, f"{name} has not printed {word}"
         time.sleep(0.1)
 
 
@@ -205,7 +207,7 @@ def test_fake_nodes_run_pods_in_name(client: Client, make_namespace: Callable[[s
     for name in ("first", "second", "third"):
         create(client, namespace, pod(name, "", nodeSelector={"type": "kwok"}, tolerations=tolerations, container=gpu))
     client.kubectl("wait", "--for=condition=Ready", "--timeout=30s", "-n", namespace, "pod/first", "pod/second")
-    # Two nodes with eight GPUs each: the third waits.
+    # Two nodes have eight GPUs each, so the third pod has to wait.
     client.kubectl("wait", "--for=condition=PodScheduled=False", "--timeout=30s", "-n", namespace, "pod/third")
 
 

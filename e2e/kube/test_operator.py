@@ -1,7 +1,7 @@
-"""The operator as a process, with the rights of ``access.py`` and no others, on a real API server.
+"""The operator as a process on a real API server, with exactly the rights of ``kubernetes/rbac.py``.
 
-Nodes are kwok's: pods become Ready in name, and a stand-in answers for their routers. Engines and streams are real in
-``test_pods``; here it is about objects, plans, rights, leaders, and what the operator writes.
+kwok plays the nodes: pods become Ready in name only, and a stand-in answers for their routers. These tests cover
+objects, plans, rights and leader election. ``test_serving.py`` has real engines and streams.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Operator:
         return "sluice_operator_is_leader 1.0" in self.read("/metrics") and self.read("/readyz") == "ok\n"
 
     def calls(self) -> dict[tuple[str, str, str], float]:
-        """Requests by verb, resource and status; those for the lease and discovery left out."""
+        """Counts requests by verb, resource and status, without those for the lease and for discovery."""
         found = {}
         for line in self.read("/metrics").splitlines():
             if line.startswith("sluice_operator_api_calls_total{"):
@@ -86,7 +86,7 @@ class Operator:
 
 @pytest.fixture(scope="module")
 def open_node(client: Client) -> Iterator[None]:
-    """A node that anything may run on, in name."""
+    """A kwok node without a taint, which any pod may run on."""
     node = make_node("open")
     del node["spec"]["taints"]
     client.apply(node)
@@ -114,7 +114,7 @@ def make_rules(rules: dict[Any, tuple[str, ...]]) -> list[dict[str, Any]]:
 
 
 def bind(kind: str, name: str, namespace: str, rules: dict[Any, tuple[str, ...]]) -> list[dict[str, Any]]:
-    """A Role or ClusterRole of the operator's service account, and its binding."""
+    """Describes a Role or ClusterRole of the operator's service account, and its binding."""
     metadata = {"name": name, **({"namespace": namespace} if kind == "Role" else {})}
     return [
         {"apiVersion": f"{RBAC}/v1", "kind": kind, "metadata": metadata, "rules": make_rules(rules)},
@@ -129,7 +129,7 @@ def bind(kind: str, name: str, namespace: str, rules: dict[Any, tuple[str, ...]]
 
 
 def make_access(client: Client, testbed: Testbed, name: str, namespace: str = "") -> Path:
-    """Makes a service account with exactly the rights of ``access.py``, everywhere or in one namespace; its kubeconfig."""
+    """Makes a service account with exactly the rights of ``rbac.py``, in all or one namespace; returns a kubeconfig."""
     client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}})
     client.apply(
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": SYSTEM}},
@@ -170,7 +170,7 @@ def operator(start_operator: Callable[..., Operator], routers: StandInRouters) -
 
 
 class Cluster(KubectlCluster):
-    """The example, in a namespace: nothing runs, so nothing is mounted, and no pod waits for a claim."""
+    """The example in a namespace. No program runs in its pods, so they mount nothing and wait for no claim."""
 
     def __init__(self, client: Client, namespace: str) -> None:
         super().__init__(client, namespace)
@@ -250,7 +250,7 @@ def test_what_restarts_replaces_all_engines_and_no_router(cluster: Cluster) -> N
 
 @pytest.fixture
 def cert_manager(client: Client) -> Iterator[Callable[[], None]]:
-    """Installs cert-manager's definition of Certificates; nobody issues any."""
+    """Installs cert-manager's CRD of Certificates, without a controller that issues any."""
     schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
     names = {"kind": "Certificate", "plural": "certificates", "singular": "certificate"}
@@ -335,10 +335,10 @@ def test_an_idle_cluster_causes_no_writes(cluster: Cluster, operator: Operator) 
 
 def test_a_resync_writes_nothing(cluster: Cluster, operator: Operator) -> None:
     versions = cluster.versions()
-    looks = operator.calls()["get", "servingclusters", "200"]
-    # An event without a change of anything that is ours.
+    reconciles = operator.calls()["get", "servingclusters", "200"]
+    # This event changes nothing that the operator owns.
     cluster.kubectl("label", "slc", "tiny", "touched=yes")
-    wait_for(lambda: operator.calls()["get", "servingclusters", "200"] > looks, "a reconcile")
+    wait_for(lambda: operator.calls()["get", "servingclusters", "200"] > reconciles, "a reconcile")
     time.sleep(1)
     after = cluster.versions()
     assert {name for name in after if after[name] != versions[name]} == {"ServingCluster/tiny"}
@@ -368,7 +368,7 @@ def test_the_next_replica_leads_when_the_first_one_is_told_to_stop_or_killed(
     assert not any(status == "403" for _, _, status in operator.calls())
     assert operator.end(signal.SIGTERM) == 0
     wait_for(lambda: second.leads, "the second one as leader")
-    # It finds everything as it should be.
+    # The new leader finds nothing to do.
     wait_for(lambda: ("get", "servingclusters", "200") in second.calls(), "a reconcile")
     time.sleep(1)
     assert cluster.versions() == versions

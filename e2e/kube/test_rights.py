@@ -1,7 +1,7 @@
-"""The operator's rights, with its service account and the roles that the chart renders: none missing, none unused.
+"""The operator's rights: its service account and the roles that the chart renders lack no right and have no unused one.
 
-Each right is taken away in turn, and the operator says which one it lacks, by name, and goes on when it is back. What is
-used is read from the API server's audit log, so that it counts whoever in the process asked, the informer included.
+Each right is removed in turn. The operator names the missing right, and recovers when it is back. The API server's
+audit log shows which rights the process uses, the informer's among them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from testbed.cluster import Testbed
 
 Object = dict[str, Any]
-# Group, resource (with its subresource), verb.
+# API group, resource (with its subresource), verb.
 Right = tuple[str, str, str]
 
 pytestmark = pytest.mark.usefixtures("crd", "foreign_kinds", "rights_node")
@@ -62,7 +62,7 @@ def flatten(rules: dict[Any, tuple[str, ...]]) -> list[Right]:
 
 @pytest.fixture(scope="module")
 def foreign_kinds(client: Client) -> Iterator[None]:
-    """ServiceMonitors and Certificates as kinds, without whoever acts on them."""
+    """CRDs of ServiceMonitors and Certificates, without their controllers."""
     schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     definition = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
     names = [f"crd/{kind.plural}.{kind.group}" for kind in FOREIGN]
@@ -78,7 +78,7 @@ def foreign_kinds(client: Client) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rights_node(client: Client) -> Iterator[None]:
-    """A node that anything may run on, in name."""
+    """A kwok node without a taint, which any pod may run on."""
     node = make_node("rights")
     del node["spec"]["taints"]
     client.apply(node)
@@ -89,12 +89,12 @@ def rights_node(client: Client) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What the chart gives the operator.
+    """The rights that the chart gives the operator.
 
     Args:
         client: The administrator.
-        kubeconfig: With a token of the operator's service account.
-        user: Who that is.
+        kubeconfig: Kubeconfig with a token of the operator's service account.
+        user: Name of that account as a user.
     """
 
     client: Client
@@ -102,7 +102,7 @@ class Access:
     user: str
 
     def write(self, role: str, namespace: str, rights: list[Right]) -> None:
-        """Makes a role hold these rights and no others, and waits until that is in force."""
+        """Gives a role exactly these rights, and waits until they are in force."""
         rules = [
             {"apiGroups": [group], "resources": [resource], "verbs": [verb]} for group, resource, verb in sorted(rights)
         ]
@@ -135,7 +135,7 @@ class Access:
 
 @pytest.fixture(scope="module")
 def access(client: Client, testbed: Testbed, crd: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
-    """The service account and roles of the chart, as it renders them, and nothing else of it."""
+    """The service account and roles as the chart renders them, and nothing else of the chart."""
     for name in (SYSTEM, TEAM):
         client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": RESTRICTED}})
     rendered = Helm(build() / "helm", tmp_path_factory.mktemp("helm")).template(VALUES, namespace=SYSTEM)
@@ -153,7 +153,7 @@ def access(client: Client, testbed: Testbed, crd: Path, tmp_path_factory: pytest
 
 
 def find_grants_in(rendered: list[Object]) -> dict[tuple[str, str], list[Object]]:
-    """Roles by namespace and name; a ClusterRole would be among them without a namespace."""
+    """Finds roles by namespace and name; a ClusterRole would have an empty namespace."""
     roles = [item for item in rendered if item["kind"] in ("Role", "ClusterRole")]
     return {(item["metadata"].get("namespace", ""), item["metadata"]["name"]): item["rules"] for item in roles}
 
@@ -187,11 +187,11 @@ def cluster(client: Client, operator: Operator) -> Iterator[LightCluster]:
     made.kubectl("delete", "slc", "tiny", "--ignore-not-found")
 
 
-# What makes the operator use a right, by resource and verb; where there is nothing, a reconcile does.
+# Events that make the operator use a right, by resource and verb. For other rights, any reconcile does.
 
 
 def locate(plural: str) -> str:
-    """Path of a kind's child."""
+    """Returns the path of the cluster's child of a kind."""
     return f"{KINDS[plural].root}/namespaces/{TEAM}/{plural}/{CHILDREN[plural][0]}"
 
 
@@ -230,7 +230,7 @@ def lose_the_lease(cluster: LightCluster) -> None:
 
 
 KINDS = {kind.plural: kind for kind, _ in RULES}
-# One child of each kind: its name, and what somebody may have done to it.
+# One child of each kind: its name, and an edit that the operator has to revert.
 CHILDREN = {
     "deployments": ("tiny-router", {"spec": {"replicas": 3}}),
     "services": ("tiny-engines", {"spec": {"publishNotReadyAddresses": False}}),
@@ -251,9 +251,9 @@ OCCASIONS: dict[tuple[str, str], Callable[[LightCluster], None]] = {
     **{(plural, verb): delete(plural) for plural in CHILDREN for verb in ("create", "get")},
     **{(plural, "patch"): edit_child(plural) for plural in CHILDREN},
 }
-# These leave nothing to write a condition with, or have nothing to do with the cluster.
+# Without these, the operator cannot write a condition, or they do not concern the cluster.
 LOG_ONLY = {"servingclusters", "servingclusters/status", "events", "leases"}
-# A watch under way goes on whatever happens to the right; these are tested with processes of their own.
+# A watch goes on after its right is removed, so other processes test these.
 INFORMER = {"watch"}
 REMOVABLE = [
     pytest.param(role, namespace, right, id=f"{right[1]}-{right[2]}")
@@ -264,7 +264,7 @@ REMOVABLE = [
 
 
 def poke(cluster: LightCluster) -> None:
-    """Has the operator reconcile at once."""
+    """Makes the operator reconcile at once."""
     labels = {"metadata": {"labels": {"touched": str(next(COUNTER))}}}
     assert cluster.client.request("PATCH", cluster.path, labels, MERGE).is_ok
 
@@ -295,7 +295,7 @@ def test_a_right_that_is_missing_is_said_by_name_and_missed_no_longer(
 
 
 def read_plainly(log: Path) -> str:
-    """A log without the backslashes of JSON's quotes, and of quotes in them."""
+    """Reads a log without the backslashes that JSON puts before quotes."""
     return log.read_text().replace("\\", "")
 
 
@@ -322,7 +322,7 @@ def test_a_right_of_the_informer_that_is_missing_is_said_by_name(verb: str, acce
 
 def read_audit(testbed: Testbed, user: str) -> list[Object]:
     lines = testbed.settings.audit_log.read_text().splitlines()
-    # The last line may be half-written.
+    # The last line may be incomplete.
     found = [json.loads(line) for line in lines if user in line and line.endswith("}")]
     return [item for item in found if item["user"]["username"] == user and "objectRef" in item]
 
@@ -331,7 +331,7 @@ def test_no_right_is_unused_and_none_is_asked_for_in_vain(
     access: Access, cluster: LightCluster, operator: Operator, testbed: Testbed, client: Client
 ) -> None:
     begin = len(read_audit(testbed, access.user))
-    # A whole life, with a process of its own that begins it; the other one makes room.
+    # A new process uses the rights of starting up too; the present leader makes room for it.
     operator.end(signal.SIGTERM)
     log = testbed.settings.logs / "operator-life.log"
     last = start(access, PORT + 3, log)
@@ -365,7 +365,7 @@ def test_no_right_is_unused_and_none_is_asked_for_in_vain(
         resource = "/".join(filter(None, (reference["resource"], reference.get("subresource"))))
         used.add((reference.get("apiGroup", ""), resource, item["verb"]))
         if item["verb"] == "patch" and code == 201:
-            # Server-side apply of what was not there needs the right to create it.
+            # Server-side apply of an object that does not exist needs the right to create it.
             used.add((reference.get("apiGroup", ""), resource, "create"))
     granted = {*access.read(ROLE, TEAM), *access.read(LEASE_ROLE, SYSTEM)}
     assert used == granted

@@ -1,4 +1,4 @@
-"""The commands of README and the pages for operators (``sh ci-kube``) run as they are shown, on a real API server."""
+"""The commands that README and the guides mark ``sh ci-kube`` run as shown, on a real API server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_pages_show_commands() -> None:
 
 
 def run(testbed: Testbed, client: Client, commands: str, **variables: str) -> str:
-    """Runs commands in the root of the checkout, as the administrator."""
+    """Runs commands as the administrator, in the root of the checkout."""
     environment = {
         **os.environ,
         "KUBECONFIG": str(client.kubeconfig),
@@ -64,7 +64,7 @@ def test_a_shown_command_works(testbed: Testbed, client: Client, namespace: str,
 
 @pytest.fixture
 def bare_cluster(client: Client, crd: Path) -> Iterator[None]:
-    """A cluster that has never seen Sluice; afterwards the definition is as other tests need it."""
+    """A cluster without Sluice's CRD; afterwards the CRD is as other tests need it."""
     definition = ("crd", "servingclusters.sluice.dev", "--ignore-not-found", "--timeout=60s")
     client.kubectl("delete", *definition)
     yield

@@ -1,7 +1,7 @@
-"""What helm and the operator render, against the schemas of the newest minor versions of Kubernetes and the oldest; no cluster.
+"""What helm and the operator render, against the schemas of the newest Kubernetes versions and of the oldest supported.
 
-Strictly: a field that a version does not know is a fault. What schemas do not say (ranges, fields that depend on each
-other, Pod Security) the real API server is asked, in ``test_chart.py`` and ``test_operator.py``.
+Unknown fields are refused. Other rules (ranges, fields that depend on each other, Pod Security) are tested on the real
+API server, in ``test_chart.py`` and ``test_operator.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sluice_operator.settings import OperatorSettings
 if TYPE_CHECKING:
     from testbed.helm import Helm
 
-# The first use fetches five modules.
+# The first use fetches five Go modules.
 pytestmark = pytest.mark.timeout(600)
 
 Object = dict[str, Any]
@@ -40,7 +40,7 @@ RDMA = {
     "requireRDMA": True,
     "podAnnotations": {"example.org/x": "y"},
 }
-# Manifests by what they use.
+# Manifests by the features that they use.
 MANIFESTS: dict[str, Object] = {
     "as little as possible": {"replicas": 1, "router": {"replicas": 1}},
     "the Hub, with a cache": {
@@ -88,7 +88,7 @@ MANIFESTS: dict[str, Object] = {
     },
 }
 
-# What the oldest version does not know yet, as docs/guides/install.md says.
+# Features that the oldest version does not have yet, as docs/guides/install.md says.
 TOO_NEW = {("1.30", "an image as the model"): "'image'", ("1.30", "RDMA by a claim"): "'resourceClaimTemplateName'"}
 
 minors = pytest.mark.parametrize("minor", KUBERNETES)
@@ -132,7 +132,7 @@ def test_the_definition_by_itself_is_known_to_the_version(minor: str) -> None:
 
 
 def change(item: Object, path: str, value: Any) -> Object:
-    """A copy in which a field is set."""
+    """Returns a copy of an object with one field set."""
     changed = copy.deepcopy(item)
     *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
     functools.reduce(lambda part, name: part[name], parents, changed)[last] = value  # type: ignore[index]
@@ -169,6 +169,6 @@ def test_the_versions_are_three_in_a_row_and_the_oldest_that_the_chart_takes() -
     assert chart["kubeVersion"] == ">={}.{}.0-0".format(*oldest)
     for minor, source in KUBERNETES.items():
         assert source.module.startswith(f"k8s.io/kubernetes@v{minor}.")
-    # The test cluster's is among them.
+    # The test cluster's version is one of them.
     modules = (MODULES / "kubernetes" / "go.mod").read_text()
     assert any(f"\t{source.module.replace('@', ' ')}\n" in modules for source in KUBERNETES.values())

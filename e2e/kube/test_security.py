@@ -1,7 +1,7 @@
-"""What a ServingCluster cannot do: leave its namespace through the pod template, or have a secret shown anywhere.
+"""A ServingCluster can neither leave its namespace through the pod template, nor make the operator print a secret.
 
-The API server here is real, and so is what it keeps of a template that nobody's schema describes: nulls, capitals,
-fields that no pod has. Whether pods obey their limits is the kubelet's matter, and tested in ``test_node``.
+The API server is real, and so is what it stores of a template without a schema: nulls, unusual capitals, unknown
+fields. ``test_node.py`` tests that pods obey their limits, which is the kubelet's part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("crd", "security_node")
 
 PORT = 17520
 CANARIES = {"hf-token": "canary-hf-5f1c", "api-keys": "canary-key-8d2e", "other": "canary-other-3b7a"}
-# Spelled so that a lenient reader might take it for a pod's field.
+# Misspelled on purpose: a lenient parser might take it for a pod's field.
 MISSPELLED = {
     "capital-host-path": {"spec": {"volumes": [{"name": "x", "HostPath": {"path": "/"}}]}},
     "capital-host-network": {"spec": {"HostNetwork": True}},
@@ -54,7 +54,7 @@ HATCHES = {**test_pod_template.HOST, **test_pod_template.OWNED, **MISSPELLED}
 
 @pytest.fixture(scope="module")
 def security_node(client: Client) -> Iterator[None]:
-    """A node that anything may run on, in name."""
+    """A kwok node without a taint, which any pod may run on."""
     node = make_node("security")
     del node["spec"]["taints"]
     client.apply(node)
@@ -64,7 +64,7 @@ def security_node(client: Client) -> Iterator[None]:
 
 
 async def settle_with(kubernetes: KubernetesClient, namespace: str, name: str, template: Any, **settings: Any) -> World:
-    """Makes a cluster with a podTemplate, and reconciles it until only its pods are missing."""
+    """Creates a cluster with a podTemplate, and reconciles it until only its pods are missing."""
     world = World(kubernetes, namespace, name)
     world.reconciler = Reconciler(
         world.watched,
@@ -89,7 +89,7 @@ async def read_condition(world: World, kind: str) -> dict[str, Any]:
 async def test_no_pod_template_reaches_the_host_or_another_namespace(
     client: Client, make_namespace: Callable[[str], str]
 ) -> None:
-    # Nothing but the operator stands in the way: the namespace allows everything.
+    # Only the operator can refuse here: the namespace allows everything.
     namespace = make_namespace("privileged")
     async with connect(client) as kubernetes:
 
@@ -149,7 +149,7 @@ def test_secrets_are_never_shown(client: Client, testbed: Testbed, namespace: st
             operator.end(signal.SIGTERM)
     logged = log.read_text()
     shown += logged
-    # What was read says much, and this not:
+    # The text has what must have been printed, and no secret.
     assert "secretKeyRef" in shown
     assert "secretKeyRef.kez" in logged
     assert '"level": "DEBUG"' in logged
@@ -159,7 +159,7 @@ def test_secrets_are_never_shown(client: Client, testbed: Testbed, namespace: st
 
 
 def use_secrets(client: Client, namespace: str) -> str:
-    """Uses secrets wherever a ServingCluster can, well and badly; returns everything that people can read of it."""
+    """Uses secrets wherever a ServingCluster can, validly and not; returns all that people can read about it."""
     cluster = LightCluster(client, namespace)
     cluster.edit(
         model={"source": {"huggingFace": {"tokenSecretRef": {"name": "hf-token", "key": "token"}}}},
@@ -174,7 +174,7 @@ def use_secrets(client: Client, namespace: str) -> str:
     cluster.wait("SpecValid", "PodTemplateRefused")
     assert "spec.engine.podTemplate.spec.volumes[x].hostPath" in cluster.message("SpecValid")
     read.append(everything(cluster))
-    # What the API server refuses, it quotes.
+    # The API server quotes the values that it refuses.
     env = {"name": "engine", "env": [{"name": "K", "valueFrom": {"secretKeyRef": {"name": "other", "kez": "key"}}}]}
     cluster.edit(engine={"podTemplate": {"spec": {"volumes": None, "containers": [env]}}})
     cluster.wait("Degraded", "PodTemplateRefused")
@@ -188,7 +188,7 @@ def use_secrets(client: Client, namespace: str) -> str:
 
 
 def everything(cluster: LightCluster) -> str:
-    """Each object of the namespace but the Secrets, with what describes them."""
+    """Prints each object of the namespace except Secrets, with its description and events."""
     kinds = cluster.client.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
     readable = ",".join(kind for kind in kinds if kind != "secrets")
     return cluster.kubectl("get", readable, "-o", "json", "--ignore-not-found") + cluster.kubectl(

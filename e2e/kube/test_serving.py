@@ -1,7 +1,7 @@
-"""Sluice as users meet it: `helm install`, `kubectl apply`, edits while streams run. Chart, operator, routers, engines and
-vLLM are real, in pods under Pod Security ``restricted``, and every stream has the tokens of stock vLLM.
+"""Sluice as users meet it: `helm install`, `kubectl apply`, edits while streams run.
 
-One installation and one cluster for all tests: each finds them whole, and leaves them so.
+Chart, operator, routers, engines and vLLM are real, in pods under Pod Security ``restricted``. Every stream has the
+tokens of stock vLLM. All tests share one installation and one cluster: each finds them whole, and leaves them so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 NAMESPACE, SECURED = "serving", "secured"
 P, D = plan_pb2.ROLE_PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY
-# A p99 worth its name needs more of them than CI has time for.
+# A reliable p99 needs more edits than CI has time for.
 NUM_TIMED_EDITS = int(os.environ.get("SLUICE_TIMED_EDITS", "12"))
 
 
@@ -96,7 +96,7 @@ def test_the_example_is_served(cluster: PodCluster) -> None:
     cluster.kubectl("wait", "--for=condition=Ready", "--timeout=5s", "slc/tiny")
     columns = cluster.kubectl("get", "slc", "tiny").splitlines()[1].split()
     assert columns[:5] == ["tiny", "True", "2", "1", "1"]
-    # Its own name, where the pods carry no token of the API server.
+    # Its pods carry no token for the API server.
     pods = [*cluster.engines.values(), *cluster.routers.values()]
     assert len(pods) == 4
     assert not any(pod["spec"].get("automountServiceAccountToken", True) for pod in pods)
@@ -112,7 +112,7 @@ def test_a_pod_streams_a_chat_through_the_service_by_its_name(cluster: PodCluste
 
 
 Edit = tuple[dict[str, Any], "Callable[[Status], bool]", list[int]]
-# The edit, how a router's status shows it, and the chunk sizes that the engines themselves then name.
+# Each edit, its effect on a router's status, and the chunk sizes that the engines' metrics then show.
 EDITS: dict[str, Edit] = {
     "ratio": ({"prefillHeavy": 2}, lambda s: count_roles(s) == (2, 0), [512, 512]),
     "prefill-heavy chunk": ({"chunkSizes": {"prefillHeavy": 96}}, lambda s: list_sizes(s) == [64, 96], [64, 96]),
@@ -177,7 +177,7 @@ async def test_an_objective_is_in_force_for_the_next_request(cluster: PodCluster
             deltas = [delta async for delta in client.api.Generate(asked)]
         return bool(deltas[-1].usage.is_slo_met)
 
-    # What a request is held to is fixed when it is admitted: an hour is met, a millisecond is not.
+    # A request keeps the objective that it was admitted with: an hour is met, a millisecond is not.
     cluster.time_edit(lambda _: True, slo={"ttftMilliseconds": 600000, "tpotMilliseconds": 60000})
     assert [await is_met() for _ in range(8)] == [True] * 8
     cluster.time_edit(lambda _: True, slo={"ttftMilliseconds": 1})
@@ -216,7 +216,11 @@ async def test_a_deleted_engine_pod_is_not_noticed(cluster: PodCluster, known: K
 
 async def test_an_engine_whose_core_is_killed_is_restarted_and_not_noticed(cluster: PodCluster, known: Known) -> None:
     uid, pod = next(iter(cluster.engines.items()))
-    kill = "import os, signal; [os.kill(int(p), signal.SIGKILL) for p in os.listdir('/proc') if p.isdecimal() and int(p) not in (1, os.getpid())]"
+    # Every process in the container but PID 1 and the one that kills.
+    kill = (
+        "import os, signal; [os.kill(int(p), signal.SIGKILL) for p in os.listdir('/proc')"
+        " if p.isdecimal() and int(p) not in (1, os.getpid())]"
+    )
 
     def restarts() -> int:
         return int(cluster.engines[uid]["status"]["containerStatuses"][0]["restartCount"])
@@ -264,7 +268,7 @@ async def test_evictions_wait_for_one_another_and_are_not_noticed(cluster: PodCl
 
     def act() -> None:
         assert cluster.evict(first) == 201
-        # The budget allows one engine at a time.
+        # The disruption budget allows one eviction at a time.
         assert cluster.evict(second) == 429
         wait_for(lambda: cluster.evict(second) == 201, "the turn of the second engine", cluster.patience_s)
         cluster.wait_for(lambda: not before & names(cluster), "the end of both")
@@ -286,11 +290,11 @@ async def test_a_wrong_image_stops_the_rollout_and_is_rolled_back(cluster: PodCl
     before = cluster.identify("engine")
 
     def act() -> None:
-        # Nobody listens there, and nobody is asked who does.
+        # Nothing listens at this address, so the pull fails whatever the network.
         cluster.edit(engine={"image": "127.0.0.1:9/absent:1"})
         cluster.wait("Progressing", "RolloutStopped")
         cluster.wait("Degraded", "ImagePullBackOff")
-        # The old engine of the other's place may still be ending.
+        # The old engine that the new one replaces may still be ending.
         kept = wait_for(
             lambda: keep_one(cluster.identify("engine") & before), "the end of one engine", cluster.patience_s
         )
@@ -338,7 +342,7 @@ async def test_uninstalling_leaves_what_serves_and_says_so(
     def act() -> str:
         said = release.uninstall()
         wait_for(lambda: not release.pods(), "the end of the operators")
-        # Nobody looks after it, and it serves.
+        # Streams go on without an operator.
         cluster.edit(chunkSizes={"prefillHeavy": 96})
         return said
 
@@ -359,9 +363,9 @@ async def test_uninstalling_leaves_what_serves_and_says_so(
 
 
 async def test_a_roll_of_the_engines_is_not_noticed(served: PodCluster, known: Known) -> None:
-    """KV of 32 and 64 tokens a block cannot be exchanged: what the last old engine has is computed anew.
+    """KV blocks of 32 and of 64 tokens are incompatible, so the last old engine's requests are computed anew.
 
-    The cluster is left so: only the next test follows, which has its own.
+    It leaves the cluster changed: only the next test follows, with a cluster of its own.
     """
     served.wait_whole()
     engines, routers = set(served.engines), served.identify("router")
@@ -394,7 +398,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def secured(client: Client, release: Release, authority: trustme.CA) -> Iterator[PodCluster]:
-    """Another cluster, whose engines, routers and operator ask one another for certificates."""
+    """Another cluster, whose engines, routers and operator authenticate one another with certificates."""
 
     def give(namespace: str, files: dict[str, bytes]) -> None:
         metadata = {"name": "peers", "namespace": namespace}
@@ -426,7 +430,7 @@ async def test_engines_and_routers_with_certificates_serve_and_refuse_strangers(
     for address, name in ((f"{engine}:{ENGINE_PORT}", ENGINE_NAME), (f"{router}:{CONTROL_PORT}", ROUTER_NAME)):
         own = ROUTER_NAME if name == ENGINE_NAME else OPERATOR_NAME
         assert knock(address, Trust(files=make_files(authority, own), name=name)) is grpc.StatusCode.OK
-        # In the open; with a certificate of somebody else's authority; with one of ours for another name.
+        # Without TLS; with a certificate of another authority; with a trusted certificate for another name.
         assert knock(address, None) is grpc.StatusCode.UNAVAILABLE
         stranger = {**make_files(trustme.CA(), own), "ca.crt": authority.cert_pem.bytes()}
         assert knock(address, Trust(files=stranger, name=name)) is grpc.StatusCode.UNAVAILABLE
@@ -435,7 +439,7 @@ async def test_engines_and_routers_with_certificates_serve_and_refuse_strangers(
 
 
 def knock(address: str, trust: Trust | None) -> grpc.StatusCode:
-    """Asks a port whether it serves; returns how that ends."""
+    """Sends a health check to a port; returns the status of the call."""
     with open_channel(address, trust) as channel:
         try:
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)

@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Settings]:
-    """Settings of a second cluster, without a node."""
+    """Settings of another cluster, without a real node."""
     settings = make_settings(folder=tmp_path / "kube", first_port=PORT, has_real_node=False)
     yield settings
     clean(settings)
@@ -64,7 +64,7 @@ with run_testbed(make_settings(folder=Path(sys.argv[1]), first_port=int(sys.argv
 
 
 def programs_of(settings: Settings) -> list[str]:
-    """Command lines that name the cluster's folder; the reaper's is among them while it works."""
+    """Lists command lines that name the cluster's folder. The reaper's is among them while it runs."""
     found = []
     for process in psutil.process_iter(["cmdline", "status", "pid"]):
         command = " ".join(process.info["cmdline"] or [])
