@@ -1,7 +1,7 @@
-"""A real cluster for tests: ``sluice up`` as a user runs it, in a directory of its own.
+"""A real cluster for tests: ``sluice up`` as users run it, in a directory of its own.
 
-Nothing is faked: the launcher, the routers and the engines are the product's processes, and tests look at them from
-outside (HTTP, gRPC, ``sluice status``, signals to process ids).
+The launcher, the routers and the engines are the product's processes; nothing is faked. Tests observe them from
+outside: HTTP, gRPC, ``sluice status``, signals to process ids.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPT_DEADLINE_S = 60.0
 
 
 class NotReachedError(AssertionError):
-    """A condition did not come true in time."""
+    """A condition did not become true in time."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Cluster:
 
     Args:
         directory: Working directory: manifest, state, logs.
-        manifest: The manifest in force; change it with ``edit``.
+        manifest: The present manifest; change it with ``edit``.
         process: The launcher.
     """
 
@@ -62,38 +62,38 @@ class Cluster:
     def name(self) -> str:
         return str(self.manifest["metadata"]["name"])
 
-    # --- what is the case
+    # --- read
 
     def status(self) -> dict[str, Any]:
-        """What ``sluice status --json`` says, without the start of a process for each look."""
+        """Returns what ``sluice status --json`` prints, without starting a process."""
         directory = ClusterDirectory(self.name, self.directory / ".sluice")
-        # In a thread of its own, so that it may be called from coroutines too.
+        # In a thread with its own event loop, so that coroutines can call it too.
         with ThreadPoolExecutor(1) as thread:
             view = thread.submit(asyncio.run, read_cluster_status(directory)).result()
         return view.to_dict()
 
     def processes(self, kind: str) -> dict[str, dict[str, Any]]:
-        """Process records of a kind (``engine``, ``router``) by name, as the launcher keeps them."""
+        """Lists the launcher's process records of a kind (``engine``, ``router``) by name."""
         path = self.directory / ".sluice" / "clusters" / self.name / "processes.json"
         return {record["name"]: record for record in json.loads(path.read_text()) if record["kind"] == kind}
 
     def pid(self, name: str) -> int:
-        """Process id of an engine or router."""
+        """Returns the process id of an engine or router."""
         kind = name.split("-", maxsplit=1)[0]
         return int(self.processes(kind)[name]["pid"])
 
     def address(self, router: str = "router-0", port: str = "grpc") -> str:
-        """host:port of a router."""
+        """Returns host:port of a router."""
         return f"127.0.0.1:{self.processes('router')[router]['ports'][port]}"
 
     def url(self, router: str = "router-0") -> str:
-        """Root of a router's HTTP API."""
+        """Returns the root URL of a router's HTTP API."""
         return f"http://{self.address(router, 'http')}"
 
-    # --- what to do
+    # --- act
 
     def edit(self, change: Callable[[dict[str, Any]], None]) -> None:
-        """Edit the manifest file as an editor does: write another file, rename it over the first."""
+        """Edit the manifest file as an editor does: write another file, then rename it over the first."""
         edited = json.loads(json.dumps(self.manifest))
         change(edited["spec"])
         self.write(edited)
@@ -110,13 +110,13 @@ class Cluster:
         os.kill(self.pid(name), number)
 
     def engine_tree(self, name: str) -> list[int]:
-        """Process ids of an engine: the serving process and its EngineCore."""
+        """List the process ids of an engine: its server and its EngineCore."""
         serving = psutil.Process(self.pid(name))
         return [serving.pid, *(child.pid for child in serving.children(recursive=True))]
 
     @staticmethod
     def signal_all(pids: list[int], number: signal.Signals) -> None:
-        """Send a signal to processes; those that have ended are left out."""
+        """Send a signal to processes; those that have ended are skipped."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -125,7 +125,7 @@ class Cluster:
         """Poll ``sluice status`` until a condition on it holds.
 
         Raises:
-            NotReachedError: It did not, in time; the message has the last status.
+            NotReachedError: The condition did not hold in time; the message has the last status.
         """
         deadline = time.monotonic() + timeout_s
         status: dict[str, Any] = {}
@@ -139,7 +139,7 @@ class Cluster:
         raise NotReachedError(f"not reached in {timeout_s:g} s: {what}\n{json.dumps(status, indent=1)}\n{self.tail()}")
 
     def wait_ready(self, timeout_s: float = 180.0) -> dict[str, Any]:
-        """Wait until every engine and router that the manifest asks for serves."""
+        """Wait until every engine and router of the manifest serves."""
         wanted = self.manifest["spec"]["replicas"]
         return self.wait(
             "every engine and router serves",
@@ -152,11 +152,11 @@ class Cluster:
         return self.wait("every engine idle with all its blocks free", is_idle, timeout_s)
 
     def tail(self, lines: int = 40) -> str:
-        """The end of the launcher's output."""
+        """Read the end of the launcher's output."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self) -> int:
-        """Ctrl-C, as a user would; returns the exit status."""
+        """Press Ctrl-C, as a user would; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
@@ -169,7 +169,7 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def client(self, router: str = "router-0") -> AsyncIterator[Client]:
-        """gRPC client of a router's API and control."""
+        """Open a gRPC client of a router's API and control port."""
         async with (
             grpc.aio.insecure_channel(self.address(router)) as api,
             grpc.aio.insecure_channel(self.address(router, "control")) as control,
@@ -179,7 +179,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Stubs of one router."""
+    """gRPC stubs of one router."""
 
     api: router_pb2_grpc.RouterAsyncStub
     control: control_pb2_grpc.ControlAsyncStub
@@ -193,9 +193,10 @@ class Client:
         result: Result | None = None,
         tpot_slo_ms: int = 0,
     ) -> Result:
-        """Stream one request; ask for a move to ``route[i]`` once ``move_at[i]`` tokens have come, until it begins.
+        """Stream one request. Once ``move_at[i]`` tokens have come, request its move to ``route[i]`` until it begins.
 
-        ``result`` grows while tokens come, for callers that watch. ``tpot_slo_ms`` 0 is the class's objective.
+        ``result`` grows while tokens come, for callers that watch it. ``tpot_slo_ms`` 0 means the objective of the
+        class.
         """
         result = result or Result(name=request.name)
         call = self.api.Generate(
@@ -219,7 +220,7 @@ class Client:
 
 @dataclass(slots=True)
 class Result:
-    """What a client got."""
+    """The tokens and the end of a stream, as the client received them."""
 
     name: str
     token_ids: list[int] = field(default_factory=list)
@@ -230,7 +231,7 @@ class Result:
     tpot_ms: float = 0.0
 
     def take(self, delta: router_pb2.GenerateResponse) -> None:
-        """Append a delta; a lost, doubled or reordered token is an error at once."""
+        """Append a delta; fails at once on a lost, repeated or reordered token."""
         if delta.token_ids:
             assert delta.first_output_index == len(self.token_ids), f"{self.name}: token order"
         self.token_ids.extend(delta.token_ids)
@@ -242,7 +243,7 @@ class Result:
 
 
 def is_idle(status: dict[str, Any]) -> bool:
-    """No request anywhere, and no block used, granted or pinned."""
+    """Whether there is no request, and no block used, granted or pinned."""
     return (
         bool(status["is_ready"])
         and all(router["num_requests"] == 0 for router in status["routers"])
@@ -257,12 +258,12 @@ def is_idle(status: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def run_cluster(directory: Path, manifest: dict[str, Any], *, models: Path, ports: str) -> Iterator[Cluster]:
-    """Run ``sluice up`` in the foreground until the block ends; then Ctrl-C, and nothing may be left behind.
+    """Run ``sluice up`` in the foreground for the length of the block, then stop it; it must leave nothing behind.
 
     Args:
         directory: Working directory, made if need be.
         manifest: The ServingCluster.
-        models: Folder that stands for the claim ``models``.
+        models: Folder that replaces the claim ``models``.
         ports: LOW-HIGH.
     """
     directory.mkdir(parents=True, exist_ok=True)

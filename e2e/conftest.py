@@ -1,4 +1,4 @@
-"""One cluster for the tests that leave it whole; tests that need another make their own with ``start_cluster``."""
+"""One cluster for tests that leave it unchanged; other tests start their own with ``start_cluster``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples import tiny_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Needs root and minutes of Go: `make e2e-k8s` runs it.
+# `make e2e-k8s` runs these: they need root, and minutes to build Kubernetes.
 collect_ignore = ["kube"]
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
@@ -32,7 +32,7 @@ def models() -> Path:
 
 @pytest.fixture(scope="session")
 def known(models: Path) -> list[tuple[workload.Request, workload.Answer]]:
-    """Requests with stock vLLM's answers."""
+    """Requests with the answers of stock vLLM."""
     requests = workload.make_requests(NUM_REQUESTS)
     return list(zip(requests, workload.answers(models / "tiny", requests, ROOT / ".sluice" / "e2e"), strict=True))
 
@@ -49,7 +49,7 @@ def example() -> dict[str, Any]:
 def shared_cluster(
     tmp_path_factory: pytest.TempPathFactory, example: dict[str, Any], models: Path
 ) -> Iterator[Cluster]:
-    """The example cluster with two routers, shared by all tests that ask for ``cluster``."""
+    """The example cluster with two routers, shared by all tests that use ``cluster``."""
     example["spec"]["router"]["replicas"] = 2
     with run_cluster(tmp_path_factory.mktemp("cluster"), example, models=models, ports=PORTS) as cluster:
         cluster.wait_ready()
@@ -58,7 +58,7 @@ def shared_cluster(
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """The shared cluster, whole before and idle with all its blocks free after every test."""
+    """The shared cluster: whole before each test, and idle with all blocks free after it."""
     before = shared_cluster.manifest
     shared_cluster.wait_idle()
     yield shared_cluster
@@ -70,5 +70,5 @@ def cluster(shared_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator
 
 @pytest.fixture
 def start_cluster(tmp_path: Path, models: Path) -> Callable[[dict[str, Any], str], Any]:
-    """Starts a cluster of the test's own on its own ports."""
+    """Starts a cluster for one test, on ports of its own."""
     return lambda manifest, ports: run_cluster(tmp_path / "cluster", manifest, models=models, ports=ports)

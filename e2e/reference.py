@@ -1,7 +1,7 @@
-"""Answers requests with stock vLLM, without Sluice: what every moved, recovered or re-chunked request must equal.
+"""Answers requests with stock vLLM alone. Moved, recovered and re-chunked requests must get the same answers.
 
-Run as a program: reads a JSON list of requests from a file, writes a JSON list of answers to another. One engine, no
-plugin, no KV connector, whole prompts in one chunk.
+Runs as a program: reads a JSON list of requests, writes a JSON list of answers. It uses one engine, no plugin, no KV
+connector, and whole prompts in one chunk.
 
 Usage: python e2e/reference.py MODEL REQUESTS.json ANSWERS.json
 """
@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Set before vLLM is imported: no usage statistics, no hub, no plugin of ours, one thread as our engines have.
+# Set before vLLM is imported: no usage statistics, no downloads, no Sluice plugin, and one thread like Sluice's
+# engines.
 os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
@@ -38,7 +39,7 @@ def _answer(output: Any) -> dict[str, Any]:
 
 
 def _sampling(arguments: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no integer keys; logit_bias needs them."""
+    """Turns the keys of logit_bias into integers, which JSON does not have as keys."""
     bias = arguments.get("logit_bias")
     return arguments if bias is None else {**arguments, "logit_bias": {int(token): b for token, b in bias.items()}}
 
@@ -54,7 +55,7 @@ def main(model: str, requests_path: Path, answers_path: Path) -> None:
         block_size=32,
         max_model_len=4096,
         max_num_batched_tokens=8192,
-        max_num_seqs=8,  # eight of the longest prompts fit one iteration: no prompt is ever cut into chunks
+        max_num_seqs=8,  # eight of the longest prompts fit one iteration, so no prompt is cut into chunks
         enforce_eager=True,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=256 << 20,

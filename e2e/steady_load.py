@@ -1,4 +1,4 @@
-"""Requests that keep coming to emulated engines, of a shape that may change, each answered whole and exactly."""
+"""A steady load on emulated engines, whose shape a test may change. Every answer must be complete and exact."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Shape(NamedTuple):
-    """What is asked for.
+    """Shape of the requests.
 
     Args:
         prompt_tokens: Length of prompts.
@@ -36,12 +36,12 @@ class Shape(NamedTuple):
 
 
 class Load:
-    """See the module.
+    """Sends requests at a steady rate, and checks every answer.
 
     Args:
-        clients: Connections, which take turns.
-        shape: Of the first requests; ``shape`` may be set anew at any time.
-        model: Folder of the model that the engines pretend to run.
+        clients: Connections, used in turn.
+        shape: Shape of the first requests; tests may set ``shape`` at any time.
+        model: Folder of the model that the engines emulate.
     """
 
     def __init__(self, clients: Sequence[Client], shape: Shape, model: Path) -> None:
@@ -55,7 +55,7 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[Load]:
-        """Sends requests while the block runs, and waits for the last answers; one that is wrong ends the block."""
+        """Sends requests while the block runs, then waits for the last answers. A wrong answer ends the block."""
         async with asyncio.TaskGroup() as streams:
             streams.create_task(self._send(streams))
             try:

@@ -1,7 +1,7 @@
-"""The tuner at work on ``sluice up``: an edited objective and a shifted workload change sliders, while streams run.
+"""The tuner in ``sluice up``: an edited objective and a shifted workload change sliders while streams run.
 
-Engines emulate a GPU, so that what a search predicts is what they do: vLLM's own scheduler, the real router, the launcher,
-and searches in processes of their own.
+Engines emulate a GPU, so that they run as fast as a search predicts. All else is real: vLLM's scheduler, the router,
+the launcher, and searches in their own processes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ pytestmark = pytest.mark.engine
 PORTS = "26500-26899"
 CHATS = Shape(prompt_tokens=40, output_tokens=200, rate_rps=4.0)
 SUMMARIES = Shape(prompt_tokens=3000, output_tokens=40, rate_rps=2.0)
-# Chats whose tokens may take their time are served as well by any chunks (within 2 % of goodput in the simulator); hasty ones
-# lose 11 % to large chunks on the D-heavy engine. Summaries that may take their time lose 10 % and more to small ones.
+# Goodput in the simulator. With loose objectives, chats do as well with any chunk size (within 2 %). With tight ones
+# they lose 11 % with large chunks on the D-heavy engine. Summaries with loose objectives lose 10 % or more with small
+# ones.
 LOOSE = {"ttftMilliseconds": 1000, "tpotMilliseconds": 200}
 TIGHT = {"ttftMilliseconds": 2000, "tpotMilliseconds": 50}
 LARGE_TOKENS, SMALL_TOKENS = 512, 256
-# Searches share two cores with everything else; on a quiet machine each of these steps takes 10 to 30 s.
+# A search shares two cores with everything else. On a quiet machine, each step takes 10 to 30 s.
 STEP_S = 90.0
 
 
@@ -83,12 +84,12 @@ async def follow(cluster: Cluster, load: Load) -> None:
         await asyncio.to_thread(cluster.edit, lambda spec: spec["slo"].update(slo))
         await wait("the edit causes a search", has_reason("Searching"))
 
-    tuned = await wait("the sliders of the manifest are found to be good", has_reason("Tuned"))
+    tuned = await wait("the manifest's sliders are good enough", has_reason("Tuned"))
     assert decode_heavy_chunk(tuned) == LARGE_TOKENS
     await edit(TIGHT)
     await wait("smaller chunks for a tight objective", lambda status: 0 < decode_heavy_chunk(status) <= SMALL_TOKENS)
     await edit(LOOSE)
-    relaxed = await wait("what is in force is good enough for a loose objective", has_reason("Tuned"))
+    relaxed = await wait("the present sliders are good enough for a loose objective", has_reason("Tuned"))
     small = decode_heavy_chunk(relaxed)
     assert small <= SMALL_TOKENS
     load.shape = SUMMARIES

@@ -1,4 +1,4 @@
-"""The tokens of moved requests are those of stock vLLM, whatever the hops, the sampling state and the chunk sizes."""
+"""Moved requests have the tokens of stock vLLM, whatever their hops, sampling state and chunk sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOGPROB_TOLERANCE = 1e-4
 
 
 def check(result: Result, answer: Answer) -> None:
-    """A result is token-exact, ends alike and has the same logprobs."""
+    """Checks that a result has the answer's tokens, finish reason and logprobs."""
     assert result.token_ids == answer.token_ids, result.name
     if answer.logprobs is not None:
         assert result.logprobs == pytest.approx(answer.logprobs, abs=LOGPROB_TOLERANCE), result.name
@@ -31,13 +31,13 @@ def check(result: Result, answer: Answer) -> None:
 async def run_all(
     client: Client, known: list[tuple[Request, Answer]], engines: list[str], hops: Counter[int], seed: int = 1
 ) -> None:
-    """Run the requests a few at a time, each with up to ``MAX_HOPS`` asked-for moves from engine to engine."""
+    """Run the requests a few at a time, each with up to ``MAX_HOPS`` requested moves from engine to engine."""
     rng = random.Random(seed)
     gate = asyncio.Semaphore(CONCURRENCY)
 
     async def run(index: int, request: Request, answer: Answer) -> None:
         count = index % (MAX_HOPS + 1)
-        # Cuts leave room behind them: some tokens pass until a move is done, and the next can begin.
+        # Some tokens pass between the cuts, until a move is done and the next one can begin.
         cuts = tuple(sorted(rng.sample(range(1, 40), count)))
         route = tuple(itertools.islice(itertools.cycle(rng.sample(engines, len(engines))), count))
         async with gate:

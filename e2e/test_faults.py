@@ -1,4 +1,4 @@
-"""A killed, frozen or removed engine is not noticed by clients: every stream completes with its exact tokens."""
+"""Clients do not notice when an engine is killed, frozen or removed: every stream completes with its exact tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINES = ("engine-0", "engine-1", "engine-2", "engine-3")
 
 
 async def stream_through(cluster: Cluster, known: list[tuple[Request, Answer]], fault: Callable[[], object]) -> None:
-    """Stream requests, cause the fault once a third of all tokens have come, and compare every answer."""
+    """Stream requests, cause the fault once a third of all tokens have come, and check every answer."""
     loop = asyncio.get_running_loop()
     results = [Result(name=request.name) for request, _ in known]
     due = sum(request.sampling["max_tokens"] for request, _ in known) // 3
@@ -36,7 +36,7 @@ async def stream_through(cluster: Cluster, known: list[tuple[Request, Answer]], 
         done = sum(task.done() for task in tasks)
         await loop.run_in_executor(None, fault)
         await asyncio.wait_for(asyncio.gather(*tasks), 120)
-    assert done < len(tasks), "the fault came after the streams had ended"
+    assert done < len(tasks), "the fault came only after the streams had ended"
     for result, (_, answer) in zip(results, known, strict=True):
         check(result, answer)
 

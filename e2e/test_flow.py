@@ -1,8 +1,8 @@
-"""TaiChi's Algorithm 1 on real engines: decodes degrade and flow back by themselves, and no client notices.
+"""TaiChi's Algorithm 1 on real engines: decodes degrade and flow back, and no client notices.
 
-One P-heavy and one D-heavy engine with little KV. Nobody asks for a move: what moves, moves because a D-heavy engine is
-above the watermark, or because a decode on a P-heavy engine nears its TPOT objective under the prefills beside it. What
-moved, when and why is read from the router's explanations and counters.
+There is one P-heavy and one D-heavy engine, with little KV. No test requests a move. A decode moves because a D-heavy
+engine is above the watermark, or because its TPOT nears its objective beside the prefills of a P-heavy engine. The
+router's decision log and counters say which decode moved, when and why.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ PORTS = "24000-24499"
 HTTP_PORT = 24500
 MIN_TOKENS_BETWEEN_MOVES = 16
 DEADLINE_S = 120.0
-NO_TPOT_MS = 60_000  # an objective that nothing here can miss
+NO_TPOT_MS = 60_000  # an objective that no stream here misses
 
-# Sizes in blocks of 32 tokens. The watermark is 250 of 500 blocks. A long stream has 65 to 124 and a filler 122 to 124:
-# two of these three never pass the watermark, all three always do. So it shows which one Algorithm 1 picks, however fast
-# the machine is.
+# Sizes in blocks of 32 tokens. The watermark is 250 of 500 blocks. A long stream takes 65 to 124 and a filler 122 to
+# 124: any two of the three stay below the watermark, and all three always pass it. So the choice of Algorithm 1 shows,
+# however fast the machine is.
 NUM_BLOCKS = 500
 WATERMARK_PERCENT = 50
 STREAM_PROMPT_TOKENS, STREAM_OUTPUT_TOKENS = 2049, 1900
 FILLER_PROMPT_TOKENS, FILLER_OUTPUT_TOKENS = 3900, 64
-# Prompts that keep a P-heavy engine busy: an iteration each, and more of them than its prefix cache remembers.
+# Prompts that keep a P-heavy engine busy: each takes an iteration, and they do not all fit in its prefix cache.
 BUSY_PROMPT_TOKENS, NUM_BUSY_PROMPTS = 2000, 16
 
-# TPOT objective of the stream that shall flow back, as a multiple of a lone decode's TPOT on the D-heavy engine: far above
-# what it has there, far below what it has beside whole prompts on the P-heavy one.
+# TPOT objective of the stream that shall flow back, as a multiple of a lone decode's TPOT on the D-heavy engine. It is
+# far above the stream's TPOT there, and far below its TPOT beside whole prompts on the P-heavy engine.
 TPOT_SLO_FACTOR = 4
-# On a machine that stops for seconds a stream may end before it was seen where it should be: then others are watched.
+# On a machine that stalls, a stream may end before it was seen where it should be: then the test tries other streams.
 NUM_ATTEMPTS = 16
 NUM_BUSY = 3
 MARGIN_TOKENS = 16
 
-# TPOT objectives of the requests under load, in milliseconds: on any machine some lie between what the two engines give.
+# TPOT objectives under load, in milliseconds. On any machine, some of them lie between the TPOTs of the two engines.
 TPOT_LADDER_MS = tuple(round(4 * 1.4**step) for step in range(16))
 NUM_CONCURRENT = 32
 NUM_ROUNDS = 20
@@ -73,7 +73,7 @@ NUM_ROUNDS = 20
 
 @pytest.fixture(scope="module")
 def flow_cluster(tmp_path_factory: pytest.TempPathFactory, example: dict[str, Any], models: Path) -> Iterator[Cluster]:
-    """One P-heavy and one D-heavy engine with little KV; prefills run on the former alone."""
+    """One P-heavy and one D-heavy engine with little KV; only the former runs prefills."""
     manifest = json.loads(json.dumps(example))
     manifest["metadata"]["name"] = "flow"
     spec = manifest["spec"]
@@ -92,7 +92,7 @@ def flow_cluster(tmp_path_factory: pytest.TempPathFactory, example: dict[str, An
 
 @pytest.fixture
 def flowing(flow_cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, idle with all its blocks free before and after every test."""
+    """The cluster, idle with all blocks free before and after every test."""
     flow_cluster.wait_idle()
     yield flow_cluster
     flow_cluster.wait_ready()
@@ -101,12 +101,12 @@ def flowing(flow_cluster: Cluster) -> Iterator[Cluster]:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Greedy requests with stock vLLM's answers.
+    """Greedy requests with the answers of stock vLLM.
 
     Args:
         first: A long stream.
         second: Another one.
-        filler: Much KV for a short time.
+        filler: Takes much KV for a short time.
         busy: Prompts with one output token.
     """
 
@@ -139,7 +139,7 @@ def texts(models: Path) -> Texts:
 
 @dataclass(slots=True)
 class TimedResult(Result):
-    """A result that knows when its first token came."""
+    """A result that records the time of its first token."""
 
     first_token_s: float = 0.0
 
@@ -149,18 +149,18 @@ class TimedResult(Result):
 
     @property
     def tpot_so_far_ms(self) -> float:
-        """Grows while no token comes."""
+        """TPOT until now; it grows while no token comes."""
         return (time.monotonic() - self.first_token_s) * 1e3 / max(1, len(self.token_ids) - 1)
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A request under way, or ended.
+    """A request that runs or has ended.
 
     Args:
-        answer: What it must answer.
-        result: What has come so far.
-        task: Reads it to its end, and compares.
+        answer: The expected answer.
+        result: The tokens so far.
+        task: Reads the stream to its end, and checks it.
     """
 
     answer: Answer
@@ -176,7 +176,7 @@ class Stream:
         return len(self.result.token_ids)
 
     async def leave(self) -> None:
-        """Cancel it, as a client that goes away does; what has come must be right."""
+        """Cancel the request, as a client that disconnects does; its tokens so far must be right."""
         self.task.cancel()
         await asyncio.wait({self.task})
         assert self.result.token_ids == self.answer.token_ids[: self.num_tokens], self.name
@@ -184,11 +184,11 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Streams of one router, each compared with its answer when it ends, and what the router says about them.
+    """Streams of one router, each checked when it ends, and the router's decisions about them.
 
     Args:
-        client: The router's API.
-        session: Asks its HTTP pages.
+        client: The router's gRPC API.
+        session: Client of its HTTP API.
         tasks: Runs the streams.
     """
 
@@ -202,8 +202,8 @@ class Load:
         Args:
             known: The request and its answer.
             name: Its id, unique.
-            tpot_slo_ms: Its TPOT objective; 0: the class's.
-            max_tokens: Ends it earlier, with a prefix of the answer (greedy requests only); 0: at its own end.
+            tpot_slo_ms: Its TPOT objective; 0 means that of the class.
+            max_tokens: Ends it early, with a prefix of the answer (greedy requests only); 0 means the whole answer.
         """
         request, answer = known
         if max_tokens:
@@ -219,19 +219,19 @@ class Load:
         return Stream(answer, result, self.tasks.create_task(run(), name=name))
 
     async def explain(self, stream: Stream) -> list[Event]:
-        """Every decision about a request so far; none before the router knows it."""
+        """List every decision about a request so far; empty until the router knows the request."""
         async with self.session.get(f"/debug/requests/{stream.name}") as answer:
             return list((await answer.json())["events"]) if answer.status == 200 else []
 
     async def list_moves(self, stream: Stream) -> list[Move]:
-        """Cause, source and target of each of its moves."""
+        """List cause, source and target of each of its moves."""
         return list_moves(await self.explain(stream))
 
     async def has_moved(self, cause: str, *streams: Stream, unless_ended: Stream | None = None) -> bool:
-        """Wait until one of these has moved for this cause; False: all have ended, or the other stream has."""
+        """Wait until one of the streams has moved for this cause; False if all have ended, or ``unless_ended`` has."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                # Looked at first: a stream that has ended has moved before.
+                # Read before the moves: a stream that has ended by now has made all its moves.
                 has_ended = all(stream.task.done() for stream in streams) or (
                     unless_ended is not None and unless_ended.task.done()
                 )
@@ -244,7 +244,7 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def repeating(self, known: list[Known], name: str, *, lanes: int = 1) -> AsyncIterator[None]:
-        """Keep so many of these requests under way, in turn."""
+        """Keep ``lanes`` of these requests running, in turn."""
         is_over = False
 
         async def repeat(lane: int) -> None:
@@ -261,7 +261,7 @@ class Load:
         await asyncio.gather(*repeats)
 
     async def count_moves(self) -> Counter[str]:
-        """Moves that were completed, by cause, since the router's start."""
+        """Count completed moves by cause, since the router's start."""
         async with self.session.get("/metrics") as answer:
             families = list(text_string_to_metric_families(await answer.text()))
         moves: Counter[str] = Counter()
@@ -273,7 +273,7 @@ class Load:
 
 @contextlib.asynccontextmanager
 async def loaded(cluster: Cluster) -> AsyncIterator[Load]:
-    """A load on the cluster's router; at its end all streams have ended."""
+    """A load on the cluster's router; waits for all streams at its end."""
     async with (
         cluster.client() as client,
         aiohttp.ClientSession(cluster.url()) as session,
@@ -283,7 +283,7 @@ async def loaded(cluster: Cluster) -> AsyncIterator[Load]:
 
 
 async def until(what: str, is_reached: Callable[[], bool]) -> None:
-    """Wait for something that the streams show."""
+    """Wait for a condition on the streams."""
     try:
         async with asyncio.timeout(DEADLINE_S):
             while not is_reached():  # noqa: ASYNC110  streams have no event for it
@@ -293,18 +293,18 @@ async def until(what: str, is_reached: Callable[[], bool]) -> None:
 
 
 def list_moves(events: list[Event]) -> list[Move]:
-    """Cause, source and target of each move."""
+    """List cause, source and target of each move."""
     return [(event["cause"], event["source"], event["target"]) for event in events if event["event"] == "moved"]
 
 
 def name_engines(cluster: Cluster) -> tuple[str, str]:
-    """The P-heavy and the D-heavy engine."""
+    """Name the P-heavy and the D-heavy engine."""
     roles = {engine["role"]: engine["engine_id"] for engine in cluster.status()["engines"]}
     return roles["P-heavy"], roles["D-heavy"]
 
 
 def check_pace(name: str, events: list[Event]) -> None:
-    """Between two moves of a request lie enough tokens, unless its TPOT has passed its objective (backflow alone)."""
+    """Check the tokens between two moves: enough of them, unless TPOT has passed its objective (backflow only)."""
     slo_s = events[0]["tpot_slo_s"]
     first_token_s = next(event["at_s"] for event in events if event["event"] == "first_token")
     before: Event | None = None
@@ -344,9 +344,9 @@ async def test_the_longest_output_leaves_a_d_heavy_engine_above_the_watermark(fl
 async def test_a_decode_that_nears_its_objective_flows_back_and_counts_as_short_again(
     flowing: Cluster, texts: Texts
 ) -> None:
-    """Once back, it is not the longest output any more, although its answer is longer than the other one's."""
+    """After the backflow it no longer counts as the longest output, although its whole answer is longer."""
     p_heavy, d_heavy = name_engines(flowing)
-    share = 0.7  # of the objective, that the first stream must have reached before the second begins
+    share = 0.7  # share of its objective that the first stream's TPOT must reach before the second begins
     async with loaded(flowing) as load:
         probe = load.start(texts.first, "probe", max_tokens=100)
         await probe.task
@@ -361,9 +361,9 @@ async def test_a_decode_that_nears_its_objective_flows_back_and_counts_as_short_
                     break
             moves = [move[0] for move in await load.list_moves(first)]
             if "degrade" not in moves:
-                slo_ms = math.ceil(1.4 * slo_ms)  # it would flow back at once, so it stays
+                slo_ms = math.ceil(1.4 * slo_ms)  # it would flow back at once, and so never degrades
             elif "backflow" not in moves:
-                slo_ms = math.ceil(0.7 * slo_ms)  # the machine has become faster since the probe
+                slo_ms = math.ceil(0.7 * slo_ms)  # the machine has become faster since the measurement
             else:
                 share += 0.08 * lead
             await asyncio.gather(first.leave(), second.leave())
@@ -379,7 +379,7 @@ async def test_a_decode_that_nears_its_objective_flows_back_and_counts_as_short_
 
 
 async def settle(load: Load, *streams: Stream) -> None:
-    """Wait until each is where decodes belong, for so long that it may move again, or has ended."""
+    """Wait until each stream decodes where it should, for so long that it may move again, or has ended."""
     for stream in streams:
         await load.has_moved("prefill_done", stream)
         num_tokens = stream.num_tokens + 2 * MIN_TOKENS_BETWEEN_MOVES
@@ -387,17 +387,17 @@ async def settle(load: Load, *streams: Stream) -> None:
 
 
 async def flow_one_back(load: Load, texts: Texts, suffix: str, slo_ms: int, share: float) -> tuple[Stream, Stream]:
-    """Have a stream degrade and flow back, and another begin shortly before it is back.
+    """Make a stream degrade and flow back, and start another shortly before it is back.
 
     Args:
-        load: Runs them.
-        texts: What they ask.
-        suffix: Of their names.
-        slo_ms: TPOT objective of the first.
-        share: Share of it that the first one's TPOT must reach before the second begins.
+        load: Runs the streams.
+        texts: Their requests.
+        suffix: Suffix of their names.
+        slo_ms: TPOT objective of the first stream.
+        share: Share of it that the first stream's TPOT must reach before the second begins.
 
     Returns:
-        The first stream and the second one; what was wanted of them need not have happened.
+        Both streams. The first one may not have flowed back.
     """
     first = load.start(texts.first, f"first-{suffix}", tpot_slo_ms=slo_ms)
     await until("the first stream decodes", lambda: first.num_tokens >= 64)
@@ -415,12 +415,12 @@ async def flow_one_back(load: Load, texts: Texts, suffix: str, slo_ms: int, shar
 
 
 async def compare_lengths(load: Load, first: Stream, second: Stream) -> int:
-    """Say whether two decodes tell the length since the backflow from the whole length.
+    """Check that the length since the backflow and the whole length lead to different choices.
 
-    Both gain a token per iteration of the D-heavy engine from here on: what is longer stays longer.
+    From here on both decodes gain a token per iteration of the D-heavy engine, so the longer one stays longer.
 
     Returns:
-        0: they do; 1: the second one began too early; -1: too late, or nothing flowed back.
+        0 if they do; 1 if the second decode began too early; -1 if it began too late, or nothing flowed back.
     """
     moves = [event for event in await load.explain(first) if event["event"] == "handed_off"]
     reset_at = next((event["output_tokens"] for event in moves if event["cause"] == "backflow"), None)
@@ -434,7 +434,7 @@ async def compare_lengths(load: Load, first: Stream, second: Stream) -> int:
 
 
 async def has_degraded_again(load: Load, first: Stream, second: Stream) -> bool:
-    """Wait until one of two decodes, the first of which did already, has degraded; False: none did before its end."""
+    """Wait until one of two decodes has degraded, the first one for the second time; False if both ended before."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             has_ended = first.task.done() or second.task.done()
@@ -447,7 +447,7 @@ async def has_degraded_again(load: Load, first: Stream, second: Stream) -> bool:
 
 
 async def test_flow_under_load_is_exact_and_keeps_its_pace(flowing: Cluster, known: list[Known], texts: Texts) -> None:
-    """Hybrid sliders: both engines take prompts, decodes move in both directions at once."""
+    """Both engines run prefills, and decodes move in both directions at once."""
     flowing.edit(lambda spec: spec["chunkSizes"].update(decodeHeavy=64))
     flowing.wait("the edit is in force", lambda s: {e["chunk_size_tokens"] for e in s["engines"]} == {64, 2048})
     large = [pair for pair in known if pair[0].sampling["max_tokens"] >= 120 and len(pair[0].prompt_token_ids) >= 255]

@@ -1,4 +1,4 @@
-"""Edits of the manifest are in force in about a second, with no restart and no broken stream."""
+"""Edits of the manifest take effect in about a second, without a restart and without a broken stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.engine
 
 Edit = dict[str, Any]
 
-# Generous against a shared machine; the figure itself is printed.
+# A generous limit for shared machines; the test prints the measured time.
 IN_FORCE_S = 15.0
 ANOTHER_PORT = 26900
 ONE_DECODE = IterationShape(num_decodes=1, decode_context_tokens=100)
@@ -89,7 +89,7 @@ async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[
         after = await loop.run_in_executor(None, lambda: cluster.wait(f"{name} is in force", is_reached, IN_FORCE_S))
         print(f"{name}: in force after {time.monotonic() - start_s:.2f} s, status calls included")
         results = await asyncio.wait_for(asyncio.gather(*tasks), 120)
-        # What is asked for under the new settings is exact too.
+        # Requests under the new settings are exact too.
         later = [await client.generate(request) for request, _ in asked[:4]]
     for result, (_, answer) in zip(results + later, asked + asked[:4], strict=True):
         check(result, answer)
@@ -106,7 +106,7 @@ async def test_routers_learn_how_fast_engines_are_and_a_search_goes_by_it(
             statuses.append(await client.control.GetStatus(control_pb2.GetStatusRequest(), timeout=10))
             async with aiohttp.ClientSession() as session, session.get(f"{cluster.url(router)}/metrics") as answer:
                 metrics = await answer.text()
-        # Nobody told the routers what these engines are; how well they know depends on what else the machine does.
+        # The routers have to measure the engines' speed. How well they know it depends on the machine's other load.
         errors = re.findall(r'^sluice_latency_model_error_ratio\{engine="(.+)"\} (.+)$', metrics, re.MULTILINE)
         assert len(errors) == 4
         assert all(0.0 < float(error) < math.inf for _, error in errors), errors
@@ -122,7 +122,7 @@ async def test_routers_learn_how_fast_engines_are_and_a_search_goes_by_it(
         SearchRequest(constraints=constraints, spec_sliders=sliders, in_force=sliders, workload=workload, engine=engine)
     )
     print(f"{engine}; {found}")
-    # A tiny model takes milliseconds for an iteration, more on a machine that does something else.
+    # An iteration of the tiny model takes milliseconds, or more on a busy machine.
     assert 1e-4 < engine.profile.estimate_shape_s(ONE_DECODE) < 1.0
     assert found.goodput_rps >= found.in_force_goodput_rps > 0.0
     assert 0.0 <= found.attainment <= 1.0

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible API on real engines, with OpenAI's own client, and what it says to bad input."""
+"""The OpenAI-compatible API on real engines, with OpenAI's own client, and its answers to bad input."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_completions_with_logprobs_and_stop_strings(client: openai.AsyncOp
     assert cut.choices[0].finish_reason == "stop"
 
 
-# Random weights write white space for ever wherever a schema lets them, so these leave no room for it.
+# Random weights write white space without end wherever a schema allows it, so these constraints allow none.
 CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
     "json-schema": (
         {

@@ -1,4 +1,4 @@
-"""A roll of the engines that changes what KV looks like completes, and no client notices."""
+"""A rolling restart of the engines that changes the KV layout completes, and no client notices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROLL_S = 240.0
 async def stream_until(
     client: Client, known: list[tuple[Request, Answer]], is_over: Callable[[], bool]
 ) -> Counter[str]:
-    """Keep streams under way until a condition holds, each compared with its answer; returns how they fared."""
+    """Keep streams running until a condition holds, and check each answer; returns the number of streams by outcome."""
     fared: Counter[str] = Counter()
 
     async def lane(number: int) -> None:
@@ -50,7 +50,7 @@ async def stream_until(
 async def roll(
     cluster: Cluster, known: list[tuple[Request, Answer]], change: Callable[[dict[str, Any]], None]
 ) -> Counter[str]:
-    """Edit what restarts the engines under load, until all run with it."""
+    """Edit a field that restarts the engines, under load, and wait until all run with it."""
     before = {engine["engine_id"]: engine["pid"] for engine in cluster.status()["engines"]}
     loop = asyncio.get_running_loop()
 
@@ -69,9 +69,10 @@ async def roll(
 async def test_a_roll_to_another_block_size_and_larger_chunks_breaks_no_stream(
     tmp_path: Path, example: dict[str, Any], models: Path, known: list[tuple[Request, Answer]]
 ) -> None:
-    """KV of 32 and 64 tokens a block cannot be exchanged: the last engine's requests are recomputed.
+    """KV blocks of 32 and of 64 tokens are incompatible, so the last old engine's requests are computed anew.
 
-    The old engines cannot run the new chunk size; the plan that names it, and drains them, is in force all the same.
+    Old engines cannot run the new chunk size. The plan that has it, and that drains them, must take effect all the
+    same.
     """
     manifest = json.loads(json.dumps(example))
     manifest["metadata"]["name"] = "roll"
@@ -93,5 +94,5 @@ async def test_a_roll_to_another_block_size_and_larger_chunks_breaks_no_stream(
         assert {engine["state"] for engine in status["engines"]} == {"ready"}
         sizes = {engine["role"]: engine["chunk_size_tokens"] for engine in status["engines"]}
         assert sizes == {"P-heavy": 4096, "D-heavy": spec["chunkSizes"]["decodeHeavy"]}
-        # Every plan was taken, the ones too that old engines cannot run in full.
+        # Every plan was applied, also by engines that cannot run all of it.
         assert "refused plan" not in cluster.log.read_text()

@@ -1,4 +1,4 @@
-"""Keys and certificates on real processes: who is served, and rotation of everything under a running stream."""
+"""API keys and certificates on real processes: who is served, and rotation of all of them under a running stream."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def secrets(tmp_path: Path, authority: trustme.CA) -> Path:
-    """Folder of the cluster's Secrets."""
+    """Folder with the cluster's Secrets."""
     folder = tmp_path / "cluster" / ".sluice" / "secrets"
     mount_secret(folder / "keys", {"alice": KEY.encode()})
     mount_secret(folder / "front", make_files(authority, "127.0.0.1"))
@@ -50,7 +50,7 @@ def secrets(tmp_path: Path, authority: trustme.CA) -> Path:
 
 @pytest.fixture
 def secured(example: dict[str, Any], secrets: Path, start_cluster: Callable[..., Any]) -> Iterator[Cluster]:
-    """A small cluster with everything turned on."""
+    """A small cluster with API keys and TLS on all ports."""
     manifest = copy.deepcopy(example)
     manifest["metadata"]["name"] = "secured"
     spec = manifest["spec"]
@@ -88,7 +88,7 @@ async def is_let_in(cluster: Cluster, authority: trustme.CA, key: str) -> bool:
 
 
 def read_tokens(lines: list[str]) -> list[int]:
-    """Token ids of a whole stream."""
+    """Reads the token ids of a whole stream."""
     assert lines[-2] == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert not any("error" in event for event in events)
@@ -120,7 +120,8 @@ async def test_everything_is_rotated_under_a_stream_and_keys_show_nowhere(
             request_id = stream.headers["x-request-id"]
             lines = stream.aiter_lines()
             got = [await anext(lines) for _ in range(3)]
-            # First everybody trusts both authorities, then everybody shows the new one's, which is then trusted alone.
+            # First everybody trusts both authorities. Then everybody uses the new one's certificate. Last, the old one
+            # is no longer trusted.
             for issuer, trusted in (
                 (authority, (authority, second)),
                 (second, (authority, second)),
@@ -137,7 +138,7 @@ async def test_everything_is_rotated_under_a_stream_and_keys_show_nowhere(
             assert not await is_let_in(secured, authority, NEXT_KEY)
             got += [line async for line in lines]
         assert read_tokens(got) == expected
-    # An engine that starts anew shows the new certificate and is trusted by it.
+    # An engine that restarts uses the new certificate, and the others trust it.
     secured.kill("engine-0", signal.SIGKILL)
     secured.wait("engine-0 is away", lambda status: not status["is_ready"])
     secured.wait_ready()
@@ -153,7 +154,7 @@ async def test_everything_is_rotated_under_a_stream_and_keys_show_nowhere(
 
 
 async def check_that_strangers_are_refused(cluster: Cluster, trusted: trustme.CA) -> None:
-    """Neither an engine nor a control port serves who has no certificate, or one of somebody else's authority."""
+    """Engines and control ports refuse clients without a certificate, or with one of another authority."""
     files = make_files(trustme.CA(), *PEERS)
     root = trusted.cert_pem.bytes()
     engine = f"127.0.0.1:{cluster.processes('engine')['engine-1']['ports']['grpc']}"

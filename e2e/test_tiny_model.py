@@ -1,4 +1,4 @@
-"""The tiny model is the same at every making, whole, and usable as a chat model."""
+"""The tiny model is reproducible and complete, and works as a chat model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Requests whose answers are known: prompts around block and chunk boundaries, every kind of sampling state.
+"""Requests with known answers: prompts around block and chunk boundaries, with every kind of sampling state.
 
-``make_requests`` is deterministic; ``answers`` asks stock vLLM once (``reference.py``) and keeps the result beside the
+``make_requests`` is deterministic. ``answers`` runs stock vLLM once (``reference.py``) and keeps the result beside the
 model, keyed by the requests and the model, so that later runs compare at once.
 """
 
@@ -19,9 +19,9 @@ from sluice.v1 import sampling_pb2
 
 REFERENCE = Path(__file__).with_name("reference.py")
 BLOCK = 32
-VOCABULARY = 2000  # below the tiny model's, so that no special token is drawn
+VOCABULARY = 2000  # smaller than the tiny model's, so that no prompt has special tokens
 
-# One token, around one and two blocks, around the chunk sizes of the example (64 and 256), and a long one.
+# One token, around one and two blocks, around the example's chunk sizes (64 and 256), and a long one.
 PROMPT_LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 95, 127, 128, 129, 255, 256, 257, 319, 320, 321, 511, 513, 640, 1000)
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ class Request:
     """One request and how to sample it.
 
     Args:
-        name: Says kind and prompt length; unique.
+        name: Kind and prompt length; unique.
         prompt_token_ids: The prompt.
         sampling: Arguments of ``vllm.SamplingParams``.
     """
@@ -54,7 +54,7 @@ class Request:
     sampling: dict[str, Any]
 
     def to_proto(self) -> sampling_pb2.SamplingParams:
-        """The same sampling on our wire."""
+        """Returns the same sampling parameters as Sluice's protobuf message."""
         fields = dict(self.sampling)
         logprobs = fields.pop("logprobs", None)
         bias = {int(token): value for token, value in fields.pop("logit_bias", {}).items()}
@@ -66,12 +66,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What stock vLLM answers.
+    """The answer of stock vLLM.
 
     Args:
         token_ids: Output tokens.
         finish_reason: ``length`` or ``stop``.
-        logprobs: Of each output token; None when not asked for.
+        logprobs: Logprob of each output token; None if the request did not ask for them.
     """
 
     token_ids: list[int]
@@ -82,7 +82,7 @@ class Answer:
 def make_requests(count: int, *, seed: int = 5) -> list[Request]:
     """Make ``count`` requests: every prompt length with every kind of sampling before any pair repeats.
 
-    The more hops a test may ask of a request (``index % 5``), the longer its answer.
+    The more hops a test may request for one (``index % 5``), the longer its answer.
     """
     rng = random.Random(seed)
     pairs = [(length, kind) for kind in SAMPLING for length in PROMPT_LENGTHS]
@@ -103,11 +103,11 @@ def make_prompt(num_tokens: int, rng: random.Random) -> list[int]:
 
 
 def answers(model: Path, requests: list[Request], cache: Path) -> list[Answer]:
-    """Ask stock vLLM, or the cache.
+    """Return the answers of stock vLLM, from the cache if it has them.
 
     Args:
         model: Folder of the model.
-        requests: What to ask.
+        requests: The requests.
         cache: Folder for results.
     """
     asked = [{"prompt_token_ids": r.prompt_token_ids, "sampling": r.sampling} for r in requests]
