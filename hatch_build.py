@@ -1,4 +1,4 @@
-"""Compiles ``sluice_core`` with mypyc into the wheel: the same code, about twice as fast. Editable installs stay as they are."""
+"""Compiles ``sluice_core`` with mypyc into the wheel: about twice as fast. Editable installs keep the Python code."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ PACKAGE = "sluice_core"
 
 
 class CompiledCore(BuildHookInterface[Any]):
-    """Adds the compiled modules beside their sources, which stay in the wheel for tracebacks and readers."""
+    """Adds the compiled modules beside their sources, which the wheel keeps for tracebacks and readers."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compiles in a folder of its own; see hatchling's ``BuildHookInterface``."""
+        """Compiles in a temporary folder; see hatchling's ``BuildHookInterface``."""
         if version == "editable":
             return
         self._folder = Path(tempfile.mkdtemp(prefix="sluice-build-"))
         sources = Path(self.root) / "core" / PACKAGE
         shutil.copytree(sources, self._folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        subprocess.run(  # noqa: S603 - mypyc of this very environment
+        subprocess.run(  # noqa: S603 - mypyc of this environment
             [Path(sys.executable).with_name("mypyc"), PACKAGE], cwd=self._folder, check=True
         )
         for module in [*self._folder.glob("*.so"), *self._folder.glob(f"{PACKAGE}/**/*.so")]:
@@ -35,7 +35,7 @@ class CompiledCore(BuildHookInterface[Any]):
         build_data["infer_tag"] = True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Removes what was compiled; see hatchling's ``BuildHookInterface``."""
+        """Removes the temporary folder; see hatchling's ``BuildHookInterface``."""
         del build_data, artifact_path
         if version != "editable":
             shutil.rmtree(self._folder)

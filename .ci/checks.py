@@ -2,7 +2,7 @@
 
     .venv/bin/python .ci/checks.py [PYTEST_ARGUMENT...]
 
-A check that fails does not hide the next. The last line counts what passed and what failed, each test by itself.
+A failed check does not hide the next one. The last line counts what passed and what failed, each test by itself.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PACKAGES = (
     "operator/sluice_operator",
     "cli/sluice_cli",
 )
-# These start no engines: a process per core, each test with ports and folders of its own.
+# Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
 UNIT_TESTS = ("core/tests", "protos/tests", "operator/tests", "cli/tests", "router/tests", "benchmarks/tests")
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
-# These start engines, which take a core each: one test at a time.
+# These tests start engines, which need a core each, so they run one at a time.
 ENGINE_TESTS = ("engine_image/tests", "e2e", "docs/tests")
 DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile", "e2e/kube/bases/Dockerfile")
-# What the compiled core decides, on the wheel as images install it.
+# Tests of what the compiled core decides. They run on the wheel, as images install it.
 COMPILED = ROOT / "build" / "compiled"
 COMPILED_TESTS = (
     "core/tests",
@@ -44,13 +44,17 @@ COMPILED_TESTS = (
     "router/tests/test_migration.py",
     "router/tests/test_failover.py",
 )
-IS_COMPILED = "import sys, sluice_core.scheduling.engine_table as core; sys.exit(not core.__file__.endswith('.so') and core.__file__)"
+IS_COMPILED = """
+import sys
+import sluice_core.scheduling.engine_table as core
+sys.exit(not core.__file__.endswith('.so') and core.__file__)
+"""
 SITE = ("python", "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html", "docs", "build/docs")
 # Name, folder, command.
 CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("locks belong to pyproject.toml", ".", ("python", "requirements/lock.py", "check")),
-    ("docs/reference/crd.md is what the CRD says", ".", ("python", "crds/reference.py", "check")),
-    ("docs/reference/cli.md is what the commands say", ".", ("python", "docs/cli_reference.py", "check")),
+    ("locks match pyproject.toml", ".", ("python", "requirements/lock.py", "check")),
+    ("docs/reference/crd.md matches the CRD", ".", ("python", "crds/reference.py", "check")),
+    ("docs/reference/cli.md matches the commands", ".", ("python", "docs/cli_reference.py", "check")),
     ("the docs site builds, with no dead link", ".", SITE),
     ("style", ".", ("ruff", "check", ".")),
     ("format", ".", ("ruff", "format", "--check", ".")),
@@ -78,7 +82,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
-    """Runs one check, prints its verdict, and its output when it failed."""
+    """Runs one check, and prints its verdict, with its output if it failed."""
     started = time.monotonic()
     program, *arguments = command
     done = subprocess.run(
@@ -86,13 +90,13 @@ def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
     )
     verdict = "passed" if done.returncode == 0 else "FAILED"
     output = done.stdout.decode(errors="replace") if done.returncode != 0 else ""
-    # One write: checks run side by side.
+    # One print call for all: checks run side by side, and their lines must not mix.
     print(f"{verdict}  {name} ({time.monotonic() - started:.1f} s)\n{output}", end="", flush=True)
     return done.returncode == 0
 
 
 def run_tests(arguments: Sequence[str], *, on_wheel: bool = False) -> tuple[int, int]:
-    """Runs tests, with their progress; returns how many passed and how many failed."""
+    """Runs tests and shows their progress; returns how many passed and how many failed."""
     environment = {**os.environ, "PYTHONPATH": str(COMPILED)} if on_wheel else None
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -108,12 +112,12 @@ def run_tests(arguments: Sequence[str], *, on_wheel: bool = False) -> tuple[int,
         ]
     failed = sum(count["failures"] + count["errors"] for count in counts)
     passed = sum(count["tests"] - count["skipped"] for count in counts) - failed
-    # A run that ends before it reports (an import error, a signal) is a failure too.
+    # A run that ends before it reports (an import error, a signal) has failed too.
     return passed, max(failed, int(done.returncode != 0))
 
 
 def main() -> None:
-    """Runs everything."""
+    """Runs every check and every test."""
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         verdicts = list(threads.map(lambda check: run_check(*check), CHECKS))
@@ -122,7 +126,7 @@ def main() -> None:
     else:
         counts = [run_tests([*ON_ALL_CORES, folder]) for folder in UNIT_TESTS]
         counts.append(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], on_wheel=True))
-        # A process for each part: the engines' tests fork, which a process that has used gRPC survives by luck only.
+        # One process for each part: the engines' tests fork, which is unsafe in a process that has used gRPC.
         counts += [run_tests([folder]) for folder in ENGINE_TESTS]
     passed = sum(verdicts) + sum(passed for passed, _ in counts)
     failed = len(verdicts) - sum(verdicts) + sum(failed for _, failed in counts)

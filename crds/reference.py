@@ -3,8 +3,8 @@
     python crds/reference.py write
     python crds/reference.py check
 
-What a change of a field does to a running cluster comes from the Python model
-(``sluice_operator.api.field_effects.FieldEffect``); all else comes from the CRD.
+The effect of an edit on a running cluster comes from the Python model
+(``sluice_operator.api.field_effects.FieldEffect``). All else comes from the CRD.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ HEAD = """\
 
 `{group}/{version}`, kind `{kind}`, short for `kubectl`: `{short}`. {description}
 
-`kubectl explain {short}.spec` shows the same. [`examples/tiny-cpu.yaml`](../../examples/tiny-cpu.yaml) is a manifest that works.
-The [runbook](../guides/runbook.md) explains the conditions of the status.
+`kubectl explain {short}.spec` shows the same. [`examples/tiny-cpu.yaml`](../../examples/tiny-cpu.yaml) is a manifest
+that works. The [runbook](../guides/runbook.md) explains the conditions of the status.
 
 \\* marks a required field. A change of a field is *live* or *restarts* pods:
 
@@ -54,7 +54,7 @@ A rule that spans fields is listed below the table of its part, in the words of 
 
 
 def write_reference() -> str:
-    """Writes the page's text."""
+    """Writes the text of the page."""
     crd = yaml.safe_load(CRD.read_text())
     names, (version,) = crd["spec"]["names"], crd["spec"]["versions"]
     schema = version["schema"]["openAPIV3Schema"]
@@ -77,7 +77,7 @@ def write_reference() -> str:
 
 
 def _find_parts(node: Schema, path: str) -> Iterator[tuple[str, Schema]]:
-    """Every object with fields, in the order of the CRD, those of lists among them."""
+    """Finds every object that has fields, elements of lists too, in the order of the CRD."""
     if "properties" in node:
         yield path, node
         for name, inner in node["properties"].items():
@@ -97,7 +97,7 @@ def _find_effects(model: type[BaseModel], path: str, inherited: FieldEffect) -> 
 
 
 def _find_models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models in an annotation: of the field, of what it holds when present, of its elements."""
+    """Finds the models in an annotation: of the field itself, of an optional value, of a list's elements."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in getattr(annotation, "__args__", ()):
@@ -130,7 +130,7 @@ def _write_section(path: str, node: Schema, effects: dict[str, FieldEffect]) -> 
 
 
 def _write_rules(node: Schema, path: str) -> Iterator[str]:
-    """Rules of a part and of its fields that are no parts."""
+    """Lists the rules of a part, and of its fields that have no part of their own."""
     for rule in node.get("x-kubernetes-validations", ()):
         yield f"- `{path}{rule.get('fieldPath', '')}` {_flow(rule['message'])}."
     for name, inner in node["properties"].items():
@@ -160,7 +160,7 @@ def _describe_type(node: Schema, path: str) -> str:
 
 
 def _anchor(path: str) -> str:
-    """The anchor that a heading gets: lower case, and only letters, digits and hyphens of it."""
+    """Makes the anchor of a heading: lower case, with letters, digits and hyphens only."""
     return "".join(letter for letter in path.lower() if letter.isalnum() or letter == "-")
 
 
@@ -172,7 +172,7 @@ def _describe_default(node: Schema) -> str:
 
 
 def _describe_limits(node: Schema) -> str:
-    """Bounds of a value, of its length, and of the elements of a list or map."""
+    """Describes the bounds of a value, of its length, and of the elements of a list or map."""
     parts = []
     if "enum" in node:
         parts.append(", ".join(f"`{choice}`" for choice in node["enum"]))
@@ -196,7 +196,7 @@ def _flow(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that does not end a cell of a table."""
+    """Escapes text for a cell of a table."""
     return _flow(text).replace("|", "\\|")
 
 
@@ -210,9 +210,9 @@ def main() -> None:
         PAGE.write_text(text)
         print(f"wrote {PAGE.relative_to(ROOT)}")
     elif not PAGE.is_file() or PAGE.read_text() != text:
-        sys.exit(f"{PAGE.relative_to(ROOT)} is not what the CRD says; run `make reference`")
+        sys.exit(f"{PAGE.relative_to(ROOT)} differs from the CRD; run `make reference`")
     else:
-        print(f"{PAGE.relative_to(ROOT)} is what the CRD says")
+        print(f"{PAGE.relative_to(ROOT)} matches the CRD")
 
 
 if __name__ == "__main__":

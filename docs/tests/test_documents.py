@@ -1,7 +1,7 @@
-"""What the documents show works: their marked commands run against a cluster started as the README says.
+"""Runs the marked commands of the documents, against a cluster started as the README says.
 
-A fenced block is marked after its language: ``ci`` runs as it stands, ``ci-background`` runs beside the others until they
-are done (`make up`), ``ci-elsewhere`` is what CI itself calls and is only checked to exist.
+A fenced block has its mark after its language. ``ci`` blocks run as shown. ``ci-background`` blocks run beside the
+others until those are done (`make up`). ``ci-elsewhere`` blocks are commands of CI itself, and only have to exist.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 
 def find_blocks() -> list[Block]:
-    """The marked blocks of all documents, in order."""
+    """Finds the marked blocks of all documents, in order."""
     return [
         Block(document, match[1], match[2])
         for document in DOCUMENTS
@@ -57,7 +57,7 @@ BLOCKS = find_blocks()
 
 @pytest.fixture(scope="module")
 def made_up() -> Iterator[None]:
-    """Runs what the README says to run in the background, until the URL it names answers."""
+    """Runs what the README starts in the background, until the URL that it names answers."""
     (background,) = (block for block in BLOCKS if block.kind == "ci-background")
     process = subprocess.Popen(
         ["bash", "-ec", background.commands], cwd=ROOT, start_new_session=True, stdin=subprocess.DEVNULL
@@ -65,19 +65,19 @@ def made_up() -> Iterator[None]:
     try:
         deadline = time.monotonic() + 240
         while not is_ready():
-            assert process.poll() is None, "what the README runs in the background has ended"
+            assert process.poll() is None, "the README's background command has ended"
             assert time.monotonic() < deadline, "not ready in 240 s"
             time.sleep(0.5)
         yield
     finally:
         os.killpg(process.pid, signal.SIGINT)
         process.wait(60)
-        # What a page starts, and did not come to stop.
+        # A page may leave behind what it started.
         subprocess.run([ROOT / ".venv" / "bin" / "sluice", "down", "--all", "--now"], cwd=ROOT, check=False)
 
 
 def is_ready() -> bool:
-    """Whether the router of the example is ready."""
+    """Whether the example's router is ready."""
     try:
         with urllib.request.urlopen(f"{URL}/readyz", timeout=2) as answer:
             return bool(answer.status == 200)

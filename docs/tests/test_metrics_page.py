@@ -1,4 +1,4 @@
-"""The page of metrics lists what engine and operator export; router/tests holds the router's part to the router."""
+"""The page of metrics lists what engine and operator export; router/tests checks the router's part of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 ROW = re.compile(r"^\| `(\S+)` \| (histogram|counter|gauge) \| .+ \|$", re.MULTILINE)
-# Of the engine's server only the names of its figures matter here.
+# Of the engine's server, only the names of its metrics matter here.
 PROGRAMS = {"Engine": EngineCollector(MagicMock()).collect(), "Operator": OperatorMetrics().registry.collect()}
 
 

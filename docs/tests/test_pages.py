@@ -1,4 +1,4 @@
-"""The pages by themselves: links lead somewhere, and the runbook knows every condition, reason and alert."""
+"""The pages: links lead somewhere, and the runbook explains every condition, reason and alert."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def without_code(text: str) -> str:
 
 
 def list_anchors(page: Path) -> set[str]:
-    """What headings can be linked by: lower case, spaces as hyphens, no other signs."""
+    """Lists the anchors of a page's headings: lower case, spaces as hyphens, no other signs."""
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def read_sections(text: str, level: str) -> dict[str, str]:
-    """Text below each heading of a level, up to the next heading of it or of a higher one."""
+    """Reads the text below each heading of a level, up to the next heading of that or a higher level."""
     parts = re.split(rf"^(#{{1,{len(level)}}}) (.+)$", text, flags=re.MULTILINE)[1:]
     return {
         title: body for mark, title, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True) if mark == level
@@ -39,7 +39,7 @@ def read_sections(text: str, level: str) -> dict[str, str]:
 
 
 def read_rows(text: str) -> dict[str, tuple[str, ...]]:
-    """Rows of a table by their first cell, which is code."""
+    """Reads the rows of a table by their first cell, which is code."""
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")
     ]
@@ -52,7 +52,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     text = without_code(page.read_text())
     for target in (*re.findall(r"\]\(([^)]+)\)", text), *re.findall(r'src="([^"]+)"', text)):
         if "://" in target:
-            continue  # nothing is asked of the network here
+            continue  # tests make no network requests
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
@@ -73,7 +73,7 @@ def test_the_runbook_explains_every_alert_and_no_other() -> None:
     sections = read_sections(RUNBOOK, "###")
     assert set(sections) == alerts
     assert all(text.strip() for text in sections.values())
-    # What the rules' links lead to.
+    # The rules' links lead to these headings.
     assert {alert.lower() for alert in alerts} <= list_anchors(ROOT / "docs" / "guides" / "runbook.md")
 
 
@@ -115,7 +115,7 @@ def test_contributing_names_25_changes() -> None:
 
 
 def read_sentences(text: str) -> list[str]:
-    """Sentences of prose, list items and cells of tables; code counts as one word."""
+    """Reads the sentences of prose, list items and table cells; code counts as one word."""
     text = re.sub(r"<!--.*?-->|^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"(?m)^(?:    .*|#.*|[|: -]+)$", "", text)
     text = re.sub(r"(?m)^(?: *(?:[-*>]|\d+\.) |\|)|(?<!\\)\||^$", "\n\n", text)
@@ -127,7 +127,7 @@ def read_sentences(text: str) -> list[str]:
     ]
 
 
-# The notes of papers.md lie beside the experiments in benchmarks/papers.
+# The notes in papers.md come from the experiments in benchmarks/papers.
 WRITTEN = [page for page in PAGES if page.name != "papers.md"]
 
 
