@@ -183,7 +183,8 @@ def format_model(options: argparse.Namespace) -> str:
     linear = ", ".join(f"{tokens}: {profile.estimate_linear_s(tokens) * 1e3:.3g}" for tokens in SHOWN_TOKENS)
     return (
         f"latency model: {options.model} on {options.gpu}, time scale {TIME_SCALE:g} (real time). "
-        f"Iteration of n tokens = linear(n) [ms at n: {linear}] + per prefill chunk {profile.prefill_base_s * 1e6:.3g} us"
+        f"Iteration of n tokens = linear(n) [ms at n: {linear}]"
+        f" + per prefill chunk {profile.prefill_base_s * 1e6:.3g} us"
         f" + {profile.prefill_token_s * 1e6:.3g} us/token + {profile.prefill_work_s * 1e9:.3g} ns * c * (context + c/2)"
         f"; with decodes {profile.decode_base_s * 1e6:.3g} us + {profile.decode_request_s * 1e6:.3g} us each"
         f" + {profile.decode_context_s * 1e9:.3g} ns/context token; "

@@ -4,7 +4,8 @@
 
 `sluice up` runs real engines and a router; moves are asked for on the router's control port; token times are the
 client's. First contact comes first, while all engines are new to each other; then one pair of engines is measured by
-context length, idle, with running decodes and with a prefill queue. See docs/measurements/engines.md for how to read it.
+context length, idle, with running decodes and with a prefill queue. docs/measurements/engines.md explains the
+figures.
 """
 
 from __future__ import annotations

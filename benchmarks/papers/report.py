@@ -18,8 +18,9 @@ INTRODUCTION = """
 
     make bench-paper
 
-makes this page and its plots anew from the traces in `benchmarks/traces`. `python -m benchmarks.papers.run taichi --only NAME` shows
-one experiment. Every run is a function of its seed: figures repeat exactly.
+makes this page and its plots anew from the traces in `benchmarks/traces`.
+`python -m benchmarks.papers.run taichi --only NAME` shows one experiment. Every run is a function of its seed: figures
+repeat exactly.
 
 | column | meaning |
 | --- | --- |
@@ -28,11 +29,12 @@ one experiment. Every run is a function of its seed: figures repeat exactly.
 | ours / paper | the ratio of the two; ratios between systems are paired by seed |
 | band | where an independent simulation of the same published data came out |
 
-Bands that say *about* are 5 to 10 % around that, and 30 % in Figure 17. *Overloaded* means that P90 TTFT grows by 1.3 or more with
-twice the run.
+Bands that say *about* are 5 to 10 % around that, and 30 % in Figure 17. *Overloaded* means that P90 TTFT grows by 1.3
+or more with twice the run.
 
-Nothing but kernel measurements is fitted ([latency profiles](latency-profiles.md)). Semantics are the paper's: `no_grant=wait`,
-`ttft_end=decode_join`, `early_rejection=random`, `min_tokens_between_moves=0` ([simulator](../reference/simulator.md#parameters)).
+Nothing but kernel measurements is fitted ([latency profiles](latency-profiles.md)). Semantics are the paper's:
+`no_grant=wait`, `ttft_end=decode_join`, `early_rejection=random`, `min_tokens_between_moves=0`
+([simulator](../reference/simulator.md#parameters)).
 """
 _COLUMNS = ("setting", "quantity", "unit", "paper", "ours", "ours / paper", "band", "in band")
 

@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/simulator/run.py [--json OUT] [--repeats N] [--quick]
 
-Cells are those of docs/measurements/simulator.md at about nine tenths of their goodput: four engines of a 14B model on A100s,
-prompts as long as papers (``arxiv``, 600 s) and as chats (``chat``, 300 s), under each strategy; and clusters of 64
-and 1024 engines on the chat lengths, which show that the cost per request does not grow with the engines, but for
-what looks at all of them. Lengths are those of traces (``benchmarks/traces``).
+Cells are those of docs/measurements/simulator.md at about nine tenths of their goodput: four engines of a 14B model on
+A100s, prompts as long as papers (``arxiv``, 600 s) and as chats (``chat``, 300 s), under each strategy; and clusters of
+64 and 1024 engines on the chat lengths, which show that the cost per request does not grow with the engines, but for
+what reads all of them. Lengths are those of traces (``benchmarks/traces``).
 
 ``--profile CELL`` prints where the time goes (of the interpreted core: compiled functions do not show).
 """
