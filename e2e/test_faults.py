@@ -42,7 +42,7 @@ async def stream_through(cluster: Cluster, known: list[tuple[Request, Answer]], 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_a_killed_engine_is_not_noticed(
+async def test_clients_do_not_notice_a_killed_engine(
     cluster: Cluster, known: list[tuple[Request, Answer]], engine: str
 ) -> None:
     first = ENGINES.index(engine) * NUM_STREAMS
@@ -53,7 +53,7 @@ async def test_a_killed_engine_is_not_noticed(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_a_frozen_engine_is_not_noticed(
+async def test_clients_do_not_notice_a_frozen_engine(
     cluster: Cluster, known: list[tuple[Request, Answer]], engine: str
 ) -> None:
     frozen = cluster.engine_tree(engine)
@@ -65,7 +65,7 @@ async def test_a_frozen_engine_is_not_noticed(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_an_engine_that_is_told_to_stop_is_not_noticed(
+async def test_clients_do_not_notice_an_engine_that_gets_sigterm(
     cluster: Cluster, known: list[tuple[Request, Answer]], engine: str
 ) -> None:
     first = 120 + ENGINES.index(engine) * NUM_STREAMS
@@ -75,7 +75,7 @@ async def test_an_engine_that_is_told_to_stop_is_not_noticed(
     assert cluster.pid(engine) != before
 
 
-async def test_an_engine_scaled_away_is_not_noticed(cluster: Cluster, known: list[tuple[Request, Answer]]) -> None:
+async def test_clients_do_not_notice_a_scale_down(cluster: Cluster, known: list[tuple[Request, Answer]]) -> None:
     def remove() -> None:
         cluster.edit(lambda spec: spec.update(replicas=3))
 

@@ -96,7 +96,7 @@ async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[
     assert {e["pid"] for e in after["engines"]} == {e["pid"] for e in before["engines"]}
 
 
-async def test_routers_learn_how_fast_engines_are_and_a_search_goes_by_it(
+async def test_routers_learn_the_latency_model_that_a_search_uses(
     cluster: Cluster, known: list[tuple[Request, Answer]]
 ) -> None:
     statuses = []

@@ -107,7 +107,7 @@ def explain(cluster: Cluster, request_id: str, **environment: str) -> subprocess
 
 
 @pytest.mark.engine
-async def test_everything_is_rotated_under_a_stream_and_keys_show_nowhere(
+async def test_keys_and_certificates_rotate_under_a_stream_and_stay_secret(
     secured: Cluster, secrets: Path, authority: trustme.CA
 ) -> None:
     second = trustme.CA()
@@ -149,11 +149,11 @@ async def test_everything_is_rotated_under_a_stream_and_keys_show_nowhere(
     refused = explain(secured, request_id)
     assert refused.returncode == 1
     assert "asks for a valid API key" in refused.stderr
-    await check_that_strangers_are_refused(secured, second)
-    check_that_keys_show_nowhere(secured, secrets)
+    await check_clients_without_certificate_are_refused(secured, second)
+    check_keys_stay_secret(secured, secrets)
 
 
-async def check_that_strangers_are_refused(cluster: Cluster, trusted: trustme.CA) -> None:
+async def check_clients_without_certificate_are_refused(cluster: Cluster, trusted: trustme.CA) -> None:
     """Engines and control ports refuse clients without a certificate, or with one of another authority."""
     files = make_files(trustme.CA(), *PEERS)
     root = trusted.cert_pem.bytes()
@@ -170,7 +170,7 @@ async def check_that_strangers_are_refused(cluster: Cluster, trusted: trustme.CA
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def check_that_keys_show_nowhere(cluster: Cluster, secrets: Path) -> None:
+def check_keys_stay_secret(cluster: Cluster, secrets: Path) -> None:
     written = [
         path.read_bytes() for path in cluster.directory.rglob("*") if path.is_file() and secrets not in path.parents
     ]

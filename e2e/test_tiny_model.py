@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_two_makings_give_the_same_bytes(model: Path, tmp_path: Path) -> None:
+def test_the_model_is_the_same_byte_for_byte(model: Path, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "again")
     names = sorted(path.name for path in model.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "again").iterdir())

@@ -197,7 +197,7 @@ def is_share(text: str) -> bool:
     return text.endswith("%") and 0.0 <= float(text.removesuffix("%")) <= 100.0
 
 
-async def test_recommend_says_what_an_edited_objective_asks_for_and_changes_no_slider(cluster: PodCluster) -> None:
+async def test_recommend_mode_reports_sliders_for_an_edited_objective_and_applies_none(cluster: PodCluster) -> None:
     tuning = Tuning(cluster)
     since, sliders = tuning.read_version(), tuning.read_sliders()
     async with keep_asking(cluster, CHATS):
@@ -215,7 +215,7 @@ async def test_recommend_says_what_an_edited_objective_asks_for_and_changes_no_s
     cluster.wait_chunk_sizes([LARGE_TOKENS, LARGE_TOKENS, 2048, 2048])
 
 
-async def test_apply_puts_in_force_what_objectives_and_workload_ask_for(cluster: PodCluster) -> None:
+async def test_apply_mode_sets_sliders_for_objectives_and_workload(cluster: PodCluster) -> None:
     tuning = Tuning(cluster)
     async with keep_asking(cluster, CHATS) as load:
         await tuning.edit(slo=LOOSE, autotune={"mode": "Apply"})
@@ -244,7 +244,7 @@ def most_changes(duration_s: float) -> int:
     return max(0, 1 + math.floor(math.log2(duration_s / COOLDOWN_S))) if duration_s > 0 else 0
 
 
-async def test_what_flaps_does_not_flap_the_sliders(cluster: PodCluster) -> None:
+async def test_flapping_objectives_do_not_flap_the_sliders(cluster: PodCluster) -> None:
     tuning = Tuning(cluster)
     async with keep_asking(cluster, QUESTIONS):
         # An edit of the sliders overrides the tuner's, and resets its cool-down.

@@ -54,7 +54,7 @@ def find_pods(objects: list[Object]) -> Iterator[Object]:
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_helm_finds_no_fault(helm: Helm, tmp_path: Path, values: Object) -> None:
+def test_helm_lint_passes(helm: Helm, tmp_path: Path, values: Object) -> None:
     file = tmp_path / "values.json"
     file.write_text(json.dumps(values))
     done = helm.run("lint", "--strict", str(CHART), "-f", str(file))
@@ -75,7 +75,7 @@ def test_helm_finds_no_fault(helm: Helm, tmp_path: Path, values: Object) -> None
         ("requestTimeoutSeconds=6", "/requestTimeoutSeconds"),
     ],
 )
-def test_nonsense_is_refused_by_name(helm: Helm, setting: str, words: str) -> None:
+def test_an_invalid_value_is_refused_and_named(helm: Helm, setting: str, words: str) -> None:
     done = helm.run("template", RELEASE, str(CHART), "--set", setting)
     assert done.returncode != 0
     assert words in done.stderr
@@ -152,7 +152,7 @@ def find_grants(objects: list[Object]) -> dict[tuple[str, str], set[tuple[str, s
     return found
 
 
-def test_rights_everywhere_are_those_of_the_code(helm: Helm) -> None:
+def test_the_cluster_role_has_the_rights_of_the_code(helm: Helm) -> None:
     assert find_grants(helm.template({})) == {
         (SYSTEM, "sluice-operator-lease"): flatten_code(LEASE_RULES),
         ("", "sluice-system:sluice-operator"): flatten_code(RULES),
@@ -181,7 +181,7 @@ def test_aggregated_roles_are_for_people(helm: Helm) -> None:
     assert not any(resource.endswith("/status") for _, resource, _ in flatten(edit))
 
 
-def test_the_definition_is_the_one_of_crds(helm: Helm) -> None:
+def test_the_chart_has_the_crd_of_the_crds_folder(helm: Helm) -> None:
     source = yaml.safe_load((ROOT / "crds" / "servingclusters.yaml").read_text())
     found = one(helm.template({}), "CustomResourceDefinition")
     assert found["spec"] == source["spec"]
@@ -194,7 +194,7 @@ def test_the_definition_is_the_one_of_crds(helm: Helm) -> None:
     [(True, False, None), (True, True, "keep"), (False, True, None)],
     ids=["deleted", "kept", "not ours"],
 )
-def test_the_definition_is_kept_when_told_so(helm: Helm, *, install: bool, keep: bool, policy: str | None) -> None:
+def test_the_crd_is_kept_if_the_values_say_so(helm: Helm, *, install: bool, keep: bool, policy: str | None) -> None:
     found = pick(helm.template({"crds": {"install": install, "keep": keep}}), "CustomResourceDefinition")
     assert len(found) == install
     assert [item["metadata"].get("annotations", {}).get("helm.sh/resource-policy") for item in found] == (
@@ -221,7 +221,7 @@ def test_selectors_find_the_operator_and_nothing_else(rendered: list[Object]) ->
         assert {part["port"] for part in monitor["spec"]["endpoints"]} == {"metrics"}
 
 
-def test_toggles(helm: Helm) -> None:
+def test_values_turn_objects_on_and_off(helm: Helm) -> None:
     def kinds(values: Object) -> set[str]:
         return {item["kind"] for item in helm.template(values)}
 
@@ -235,7 +235,7 @@ def test_toggles(helm: Helm) -> None:
     assert not kinds(EVERYTHING) & {"ServingCluster", "Lease", "Secret"}
 
 
-def test_the_operator_s_certificate_is_mounted_and_for_the_name_that_routers_know(helm: Helm) -> None:
+def test_the_operator_mounts_a_certificate_with_its_peer_name(helm: Helm) -> None:
     def mounted(objects: list[Object]) -> dict[str, str]:
         pod = one(objects, "Deployment")["spec"]["template"]["spec"]
         volumes = {item["name"]: item["secret"]["secretName"] for item in pod["volumes"] if "secret" in item}
@@ -263,13 +263,13 @@ def test_alerts_name_the_release(helm: Helm) -> None:
     assert "{{ $labels.slo_class }}" in text
 
 
-def test_the_dashboard_arrives_as_it_is(helm: Helm) -> None:
+def test_the_dashboard_is_rendered_unchanged(helm: Helm) -> None:
     found = one(helm.template(EVERYTHING), "ConfigMap")
     assert json.loads(found["data"]["sluice.json"]) == json.loads((CHART / "files" / "dashboard.json").read_text())
     assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
-def test_names_fit_however_long_the_release_s_is(helm: Helm) -> None:
+def test_object_names_fit_for_the_longest_release_name(helm: Helm) -> None:
     objects = helm.template(EVERYTHING, release="a" * 53)
     assert all(len(item["metadata"]["name"]) <= 63 for item in objects if item["kind"] in ("Service", "Deployment"))
 
@@ -294,7 +294,7 @@ def test_notes_say_what_uninstall_leaves(helm: Helm) -> None:
     assert "the namespaces a, b." in read("--set", "watchNamespaces={a,b}")
 
 
-def test_the_test_pod_is_a_program(rendered: list[Object]) -> None:
+def test_the_test_pod_runs_valid_python(rendered: list[Object]) -> None:
     (container,) = one(rendered, "Pod")["spec"]["containers"]
     assert container["command"] == ["python", "-c"]
     compile(container["args"][0], "helm test", "exec")
@@ -303,7 +303,7 @@ def test_the_test_pod_is_a_program(rendered: list[Object]) -> None:
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_the_api_server_takes_it_all_under_restricted(
+def test_the_api_server_accepts_every_object_under_restricted(
     helm: Helm, client: Client, crd: Path, namespace: str, values: Object
 ) -> None:
     if values is NARROW:

@@ -78,7 +78,7 @@ def test_columns_show_what_the_status_says(client: Client, cluster: str) -> None
     assert "servingcluster.sluice.dev/tiny" in client.kubectl("get", "sluice", "-n", cluster, "-o", "name")
 
 
-def test_people_can_wait_for_ready(client: Client, cluster: str) -> None:
+def test_kubectl_wait_sees_ready(client: Client, cluster: str) -> None:
     assert apply_status(client, cluster, {"conditions": [condition("Ready", "True", "Serving")]}).is_ok
     assert "condition met" in client.kubectl(
         "wait", "--for=condition=Ready", "--timeout=10s", "-n", cluster, "slc/tiny"
@@ -93,7 +93,7 @@ def test_every_condition_and_reason_can_be_written(client: Client, cluster: str)
         assert {found["type"] for found in answer.content["status"]["conditions"]} == set(map(str, ConditionType))
 
 
-def test_a_condition_has_its_owner(client: Client, cluster: str) -> None:
+def test_two_field_managers_keep_their_own_conditions(client: Client, cluster: str) -> None:
     assert apply_status(client, cluster, {"conditions": [condition("Ready", "True", "Serving")]}).is_ok
     status = {"status": {"conditions": [condition("Degraded", "False", "AsExpected")]}}
     content = {"apiVersion": "sluice.dev/v1alpha1", "kind": "ServingCluster", **status}
@@ -103,7 +103,7 @@ def test_a_condition_has_its_owner(client: Client, cluster: str) -> None:
     assert {found["type"] for found in answer.content["status"]["conditions"]} == {"Ready", "Degraded"}
 
 
-def test_spec_and_status_are_written_apart(client: Client, cluster: str) -> None:
+def test_spec_and_status_are_written_separately(client: Client, cluster: str) -> None:
     before = client.request("GET", path(cluster)).content
     change = {"spec": {"replicas": 9}, "status": {"replicas": 4, "readyReplicas": 3}}
     by_status = client.request(
@@ -117,7 +117,7 @@ def test_spec_and_status_are_written_apart(client: Client, cluster: str) -> None
     assert by_spec["metadata"]["generation"] == before["metadata"]["generation"] + 1
 
 
-def test_a_status_that_is_not_one_is_refused(client: Client, cluster: str) -> None:
+def test_an_invalid_status_is_refused(client: Client, cluster: str) -> None:
     for status, field in (
         ({"attainment": {"ttft": "most"}}, "status.attainment.ttft"),
         ({"readyReplicas": -1}, "status.readyReplicas"),
@@ -127,7 +127,7 @@ def test_a_status_that_is_not_one_is_refused(client: Client, cluster: str) -> No
         assert field in [cause["field"] for cause in answer.content["details"]["causes"]]
 
 
-def test_scaling(client: Client, cluster: str) -> None:
+def test_kubectl_scale(client: Client, cluster: str) -> None:
     client.kubectl("scale", "-n", cluster, "slc/tiny", "--replicas=7")
     assert apply_status(client, cluster, STATUS).is_ok
     scale = client.request("GET", path(cluster, subresource="/scale")).content
@@ -153,7 +153,7 @@ def test_scaling_below_an_absolute_count_is_refused_with_the_remedy(client: Clie
     client.kubectl("scale", "-n", cluster, "slc/tiny", "--replicas=2")
 
 
-def test_kubectl_refuses_in_words(client: Client, namespace: str) -> None:
+def test_kubectl_prints_the_refusals(client: Client, namespace: str) -> None:
     bounds = {"chunkSizes": {"decodeHeavy": {"min": 99, "max": 32}}}
     spec = {"chunkSizes": {"prefillHeavy": 9000}, "autotune": {"mode": "Apply", "bounds": bounds}}
     manifest = yaml.safe_dump(make_manifest(spec, {}))

@@ -61,7 +61,7 @@ def test_the_server_refuses_variables_that_sluice_sets(client: Client, name: str
     assert found == {"spec.engine.env[0].name"}
 
 
-def test_the_server_says_every_message_of_the_rules(client: Client, crd: Any) -> None:
+def test_the_server_prints_every_message_of_the_rules(client: Client, crd: Any) -> None:
     schema = yaml.safe_load(crd.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     wanted = {message for node in walk(schema) for message in messages(node)}
     said = " ".join(client.request("POST", CREATE, case.manifest).content.get("message", "") for case in TABLE)

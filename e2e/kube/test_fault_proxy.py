@@ -102,7 +102,7 @@ def test_a_request_arrives_as_it_was_sent(proxy: FaultProxy) -> None:
         assert json.loads(answer.read()) == {"who": None, "body": "", "path": "/y", "type": None}
 
 
-def test_faults_strike_as_often_as_they_should(proxy: FaultProxy) -> None:
+def test_faults_have_the_configured_share(proxy: FaultProxy) -> None:
     proxy.fail_share = 1.0
     seen = set()
     for _ in range(12):

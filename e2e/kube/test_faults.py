@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from testbed.client import Client
     from testbed.cluster import Testbed
 
-pytestmark = pytest.mark.usefixtures("crd", "nothing_else", "nodes")
+pytestmark = pytest.mark.usefixtures("crd", "no_other_clusters", "nodes")
 
 PORT = 17480
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/faults"
@@ -82,7 +82,7 @@ class Replica:
 
 
 @pytest.fixture(scope="module")
-def nothing_else(client: Client, crd: Path) -> None:
+def no_other_clusters(client: Client, crd: Path) -> None:
     """Deletes the clusters that other modules left: the operator would reconcile them too, among failing requests.
 
     Their engines may take their time to end.
@@ -184,7 +184,7 @@ def test_a_fifth_of_all_requests_may_fail_or_be_slow(
 
 
 @pytest.mark.parametrize("fault", ["end_watches", "expire_watches"])
-def test_watches_that_end_lose_nothing(fault: str, cluster: LightCluster, proxy: FaultProxy, replica: Replica) -> None:
+def test_ended_watches_lose_no_event(fault: str, cluster: LightCluster, proxy: FaultProxy, replica: Replica) -> None:
     number_of_ends = replica.num_ends
     for number in (1, 3, 2):
         assert getattr(proxy, fault)() > 5
@@ -209,7 +209,7 @@ def test_watches_that_go_silent_are_noticed(cluster: LightCluster, proxy: FaultP
     assert replica.num_ends == number_of_ends
 
 
-def test_a_leader_whose_lease_is_taken_ends_and_writes_nothing_more(
+def test_a_leader_that_loses_its_lease_exits_and_writes_nothing_more(
     client: Client, cluster: LightCluster, proxy: FaultProxy, replica: Replica
 ) -> None:
     process = replica.operator.process
@@ -232,7 +232,7 @@ def test_a_leader_whose_lease_is_taken_ends_and_writes_nothing_more(
     wait_for(lambda: cluster.roles.count("p-heavy") == 3, "the roles")
 
 
-def test_a_leader_that_cannot_renew_its_lease_ends_in_the_middle_of_its_work(
+def test_a_leader_that_cannot_renew_its_lease_exits_during_a_reconcile(
     cluster: LightCluster, proxy: FaultProxy, replica: Replica
 ) -> None:
     process = replica.operator.process
@@ -250,7 +250,7 @@ def test_a_leader_that_cannot_renew_its_lease_ends_in_the_middle_of_its_work(
     assert before < set(cluster.engines)
 
 
-def test_many_hands_at_one_slider_end_in_the_last_edit(cluster: LightCluster, routers: StandInRouters) -> None:
+def test_concurrent_edits_of_a_slider_end_in_the_last_edit(cluster: LightCluster, routers: StandInRouters) -> None:
     before, generation = set(cluster.engines), routers.plan.generation
 
     def turn(hand: int) -> None:
@@ -273,7 +273,7 @@ def test_many_hands_at_one_slider_end_in_the_last_edit(cluster: LightCluster, ro
     assert set(cluster.engines) == before
 
 
-def test_a_quota_is_said_and_healed(client: Client, replica: Replica, namespace: str) -> None:
+def test_an_exceeded_quota_is_reported_and_recovers(client: Client, replica: Replica, namespace: str) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small", "namespace": namespace}}
     client.apply({**quota, "spec": {"hard": {"pods": "4", "services": "2"}}})
     wait_for(
@@ -301,7 +301,7 @@ def write_pod_status(cluster: LightCluster, name: str, status: dict[str, Any]) -
     assert answer.is_ok, answer.content
 
 
-def test_an_image_that_cannot_be_pulled_stops_the_rollout_and_a_pod_that_never_ends_does_not(
+def test_an_image_pull_failure_stops_the_rollout_and_a_stuck_pod_does_not(
     cluster: LightCluster, replica: Replica, client: Client
 ) -> None:
     before = set(cluster.engines)
@@ -373,7 +373,7 @@ def edit_until_among(cluster: LightCluster, num_prefill_heavy: int) -> None:
     cluster.wait("Progressing", "Settled")
 
 
-def test_a_namespace_that_ends_takes_its_cluster_and_keeps_nobody_busy(
+def test_a_deleted_namespace_takes_its_cluster_and_causes_no_retries(
     client: Client, cluster: LightCluster, replica: Replica
 ) -> None:
     def count_clusters() -> float:
@@ -395,7 +395,7 @@ def test_a_namespace_that_ends_takes_its_cluster_and_keeps_nobody_busy(
     wait_for(lambda: client.request("GET", f"/api/v1/namespaces/{namespace}").status == 404, "the end of the namespace")
 
 
-def test_a_node_that_stops_answering_takes_no_role_with_it_and_one_that_is_lost_is_replaced(
+def test_an_unreachable_node_takes_no_role_with_it_and_a_lost_one_is_replaced(
     client: Client, cluster: LightCluster, routers: StandInRouters
 ) -> None:
     edit_until_among(cluster, 1)

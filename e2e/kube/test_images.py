@@ -231,14 +231,14 @@ UNCOMPILABLE = 0.005
 
 
 @parts
-def test_an_image_runs_as_its_user_on_a_root_that_nothing_writes_to(inside: Inside, part: str) -> None:
+def test_an_image_runs_as_its_user_on_a_read_only_root(inside: Inside, part: str) -> None:
     found = json.loads(inside.run(part, "-c", SURVEY))
     assert found["user"] == [USER, USER]
     assert found["writable"] == ["/tmp"]
 
 
 @parts
-def test_what_an_image_runs_is_compiled(inside: Inside, part: str) -> None:
+def test_an_image_has_bytecode_and_the_compiled_core(inside: Inside, part: str) -> None:
     found = json.loads(inside.run(part, "-c", SURVEY))
     print(f"{part}: Python {found['python']}, {found['installed'][0]} files of packages")
     assert found["core"].endswith(".so")

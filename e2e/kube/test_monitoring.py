@@ -50,7 +50,7 @@ def list_queries() -> list[str]:
     return queries
 
 
-def test_prometheus_takes_the_rules(rules: dict[str, Any], tmp_path: Path) -> None:
+def test_prometheus_accepts_the_rules(rules: dict[str, Any], tmp_path: Path) -> None:
     num_rules = sum(len(group["rules"]) for group in rules["groups"])
     assert f"SUCCESS: {num_rules} rules found" in check(tmp_path, rules)
 
@@ -64,7 +64,7 @@ def test_alerts_fire_when_they_should_and_only_then(rules: dict[str, Any], tmp_p
     assert "SUCCESS" in done.stdout
 
 
-def test_each_alert_is_seen_to_fire_and_to_keep_quiet(rules: dict[str, Any]) -> None:
+def test_each_alert_has_a_firing_and_a_silent_case(rules: dict[str, Any]) -> None:
     seen = {
         (alert["alertname"], bool(alert["exp_alerts"]))
         for test in yaml.safe_load(TESTS.read_text())["tests"]
@@ -74,7 +74,7 @@ def test_each_alert_is_seen_to_fire_and_to_keep_quiet(rules: dict[str, Any]) -> 
     assert seen == {(alert, does_fire) for alert in alerts for does_fire in (True, False)}
 
 
-def test_a_rule_that_is_wrong_is_refused(rules: dict[str, Any], tmp_path: Path) -> None:
+def test_a_wrong_rule_is_refused(rules: dict[str, Any], tmp_path: Path) -> None:
     """promtool notices a query that does not parse, and an alert whose threshold has changed."""
     broken = json.loads(json.dumps(rules).replace("min by (", "min by ", 1))
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(broken))
@@ -84,7 +84,7 @@ def test_a_rule_that_is_wrong_is_refused(rules: dict[str, Any], tmp_path: Path) 
     assert run_promtool("test", "rules", str(tmp_path / "tests.yaml")).returncode != 0
 
 
-def test_prometheus_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
+def test_prometheus_accepts_every_query_of_the_dashboard(tmp_path: Path) -> None:
     queries = list_queries()
     assert len(queries) > 30
     for name, value in VARIABLES.items():

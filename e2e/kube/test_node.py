@@ -84,7 +84,7 @@ except OSError as error:
     assert output(client, namespace, "user", program) == "65532 OSError"
 
 
-def test_what_is_not_restricted_is_refused(client: Client, namespace: str) -> None:
+def test_pod_security_refuses_an_unrestricted_pod(client: Client, namespace: str) -> None:
     host = [{"name": "host", "hostPath": {"path": "/"}}]
     with pytest.raises(TestbedError, match=r"violates PodSecurity.*restricted volume types"):
         create(client, namespace, pod("host", "", volumes=host))
@@ -125,7 +125,7 @@ print(insist(lambda: socket.gethostbyname("pods")))
     assert output(client, namespace, "caller", program).split() == ["200", address]
 
 
-def test_a_pod_asks_the_api_server_with_its_token(client: Client, namespace: str) -> None:
+def test_a_pod_reaches_the_api_server_with_its_token(client: Client, namespace: str) -> None:
     program = """
 import pathlib, ssl, urllib.request, urllib.error
 folder = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -141,9 +141,7 @@ except urllib.error.HTTPError as error:
     assert output(client, namespace, "token", program, automountServiceAccountToken=True) == "403 True"
 
 
-def test_files_of_this_machine_come_by_a_volume_that_restricted_pods_may_claim(
-    client: Client, namespace: str, tmp_path: Path
-) -> None:
+def test_a_restricted_pod_mounts_a_local_volume(client: Client, namespace: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "weights").write_text("here")
     volume, claim = make_volume(namespace, "models", tmp_path)
@@ -156,7 +154,7 @@ def test_files_of_this_machine_come_by_a_volume_that_restricted_pods_may_claim(
     assert output(client, namespace, "reader", program, volumes=volumes, container={"volumeMounts": mounts}) == "here"
 
 
-def test_a_pod_is_asked_to_end_before_it_is_killed(client: Client, namespace: str) -> None:
+def test_a_pod_gets_sigterm_before_it_is_killed(client: Client, namespace: str) -> None:
     program = """
 import signal, sys, time
 def end(*_):
@@ -182,7 +180,7 @@ def wait_logged(client: Client, namespace: str, name: str, word: str) -> None:
         time.sleep(0.1)
 
 
-def test_an_image_that_is_not_there_is_named(client: Client, namespace: str) -> None:
+def test_a_missing_image_is_named(client: Client, namespace: str) -> None:
     create(
         client,
         namespace,
@@ -200,7 +198,7 @@ def test_a_pod_that_takes_too_much_memory_is_killed(client: Client, namespace: s
     assert status["containerStatuses"][0]["state"]["terminated"]["reason"] == "OOMKilled"
 
 
-def test_fake_nodes_run_pods_in_name(client: Client, make_namespace: Callable[[str], str]) -> None:
+def test_pods_become_ready_on_fake_nodes(client: Client, make_namespace: Callable[[str], str]) -> None:
     namespace = make_namespace("restricted")
     tolerations = [{"key": TAINT, "operator": "Exists"}]
     gpu = {"resources": {"limits": {"nvidia.com/gpu": "8"}}}

@@ -189,7 +189,7 @@ def cluster(client: Client, operator: Operator, namespace: str, routers: StandIn
     routers.stuck.clear()
 
 
-def test_a_cluster_is_made_and_says_so(cluster: Cluster, client: Client) -> None:
+def test_a_new_cluster_becomes_ready(cluster: Cluster, client: Client) -> None:
     cluster.kubectl("wait", "--for=condition=Ready", "--timeout=10s", "slc/tiny")
     assert cluster.roles == ["d-heavy", "d-heavy", "p-heavy", "p-heavy"]
     names = {f"{item['kind']}/{item['metadata']['name']}" for item in cluster.read(CHILDREN)["items"]}
@@ -226,7 +226,7 @@ def test_engines_leave_only_when_they_are_drained(cluster: Cluster, routers: Sta
     assert cluster.roles == ["d-heavy", "p-heavy"]
 
 
-def test_a_rollout_that_cannot_go_on_stops_and_goes_back(cluster: Cluster) -> None:
+def test_a_rollout_that_cannot_progress_stops_and_can_be_reverted(cluster: Cluster) -> None:
     before = set(cluster.engines)
     cluster.edit(engine={"nodeSelector": {"no": "such-node"}})
     cluster.wait("Progressing", "RolloutStopped")
@@ -239,7 +239,7 @@ def test_a_rollout_that_cannot_go_on_stops_and_goes_back(cluster: Cluster) -> No
     assert kept < set(cluster.engines)
 
 
-def test_what_restarts_replaces_all_engines_and_no_router(cluster: Cluster) -> None:
+def test_an_edit_that_restarts_engines_replaces_all_of_them_and_no_router(cluster: Cluster) -> None:
     before = set(cluster.engines)
     template = cluster.read("deployment/tiny-router")["spec"]["template"]
     cluster.edit(engine={"maxBatchTokens": 4096})
@@ -264,7 +264,7 @@ def cert_manager(client: Client) -> Iterator[Callable[[], None]]:
     client.kubectl("delete", "crd", "certificates.cert-manager.io", "--ignore-not-found")
 
 
-def test_cert_manager_is_waited_for_and_asked_with_the_operators_rights(
+def test_certificates_are_requested_once_cert_manager_is_installed(
     cluster: Cluster, cert_manager: Callable[[], None]
 ) -> None:
     before = cluster.read("deployment/tiny-router")["spec"]["template"]
@@ -302,7 +302,7 @@ def test_network_tls_is_refused_while_the_operator_has_no_certificate(cluster: C
     cluster.wait("SpecValid", "Valid")
 
 
-def test_children_edited_or_deleted_by_hand_are_set_right(cluster: Cluster) -> None:
+def test_children_edited_or_deleted_by_hand_are_repaired(cluster: Cluster) -> None:
     cluster.kubectl(
         "patch", "service", "tiny-engines", "--type=merge", "-p", '{"spec":{"publishNotReadyAddresses":false}}'
     )
@@ -350,7 +350,7 @@ def test_a_deleted_cluster_takes_everything_with_it(cluster: Cluster) -> None:
     wait_for(lambda: not {name.split("/")[1] for name in cluster.versions()} & ours, "the end of the children")
 
 
-def test_a_cluster_made_anew_under_its_old_name_is_another_one(cluster: Cluster, client: Client) -> None:
+def test_a_cluster_recreated_under_its_old_name_gets_new_objects(cluster: Cluster, client: Client) -> None:
     before = set(cluster.engines)
     cluster.kubectl("delete", "slc", "tiny", "--wait=false")
     anew = Cluster(client, cluster.namespace)
@@ -358,7 +358,7 @@ def test_a_cluster_made_anew_under_its_old_name_is_another_one(cluster: Cluster,
     anew.wait("Progressing", "Settled")
 
 
-def test_the_next_replica_leads_when_the_first_one_is_told_to_stop_or_killed(
+def test_the_next_replica_leads_after_the_leader_stops_or_is_killed(
     cluster: Cluster, operator: Operator, start_operator: Callable[..., Operator]
 ) -> None:
     second = start_operator("second")
@@ -399,9 +399,7 @@ def test_an_operator_for_one_namespace_needs_no_rights_elsewhere(
 
 
 @pytest.mark.parametrize("program", ["kube-apiserver", "etcd"])
-def test_a_control_plane_that_is_killed_and_comes_back_is_no_matter(
-    program: str, cluster: Cluster, testbed: Testbed
-) -> None:
+def test_the_operator_survives_a_restart_of_the_control_plane(program: str, cluster: Cluster, testbed: Testbed) -> None:
     before = set(cluster.engines)
     testbed.control_plane.stop_program(program)
     time.sleep(2)

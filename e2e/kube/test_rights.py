@@ -270,7 +270,7 @@ def poke(cluster: LightCluster) -> None:
 
 
 @pytest.mark.parametrize(("role", "namespace", "right"), REMOVABLE)
-def test_a_right_that_is_missing_is_said_by_name_and_missed_no_longer(
+def test_a_missing_right_is_named_and_its_return_noticed(
     role: str, namespace: str, right: Right, access: Access, operator: Operator, cluster: LightCluster
 ) -> None:
     _, resource, verb = right
@@ -305,7 +305,7 @@ def is_forbidden(cluster: LightCluster) -> Object:
 
 
 @pytest.mark.parametrize("verb", ["list", "watch"])
-def test_a_right_of_the_informer_that_is_missing_is_said_by_name(verb: str, access: Access, testbed: Testbed) -> None:
+def test_a_missing_right_of_the_informer_is_named(verb: str, access: Access, testbed: Testbed) -> None:
     all_rights = access.read(ROLE, TEAM)
     log = testbed.settings.logs / f"operator-no-{verb}.log"
     access.write(ROLE, TEAM, [right for right in all_rights if right[2] != verb])
@@ -327,7 +327,7 @@ def read_audit(testbed: Testbed, user: str) -> list[Object]:
     return [item for item in found if item["user"]["username"] == user and "objectRef" in item]
 
 
-def test_no_right_is_unused_and_none_is_asked_for_in_vain(
+def test_every_right_is_used_and_no_request_is_forbidden(
     access: Access, cluster: LightCluster, operator: Operator, testbed: Testbed, client: Client
 ) -> None:
     begin = len(read_audit(testbed, access.user))

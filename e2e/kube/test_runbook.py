@@ -75,7 +75,7 @@ def bare_cluster(client: Client, crd: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("bare_cluster")
-def test_the_readme_leads_from_nothing_to_a_cluster_that_is_edited(testbed: Testbed, client: Client) -> None:
+def test_the_readme_commands_install_and_edit_a_cluster(testbed: Testbed, client: Client) -> None:
     said = run(testbed, client, README)
     assert "servingcluster.sluice.dev/qwen created" in said
     spec = json.loads(client.kubectl("get", "slc", "qwen", "-o", "json"))["spec"]

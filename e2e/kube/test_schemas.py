@@ -109,14 +109,14 @@ def render(spec: Object) -> list[Object]:
 
 @minors
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_what_the_chart_renders_is_known_to_the_version(helm: Helm, minor: str, values: Object) -> None:
+def test_the_version_knows_every_field_of_the_chart(helm: Helm, minor: str, values: Object) -> None:
     objects = helm.template(values, "--kube-version", f"{minor}.0")
     assert find_faults(load_schemas(minor), objects) == []
 
 
 @minors
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_what_the_operator_renders_is_known_to_the_version(minor: str, name: str) -> None:
+def test_the_version_knows_every_field_of_the_operators_objects(minor: str, name: str) -> None:
     faults = find_faults(load_schemas(minor), render(MANIFESTS[name]))
     if (minor, name) in TOO_NEW:
         assert faults
@@ -126,7 +126,7 @@ def test_what_the_operator_renders_is_known_to_the_version(minor: str, name: str
 
 
 @minors
-def test_the_definition_by_itself_is_known_to_the_version(minor: str) -> None:
+def test_the_version_knows_every_field_of_the_crd(minor: str) -> None:
     definition = yaml.safe_load((ROOT / "crds" / "servingclusters.yaml").read_text())
     assert find_faults(load_schemas(minor), [definition]) == []
 
@@ -156,13 +156,13 @@ def change(item: Object, path: str, value: Any) -> Object:
         ("ServiceAccount", "metadata.label", {}),
     ],
 )
-def test_nonsense_is_seen(minor: str, kind: str, path: str, value: Any) -> None:
+def test_an_invalid_field_is_reported(minor: str, kind: str, path: str, value: Any) -> None:
     item = next(child for child in render({}) if child["kind"] == kind)
     assert load_schemas(minor).find_faults(item) == []
     assert load_schemas(minor).find_faults(change(item, path, value))
 
 
-def test_the_versions_are_three_in_a_row_and_the_oldest_that_the_chart_takes() -> None:
+def test_the_versions_are_the_newest_three_and_the_oldest_supported() -> None:
     *newest, oldest = [tuple(map(int, minor.split("."))) for minor in KUBERNETES]
     assert newest == [(1, newest[0][1] - age) for age in range(3)]
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())

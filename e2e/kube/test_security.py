@@ -63,7 +63,9 @@ def security_node(client: Client) -> Iterator[None]:
     client.kubectl("delete", "node", "security")
 
 
-async def settle_with(kubernetes: KubernetesClient, namespace: str, name: str, template: Any, **settings: Any) -> World:
+async def create_with_template(
+    kubernetes: KubernetesClient, namespace: str, name: str, template: Any, **settings: Any
+) -> World:
     """Creates a cluster with a podTemplate, and reconciles it until only its pods are missing."""
     world = World(kubernetes, namespace, name)
     world.reconciler = Reconciler(
@@ -94,7 +96,7 @@ async def test_no_pod_template_reaches_the_host_or_another_namespace(
     async with connect(client) as kubernetes:
 
         async def try_one(number: int, template: Any) -> None:
-            world = await settle_with(kubernetes, namespace, f"h{number:03}", template)
+            world = await create_with_template(kubernetes, namespace, f"h{number:03}", template)
             engines = await kubernetes.get(DEPLOYMENTS, namespace, f"h{number:03}-engine")
             refused = [await read_condition(world, kind) for kind in ("SpecValid", "Degraded")]
             assert "PodTemplateRefused" in {item["reason"] for item in refused}, refused
@@ -106,14 +108,14 @@ async def test_no_pod_template_reaches_the_host_or_another_namespace(
                 group.create_task(try_one(number, template))
 
 
-async def test_what_the_administrator_turned_on_is_rendered_and_still_subject_to_the_namespace_s_level(
+async def test_allowed_host_access_is_rendered_and_pod_security_still_applies(
     client: Client, make_namespace: Callable[[str], str]
 ) -> None:
     template = test_pod_template.HOST["path"]
     async with connect(client) as kubernetes:
         for level in ("privileged", "restricted"):
             namespace = make_namespace(level)
-            world = await settle_with(kubernetes, namespace, "host", template, allow_host_access=True)
+            world = await create_with_template(kubernetes, namespace, "host", template, allow_host_access=True)
             engines = await kubernetes.get(DEPLOYMENTS, namespace, "host-engine")
             assert engines is not None
             assert {"hostPath": {"path": "/", "type": ""}, "name": "x"} in engines["spec"]["template"]["spec"][
@@ -167,27 +169,27 @@ def use_secrets(client: Client, namespace: str) -> str:
         router={"auth": {"mode": "APIKey", "apiKey": {"secretName": "api-keys"}}},
     )
     cluster.wait("Progressing", "Settled")
-    read = [everything(cluster)]
+    read = [describe_all(cluster)]
     bad = copy.deepcopy(test_pod_template.HOST["path"])
     bad["spec"]["volumes"].append({"name": "keys", "secret": {"secretName": "api-keys"}})
     cluster.edit(engine={"podTemplate": bad})
     cluster.wait("SpecValid", "PodTemplateRefused")
     assert "spec.engine.podTemplate.spec.volumes[x].hostPath" in cluster.message("SpecValid")
-    read.append(everything(cluster))
+    read.append(describe_all(cluster))
     # The API server quotes the values that it refuses.
     env = {"name": "engine", "env": [{"name": "K", "valueFrom": {"secretKeyRef": {"name": "other", "kez": "key"}}}]}
     cluster.edit(engine={"podTemplate": {"spec": {"volumes": None, "containers": [env]}}})
     cluster.wait("Degraded", "PodTemplateRefused")
     cluster.wait("SpecValid", "Valid")
     assert "valueFrom.secretKeyRef.kez" in cluster.message("Degraded")
-    read.append(everything(cluster))
+    read.append(describe_all(cluster))
     cluster.edit(engine={"podTemplate": None})
     cluster.wait("Progressing", "Settled")
     cluster.kubectl("delete", "slc", "tiny")
     return "".join(read)
 
 
-def everything(cluster: LightCluster) -> str:
+def describe_all(cluster: LightCluster) -> str:
     """Prints each object of the namespace except Secrets, with its description and events."""
     kinds = cluster.client.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
     readable = ",".join(kind for kind in kinds if kind != "secrets")

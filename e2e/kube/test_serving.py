@@ -87,7 +87,7 @@ def list_sizes(status: Status) -> list[int]:
     return sorted(engine.chunk_size_tokens for engine in status.engines)
 
 
-def test_the_release_tests_itself(release: Release) -> None:
+def test_helm_test_passes(release: Release) -> None:
     assert "Succeeded" in release.test()
     assert len(release.pods()) == 2
 
@@ -201,7 +201,7 @@ async def test_engines_go_and_come_while_streams_run(cluster: PodCluster, known:
     assert len(cluster.identify("engine") & before) == 1
 
 
-async def test_a_deleted_engine_pod_is_not_noticed(cluster: PodCluster, known: Known) -> None:
+async def test_clients_do_not_notice_a_deleted_engine_pod(cluster: PodCluster, known: Known) -> None:
     before = set(cluster.engines)
     victim = next(iter(cluster.engines.values()))["metadata"]["name"]
 
@@ -214,7 +214,7 @@ async def test_a_deleted_engine_pod_is_not_noticed(cluster: PodCluster, known: K
     assert len(set(cluster.engines) & before) == 1
 
 
-async def test_an_engine_whose_core_is_killed_is_restarted_and_not_noticed(cluster: PodCluster, known: Known) -> None:
+async def test_clients_do_not_notice_a_killed_engine_core(cluster: PodCluster, known: Known) -> None:
     uid, pod = next(iter(cluster.engines.items()))
     # Every process in the container but PID 1 and the one that kills.
     kill = (
@@ -247,9 +247,7 @@ async def test_a_router_pod_that_ends_finishes_its_streams(cluster: PodCluster, 
     assert len(set(cluster.routers) & before) == 1
 
 
-async def test_the_end_of_a_killed_router_s_streams_is_said_and_the_others_go_on(
-    cluster: PodCluster, known: Known
-) -> None:
+async def test_streams_of_a_killed_router_end_with_an_error_and_others_go_on(cluster: PodCluster, known: Known) -> None:
     before = set(cluster.routers)
     victim = next(iter(cluster.routers.values()))["metadata"]["name"]
 
@@ -262,7 +260,7 @@ async def test_the_end_of_a_killed_router_s_streams_is_said_and_the_others_go_on
     print(f"killed a router pod: {dict(fared)}")
 
 
-async def test_evictions_wait_for_one_another_and_are_not_noticed(cluster: PodCluster, known: Known) -> None:
+async def test_clients_do_not_notice_evictions_one_at_a_time(cluster: PodCluster, known: Known) -> None:
     before = {pod["metadata"]["name"] for pod in cluster.engines.values()}
     first, second = sorted(before)
 
@@ -307,7 +305,7 @@ async def test_a_wrong_image_stops_the_rollout_and_is_rolled_back(cluster: PodCl
     print(f"a wrong image, and back: {dict(fared)}")
 
 
-async def test_an_upgrade_of_the_operator_and_its_definition_touches_nothing_that_serves(
+async def test_an_upgrade_of_the_chart_and_its_crd_restarts_no_engine_or_router(
     cluster: PodCluster, release: Release, known: Known, tmp_path: Path
 ) -> None:
     before = cluster.identify("engine"), cluster.identify("router")
@@ -334,7 +332,7 @@ async def test_an_upgrade_of_the_operator_and_its_definition_touches_nothing_tha
     assert (cluster.identify("engine"), cluster.identify("router")) == before
 
 
-async def test_uninstalling_leaves_what_serves_and_says_so(
+async def test_uninstalling_the_chart_leaves_clusters_running(
     cluster: PodCluster, release: Release, client: Client, known: Known
 ) -> None:
     before = cluster.identify("engine"), cluster.identify("router")
@@ -362,7 +360,7 @@ async def test_uninstalling_leaves_what_serves_and_says_so(
     assert (cluster.identify("engine"), cluster.identify("router")) == before
 
 
-async def test_a_roll_of_the_engines_is_not_noticed(served: PodCluster, known: Known) -> None:
+async def test_clients_do_not_notice_a_roll_of_the_engines(served: PodCluster, known: Known) -> None:
     """KV blocks of 32 and of 64 tokens are incompatible, so the last old engine's requests are computed anew.
 
     It leaves the cluster changed: only the next test follows, with a cluster of its own.
@@ -417,7 +415,7 @@ def secured(client: Client, release: Release, authority: trustme.CA) -> Iterator
     made.remove()
 
 
-async def test_engines_and_routers_with_certificates_serve_and_refuse_strangers(
+async def test_engines_and_routers_with_tls_serve_and_refuse_other_clients(
     secured: PodCluster, authority: trustme.CA, known: Known
 ) -> None:
     async with secured.connect() as clients:
@@ -429,16 +427,16 @@ async def test_engines_and_routers_with_certificates_serve_and_refuse_strangers(
     (engine,), (router,) = secured.addresses("engine").values(), secured.addresses("router").values()
     for address, name in ((f"{engine}:{ENGINE_PORT}", ENGINE_NAME), (f"{router}:{CONTROL_PORT}", ROUTER_NAME)):
         own = ROUTER_NAME if name == ENGINE_NAME else OPERATOR_NAME
-        assert knock(address, Trust(files=make_files(authority, own), name=name)) is grpc.StatusCode.OK
+        assert probe_health(address, Trust(files=make_files(authority, own), name=name)) is grpc.StatusCode.OK
         # Without TLS; with a certificate of another authority; with a trusted certificate for another name.
-        assert knock(address, None) is grpc.StatusCode.UNAVAILABLE
+        assert probe_health(address, None) is grpc.StatusCode.UNAVAILABLE
         stranger = {**make_files(trustme.CA(), own), "ca.crt": authority.cert_pem.bytes()}
-        assert knock(address, Trust(files=stranger, name=name)) is grpc.StatusCode.UNAVAILABLE
+        assert probe_health(address, Trust(files=stranger, name=name)) is grpc.StatusCode.UNAVAILABLE
         other = make_files(authority, f"other.{SECURED}.svc")
-        assert knock(address, Trust(files=other, name=name)) is grpc.StatusCode.PERMISSION_DENIED
+        assert probe_health(address, Trust(files=other, name=name)) is grpc.StatusCode.PERMISSION_DENIED
 
 
-def knock(address: str, trust: Trust | None) -> grpc.StatusCode:
+def probe_health(address: str, trust: Trust | None) -> grpc.StatusCode:
     """Sends a health check to a port; returns the status of the call."""
     with open_channel(address, trust) as channel:
         try:

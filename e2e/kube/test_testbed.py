@@ -100,7 +100,7 @@ def test_a_second_cluster_in_one_folder_is_refused(small: Settings, program: sub
     assert len(programs_of(small)) >= 5
 
 
-def test_a_pid_that_others_have_by_now_is_left_alone(small: Settings) -> None:
+def test_a_reused_pid_is_left_alone(small: Settings) -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     small.pids.mkdir(parents=True)
     (small.pids / "etcd").write_text(f'{{"pid": {other.pid}, "created": 1.0}}')
@@ -124,14 +124,14 @@ def test_a_node_is_refused_without_root() -> None:
     install_packages()  # as root, and everything is there: nothing to do
 
 
-def test_an_image_is_the_same_whenever_it_is_made(tmp_path: Path) -> None:
+def test_an_image_is_reproducible(tmp_path: Path) -> None:
     image = make_python_image("docker.io/local/python:1")
     write_image(image, tmp_path / "one.tar")
     write_image(image, tmp_path / "two.tar")
     assert (tmp_path / "one.tar").read_bytes() == (tmp_path / "two.tar").read_bytes()
 
 
-def test_a_program_brings_its_libraries(tmp_path: Path) -> None:
+def test_an_image_has_the_libraries_of_its_programs(tmp_path: Path) -> None:
     write_image(Image(name="a:1", command=("/bin/ls",), files={"/bin/ls": Path("/bin/ls")}), tmp_path / "image.tar")
     subprocess.run(["tar", "-xf", "image.tar"], cwd=tmp_path, check=True)
     names = subprocess.run(["tar", "-tf", "layer.tar"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
