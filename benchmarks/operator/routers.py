@@ -1,9 +1,9 @@
-"""Plays the routers of any number of clusters for pods that kwok only pretends to run. Needs root, for the addresses.
+"""Serves the routers of any number of clusters for pods that exist in name only, on kwok's nodes. Needs root.
 
     python benchmarks/operator/routers.py          # prints "up", serves until its standard input is closed
 
-The addresses of such pods are made this machine's own, so that the operator's links to all of them end here. Which
-cluster a link belongs to is told by the plan that comes over it; each engine of a plan counts as one that took it.
+The addresses of such pods are assigned to this machine, so that the operator's connections to them end here. The first
+plan on a connection shows which cluster it belongs to. Every engine of a plan counts as one that acknowledged it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ LONGEST_POLL_S = 30.0
 
 @dataclass(slots=True)
 class PlayedCluster:
-    """What the routers of one cluster have in force; mutable, changed by ``apply`` only."""
+    """The plan in force in the routers of one cluster. Mutable, changed by ``apply`` only."""
 
     plan: plan_pb2.Plan = field(default_factory=plan_pb2.Plan)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def apply(self, plan: plan_pb2.Plan) -> None:
-        """Takes a plan that is newer."""
+        """Takes a plan if it is newer."""
         if plan.generation > self.plan.generation:
             self.plan = plan
             self.changed.set()
             self.changed = asyncio.Event()
 
     def describe(self, router_id: str) -> control_pb2.GetStatusResponse:
-        """What one of its routers says."""
+        """Makes the status of one of its routers."""
         plan = self.plan
         engines = [
             control_pb2.EngineStatus(
@@ -69,7 +69,7 @@ class PlayedRouters(control_pb2_grpc.ControlServicer):
         self._peers: dict[str, PlayedCluster] = {}
 
     async def ApplyPlan(self, request, context):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, N802
-        """Takes a plan, and learns whose link this is."""
+        """Takes a plan, which shows the cluster of this connection."""
         cluster = self._clusters.setdefault(request.plan.cluster_uid, PlayedCluster())
         stranger = self._peers.get(context.peer())
         self._peers[context.peer()] = cluster
@@ -103,7 +103,7 @@ async def serve() -> None:
 
 
 def main() -> None:
-    """Makes the pods' addresses ours as long as it serves."""
+    """Assigns the pods' addresses to this machine while it serves."""
     route = ["local", POD_ADDRESSES, "dev", "lo"]
     subprocess.run(["ip", "route", "replace", *route], check=True)
     try:

@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/operator/run.py [--clusters 500] [--pods 10000] [--json OUT]
 
 Needs root (for the pods' addresses) and the binaries of ``make e2e-k8s``. Phases: ``create`` (all clusters at once,
-until the operator says of each that it has settled), ``idle`` (nothing happens but resyncs), ``edits`` (a slider of
-one cluster after the other), ``burst`` (a slider of all clusters at once).
+until the operator reports each as settled), ``idle`` (resyncs only), ``edits`` (a slider of one cluster after the
+other), ``burst`` (a slider of all clusters at once).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class OperatorTrial:
     Args:
         testbed: The control plane.
         operator: The operator's process.
-        plans: When plans are stored.
-        names: The clusters.
-        num_engines: Engines of each.
+        plans: Times at which plans were stored.
+        names: Names of the clusters.
+        num_engines: Engines of each cluster.
     """
 
     testbed: Testbed
@@ -66,7 +66,7 @@ class OperatorTrial:
     num_engines: int
 
     def measure(self, before: Scrape, started_s: float, cpu_s: float) -> dict[str, Any]:
-        """What the operator did since."""
+        """Measures what the operator did since."""
         took_s, did = time.monotonic() - started_s, scrape(OPERATOR_PORT) - before
         quantiles = {name: did.reconcile_quantile_s(share) for name, share in (("p50", 0.5), ("p99", 0.99))}
         return {
@@ -95,12 +95,12 @@ class OperatorTrial:
                 break
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{num_settled} of {len(self.names)} clusters settled; see the operator's log")
-            # A list of hundreds of clusters takes seconds of a busy API server: asking must not be what keeps it busy.
+            # Listing hundreds of clusters takes a busy API server seconds. The benchmark itself must not keep it busy.
             time.sleep(max(1.0, 10 * (time.monotonic() - asked_s)))
         return self.measure(before, started_s, cpu_s)
 
     def count_settled(self) -> int:
-        """Clusters of which the operator says that they are as they should be."""
+        """Counts the clusters that the operator reports as settled."""
         items = self.testbed.client.request("GET", CLUSTERS).content["items"]
         return sum(
             any(
@@ -112,14 +112,14 @@ class OperatorTrial:
 
     def rest(self, duration_s: float) -> dict[str, Any]:
         """Does nothing."""
-        # What creation left to be done, such as measurements, has its time.
+        # Time for work that creation left, such as the operator's first measurements.
         time.sleep(20.0)
         before, started_s, cpu_s = scrape(OPERATOR_PORT), time.monotonic(), get_cpu_s(self.operator)
         time.sleep(duration_s)
         return self.measure(before, started_s, cpu_s)
 
     def edit(self, name: str, number: int) -> tuple[str, str, dict[str, Any]]:
-        """An edit of a slider, as a request."""
+        """Makes an edit of a slider, as a request."""
         return "PATCH", f"{CLUSTERS}/{name}", {"spec": {"chunkSizes": {"prefillHeavy": 600 + number}}}
 
     def edit_in_turn(self, rng: random.Random) -> dict[str, Any]:
@@ -145,20 +145,20 @@ class OperatorTrial:
 
 
 def get_cpu_s(process: psutil.Process) -> float:
-    """CPU time of a process, in seconds."""
+    """Reads the CPU time of a process, in seconds."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def summarize_ms(times_s: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and maximum, in milliseconds."""
+    """Computes median, 99th percentile and maximum, in milliseconds."""
     ordered = sorted(1000 * time_s for time_s in times_s)
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
     return {"p50": round(statistics.median(ordered), 1), "p99": round(p99, 1), "max": round(ordered[-1], 1)}
 
 
 def print_table(phases: dict[str, dict[str, Any]]) -> None:
-    """Prints what was measured."""
+    """Prints the measurements."""
     columns = (
         "reconciles",
         "reconcile p50",
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--resync-s", type=float, default=420.0, help="the operator's resync interval")
     parser.add_argument("--idle-s", type=float, help="length of the idle phase (default: a resync of every cluster)")
     parser.add_argument(
-        "--profile", type=Path, help="have cProfile watch the operator (which slows it), and write this"
+        "--profile", type=Path, help="run the operator under cProfile (which slows it), and write its profile here"
     )
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "benchmarks" / "operator.json")
     arguments = parser.parse_args()
@@ -207,7 +207,7 @@ def main() -> None:
     if num_engines < 2:
         parser.error(f"--pods must be at least {NUM_ROUTERS + 2} per cluster")
     if os.geteuid() != 0:
-        print("left out: it needs root, for the pods' addresses")
+        print("skipped: the benchmark needs root, for the pods' addresses")
         return
     names = [f"c{number:04}" for number in range(arguments.clusters)]
     with (

@@ -1,4 +1,4 @@
-"""What the operator says of itself on /metrics, as differences between two moments."""
+"""Reads the operator's /metrics, as differences between two moments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ READS = frozenset({"get", "list", "discover"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrape:
-    """Counters at one moment, or between two.
+    """Counters at one moment, or their change between two.
 
     Args:
-        reconciles: Reconciles by the upper bound of their duration, in seconds, cumulative.
-        calls: Requests to the API server by verb, resource and status, those for the lease left out.
+        reconciles: Cumulative number of reconciles by the upper bound of their duration, in seconds.
+        calls: Requests to the API server by verb, resource and status, without those for the lease.
     """
 
     reconciles: dict[float, float]
@@ -65,7 +65,7 @@ class Scrape:
 
 
 def read_page(port: int, path: str) -> str:
-    """Reads a page of the operator; empty when it does not answer well."""
+    """Reads a page of the operator; empty if the operator does not answer with success."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
             return str(answer.read().decode())

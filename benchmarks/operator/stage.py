@@ -1,4 +1,4 @@
-"""The stage of the benchmark: a real control plane, nodes that kwok plays, routers that are played, the operator."""
+"""What the benchmark runs on: a real control plane, nodes of kwok, emulated routers, and the operator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GENERATION = "sluice.dev/plan-generation"
 
 @contextmanager
 def run_stage(num_pods: int) -> Iterator[Testbed]:
-    """Runs a control plane with room for so many pods, the definition, and an account for the operator."""
+    """Runs a control plane with room for that many pods, the CRD, and an account for the operator."""
     settings = make_settings(
         folder=ROOT / "build" / "benchmarks" / "kube", first_port=API_PORT, num_fake_nodes=1, has_real_node=False
     )
@@ -58,7 +58,7 @@ def run_stage(num_pods: int) -> Iterator[Testbed]:
 
 @contextmanager
 def run_routers() -> Iterator[None]:
-    """Plays all routers, in a process of its own."""
+    """Runs all routers in another process."""
     command = [sys.executable, str(Path(__file__).parent / "routers.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin
@@ -69,7 +69,7 @@ def run_routers() -> Iterator[None]:
 
 
 def make_kubeconfig(testbed: Testbed) -> Path:
-    """Makes the operator's account, with the rights that the code asks for; its kubeconfig."""
+    """Makes the operator's account with the rights of the code; returns its kubeconfig."""
     client, name = testbed.client, "operator"
     objects: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": SYSTEM}}
@@ -105,12 +105,12 @@ def make_kubeconfig(testbed: Testbed) -> Path:
 
 @contextmanager
 def run_operator(testbed: Testbed, resync_s: float, profile: Path | None) -> Iterator[psutil.Process]:
-    """Runs the operator until it leads, and as long as the block lasts.
+    """Runs the operator, from the moment that it leads, for the length of the block.
 
     Args:
         testbed: The control plane.
         resync_s: Longest time between two reconciles of a cluster, in seconds.
-        profile: Where to write what cProfile saw; None: it is not asked.
+        profile: File for cProfile's output; None turns the profiler off.
     """
     profiled = ["-m", "cProfile", "-o", str(profile)] if profile else []
     options = {"namespace": SYSTEM, "host": "127.0.0.1", "port": str(OPERATOR_PORT), "resync-s": str(resync_s)}
@@ -137,7 +137,7 @@ def is_leader() -> bool:
 
 
 def make_manifest(name: str, num_engines: int, num_routers: int) -> dict[str, Any]:
-    """A cluster of which nothing is mounted, since nothing runs."""
+    """Makes a cluster that mounts nothing, since no program runs in its pods."""
     manifest: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
     manifest["metadata"] |= {"name": name, "namespace": SPACE}
     manifest["spec"]["model"]["source"] = {"huggingFace": {}}
@@ -166,7 +166,7 @@ def send_all(testbed: Testbed, requests: list[tuple[str, str, dict[str, Any]]]) 
 
 
 class PlanWatch:
-    """Notes when each plan was stored: a watch on the ConfigMaps, in a thread of its own.
+    """Records when each plan was stored, with a watch on the ConfigMaps in another thread.
 
     Args:
         testbed: The control plane.
@@ -186,7 +186,7 @@ class PlanWatch:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def wait_for(self, name: str, generation: int, timeout_s: float = 60.0) -> float:
-        """Waits until a plan of at least this number is stored; when that was."""
+        """Waits until a plan of at least this generation is stored; returns the time."""
         deadline = time.monotonic() + timeout_s
         while self.newest.get(name, 0) < generation:
             if time.monotonic() > deadline:
@@ -205,4 +205,4 @@ class PlanWatch:
                         self.stored.setdefault((name, int(number)), now_s)
                         self.newest[name] = max(self.newest.get(name, 0), int(number))
         except OSError:
-            return  # the API server ends before we do
+            return  # the API server may end before this thread

@@ -1,7 +1,8 @@
-"""Loads the engine stub with no router in between: what the stub alone can do, and whether its answers are right.
+"""Loads the engine stub without a router: what the stub alone can do, and whether its answers are right.
 
-Attaches to each engine as a router would, keeps a fixed number of requests running, and checks every token against the
-vocabulary and every index against the one before. Prints "begin", "end" and one line of JSON, as the load generator.
+Attaches to each engine as a router does, keeps a fixed number of requests running, and checks every token against the
+vocabulary and every index against the previous one. Prints "begin", "end" and one line of JSON, like the load
+generator.
 
     python attach_load.py --port-base P --engines N --concurrency N --tokens N --prompt-tokens N --pieces FILE
                           --stamps FILE [--warmup-s S] [--seconds S]
@@ -30,13 +31,13 @@ from sluice.v1 import engine_pb2_grpc, sampling_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# The load goes on for so long after the window, so that who watches sees the window only.
+# The load goes on this long after the window, so that the observer measures the window only.
 LINGER_S = 0.3
 
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What was seen in the window. Mutable.
+    """Counts of the window. Mutable.
 
     Args:
         is_measuring: Whether the window is open.
@@ -52,12 +53,12 @@ class Tally:
 
 @dataclass(slots=True, kw_only=True)
 class RunningRequest:
-    """A request under way. Mutable.
+    """A running request. Mutable.
 
     Args:
-        number: Its number, which is its seed.
-        num_tokens: Tokens it shall get.
-        num_received: Tokens it got.
+        number: Number of the request, which is its seed.
+        num_tokens: Tokens that it requests.
+        num_received: Tokens received so far.
     """
 
     number: int
@@ -94,7 +95,7 @@ class EngineClient:
         )
 
     def take(self, message: wire.AttachResponse, tally: Tally) -> list[wire.Submit]:
-        """Checks a message; returns what follows the requests that ended."""
+        """Checks a message; returns the requests that follow those that have ended."""
         now_ns = time.monotonic_ns()
         columns = zip(message.slots, message.token_ids, message.output_indexes, strict=True)
         for slot, token_id, output_index in columns:

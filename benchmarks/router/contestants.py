@@ -1,6 +1,6 @@
-"""The routers under test, each behind the same calls: which stub it needs, which version it is, how it starts.
+"""The routers under test behind one interface: the stub that each needs, its version, how it starts.
 
-Ours gets emulated engines over the engine stream, and a plan; the peers get the same engines as HTTP servers.
+Sluice gets emulated engines over the engine stream, and a plan. The peers get the same engines as HTTP servers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STRATEGIES = {
     "aggregated": plan_pb2.STRATEGY_AGGREGATED,
     "taichi": plan_pb2.STRATEGY_TAICHI,
 }
-# What switches the text work of our router off (raw pieces), once it offers a setting for benchmarks only.
+# Arguments that turn off Sluice's text work (raw pieces), once the router has a setting for benchmarks.
 RAW_PIECES_ARGUMENTS: tuple[str, ...] = ()
 
 Backend = Literal["http", "attach"]
@@ -40,16 +40,16 @@ Backend = Literal["http", "attach"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where a trial runs.
+    """Ports, folders and core of a trial.
 
     Args:
         port: First port of the router.
         engine_port: Port of the first engine.
-        num_engines: Engines.
-        chunk_tokens: Their chunk size.
+        num_engines: Number of engines.
+        chunk_tokens: Chunk size of the engines.
         model: Folder of the model.
-        folder: For logs and configuration.
-        core: Core of the router.
+        folder: Folder for logs and configuration.
+        core: Core that the router is pinned to.
     """
 
     port: int
@@ -78,22 +78,22 @@ class Contestant(Protocol):
 
     @property
     def is_router(self) -> bool:
-        """False: the stub and the load alone."""
+        """False for the stub and the load alone."""
 
     def version(self) -> str:
         """Its version."""
 
     def run(self, site: Site) -> AbstractContextManager[StartedProgram | None]:
-        """Runs it: the context begins when it is ready.
+        """Runs the router; the context begins when it is ready.
 
         Raises:
-            StartError: It does not come up.
+            ProgramStartError: The router does not start.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class NoRouter:
-    """A stub and the load alone: what these cost, and what they add to latency."""
+    """The stub and the load alone: their own CPU time, and the latency that they add."""
 
     backend: Backend
     is_router: bool = False
@@ -116,7 +116,7 @@ class NoRouter:
 
 @dataclass(frozen=True, slots=True)
 class Nginx:
-    """One worker of nginx, round robin, no buffering, kept connections, no log."""
+    """One worker of nginx: round robin, no buffering, keep-alive connections, no log."""
 
     program: Path
     name: str = "nginx"
@@ -188,7 +188,7 @@ class VllmRouter:
     is_router: bool = True
 
     def version(self) -> str:
-        """Its version, as installed by ``peers``."""
+        """Reads the version that ``peers.py`` installed."""
         return peers.VLLM_ROUTER_VERSION
 
     @contextmanager
@@ -208,11 +208,11 @@ class VllmRouter:
 
 @dataclass(frozen=True, slots=True)
 class Sluice:
-    """Our router, one process.
+    """One process of Sluice's router.
 
     Args:
         strategy: One of ``STRATEGIES``.
-        is_text_off: Passes raw pieces; only where the router offers it.
+        is_text_off: Pass raw pieces, once the router has a setting for it.
     """
 
     strategy: str = "aggregated"
@@ -226,14 +226,14 @@ class Sluice:
         return "sluice, text off" if self.is_text_off else "sluice"
 
     def version(self) -> str:
-        """The commit, and whether the tree differs from it."""
+        """Reads the commit, and whether the tree differs from it."""
         command = ["git", "-C", str(natives.REPOSITORY), "describe", "--always", "--dirty"]
         answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=10)
         return answer.stdout.strip() or metadata.version("sluice-serve")
 
     @contextmanager
     def run(self, site: Site) -> Iterator[StartedProgram | None]:
-        """Runs it and hands it a plan."""
+        """Runs the router and sends it a plan."""
         engines = site.folder / "engines.json"
         site.folder.mkdir(parents=True, exist_ok=True)
         engines.write_text(json.dumps(site.engine_addresses()))
@@ -257,12 +257,12 @@ def make_plan(site: Site, strategy: str) -> plan_pb2.Plan:
     """Makes the plan of the emulated engines.
 
     Args:
-        site: Where they are.
-        strategy: ``aggregated``: all alike, decode in place. ``taichi``: a quarter is P-heavy, the others have a
-            quarter of its chunk size, and every answer whose prefill ran on a P-heavy engine moves once.
+        site: Ports and number of the engines.
+        strategy: ``aggregated``: all engines are alike, and decode in place. ``taichi``: a quarter is P-heavy. The
+            others have a quarter of its chunk size. Every answer whose prefill ran on a P-heavy engine moves once.
     """
     num_prefill_heavy = site.num_engines // 4 if strategy == "taichi" else 0
-    # Equal chunk sizes would make roles void.
+    # With equal chunk sizes, roles would have no effect.
     decode_heavy_tokens = site.chunk_tokens // 4 if num_prefill_heavy else site.chunk_tokens
     return plan_pb2.Plan(
         cluster_uid=CLUSTER_UID,

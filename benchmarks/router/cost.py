@@ -1,10 +1,10 @@
-"""CPU cost of our router per token and per request, with no peers.
+"""CPU cost of Sluice's router per token and per request, without peers.
 
     .venv/bin/python benchmarks/router/cost.py [--seconds S] [--repeats N] [--json PATH]
 
-The router is measured idle (engines report, nobody asks), under long streams at several widths, and under one-token
-requests. What a token and a request cost follows, in each repeat, from two of these trials: CPU above idle =
-tokens * cost of a token + requests * cost of a request, for the widest streams and for the one-token streams.
+The router is measured idle (engines report, no requests come), under long streams at several widths, and under
+one-token requests. In each repeat, two trials give the cost of a token and of a request: the widest streams and the
+one-token streams. CPU above idle = tokens * cost of a token + requests * cost of a request.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONG_PROMPT_TOKENS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cases:
-    """The loads whose cost is measured, by name.
+    """The measured loads by name.
 
     Args:
         streams: Long streams, narrow to wide.
@@ -52,7 +52,7 @@ class Cases:
 
 
 def make_cases(options: argparse.Namespace) -> Cases:
-    """Makes the loads that the command line asks for."""
+    """Makes the loads of the command line."""
 
     def make(*, num_tokens: int = 1, prompt_tokens: int = options.prompt_tokens, **shape: Any) -> TrafficWorkload:
         return TrafficWorkload(
@@ -84,7 +84,7 @@ class Costs:
     Args:
         options: The command line.
         cases: The loads.
-        site: Where.
+        site: Ports and folders.
         files: Shared files.
     """
 
@@ -125,7 +125,7 @@ class Costs:
         return found
 
     def split(self) -> tuple[report.Spread, report.Spread]:
-        """Splits CPU above idle into the cost of a token and of a request.
+        """Splits CPU above idle into the costs of a token and of a request.
 
         Returns:
             Microseconds per token, microseconds per request (prompt and one stream included, its tokens not).
@@ -145,7 +145,7 @@ def solve_costs(pair: Sequence[trial.Measurement], idle_cores: float) -> tuple[f
 
     Args:
         pair: The trials; their mixes of tokens and requests must differ.
-        idle_cores: The router's cores when nobody asks.
+        idle_cores: The router's cores without requests.
 
     Returns:
         a and b in microseconds.

@@ -1,10 +1,9 @@
 """An emulated engine: what a router sees of an engine's scheduler, on a fixed grid of steps instead of a GPU.
 
-A step gives one token to each running decode, and what the chunk size leaves to prefills, first come first served; a
+A step gives one token to each running decode, and the rest of the chunk size to prefills, first come first served. A
 prefill that completes gives its first token in the same step. Token i of the request with seed r is piece r + i of the
-vocabulary, whatever engine it runs on, so moves and recoveries keep the text. It proposes no moves: those that its plan
-makes necessary the router begins itself. Methods are synchronous and take the time
-as an argument.
+vocabulary on every engine, so moves and recoveries keep the text. The engine proposes no moves: the router begins those
+that the plan requires. Methods are synchronous and take the time as an argument.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ IDLE_REPORT_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """What an engine says about itself, and its pace.
+    """The limits that an engine reports, and its pace.
 
     Args:
         step_s: Time between two steps.
-        chunk_size_tokens: Tokens per step until a plan says otherwise.
+        chunk_size_tokens: Tokens per step until a plan sets another number.
         max_batch_tokens: Largest chunk size.
         max_num_seqs: Most running requests.
         max_model_len_tokens: Longest prompt + output.
@@ -52,17 +51,17 @@ class EngineShape:
 
 @dataclass(slots=True, eq=False)
 class StubRequest:
-    """A request that runs or waits here. Mutable.
+    """A running or waiting request. Mutable.
 
     Args:
-        link: Whose it is.
+        link: Stream of its router.
         slot: Its slot on the link.
         fence: Fencing number.
-        number: The load generator's number of it, which is its seed.
-        prefill_tokens: Prefill left.
-        context_tokens: Tokens computed.
-        num_output_tokens: Output so far, over all engines.
-        max_tokens: Where the output ends.
+        number: The load generator's number of the request, which is its seed.
+        prefill_tokens: Prefill tokens left.
+        context_tokens: Computed tokens.
+        num_output_tokens: Output tokens so far, over all engines.
+        max_tokens: Length of the output.
     """
 
     link: StubLink
@@ -80,7 +79,7 @@ class StubLink:
     """One router's stream. Mutable.
 
     Args:
-        send: Hands a message to the stream's writer.
+        send: Passes a message to the stream's writer.
     """
 
     send: Callable[[wire.AttachResponse], None]
@@ -100,9 +99,9 @@ class EmulatedEngine:
 
     Args:
         engine_id: Its id.
-        shape: What it is like.
+        shape: Its limits and pace.
         vocabulary: Token ids of the pieces.
-        stamps: Where it notes what it sends.
+        stamps: Table for the times of what it sends.
     """
 
     def __init__(self, engine_id: str, shape: EngineShape, vocabulary: Sequence[int], stamps: Stamps) -> None:
@@ -127,7 +126,7 @@ class EmulatedEngine:
     # --- links -------------------------------------------------------------------------------------------------------
 
     def attach(self, link: StubLink, now_s: float) -> None:
-        """Takes a new stream and says hello."""
+        """Adds a stream and sends hello."""
         self._links.append(link)
         shape = self._shape
         hello = wire.EngineHello(
@@ -145,7 +144,7 @@ class EmulatedEngine:
         link.send(wire.AttachResponse(hello=hello, load=self._load(link), configured=self._configured))
 
     def detach(self, link: StubLink) -> None:
-        """Forgets a stream and its requests."""
+        """Removes a stream and its requests."""
         if link not in self._links:
             return
         self._links.remove(link)
@@ -154,7 +153,7 @@ class EmulatedEngine:
         self._grants = {key: grant for key, grant in self._grants.items() if key[0] is not link}
 
     def restart(self) -> list[StubLink]:
-        """Dies and is born again, empty and with a new epoch.
+        """Restarts empty, with a new epoch.
 
         Returns:
             The links that it had.
@@ -168,7 +167,7 @@ class EmulatedEngine:
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def take(self, link: StubLink, message: wire.AttachRequest, now_s: float, now_ns: int) -> None:
-        """Carries out a router's commands."""
+        """Executes a router's commands."""
         if message.HasField("configure"):
             self._configure(link, message.configure)
         for submit in message.submits:
@@ -264,7 +263,7 @@ class EmulatedEngine:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, now_s: float, now_ns: int) -> None:
-        """Runs one step and sends each router what is for it."""
+        """Runs one step, and sends each router its messages."""
         for request in list(self._decodes):
             self._give_token(request, now_ns)
         prefill_tokens, num_chunks = self._prefill(now_ns)
@@ -283,7 +282,7 @@ class EmulatedEngine:
             self._flush(link, now_s, iteration if is_busy or num_chunks else None)
 
     def _prefill(self, now_ns: int) -> tuple[int, int]:
-        """Spends what decodes leave of the chunk size; returns the tokens and the chunks."""
+        """Spends what decodes leave of the chunk size; returns the numbers of tokens and of chunks."""
         room = max(0, self._chunk_size_tokens - len(self._decodes))
         if not self._chunk_size_tokens:
             self._return_prompts()

@@ -3,8 +3,8 @@
     python engine_stub.py --port-base P --engines N --step-us US --chunk-tokens N --pieces FILE --stamps FILE
                           [--lockstep] [--fault KIND:ENGINE:AT_S[:FOR_S]]...
 
-Faults: ``die`` (the streams break, the engine comes back empty with a new epoch after FOR_S), ``hang`` (nothing is sent
-for FOR_S), ``refuse`` (grants are refused for FOR_S), ``error`` (submits end in an error for FOR_S).
+Faults: ``die`` (the streams break; the engine comes back after FOR_S, empty and with a new epoch), ``hang`` (the engine
+sends nothing for FOR_S), ``refuse`` (it refuses grants for FOR_S), ``error`` (submits end in an error for FOR_S).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ DEFAULT_FAULT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that goes wrong.
+    """A fault of one engine.
 
     Args:
         kind: One of ``FAULT_KINDS``.
         engine: Index of the engine.
-        at_s: When, from the start of the program.
-        for_s: How long.
+        at_s: Time since the start of the program, in seconds.
+        for_s: Duration in seconds.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Fault:
         """Reads KIND:ENGINE:AT_S[:FOR_S].
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The text has another form.
         """
         kind, engine, at_s, *rest = text.split(":")
         if kind not in FAULT_KINDS or len(rest) > 1:
@@ -68,19 +68,19 @@ class Fault:
 
 
 class StubStream:
-    """Messages of one router that wait for the stream's one writer; None ends it."""
+    """Messages to one router that wait for the stream's one writer; None ends the stream."""
 
     def __init__(self) -> None:
         self._waiting: deque[wire.AttachResponse | None] = deque()
         self._has_news = asyncio.Event()
 
     def send(self, message: wire.AttachResponse | None) -> None:
-        """Hands over a message; None breaks the stream."""
+        """Queues a message; None breaks the stream."""
         self._waiting.append(message)
         self._has_news.set()
 
     async def write(self, context: Context) -> None:
-        """Sends messages until there is a None."""
+        """Sends messages until the first None."""
         while True:
             while self._waiting:
                 message = self._waiting.popleft()
@@ -127,7 +127,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             self.engine.step(time.monotonic(), time.monotonic_ns())
 
     async def suffer(self, fault: Fault) -> None:
-        """Lets a fault happen and pass."""
+        """Starts a fault, and ends it after its duration."""
         await asyncio.sleep(fault.at_s)
         self._set_fault(fault.kind, is_on=True)
         await asyncio.sleep(fault.for_s)
@@ -155,7 +155,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 async def run_clock(servicers: Sequence[EngineServicer], step_s: float, *, is_lockstep: bool) -> None:
     """Steps the engines for ever, staggered over the step or all at once.
 
-    A step that comes late is made up for, but never more than one of each engine: time lost is lost.
+    A late step is made up for, but never more than one of each engine: further lost time stays lost.
     """
     groups = [list(servicers)] if is_lockstep else [[servicer] for servicer in servicers]
     interval_s = step_s / len(groups)
@@ -209,7 +209,7 @@ def main() -> None:
     if not 1 <= options.engines <= 64 or options.step_us <= 0:
         parser.error("--engines is 1 to 64, --step-us above 0")
     if any(not 0 <= fault.engine < options.engines for fault in options.fault):
-        parser.error("--fault names an engine that is not there")
+        parser.error("--fault names an engine that does not exist")
     with contextlib.suppress(KeyboardInterrupt):
         uvloop.run(serve(options))
 

@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/router/link.py [--engines N] [--tokens N] [--seconds S]
 
-A second process plays the engines: their messages come one by one, spread evenly over each step of 33 ms, so that
-what the loop costs between them counts too. The figure is the CPU per message of the second that cost least, which
-other programs on the machine disturb least. Compare two checkouts by running both in turn.
+A second process plays the engines. Their messages are spread evenly over each step of 33 ms, so that the event loop's
+cost between them counts too. The figure is the CPU per message of the cheapest second, which other programs on the
+machine disturb least. Compare two checkouts by running both in turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADERS = [(":status", "200"), ("content-type", "application/grpc")]
 
 
 def make_message(num_tokens: int) -> bytes:
-    """Makes what an engine says of one iteration, as gRPC sends it."""
+    """Makes the message of one iteration, as gRPC sends it."""
     context_tokens = 200 * num_tokens
     message = engine_pb2.AttachResponse(
         slots=range(num_tokens),
@@ -52,7 +52,7 @@ def make_message(num_tokens: int) -> bytes:
 
 
 def play_engines(ends: list[socket.socket], message: bytes, seconds: float) -> None:
-    """Answers the calls, and then sends messages in turn until the time is up."""
+    """Answers the calls, then sends messages in turn until the time is up."""
     engines = []
     for end in ends:
         engine = H2Connection(H2Configuration(client_side=False))
@@ -74,7 +74,7 @@ def play_engines(ends: list[socket.socket], message: bytes, seconds: float) -> N
 
 
 async def measure(ends: list[socket.socket], seconds: float) -> list[float]:
-    """Receives for so long; returns microseconds of CPU per message, a figure per second, ascending."""
+    """Receives for that time; returns microseconds of CPU per message, one figure per second, ascending."""
     loop, fair_queue, num_messages = asyncio.get_running_loop(), FairQueue(), 0
 
     def take(_message: engine_pb2.AttachResponse) -> None:

@@ -1,8 +1,8 @@
-"""What the kernel says about processes and cores: CPU time, memory, foreign load, and how fast the machine is now.
+"""Reads CPU time and memory of processes from the kernel, foreign load, and the machine's present speed.
 
-CPU time of a process is the scheduler's run time of its threads (nanoseconds, ``/proc/PID/task/*/schedstat``), not
-ticks: a router that wakes up thousands of times a second for microseconds is invisible to ticks. Network work of
-loopback that runs within a system call counts for its caller.
+CPU time of a process is the run time of its threads (nanoseconds, ``/proc/PID/task/*/schedstat``), not ticks: ticks
+miss a router that wakes up thousands of times a second for microseconds. Network work of loopback within a system call
+counts for the caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Fields of a cpu line of /proc/stat: user nice system idle iowait irq softirq steal.
 IDLE_FIELDS = (3, 4)
 STEAL_FIELD = 7
-# User and system time of reaped children, counted from behind the name in /proc/PID/stat.
+# User and system time of reaped children: fields of /proc/PID/stat, counted from behind the name.
 REAPED_FIELDS = (13, 14)
 KERNEL_PARENT = 2
 
@@ -31,7 +31,7 @@ def find_tree(root: int) -> set[int]:
     for directory in PROC.iterdir():
         if directory.name.isdigit():
             try:
-                # The name is in parentheses and may hold anything; what follows it is regular.
+                # The name is in parentheses and may contain anything. The fields after it are regular.
                 fields = (directory / "stat").read_text().rpartition(")")[2].split()
             except (FileNotFoundError, ProcessLookupError):
                 continue
@@ -45,7 +45,7 @@ def find_tree(root: int) -> set[int]:
 
 
 def read_cpu_s(pids: set[int]) -> float:
-    """Reads the CPU time of processes, all threads that still live, in seconds."""
+    """Reads the CPU time of processes in seconds, over all threads that still live."""
     total_ns = 0
     for pid in pids:
         for schedstat in (PROC / str(pid) / "task").glob("*/schedstat"):
@@ -57,11 +57,11 @@ def read_cpu_s(pids: set[int]) -> float:
 
 
 def read_foreign_s(own: set[int]) -> float:
-    """Reads the CPU time of all other processes, in seconds: their own, and that of the children they have reaped.
+    """Reads the CPU time of all other processes in seconds: their own, and that of the children they have reaped.
 
-    A process that ends moves its time to whoever reaps it, so the sum over all of them never loses or repeats any.
-    Kernel threads are left out: what they do here, they do for the benchmark.
-    The busy time of ``/proc/stat`` would be simpler, but counts whole ticks, and what a timer wakes runs at ticks.
+    When a process ends, its time moves to the process that reaps it. So the sum loses nothing and repeats nothing.
+    Kernel threads are left out, because here they work for the benchmark.
+    The busy time of ``/proc/stat`` would be simpler. But it counts whole ticks, and what a timer wakes runs at ticks.
     """
     total_s = 0.0
     for directory in PROC.iterdir():
@@ -96,8 +96,8 @@ class CoreTimes:
     """Busy and stolen time of each core since boot, in seconds.
 
     Args:
-        busy_s: By core.
-        steal_s: Taken by the hypervisor, by core.
+        busy_s: Busy time by core.
+        steal_s: Time that the hypervisor took, by core.
     """
 
     busy_s: tuple[float, ...]
@@ -124,7 +124,7 @@ class Snapshot:
         at_s: Monotonic time.
         router_s: CPU time of the router under test, its children included.
         foreign_s: CPU time of every process that is not the benchmark's.
-        cores: Of the whole machine.
+        cores: Times of the machine's cores.
     """
 
     at_s: float
@@ -134,10 +134,10 @@ class Snapshot:
 
     @classmethod
     def take(cls, router: int | None) -> Snapshot:
-        """Takes one.
+        """Takes a snapshot.
 
         Args:
-            router: Process id of the router; None: there is none.
+            router: Process id of the router; None without a router.
         """
         return cls(
             at_s=time.monotonic(),
@@ -149,15 +149,15 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineUsage:
-    """Mean use of the machine between two snapshots, in cores unless said.
+    """Mean use of the machine between two snapshots, in cores unless stated.
 
     Args:
-        seconds: Between the two.
+        seconds: Time between the two.
         router_cpu_s: CPU time of the router, in seconds.
-        router_cores: Of the router.
-        core_busy: Of each core, 0 to 1.
-        steal: Taken by the hypervisor, all cores together.
-        foreign: Of processes that are not the benchmark's.
+        router_cores: Use of the router.
+        core_busy: Busy share of each core, 0 to 1.
+        steal: Use that the hypervisor took, all cores together.
+        foreign: Use of processes that are not the benchmark's.
     """
 
     seconds: float
@@ -188,11 +188,11 @@ class MachineUsage:
 
 
 def calibrate(load: Path, core: int) -> dict[str, float]:
-    """Measures how fast a core is now.
+    """Measures the present speed of a core.
 
     Args:
         load: The load generator.
-        core: Where.
+        core: The core.
 
     Returns:
         ``loop_ns`` (one round of arithmetic) and ``send_receive_us`` (200 bytes over loopback).

@@ -13,7 +13,7 @@ FLAGS = ("-O2", "-std=gnu17", "-Wall", "-Wextra", "-Werror")
 
 
 def build(name: str) -> Path:
-    """Compiles ``<name>.c``, unless that was done already.
+    """Compiles ``<name>.c``, unless it is compiled already.
 
     Args:
         name: ``load`` or ``http_stub``.
@@ -22,7 +22,7 @@ def build(name: str) -> Path:
         The program, under ``build/``.
 
     Raises:
-        RuntimeError: There is no compiler, or it refuses the source; with what it said.
+        RuntimeError: There is no compiler, or it refuses the source; the message has its output.
     """
     source, header = SOURCES / f"{name}.c", SOURCES / "bench.h"
     content = source.read_bytes() + header.read_bytes() + " ".join(FLAGS).encode()

@@ -17,17 +17,17 @@ NGINX_PLACES = ("/usr/sbin/nginx", "/usr/local/sbin/nginx")
 
 
 class PeerMissingError(RuntimeError):
-    """A peer is not here and cannot be installed."""
+    """A peer is not installed and cannot be."""
 
 
 def install_vllm_router() -> Path:
-    """Installs vllm-router, unless the right version is there.
+    """Installs vllm-router, unless the right version is installed.
 
     Returns:
         The program.
 
     Raises:
-        PeerMissingError: The installation failed; with the end of what it said.
+        PeerMissingError: The installation failed; the message has the end of its output.
     """
     program, stamp = ENVIRONMENT / "bin" / "vllm-router", ENVIRONMENT / "vllm-router.version"
     if program.is_file() and stamp.is_file() and stamp.read_text() == VLLM_ROUTER_VERSION:
@@ -41,13 +41,13 @@ def install_vllm_router() -> Path:
 
 
 def install_nginx() -> Path:
-    """Finds nginx; installs Debian's package when that is possible.
+    """Finds nginx; installs Debian's package if possible.
 
     Returns:
         The program.
 
     Raises:
-        PeerMissingError: It is not here, and we are not root or the installation failed.
+        PeerMissingError: nginx is missing, and the user is not root or the installation failed.
     """
     program = _find_nginx()
     if program is not None:
@@ -63,7 +63,7 @@ def install_nginx() -> Path:
 
 
 def read_nginx_version(program: Path) -> str:
-    """Asks nginx for its version."""
+    """Reads nginx's version."""
     answer = subprocess.run([program, "-v"], check=True, capture_output=True, text=True, timeout=10)
     return answer.stderr.strip().rpartition("/")[2]
 

@@ -1,6 +1,6 @@
 """The vocabulary of the stubs: tokens whose text has a fixed width, so that tokens can be counted in merged chunks.
 
-A piece is a space and three lower-case letters. Each is one token wherever it stands, so a prompt made of pieces has as
+A piece is a space and three lower-case letters. Each is one token wherever it stands. So a prompt made of pieces has as
 many tokens as pieces, and an answer made of their ids has the text that the HTTP stub sends.
 """
 
@@ -28,13 +28,13 @@ def find_pieces(model: Path) -> list[tuple[int, str]]:
         (token id, text), by id.
 
     Raises:
-        ValueError: There are too few.
+        ValueError: The model has too few.
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     found = []
     for token_id in sorted(tokenizer.get_vocab().values()):
         text = tokenizer.decode([token_id], skip_special_tokens=False)
-        # A decoder that drops a leading space shows it again behind another token.
+        # A decoder that drops a leading space shows it again after another token.
         if not PIECE.fullmatch(text) or tokenizer.encode(text, add_special_tokens=False).ids != [token_id]:
             continue
         found.append((token_id, text))
@@ -48,7 +48,7 @@ def _check_together(tokenizer: Tokenizer, pieces: list[tuple[int, str]]) -> None
     ids = [token_id for token_id, _ in pieces]
     text = "".join(piece for _, piece in pieces)
     if tokenizer.encode(text, add_special_tokens=False).ids != ids or tokenizer.decode(ids) != text:
-        raise ValueError("the model's tokens of a space and three letters do not stay themselves side by side")
+        raise ValueError("the model merges or splits tokens of a space and three letters when they stand side by side")
 
 
 def write_pieces(path: Path, pieces: list[tuple[int, str]]) -> None:

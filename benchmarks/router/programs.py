@@ -19,7 +19,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class ProgramStartError(RuntimeError):
-    """A program did not come up; with the end of its log."""
+    """A program did not start; the message has the end of its log."""
 
 
 class StartedProgram:
@@ -38,7 +38,7 @@ class StartedProgram:
         """Waits until it is ready.
 
         Raises:
-            StartError: It ended, or the time is up.
+            ProgramStartError: The program ended, or the time is up.
         """
         deadline_s = time.monotonic() + timeout_s
         while not is_ready():
@@ -57,14 +57,14 @@ class StartedProgram:
         return self._process.poll() is None
 
     def tail(self, num_lines: int = 20) -> str:
-        """The end of its log."""
+        """Reads the end of its log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:])
 
     def stop(self) -> None:
-        """Ends it and what it started; politely first."""
+        """Ends the program and its children; with SIGTERM first."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
-                # A group of its own (start_new_session), so that its children end too.
+                # The program has a process group (start_new_session), so its children get the signal too.
                 os.killpg(self._process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_TIMEOUT_S)
@@ -78,10 +78,10 @@ def run_program(
     """Starts a program and stops it at the end.
 
     Args:
-        command: What to run.
+        command: The program and its arguments.
         core: Core that it is pinned to.
-        log: File for what it prints; its name without suffix stands for the program in messages.
-        environment: Added to this process's.
+        log: File for its output. The name without suffix stands for the program in messages.
+        environment: Variables added to this process's.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -101,7 +101,7 @@ def run_program(
 
 
 def answers(port: int, path: str) -> bool:
-    """Whether a GET on 127.0.0.1 is answered with 200."""
+    """Whether a GET on 127.0.0.1 returns 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
         connection.request("GET", path)

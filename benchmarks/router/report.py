@@ -1,7 +1,7 @@
 """Turns trials into a table of medians and of ratios with their spread, and into JSON.
 
-A ratio is taken inside one repeat, between trials that ran within seconds of each other: the machine's speed changes
-from minute to minute by more than the routers differ.
+A ratio compares trials of one repeat, which ran within seconds of each other: the machine's speed changes from minute
+to minute by more than the routers differ.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Spread:
     """A median and its range.
 
     Args:
-        median: Of the repeats.
-        low: Smallest.
-        high: Largest.
-        count: Repeats.
+        median: Median of the repeats.
+        low: Smallest value.
+        high: Largest value.
+        count: Number of repeats.
     """
 
     median: float
@@ -39,7 +39,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of what is a number."""
+        """Summarizes values; NaN is left out."""
         numbers = [value for value in values if not math.isnan(value)]
         if not numbers:
             return cls(median=math.nan, low=math.nan, high=math.nan, count=0)
@@ -53,7 +53,7 @@ class Spread:
         return f"{text} [{self.low:.{digits}f}-{self.high:.{digits}f}]" if has_range and self.count > 1 else text
 
     def as_json(self) -> dict[str, float | int | None]:
-        """For the result file."""
+        """Returns the values for the result file."""
         if not self.count:
             return {"median": None, "low": None, "high": None, "count": 0}
         return {"median": self.median, "low": self.low, "high": self.high, "count": self.count}
@@ -63,15 +63,15 @@ Repeats = list[dict[str, "Measurement"]]
 
 
 def choose_valid(repeats: Repeats, name: str) -> list[Measurement]:
-    """The trials of a contestant that count: those that are not void, or all when every one is."""
+    """Returns a contestant's trials that are not void, or all of them if every one is void."""
     trials = [repeat[name] for repeat in repeats if name in repeat]
     return [trial for trial in trials if not trial.void_reasons] or trials
 
 
 def find_ratios(repeats: Repeats, name: str, reference: str) -> Spread:
-    """CPU per token of the reference over the contestant's, by repeat: how many times the tokens of one core.
+    """CPU per token of the reference over the contestant's, by repeat: how many times the tokens one core handles.
 
-    Void trials take no part, unless nothing else is left.
+    Void trials are left out, unless all are void.
     """
     pairs = [(repeat[name], repeat[reference]) for repeat in repeats if name in repeat and reference in repeat]
     valid = [pair for pair in pairs if not (pair[0].void_reasons or pair[1].void_reasons)] or pairs
@@ -94,7 +94,7 @@ def format_comparison(repeats: Repeats, names: Sequence[str], reference: str) ->
     Args:
         repeats: Trials by name, one mapping per repeat.
         names: Rows, in order.
-        reference: Whose CPU per token is 1.
+        reference: Contestant whose CPU per token is 1.
     """
     header = (
         *("router", f"tokens/core vs {reference}", "CPU us/token", "router core", "tokens/s", "added p50", "p99 ms"),
@@ -131,13 +131,13 @@ def _row(repeats: Repeats, name: str, reference: str) -> tuple[str, ...]:
 
 
 def format_calibration(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """One line about the machine's speed."""
+    """Describes the machine's speed in one line."""
     parts = [f"{name} {before[name]:.2f} -> {after[name]:.2f}" for name in before]
     return "machine, before -> after: " + ", ".join(parts)
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Writes the result file; what is not a number becomes null."""
+    """Writes the result file; NaN becomes null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_without_nan(result), indent=2) + "\n")
 

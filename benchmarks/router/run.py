@@ -1,8 +1,8 @@
-"""Compares our router with vllm-router and nginx: one run, interleaved, several repeats, one table of ratios.
+"""Compares Sluice's router with vllm-router and nginx: one run, interleaved, several repeats, one table of ratios.
 
     .venv/bin/python benchmarks/router/run.py [--seconds S] [--streams N] [--repeats N] [--json PATH] [--peers LIST]
 
-See benchmarks/README.md for what the columns mean and what makes a trial void.
+benchmarks/README.md explains the columns, and what makes a trial void.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def choose_contestants(names: list[str], strategy: str) -> tuple[list[Contestant
 
     Args:
         names: Peers, and "sluice".
-        strategy: Of our router.
+        strategy: Strategy of Sluice's router.
 
     Returns:
-        Them, and why others are left out.
+        The contestants, and the reasons why others are left out.
     """
     chosen: list[Contestant] = []
     skipped = []
@@ -66,19 +66,19 @@ def choose_contestants(names: list[str], strategy: str) -> tuple[list[Contestant
 def choose_stubs(field: list[Contestant], workload: TrafficWorkload) -> list[Contestant]:
     """Makes the rows without a router, one for each kind of stub in use."""
     stubs: list[Contestant] = [NoRouter("http")] if any(item.backend == "http" for item in field) else []
-    # The bare engine client keeps a fixed number of streams and knows no recovery.
+    # The bare engine client keeps a fixed number of streams and cannot recover from faults.
     if any(item.backend == "attach" for item in field) and workload.concurrency and not workload.faults:
         stubs.append(NoRouter("attach"))
     return stubs
 
 
 class RouterComparison:
-    """One run. Mutable: collects the trials.
+    """One run; collects the trials. Mutable.
 
     Args:
         options: The command line.
         workload: The load.
-        site: Where.
+        site: Ports and folders.
         files: Shared files.
     """
 
@@ -92,7 +92,7 @@ class RouterComparison:
         self.failures: list[str] = []
 
     def measure_all(self, field: list[Contestant]) -> None:
-        """Runs every contestant once per repeat; the order turns, so that no one is always first."""
+        """Runs every contestant once per repeat. The order rotates, so that none is always first."""
         for number in range(self._options.repeats):
             self.repeats.append({})
             turn = number % len(field)
@@ -100,7 +100,7 @@ class RouterComparison:
                 self.measure(contestant, f"repeat {number + 1}/{self._options.repeats}")
 
     def measure(self, contestant: Contestant, label: str) -> None:
-        """Runs one contestant, again while its trial is void, and enters it into the last repeat."""
+        """Runs one contestant, again while its trial is void, and adds it to the last repeat."""
         for attempt in range(self._options.max_retries + 1):
             try:
                 found = trial.run_trial(contestant, self._workload, self._site, self._files)
@@ -116,7 +116,7 @@ class RouterComparison:
 
 
 def make_site(options: argparse.Namespace, folder: Path) -> Site:
-    """Lays out ports and folders."""
+    """Chooses ports and folders."""
     return Site(
         port=options.port_base,
         engine_port=options.port_base + 100,
@@ -129,7 +129,7 @@ def make_site(options: argparse.Namespace, folder: Path) -> Site:
 
 
 def make_workload(options: argparse.Namespace) -> TrafficWorkload:
-    """Makes the load that the command line asks for."""
+    """Makes the load of the command line."""
     return TrafficWorkload(
         concurrency=0 if options.rate else options.streams,
         rate=options.rate,
@@ -196,7 +196,7 @@ def parse_options() -> argparse.Namespace:
 def print_result(
     run: RouterComparison, everyone: list[Contestant], workload: TrafficWorkload, facts: dict[str, Any]
 ) -> None:
-    """Prints the table and all that is needed to read it."""
+    """Prints the table and what is needed to read it."""
     names = [contestant.name for contestant in everyone if any(contestant.name in repeat for repeat in run.repeats)]
     text_off = TEXT_OFF_MEASURED if contestants.RAW_PIECES_ARGUMENTS else TEXT_OFF_MISSING
     print(f"\n{workload.describe()}; {len(run.repeats)} repeats\n")

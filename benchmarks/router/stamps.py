@@ -1,4 +1,4 @@
-"""The table of stamps: when a stub read each request and sent each token, for the load generator to read.
+"""The table of stamps: when a stub read each request and sent each token. The load generator reads it.
 
 The layout is that of ``bench.h``; a row belongs to request number r modulo the number of rows. Times are
 CLOCK_MONOTONIC nanoseconds, which all processes of one machine share.
@@ -18,7 +18,7 @@ MAGIC = 0x53544D50
 HEADER_WORDS = 8
 WORD_BYTES = 8
 TOKENS_SENT, REQUESTS_READ = 3, 4
-# More rows than requests are ever under way; untouched rows cost no memory.
+# More rows than requests ever run at once. Untouched rows take no memory.
 DEFAULT_ROWS = 32768
 
 
@@ -26,9 +26,9 @@ def make_stamps(path: Path, *, num_tokens: int, rows: int = DEFAULT_ROWS) -> Non
     """Makes an empty table.
 
     Args:
-        path: Where; a memory file system keeps the disk out of it.
+        path: Path of the table. A memory file system avoids disk writes.
         num_tokens: Longest answer, in tokens.
-        rows: Requests that may be under way at once.
+        rows: Most requests that run at once.
     """
     columns = num_tokens + 2
     header = [MAGIC, rows, columns, 0, 0, 0, 0, 0]
@@ -65,16 +65,16 @@ class Stamps:
         self._words[HEADER_WORDS + (request % self._rows) * self._columns + 1 + index] = now_ns
 
     def count_sent(self, num_tokens: int) -> None:
-        """Adds to the tokens sent in all."""
+        """Adds to the number of tokens sent."""
         self._words[TOKENS_SENT] += num_tokens
 
     @property
     def tokens_sent(self) -> int:
-        """Tokens sent in all."""
+        """Number of tokens sent in all."""
         return self._words[TOKENS_SENT]
 
     def sent_at_ns(self, request: int, index: int) -> int:
-        """When a token was sent; 0: not yet."""
+        """Reads when a token was sent; 0 if it was not yet."""
         return self._words[HEADER_WORDS + (request % self._rows) * self._columns + 1 + index]
 
 
@@ -83,7 +83,7 @@ def open_stamps(path: Path) -> Iterator[Stamps]:
     """Maps a table.
 
     Raises:
-        ValueError: The file is something else.
+        ValueError: The file is not a table of stamps.
     """
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory, memoryview(memory) as view:
         words = view.cast("Q")

@@ -1,9 +1,9 @@
-"""CPU of the router's token path alone: from an engine's parsed message to the bytes of its streams, no sockets.
+"""CPU of the router's token path alone: from an engine's parsed message to the bytes of its streams, without sockets.
 
     .venv/bin/python benchmarks/router/token_path.py [--engines N] [--streams N] [--rounds N] [--json PATH]
 
-Messages are made beforehand, by the tests' engine; the transport drops what is written. A round is one message of every
-engine; the figure is the fastest round's CPU per token, which other programs on the machine disturb least. Compare two
+The tests' engine makes the messages beforehand; the transport drops what is written. A round is one message of every
+engine. The figure is the fastest round's CPU per token, which other programs on the machine disturb least. Compare two
 checkouts by running both in turn.
 """
 
@@ -32,7 +32,7 @@ WARM_UP_ROUNDS = 5
 
 
 class DroppingTransport:
-    """Counts what is written and drops it."""
+    """Counts what is written, then drops it."""
 
     def __init__(self) -> None:
         self.num_writes = 0
@@ -48,7 +48,7 @@ class DroppingTransport:
 
 
 class Connection:
-    """What ``HttpStream`` needs of a connection."""
+    """The parts of a connection that ``HttpStream`` uses."""
 
     def __init__(self, transport: DroppingTransport) -> None:
         self.transport = transport
@@ -59,7 +59,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the rounds.
 
     Returns:
-        Microseconds of CPU per token: of the fastest round, and of the median one.
+        Microseconds of CPU per token, of the fastest round and of the median one.
     """
     text = await asyncio.to_thread(ModelText.load, options.model)
     harness, transport = Harness({f"d{number}": "D" for number in range(options.engines)}), DroppingTransport()

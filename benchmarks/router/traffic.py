@@ -1,4 +1,4 @@
-"""What the load generator is told to do, and what it answers."""
+"""Orders to the load generator, and its results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Nothing else in an answer means a failed request.
+# The generator's counters of failed requests. Its other counters mean no failure.
 ERRORS = ("dropped", "refused", "broken", "status", "short", "wrong_tokens", "error_events", "stuck")
 
 
@@ -25,15 +25,15 @@ class TrafficWorkload:
         is_unary: Whole answers instead of streams.
         slow_percent: Share of clients that stop reading after the first token, for ``stall_s``.
         stall_s: How long they stop.
-        disconnect_percent: Share of answers in the middle of which the client goes away.
+        disconnect_percent: Share of answers that the client cuts in the middle.
         warmup_s: Time before the window; connections open in its first half.
         seconds: Length of the window.
         num_engines: Emulated engines.
         step_us: Time between two steps of an engine, in microseconds.
         chunk_tokens: Tokens per step, decodes included.
         is_lockstep: All engines step at once, instead of staggered.
-        seed: Of the generator's random numbers.
-        faults: Of the emulated engines (KIND:ENGINE:AT_S[:FOR_S], see engine_stub.py); HTTP stubs have none.
+        seed: Seed of the generator's random numbers.
+        faults: Faults of the emulated engines (KIND:ENGINE:AT_S[:FOR_S], see engine_stub.py); HTTP stubs have none.
     """
 
     concurrency: int = 0
@@ -74,7 +74,7 @@ class TrafficWorkload:
         return [*map(str, arguments), *(["--lockstep"] if self.is_lockstep else [])]
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describes the load in one line."""
         shape = f"{self.concurrency} streams" if self.concurrency else f"{self.rate:g} requests/s (Poisson)"
         offered = self.concurrency * 1e6 / self.step_us if self.concurrency and not self.is_unary else 0
         parts = [
@@ -94,13 +94,13 @@ class TrafficWorkload:
         return "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """For the result file."""
+        """Returns the values for the result file."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Of one kind of latency; NaN without samples.
+    """Percentiles of one kind of latency; NaN without samples.
 
     Args:
         p50_ms: Median.
@@ -121,21 +121,21 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """The generator's answer.
+    """The generator's results.
 
     Args:
         seconds: Length of the window.
         offered_tokens: Tokens that the stub sent in the window.
         tokens: Tokens that clients read.
-        requests_finished: Answers that were whole and right.
+        requests_finished: Complete and correct answers.
         num_errors: Requests that failed, wrong tokens included.
-        first_error: What the first of them was.
+        first_error: Description of the first error.
         slow_aborted: Stalled clients whose stream the router ended.
         token_latency: From the stub's stamp of a token to the client's read.
-        added_ttft: The same on the way there and back: request to the stub, first token to the client.
+        added_ttft: Way of a request to the stub plus way of its first token back.
         itl: Gaps between tokens at the client.
         sent_gap: Gaps between tokens at the stub: a step, unless the stub is late.
-        raw: All of it.
+        raw: The whole result.
     """
 
     seconds: float
@@ -156,7 +156,7 @@ class LoadResult:
         """Reads the generator's line of JSON.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The line has another form.
         """
         raw = json.loads(line)
         return cls(

@@ -1,7 +1,7 @@
-"""One trial: a stub, a router, a load, and what the kernel saw of them while the load's window was open.
+"""One trial: a stub, a router, a load, and the kernel's figures about them while the load's window was open.
 
-The router has core 1 for itself; stub, generator and runner share core 0. A trial is void when it says more about the
-machine than about the router: core 0 was nearly full, the stub fell behind, or others used the cores.
+The router has core 1 for itself; stub, generator and runner share core 0. A trial is void when it measures the machine
+rather than the router: core 0 was nearly full, the stub fell behind, or other processes used the cores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOAD_CORE = 0
 ROUTER_CORE = 1
 MAX_LOAD_CORE_BUSY = 0.8
 MAX_FOREIGN_CORES = 0.1
-# p99 of the time between two tokens that the stub sends, in steps, above which the stub was late.
+# A stub is late if the p99 of its gaps between tokens is above this number of steps.
 MAX_LATE = 1.25
 STUB_TIMEOUT_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -38,15 +38,15 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What a trial found.
+    """Results of a trial.
 
     Args:
         contestant: Name of the router.
-        load: The generator's answer.
-        usage: Of the machine in the window.
+        load: The generator's results.
+        usage: Use of the machine in the window.
         idle_pss_bytes: Memory of the router before the load.
         pss_bytes: Memory of the router at the end of the window.
-        void_reasons: Why the figures mean nothing; empty: they do.
+        void_reasons: Why the trial is void; empty if it is not.
     """
 
     contestant: str
@@ -60,7 +60,7 @@ class Measurement:
     def cpu_us_per_token(self) -> float:
         """CPU time of the router per token that clients read, in microseconds.
 
-        Of rates, because the kernel is asked some milliseconds after the window opens and closes.
+        It divides rates, because the kernel's figures are read some milliseconds after the window opens and closes.
         """
         return self.usage.router_cores * 1e6 / self.tokens_per_s if self.load.tokens else float("nan")
 
@@ -71,7 +71,7 @@ class Measurement:
 
     @property
     def requests_per_s(self) -> float:
-        """Answers per second that were whole and right."""
+        """Complete and correct answers per second."""
         return self.load.requests_finished / self.load.seconds
 
     @property
@@ -80,7 +80,7 @@ class Measurement:
         return self.usage.router_cores * 1e6 / self.requests_per_s if self.load.requests_finished else float("nan")
 
     def as_json(self) -> dict[str, Any]:
-        """For the result file."""
+        """Returns the values for the result file."""
         return {
             "contestant": self.contestant,
             "void_reasons": list(self.void_reasons),
@@ -102,7 +102,7 @@ class Idle:
     """A router with engines and without clients.
 
     Args:
-        usage: Of the machine in the window.
+        usage: Use of the machine in the window.
         pss_bytes: Memory of the router.
     """
 
@@ -132,7 +132,7 @@ def make_files(model: Path, max_tokens: int) -> Iterator[Files]:
     """Makes the shared files in memory, and removes them at the end.
 
     Args:
-        model: Folder of the model whose vocabulary it is.
+        model: Folder of the model with the vocabulary.
         max_tokens: Longest answer of the run.
     """
     with tempfile.TemporaryDirectory(prefix="sluice-bench-", dir=SHARED_MEMORY) as folder:
@@ -143,7 +143,7 @@ def make_files(model: Path, max_tokens: int) -> Iterator[Files]:
 
 
 def run_trial(contestant: Contestant, workload: TrafficWorkload, site: Site, files: Files) -> Measurement:
-    """Runs one.
+    """Runs one trial.
 
     Args:
         contestant: The router.
@@ -152,7 +152,7 @@ def run_trial(contestant: Contestant, workload: TrafficWorkload, site: Site, fil
         files: Shared files.
 
     Raises:
-        StartError: The stub or the router does not come up, or the load fails.
+        ProgramStartError: The stub or the router does not start, or the load fails.
     """
     with _run_stub(contestant.backend, workload, site, files), contestant.run(site) as router:
         pid = router.pid if router is not None else None
@@ -181,10 +181,10 @@ def run_trial(contestant: Contestant, workload: TrafficWorkload, site: Site, fil
 
 
 def run_idle(contestant: Contestant, workload: TrafficWorkload, site: Site, files: Files) -> Idle:
-    """Measures a router that nobody asks, over the workload's window.
+    """Measures a router without requests, over the workload's window.
 
     Raises:
-        StartError: The stub or the router does not come up.
+        ProgramStartError: The stub or the router does not start.
     """
     with _run_stub(contestant.backend, workload, site, files), contestant.run(site) as router:
         if router is None:
@@ -197,7 +197,7 @@ def run_idle(contestant: Contestant, workload: TrafficWorkload, site: Site, file
 
 
 def summarize(found: Measurement) -> str:
-    """One line for people who watch."""
+    """Summarizes a trial in one line."""
     latency = found.load.token_latency
     parts = [
         f"{found.tokens_per_s:,.0f} tokens/s, router {found.usage.router_cores:.2f} core",
@@ -244,7 +244,7 @@ def _find_void_reasons(workload: TrafficWorkload, result: LoadResult, usage: Mac
     if usage.core_busy[LOAD_CORE] > MAX_LOAD_CORE_BUSY:
         yield f"core {LOAD_CORE} {usage.core_busy[LOAD_CORE]:.0%} busy"
     if usage.foreign > MAX_FOREIGN_CORES:
-        yield f"others used {usage.foreign:.2f} cores"
+        yield f"other processes used {usage.foreign:.2f} cores"
     if usage.steal > MAX_FOREIGN_CORES:
         yield f"the hypervisor took {usage.steal:.2f} cores"
     if result.sent_gap.p99_ms > MAX_LATE * workload.step_us / 1000 and not workload.faults:
