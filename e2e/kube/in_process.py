@@ -113,7 +113,7 @@ class Routers(FakeRouters):
         super().set_plan(key, plan)
 
 
-class World:
+class ReconciledCluster:
     """One ServingCluster and the operator that reconciles it.
 
     Args:

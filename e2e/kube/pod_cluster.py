@@ -160,7 +160,7 @@ class PodCluster(KubectlCluster):
     # --- read
 
     def describe(self) -> str:
-        """Prints its objects, conditions and events, for people."""
+        """Describes its pods, manifest, status and events as text."""
         said = [
             self.kubectl(*command.split()) for command in ("get slc,pods -o wide", "get slc tiny -o yaml", "events")
         ]

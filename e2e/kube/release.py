@@ -100,7 +100,7 @@ class Release:
         self.client.kubectl("delete", "crd", DEFINITION, "--ignore-not-found", "--timeout=60s")
 
     def describe(self) -> str:
-        """Prints the operator's pods and logs, for people."""
+        """Describes the operator's pods and logs as text."""
         said = [self.client.kubectl("get", "pods", "-o", "wide", "-n", SYSTEM)]
         try:
             said.append(self.client.kubectl("logs", "--tail=60", "--all-pods", "--prefix", "-n", SYSTEM, OPERATOR))

@@ -228,7 +228,7 @@ async def test_apply_mode_sets_sliders_for_objectives_and_workload(cluster: PodC
         assert tuning.read_sliders() == (2, (2048,), (small,))
 
         await tuning.edit(slo=LOOSE)
-        await tuning.wait_reason("what is in force is good enough for loose objectives", "Tuned")
+        await tuning.wait_reason("the present sliders are good enough for loose objectives", "Tuned")
         assert tuning.read_sliders() == (2, (2048,), (small,))
 
         load.shape = REPORTS

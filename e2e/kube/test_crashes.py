@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from in_process import PATIENCE_S, PAUSE_S, Crash, World, connect, is_settled
+from in_process import PATIENCE_S, PAUSE_S, Crash, ReconciledCluster, connect, is_settled
 from kubectl_cluster import wait_for
 from testbed.fake_nodes import is_ready, make_node
 
@@ -49,30 +49,30 @@ def crash_node(client: Client) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def make_world(kubernetes: KubernetesClient, namespace: str, name: str) -> AsyncIterator[World]:
+async def make_cluster(kubernetes: KubernetesClient, namespace: str, name: str) -> AsyncIterator[ReconciledCluster]:
     """Runs with a cluster for the length of the block, and leaves nothing of it."""
-    world = World(kubernetes, namespace, name)
-    await world.create()
-    yield world
-    await world.delete()
-    await wait_until_gone(world)
+    cluster = ReconciledCluster(kubernetes, namespace, name)
+    await cluster.create()
+    yield cluster
+    await cluster.delete()
+    await wait_until_gone(cluster)
 
 
-async def wait_until_gone(world: World) -> None:
+async def wait_until_gone(cluster: ReconciledCluster) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while await world.list_children():
-            await world.reconcile()
+        while await cluster.list_children():
+            await cluster.reconcile()
             await asyncio.sleep(PAUSE_S)
 
 
-async def live(world: World) -> list[Object]:
+async def make_edits(cluster: ReconciledCluster) -> list[Object]:
     """Makes the edits one after the other; returns the state after each."""
     states = []
     for edit in EDITS:
         if edit:
-            await world.edit(**edit)
-        await world.settle()
-        states.append(await world.summarize())
+            await cluster.edit(**edit)
+        await cluster.settle()
+        states.append(await cluster.summarize())
     return states
 
 
@@ -92,8 +92,8 @@ async def run_all(*runs: Callable[[], Awaitable[None]]) -> None:
 @pytest.mark.timeout(900)
 async def test_a_crash_after_any_write_ends_in_the_same_state(client: Client, namespace: str) -> None:
     async with connect(client) as kubernetes:
-        async with make_world(kubernetes, namespace, "calm") as calm:
-            wanted = await live(calm)
+        async with make_cluster(kubernetes, namespace, "calm") as calm:
+            wanted = await make_edits(calm)
             num_writes = calm.watched.num_writes
         assert num_writes > 40
         num_crashes = 0
@@ -105,24 +105,24 @@ async def test_a_crash_after_any_write_ends_in_the_same_state(client: Client, na
                 if write == number:
                     raise Crash
 
-            async with make_world(kubernetes, namespace, f"c{number:03}") as world:
-                world.watched.after = after
-                for edit, found, should_be in zip(EDITS, await live(world), wanted, strict=True):
+            async with make_cluster(kubernetes, namespace, f"c{number:03}") as cluster:
+                cluster.watched.after = after
+                for edit, found, should_be in zip(EDITS, await make_edits(cluster), wanted, strict=True):
                     assert found == should_be, f"after a crash at write {number}, at the end of {edit}"
                 # The number of status writes depends on timing: the last ones may not come.
-                assert world.num_crashes == (world.watched.num_writes >= number)
-                num_crashes += world.num_crashes
+                assert cluster.num_crashes == (cluster.watched.num_writes >= number)
+                num_crashes += cluster.num_crashes
 
         await run_all(*(lambda number=number: crash_after(number) for number in range(1, num_writes + 1)))
         assert num_crashes > 40
 
 
-@pytest.mark.parametrize("comes_back", [False, True], ids=["deleted", "made-anew"])
+@pytest.mark.parametrize("comes_back", [False, True], ids=["deleted", "recreated"])
 async def test_a_cluster_deleted_after_any_write_of_its_creation_leaves_nothing(
     client: Client, namespace: str, *, comes_back: bool
 ) -> None:
     async with connect(client) as kubernetes:
-        async with make_world(kubernetes, namespace, "calm") as calm:
+        async with make_cluster(kubernetes, namespace, "calm") as calm:
             await calm.settle()
             wanted, num_writes = await calm.summarize(), calm.watched.num_writes
         assert num_writes > 15
@@ -130,63 +130,63 @@ async def test_a_cluster_deleted_after_any_write_of_its_creation_leaves_nothing(
 
         async def delete_after(number: int) -> None:
             nonlocal num_deleted
-            world = World(kubernetes, namespace, f"d{number:03}")
-            await world.create()
+            cluster = ReconciledCluster(kubernetes, namespace, f"d{number:03}")
+            await cluster.create()
             was_deleted = False
 
             async def after(write: int) -> None:
                 nonlocal was_deleted
                 if write == number:
                     was_deleted = True
-                    await world.delete()
+                    await cluster.delete()
                     if comes_back:
-                        await world.create()
+                        await cluster.create()
 
-            world.watched.after = after
+            cluster.watched.after = after
             # The number of status writes depends on timing: the last ones may not come.
             while True:
-                is_calm = await world.reconcile()
-                if was_deleted or (is_calm and is_settled(await world.read())):
+                is_calm = await cluster.reconcile()
+                if was_deleted or (is_calm and is_settled(await cluster.read())):
                     break
                 await asyncio.sleep(PAUSE_S)
             num_deleted += was_deleted
             if comes_back:
-                await world.settle()
+                await cluster.settle()
                 # Nothing is left of the first cluster of this name, and nothing of it was adopted.
-                assert await world.summarize() == wanted
+                assert await cluster.summarize() == wanted
             if comes_back or not was_deleted:
-                await world.delete()
-            await wait_until_gone(world)
+                await cluster.delete()
+            await wait_until_gone(cluster)
 
         await run_all(*(lambda number=number: delete_after(number) for number in range(1, num_writes + 1)))
         assert num_deleted > 15
 
 
 async def test_two_leaders_never_give_two_plans_the_same_generation(client: Client, namespace: str) -> None:
-    async with connect(client) as kubernetes, make_world(kubernetes, namespace, "two") as world:
-        await world.settle()
-        second = World(kubernetes, namespace, "two")
-        second.routers.plans, second.routers.offered = world.routers.plans, world.routers.offered
+    async with connect(client) as kubernetes, make_cluster(kubernetes, namespace, "two") as cluster:
+        await cluster.settle()
+        second = ReconciledCluster(kubernetes, namespace, "two")
+        second.routers.plans, second.routers.offered = cluster.routers.plans, cluster.routers.offered
         second.start_operator()
         rng = random.Random(1)
         end_s = time.monotonic() + 2.0
 
-        async def lead(leader: World) -> None:
+        async def lead(leader: ReconciledCluster) -> None:
             while time.monotonic() < end_s:
                 await leader.reconcile()
 
         async def edit() -> None:
             while time.monotonic() < end_s:
-                await world.edit(prefillHeavy=rng.randrange(5), chunkSizes={"prefillHeavy": rng.randrange(256, 1024)})
+                await cluster.edit(prefillHeavy=rng.randrange(5), chunkSizes={"prefillHeavy": rng.randrange(256, 1024)})
                 await asyncio.sleep(0.1)
 
         async with asyncio.TaskGroup() as group:
-            for task in (lead(world), lead(second), edit()):
+            for task in (lead(cluster), lead(second), edit()):
                 group.create_task(task)
-        assert world.num_conflicts + second.num_conflicts > 0
-        await world.settle()
+        assert cluster.num_conflicts + second.num_conflicts > 0
+        await cluster.settle()
         plans: dict[int, Any] = {}
-        for plan in world.routers.offered:
+        for plan in cluster.routers.offered:
             assert plans.setdefault(plan.generation, plan) == plan
         assert len(plans) > 5
-        assert world.plan.generation == max(plans)
+        assert cluster.plan.generation == max(plans)

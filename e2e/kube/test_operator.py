@@ -353,9 +353,9 @@ def test_a_deleted_cluster_takes_everything_with_it(cluster: Cluster) -> None:
 def test_a_cluster_recreated_under_its_old_name_gets_new_objects(cluster: Cluster, client: Client) -> None:
     before = set(cluster.engines)
     cluster.kubectl("delete", "slc", "tiny", "--wait=false")
-    anew = Cluster(client, cluster.namespace)
-    wait_for(lambda: not before & set(anew.engines), "the end of the old engines")
-    anew.wait("Progressing", "Settled")
+    recreated = Cluster(client, cluster.namespace)
+    wait_for(lambda: not before & set(recreated.engines), "the end of the old engines")
+    recreated.wait("Progressing", "Settled")
 
 
 def test_the_next_replica_leads_after_the_leader_stops_or_is_killed(

@@ -347,7 +347,7 @@ def test_every_right_is_used_and_no_request_is_forbidden(
     for plural in CHILDREN:
         delete(plural)(cluster)
     poke(cluster)
-    wait_for(lambda: all(client.request("GET", locate(plural)).is_ok for plural in CHILDREN), "the children anew")
+    wait_for(lambda: all(client.request("GET", locate(plural)).is_ok for plural in CHILDREN), "the recreated children")
     drop_tls(cluster)
     cluster.wait("Progressing", "Settled")
     lose_the_lease(cluster)
@@ -355,7 +355,7 @@ def test_every_right_is_used_and_no_request_is_forbidden(
     cluster.wait("SpecValid", "PodTemplateRefused")
     cluster.edit(engine={"podTemplate": None})
     cluster.wait("Progressing", "Settled")
-    wait_for(lambda: last.leads, "the lease to be made anew")
+    wait_for(lambda: last.leads, "the recreated lease")
     assert last.end(signal.SIGTERM) == 0
     time.sleep(0.5)
     used: set[Right] = set()

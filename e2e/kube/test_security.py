@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import test_pod_template
 import yaml
-from in_process import PATIENCE_S, PAUSE_S, World, connect
+from in_process import PATIENCE_S, PAUSE_S, ReconciledCluster, connect
 from kubectl_cluster import wait_for
 from light_cluster import LightCluster
 from stand_in_router import run_stand_in_routers
@@ -65,26 +65,26 @@ def security_node(client: Client) -> Iterator[None]:
 
 async def create_with_template(
     kubernetes: KubernetesClient, namespace: str, name: str, template: Any, **settings: Any
-) -> World:
+) -> ReconciledCluster:
     """Creates a cluster with a podTemplate, and reconciles it until only its pods are missing."""
-    world = World(kubernetes, namespace, name)
-    world.reconciler = Reconciler(
-        world.watched,
-        world.routers,
+    cluster = ReconciledCluster(kubernetes, namespace, name)
+    cluster.reconciler = Reconciler(
+        cluster.watched,
+        cluster.routers,
         OperatorSettings(identity="security", namespace="sluice-system", **settings),
         now=time.monotonic,
         now_text=format_now,
     )
-    await world.create(engine={"podTemplate": template})
+    await cluster.create(engine={"podTemplate": template})
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            if await world.reconcile():
-                return world
+            if await cluster.reconcile():
+                return cluster
             await asyncio.sleep(PAUSE_S)
 
 
-async def read_condition(world: World, kind: str) -> dict[str, Any]:
-    conditions = (await world.read())["status"]["conditions"]
+async def read_condition(cluster: ReconciledCluster, kind: str) -> dict[str, Any]:
+    conditions = (await cluster.read())["status"]["conditions"]
     return next(item for item in conditions if item["type"] == kind)
 
 
@@ -96,12 +96,12 @@ async def test_no_pod_template_reaches_the_host_or_another_namespace(
     async with connect(client) as kubernetes:
 
         async def try_one(number: int, template: Any) -> None:
-            world = await create_with_template(kubernetes, namespace, f"h{number:03}", template)
+            cluster = await create_with_template(kubernetes, namespace, f"h{number:03}", template)
             engines = await kubernetes.get(DEPLOYMENTS, namespace, f"h{number:03}-engine")
-            refused = [await read_condition(world, kind) for kind in ("SpecValid", "Degraded")]
+            refused = [await read_condition(cluster, kind) for kind in ("SpecValid", "Degraded")]
             assert "PodTemplateRefused" in {item["reason"] for item in refused}, refused
             assert engines is None, template
-            await world.delete()
+            await cluster.delete()
 
         async with asyncio.TaskGroup() as group:
             for number, template in enumerate(HATCHES.values()):
@@ -115,24 +115,24 @@ async def test_allowed_host_access_is_rendered_and_pod_security_still_applies(
     async with connect(client) as kubernetes:
         for level in ("privileged", "restricted"):
             namespace = make_namespace(level)
-            world = await create_with_template(kubernetes, namespace, "host", template, allow_host_access=True)
+            cluster = await create_with_template(kubernetes, namespace, "host", template, allow_host_access=True)
             engines = await kubernetes.get(DEPLOYMENTS, namespace, "host-engine")
             assert engines is not None
             assert {"hostPath": {"path": "/", "type": ""}, "name": "x"} in engines["spec"]["template"]["spec"][
                 "volumes"
             ]
             async with asyncio.timeout(PATIENCE_S):
-                while not await says(world, level):
-                    await world.reconcile()
+                while not await has_expected_condition(cluster, level):
+                    await cluster.reconcile()
                     await asyncio.sleep(PAUSE_S)
-            await world.delete()
+            await cluster.delete()
 
 
-async def says(world: World, level: str) -> bool:
-    degraded = await read_condition(world, "Degraded")
+async def has_expected_condition(cluster: ReconciledCluster, level: str) -> bool:
+    degraded = await read_condition(cluster, "Degraded")
     if level == "privileged":
-        return degraded["reason"] == "AsExpected" and len(world.engines) == 4
-    return degraded["reason"] == "Forbidden" and "violates PodSecurity" in degraded["message"] and not world.engines
+        return degraded["reason"] == "AsExpected" and len(cluster.engines) == 4
+    return degraded["reason"] == "Forbidden" and "violates PodSecurity" in degraded["message"] and not cluster.engines
 
 
 def test_secrets_are_never_shown(client: Client, testbed: Testbed, namespace: str) -> None:
@@ -190,7 +190,7 @@ def use_secrets(client: Client, namespace: str) -> str:
 
 
 def describe_all(cluster: LightCluster) -> str:
-    """Prints each object of the namespace except Secrets, with its description and events."""
+    """Returns each object of the namespace except Secrets as text, with descriptions."""
     kinds = cluster.client.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
     readable = ",".join(kind for kind in kinds if kind != "secrets")
     return cluster.kubectl("get", readable, "-o", "json", "--ignore-not-found") + cluster.kubectl(
