@@ -31,9 +31,10 @@ class RemovableEngine:
 
 
 def choose_victims(engines: Sequence[RemovableEngine], num_victims: int, num_prefill_heavy: int) -> list[EngineId]:
-    """Chooses engines to remove: such as do not serve, then of the role that has too many, the least loaded, the youngest.
+    """Chooses engines to remove.
 
-    Kubernetes deletes pods that are not ready before all others, so these come first here too.
+    First those that do not serve, as Kubernetes deletes pods that are not ready first. Then those of the role that has
+    too many, the least loaded, the youngest.
 
     Args:
         engines: All engines, the oldest first.
