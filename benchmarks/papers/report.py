@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.papers.findings import Chapter, Finding, Results
 from benchmarks.papers.tables import PAPERS, load_paper
@@ -60,8 +60,17 @@ def read_results(folder: Path, paper: str) -> Results:
 def write_results(folder: Path, results: Results) -> None:
     """Writes the results of a paper, a line per finding so that changes can be read."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(results.model_dump(mode="json", exclude_defaults=True), indent=1)
+    text = _format_json(results.model_dump(mode="json", exclude_defaults=True))
     (folder / f"{results.paper}.json").write_text(text + "\n")
+
+
+def _format_json(value: Any, depth: int = 4) -> str:
+    """Formats JSON that breaks lines down to a depth; each finding stands four levels down, so on one line."""
+    if not depth or not isinstance(value, dict | list) or not value:
+        return json.dumps(value)
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(_format_json(item, depth - 1) for item in value) + "\n]"
+    return "{" + ",\n".join(f"{json.dumps(key)}: {_format_json(item, depth - 1)}" for key, item in value.items()) + "}"
 
 
 def list_cells(finding: Finding) -> tuple[str, ...]:
