@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from fake_engine import FakeCore, expected_output, make_plan, make_rng
 
 from sluice.v1 import engine_pb2, sampling_pb2
+from sluice_core.records import RequestId
 from sluice_router.scheduling.requests import NewRequest
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
@@ -19,10 +21,12 @@ from sluice_router.settings import Limits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sluice_core.records import RequestId
     from sluice_router.errors import RouterError
     from sluice_router.scheduling.entities import ConnectedEngine
     from sluice_router.scheduling.requests import Finish
+
+
+_REQUEST_NUMBERS = itertools.count(1)
 
 
 class Clock:
@@ -88,7 +92,8 @@ class CheckingResponseStream:
 def make_request(prompt_tokens: int = 20, max_tokens: int = 8, *, first: int = 1, now: float = 1000.0, **fields):
     sampling = fields.pop("sampling", None) or sampling_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0)
     prompt = array("I", range(first, first + prompt_tokens))
-    return NewRequest(prompt_token_ids=prompt, sampling=sampling, arrival_s=now, **fields)
+    request_id = RequestId(f"req-{next(_REQUEST_NUMBERS)}")
+    return NewRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, arrival_s=now, **fields)
 
 
 class Harness:
@@ -215,9 +220,9 @@ class Harness:
     def admit(self, prompt_tokens: int = 20, max_tokens: int = 8, **fields) -> tuple[RequestId, CheckingResponseStream]:
         request = make_request(prompt_tokens, max_tokens, now=self.clock.now_s, **fields)
         response_stream = CheckingResponseStream(list(request.prompt_token_ids))
-        request_id = self.router.admit(request, response_stream)
-        self.response_streams[request_id] = response_stream
-        return request_id, response_stream
+        self.router.admit(request, response_stream)
+        self.response_streams[request.request_id] = response_stream
+        return request.request_id, response_stream
 
     def engine_of(self, request_id: RequestId) -> str:
         submission = self.state.requests.live[request_id].submission

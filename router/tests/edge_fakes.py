@@ -78,18 +78,20 @@ class FakePlane:
     def now(self) -> float:
         return asyncio.get_running_loop().time() if self.clock_s is None else self.clock_s
 
-    def admit(self, request: NewRequest, response_stream: ResponseStream) -> RequestId:
+    def make_request_id(self) -> RequestId:
+        return RequestId(f"req-{next(self._numbers)}")
+
+    def admit(self, request: NewRequest, response_stream: ResponseStream) -> None:
         if self.refusal is not None:
             raise self.refusal
         if request.slo_class not in ("", "chat", "batch"):
             raise InvalidRequestError(f"class {request.slo_class!r} is unknown", param="slo_class")
-        request_id = RequestId(f"req-{next(self._numbers)}")
+        request_id = request.request_id
         self.admitted.append(request)
         self.live[request_id] = Live(request, response_stream)
         self._note()
         if self.script is not None:
             asyncio.get_running_loop().call_soon(self._tick, request_id, self.script(request))
-        return request_id
 
     def cancel(self, request_id: RequestId, reason: str = "client_gone") -> None:
         if self.live.pop(request_id, None) is not None:

@@ -161,7 +161,9 @@ async def test_wrong_requests_name_field_value_and_limit(router, plane, request_
         [_ async for _ in call]
     assert caught.value.code() == status
     assert all(word in caught.value.details() for word in words), caught.value.details()
-    assert "x-sluice-reason" in dict(caught.value.trailing_metadata())
+    metadata = dict(caught.value.trailing_metadata())
+    assert "x-sluice-reason" in metadata
+    assert metadata["x-request-id"] == "req-1"
     assert not plane.live
 
 

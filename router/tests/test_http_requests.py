@@ -357,8 +357,40 @@ async def test_request_id_is_echoed_or_given(client, plane, stream):
     assert given.headers["x-request-id"] == "mine"
     assert made.headers["x-request-id"] == "req-2"
     assert plane.admitted[0].client_request_id == "mine"
-    refused = await client.post("/v1/completions", json={}, headers={"x-request-id": "mine"})
-    assert refused.headers["x-request-id"] == "mine"
+    assert plane.admitted[1].request_id == "req-2"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [("mine", "mine"), (None, "req-1"), ("r" * 129, "req-1"), ("a\tb", "req-1")],
+    ids=["given", "none", "too-long", "not-printable"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/debug/requests/none"])
+async def test_refusals_carry_an_id(client, plane, path, given, shown):
+    headers = {} if given is None else {"x-request-id": given}
+    method = "GET" if path.startswith("/debug") else "POST"
+    refused = await client.request(method, path, json={"prompt": 7}, headers=headers)
+    assert refused.status_code >= 400
+    assert refused.headers["x-request-id"] == shown
+
+
+async def test_refusal_of_the_data_plane_carries_an_id(client, plane):
+    plane.refusal = NoEngineError("no engine", retry_after_s=1)
+    assert (await client.post("/v1/completions", json=_completion())).headers["x-request-id"] == "req-1"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [("/v1/completions", _completion(), "cmpl-"), ("/v1/chat/completions", _chat(), "chatcmpl-")],
+    ids=["completion", "chat"],
+)
+async def test_id_of_an_answer_is_explained(client, plane, path, body, prefix):
+    answer_id = (await client.post(path, json=body, headers={"x-request-id": "mine"})).json()["id"]
+    assert answer_id == prefix + plane.admitted[0].request_id
+    plane.stories[plane.admitted[0].request_id] = {"events": ["one"]}
+    assert (await client.get(f"/debug/requests/{answer_id}")).json() == {"events": ["one"]}
+    plane.stories[answer_id] = {"events": ["a client's own id"]}
+    assert (await client.get(f"/debug/requests/{answer_id}")).json() == {"events": ["a client's own id"]}
 
 
 async def test_unknown_model(client):

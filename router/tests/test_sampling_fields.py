@@ -10,6 +10,7 @@ from edge_fakes import FakePlane
 
 from sluice.v1 import router_pb2, sampling_pb2
 from sluice.wire_fields import constraint_names, optional_numbers, read_sampling
+from sluice_core.records import RequestId
 from sluice_router.api import grpc_api
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.objectives import RequestObjectives
@@ -56,7 +57,9 @@ def sample(field: FieldDescriptor) -> object:
 
 async def prepare(body: CompletionBody, text) -> sampling_pb2.SamplingParams:
     preparer = RequestPreparer(FakePlane(), text, EdgeMetrics(SlowReaders(SlowReaderLimits())))
-    prepared = await preparer.prepare_completion(body, Caller(arrival_s=0.0, objectives=RequestObjectives()))
+    prepared = await preparer.prepare_completion(
+        body, Caller(arrival_s=0.0, objectives=RequestObjectives(), request_id=RequestId("req-1"))
+    )
     return prepared.request.sampling
 
 

@@ -19,6 +19,7 @@ from sluice_router.api.request_preparation import (
     PreparedRequest,
     RequestPreparer,
     check_request_id,
+    choose_shown_id,
     to_router_error,
 )
 from sluice_router.api.response_streams import GrpcResponseStream
@@ -68,15 +69,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802 - gRPC's name
         """Generates; see router.proto."""
-        arrival_s = self._plane.now()
+        arrival_s, request_id = self._plane.now(), self._plane.make_request_id()
         try:
-            prepared = await self._prepare(request, context, arrival_s, self._find_owner(context))
+            prepared = await self._prepare(request, context, arrival_s, request_id, self._find_owner(context))
             await self._run(prepared, context)
             self._metrics.count_answer("grpc", "OK", "")
         except FieldError as error:
-            await self._abort(context, to_router_error(_rename(error)))
+            await self._abort(context, to_router_error(_rename(error)), choose_shown_id(request.request_id, request_id))
         except RouterError as error:
-            await self._abort(context, error)
+            await self._abort(context, error, choose_shown_id(request.request_id, request_id))
         except asyncio.CancelledError:
             self._metrics.count_answer("grpc", "CANCELLED", "client_gone")
             raise
@@ -104,13 +105,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return self._keys.find_owner(given if isinstance(given, str) else None)
 
     async def _prepare(
-        self, request: router_pb2.GenerateRequest, context: Context, arrival_s: float, owner: str
+        self, request: router_pb2.GenerateRequest, context: Context, arrival_s: float, request_id: RequestId, owner: str
     ) -> PreparedRequest:
         options = check(SluiceOptions, _read_options(request))
         remaining_s = context.time_remaining()
         caller = Caller(
             arrival_s=arrival_s,
             objectives=read_objectives({}, options),
+            request_id=request_id,
             client_request_id=check_request_id("request_id", request.request_id),
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
             owner=owner,
@@ -131,19 +133,18 @@ class RouterService(router_pb2_grpc.RouterServicer):
         Raises:
             RouterError: The request failed.
         """
-        admitted: list[RequestId] = []
+        request_id = prepared.request.request_id
         task = asyncio.current_task()
         assert task is not None, "gRPC runs calls in tasks"
 
         def shed() -> None:
-            self._plane.cancel(admitted[0], "slow_reader")
+            self._plane.cancel(request_id, "slow_reader")
             task.cancel()
 
         response_stream = GrpcResponseStream(
             Output(self._text, prepared.output), slow_readers=self._metrics.slow_readers, cancel=shed
         )
-        request_id = self._plane.admit(prepared.request, response_stream)
-        admitted.append(request_id)
+        self._plane.admit(prepared.request, response_stream)
         shown_id = prepared.request.client_request_id or request_id
         try:
             while True:
@@ -159,11 +160,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
             if response_stream.end is None:
                 self._plane.cancel(request_id)
 
-    async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], error: RouterError) -> None:
-        """Ends a call with the table's status; reason and Retry-After go with it as metadata."""
+    async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], error: RouterError, shown_id: str = "") -> None:
+        """Ends a call with the table's status; reason, Retry-After and the request's id go with it as metadata."""
         status = error_status_of(error).grpc_status
         self._metrics.count_answer("grpc", status.name, error.code)
         metadata = [("x-sluice-reason", error.code)]
+        if shown_id:
+            metadata.append(("x-request-id", shown_id))
         if error.param is not None:
             metadata.append(("x-sluice-param", error.param))
         if error.retry_after_s is not None:

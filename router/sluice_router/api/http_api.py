@@ -9,13 +9,13 @@ import asyncio
 import contextlib
 import socket
 import time
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from sluice.certificates import load_chain, make_server_context
+from sluice_core.records import RequestId
 from sluice_router.api import openai_responses
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, EdgeSite, HttpStream
@@ -30,7 +30,13 @@ from sluice_router.api.info_endpoints import (
 )
 from sluice_router.api.objectives import read_objectives
 from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion
-from sluice_router.api.request_preparation import Caller, RequestPreparer, check_request_id, to_router_error
+from sluice_router.api.request_preparation import (
+    Caller,
+    RequestPreparer,
+    check_request_id,
+    choose_shown_id,
+    to_router_error,
+)
 from sluice_router.api.response_streams import SseResponseStream, WholeResponseStream
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import (
@@ -47,7 +53,6 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable
 
-    from sluice_core.records import RequestId
     from sluice_router.api.openai_requests import CompletionBody
     from sluice_router.api.request_preparation import PreparedRequest
     from sluice_router.scheduling.requests import DataPlane
@@ -59,6 +64,8 @@ if TYPE_CHECKING:
 REQUEST_ID_HEADER = "x-request-id"
 # Where a request keeps whose key it came with.
 OWNER = web.RequestKey("owner", str)
+# Where a request keeps the router's id of it, once it has one.
+REQUEST_ID = web.RequestKey("request_id", str)
 SERVER = "sluice"
 # OpenAI's default for completions; chats go up to the model's length.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -265,9 +272,18 @@ class HttpApi:
             response.headers["Server"] = SERVER
             if self._is_closing or not request.content.is_eof():
                 response.force_close()
-            if response.headers.get(REQUEST_ID_HEADER) is None:
-                _echo_request_id(request, response)
+            if REQUEST_ID_HEADER in request.headers or REQUEST_ID in request or response.status >= 400:
+                response.headers[REQUEST_ID_HEADER] = self._shown_id_of(request)
         return response
+
+    def _request_id_of(self, request: web.BaseRequest) -> RequestId:
+        """Returns the router's id of a request; most that ask no engine need none."""
+        if REQUEST_ID not in request:
+            request[REQUEST_ID] = self._plane.make_request_id()
+        return RequestId(request[REQUEST_ID])
+
+    def _shown_id_of(self, request: web.BaseRequest) -> str:
+        return choose_shown_id(request.headers.get(REQUEST_ID_HEADER, ""), self._request_id_of(request))
 
     # Inference
 
@@ -285,6 +301,7 @@ class HttpApi:
         return Caller(
             arrival_s=arrival_s,
             objectives=read_objectives(request.headers, body.sluice),
+            request_id=self._request_id_of(request),
             client_request_id=request.headers.get(REQUEST_ID_HEADER, ""),
             default_output_tokens=None if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS,
             owner=request.get(OWNER, ""),
@@ -322,7 +339,7 @@ class HttpApi:
     def _make_format(self, body: CompletionBody | ChatBody, prepared: PreparedRequest) -> openai_responses.AnswerFormat:
         is_chat = isinstance(body, ChatBody)
         arguments: dict[str, Any] = {
-            "answer_id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "answer_id": openai_responses.ID_PREFIXES[is_chat] + prepared.request.request_id,
             "created_s": int(time.time()),
             "model": self._plane.model.name,
             "settings": prepared.output,
@@ -341,14 +358,15 @@ class HttpApi:
         headers: dict[str, str],
     ) -> web.StreamResponse:
         response_stream = WholeResponseStream(output, answer)
-        request_id = self._plane.admit(prepared.request, response_stream)
+        request_id = prepared.request.request_id
+        self._plane.admit(prepared.request, response_stream)
         _connection_of(request).watch(lambda: self._plane.cancel(request_id))
         try:
             body = await response_stream.wait()
         finally:
             if not response_stream.is_over:
                 self._plane.cancel(request_id)
-        return web.json_response(body, headers=self._mark(prepared, request_id, headers))
+        return web.json_response(body, headers=headers)
 
     async def _stream(
         self,
@@ -359,16 +377,15 @@ class HttpApi:
         headers: dict[str, str],
     ) -> web.StreamResponse:
         connection = _connection_of(request)
-        admitted: list[RequestId] = []
+        request_id = prepared.request.request_id
         response_stream = SseResponseStream(
             output,
             answer,
             slow_readers=self.slow_readers,
             interval_tokens=self._settings.stream_interval_tokens,
-            cancel=lambda: self._plane.cancel(admitted[0], "slow_reader"),
+            cancel=lambda: self._plane.cancel(request_id, "slow_reader"),
         )
-        request_id = self._plane.admit(prepared.request, response_stream)
-        admitted.append(request_id)
+        self._plane.admit(prepared.request, response_stream)
 
         def leave() -> None:
             response_stream.on_lost()
@@ -377,7 +394,7 @@ class HttpApi:
         connection.watch(leave)
         try:
             await response_stream.wait_first()
-            response = await self._open(request, self._mark(prepared, request_id, headers))
+            response = await self._open(request, headers)
             connection.attach(response_stream)
             is_chunked = "Transfer-Encoding" in response.headers
             response_stream.open(HttpStream(connection, is_chunked=is_chunked), self._plane.now())
@@ -394,6 +411,7 @@ class HttpApi:
                 "Content-Type": openai_responses.CONTENT_TYPE,
                 "Cache-Control": "no-cache",
                 "Server": SERVER,
+                REQUEST_ID_HEADER: self._shown_id_of(request),
                 **headers,
             }
         )
@@ -403,9 +421,6 @@ class HttpApi:
             response.force_close()
         await response.prepare(request)
         return response
-
-    def _mark(self, prepared: PreparedRequest, request_id: RequestId, headers: dict[str, str]) -> dict[str, str]:
-        return {**headers, REQUEST_ID_HEADER: prepared.request.client_request_id or request_id}
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -437,12 +452,3 @@ def _answer_expectation(request: web.BaseRequest) -> None:
         )
     if request.transport is not None and not request.transport.is_closing():
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-
-def _echo_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    try:
-        if check_request_id(REQUEST_ID_HEADER, given):
-            response.headers[REQUEST_ID_HEADER] = given
-    except FieldError:
-        return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from sluice_router.api.openai_responses import format_error
+from sluice_router.api.openai_responses import format_error, strip_id_prefix
 from sluice_router.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -115,7 +115,8 @@ class InfoEndpoints:
         return web.Response(body=self._plane.format_metrics(), headers={"Content-Type": METRICS_CONTENT_TYPE})
 
     def _explain(self, request_id: str) -> web.Response:
-        story = self._plane.explain(request_id)
+        # A client may have an id of its own that begins like an answer's.
+        story = self._plane.explain(request_id) or self._plane.explain(strip_id_prefix(request_id))
         if story is None:
             message = (
                 f"request {request_id[:MAX_QUOTED_ID_CHARACTERS]!r} is unknown, or its decisions are no longer kept"

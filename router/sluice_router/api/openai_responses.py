@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 DONE = b"data: [DONE]\n\n"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
+# What an answer's id has before the router's id of the request; of completions and of chats.
+ID_PREFIXES = ("cmpl-", "chatcmpl-")
 FINISH_REASONS = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
     sampling_pb2.FINISH_REASON_LENGTH: "length",
@@ -217,6 +219,12 @@ def format_error(error: RouterError) -> dict[str, Any]:
 def format_error_event(error: RouterError) -> bytes:
     """Formats the end of a stream that fails after its first byte."""
     return f"data: {_dump(format_error(error))}\n\n".encode() + DONE
+
+
+def strip_id_prefix(answer_id: str) -> str:
+    """Returns the router's id of the request whose answer has this id; another id stays what it is."""
+    prefix = next((prefix for prefix in ID_PREFIXES if answer_id.startswith(prefix)), "")
+    return answer_id.removeprefix(prefix)
 
 
 def _describe_end(finish: Finish, stop: str | None) -> dict[str, Any]:

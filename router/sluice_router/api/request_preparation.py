@@ -21,6 +21,7 @@ from sluice_router.text.output import OutputSettings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from sluice_core.records import RequestId
     from sluice_router.api.edge_metrics import EdgeMetrics
     from sluice_router.api.objectives import RequestObjectives
     from sluice_router.api.openai_requests import ChatBody, SamplingFields
@@ -41,6 +42,7 @@ class Caller:
     Args:
         arrival_s: When the first byte came, on the data plane's clock.
         objectives: Of latency.
+        request_id: The router's id of the request.
         client_request_id: The caller's id; empty: none.
         deadline_s: When the caller gives up, on the same clock; None: never.
         default_output_tokens: Most output tokens when neither caller nor model say; None: up to the model's length.
@@ -49,6 +51,7 @@ class Caller:
 
     arrival_s: float
     objectives: RequestObjectives
+    request_id: RequestId
     client_request_id: str = ""
     deadline_s: float | None = None
     default_output_tokens: int | None = None
@@ -71,6 +74,19 @@ class PreparedRequest:
 def to_router_error(error: FieldError) -> InvalidRequestError:
     """Turns a wrong field into the error that clients see."""
     return InvalidRequestError(str(error), param=error.field or None, code=error.code)
+
+
+def choose_shown_id(given: str, request_id: RequestId) -> str:
+    """Chooses the id that an answer or an error carries: the caller's, or the router's where that is missing or wrong.
+
+    Args:
+        given: The caller's id, unchecked; empty: none.
+        request_id: The router's.
+    """
+    try:
+        return check_request_id("", given) or request_id
+    except FieldError:
+        return request_id
 
 
 def check_request_id(name: str, value: str) -> str:
@@ -187,6 +203,7 @@ class RequestPreparer:
             sampling.structured_output.CopyFrom(structure)
         objectives = caller.objectives
         request = NewRequest(
+            request_id=caller.request_id,
             prompt_token_ids=array("I", ids),
             sampling=sampling,
             slo_class=objectives.slo_class,

@@ -7,7 +7,7 @@ import math
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from sluice_core.records import Hold, Place, PrefillRequest, RequestId, Slo
+from sluice_core.records import Hold, Place, PrefillRequest, Slo
 from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_router.errors import (
     DeadlineError,
@@ -36,7 +36,7 @@ MAX_ASSIGNED_AT_ONCE = 256
 MIN_RETRY_S = 1.0
 
 
-def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, now: float) -> RequestId:
+def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, now: float) -> None:
     """Takes a request over.
 
     Args:
@@ -44,9 +44,6 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
         new: The request.
         response_stream: Where its tokens go.
         now: The router's clock, in seconds.
-
-    Returns:
-        The router's id of it.
 
     Raises:
         InvalidRequestError: Names the field, the value and the limit.
@@ -58,7 +55,7 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
     slo_class = _find_class(plan, new.slo_class)
     _check_length(new, state.active.max_model_len_tokens)
     request = LiveRequest(
-        request_id=RequestId(f"req-{state.rng.getrandbits(96):024x}"),
+        request_id=new.request_id,
         new=new,
         slo=Slo(
             ttft_s=slo_class.slo.ttft_s if new.ttft_slo_s is None else new.ttft_slo_s,
@@ -78,7 +75,6 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
     state.requests.waiting[request.request_id] = request
     if was_empty:
         assign(state, now)
-    return request.request_id
 
 
 def assign(state: RouterState, now: float) -> None:

@@ -26,6 +26,7 @@ class NewRequest:
     """What a client API hands over.
 
     Args:
+        request_id: The router's id of it, by ``DataPlane.make_request_id``.
         prompt_token_ids: The prompt, ``array("I")``, not empty; recovery needs it, so it is kept compact.
         sampling: Sampling with generation defaults resolved and ``max_tokens`` > 0. The data plane assigns a seed when
             it samples without one; the API need not.
@@ -39,6 +40,7 @@ class NewRequest:
         owner: Whose API key it came with; empty where none is asked for.
     """
 
+    request_id: RequestId
     prompt_token_ids: array[int]
     sampling: sampling_pb2.SamplingParams
     slo_class: str = ""
@@ -152,11 +154,12 @@ class DataPlane(Protocol):
         """Reads the clock that all times here are on, in seconds."""
         ...
 
-    def admit(self, request: NewRequest, response_stream: ResponseStream) -> RequestId:
-        """Takes a request over; from here on the response stream gets its end, whatever happens.
+    def make_request_id(self) -> RequestId:
+        """Makes the router's id of a request, for ``cancel``, ``explain`` and the answer; refusals carry it too."""
+        ...
 
-        Returns:
-            The router's id of it, for ``cancel`` and ``explain``; sent as ``x-request-id`` unless the client has one.
+    def admit(self, request: NewRequest, response_stream: ResponseStream) -> None:
+        """Takes a request over; from here on the response stream gets its end, whatever happens.
 
         Raises:
             InvalidRequestError: Unknown class, prompt + max_tokens over the model's length, ...

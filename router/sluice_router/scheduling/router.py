@@ -84,11 +84,15 @@ class Router:
 
     # --- clients -------------------------------------------------------------------------------------------------
 
-    def admit(self, request: NewRequest, response_stream: ResponseStream) -> RequestId:
+    def make_request_id(self) -> RequestId:
+        """See ``DataPlane.make_request_id``."""
+        return self.state.make_request_id()
+
+    def admit(self, request: NewRequest, response_stream: ResponseStream) -> None:
         """See ``DataPlane.admit``."""
         started_s = time.perf_counter()
         try:
-            return admission.admit(self.state, request, response_stream, self.now())
+            admission.admit(self.state, request, response_stream, self.now())
         finally:
             self.state.metrics.decision_s.observe(time.perf_counter() - started_s)
             self._act()

@@ -233,6 +233,10 @@ class RouterState:
         self.metrics = RouterMetrics()
         self.decision_log = DecisionLog(limits.ring_size)
 
+    def make_request_id(self) -> RequestId:
+        """Makes the router's id of a request."""
+        return RequestId(f"req-{self.rng.getrandbits(96):024x}")
+
 
 # Which modules may change a field, and why there is more than one. A field that is not listed keeps its first value, or
 # is counted by everybody (``RouterState.metrics``, ``decision_log``). ``router/tests/test_state_owners.py`` reads the
