@@ -108,6 +108,30 @@ WRONG_COMPLETIONS = [
         ["only one"],
     ),
     ("structured", {"structured_outputs": {"regex": "["}}, "structured_outputs.regex", ["["]),
+    (
+        "structured-tag",
+        {"structured_outputs": {"structural_tag": "{}"}},
+        "structured_outputs.structural_tag",
+        ["structural_tag", "'{}'", "grammar, json, json_object, regex"],
+    ),
+    (
+        "structured-unknown",
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+        ["not supported", "' '"],
+    ),
+    (
+        "sluice-unknown",
+        {"sluice": {"slo_ttft": 5}},
+        "sluice.slo_ttft",
+        ["not supported", "5", "slo_ttft_ms"],
+    ),
+    (
+        "sluice-hostile-name",
+        {"sluice": {"a\r\nb": 5}},
+        "sluice.'a\\r\\nb'",
+        ["not supported"],
+    ),
     ("sluice-ttft", {"sluice": {"slo_ttft_ms": 0}}, "sluice.slo_ttft_ms", ["0", "1"]),
     ("sluice-tpot", {"sluice": {"slo_tpot_ms": 60_001}}, "sluice.slo_tpot_ms", ["60001", "60000"]),
     ("sluice-priority", {"sluice": {"priority": 1001}}, "sluice.priority", ["1001", "1000"]),
@@ -293,7 +317,17 @@ async def test_constraints_reach_the_data_plane(client, plane, fields, kind, val
 
 
 async def test_neutral_values_of_unsupported_fields_are_accepted(client, plane):
-    fields = {"n": 1, "best_of": None, "echo": False, "suffix": None, "logprobs": None, "priority": 0, "stop": None}
+    fields = {
+        "n": 1,
+        "best_of": None,
+        "structured_outputs": {"disable_any_whitespace": False},
+        "sluice": {"x": None},
+        "echo": False,
+        "suffix": None,
+        "logprobs": None,
+        "priority": 0,
+        "stop": None,
+    }
     assert (await client.post("/v1/completions", json=_completion(**fields))).status_code == 200
     assert (
         await client.post("/v1/chat/completions", json=_chat(modalities=["text"], functions=None))
@@ -301,9 +335,13 @@ async def test_neutral_values_of_unsupported_fields_are_accepted(client, plane):
 
 
 async def test_unknown_fields_are_ignored_and_named(client, plane):
-    response = await client.post("/v1/completions", json=_completion(user="me", zebra=1))
+    stream_options = {"include_usage": True, "continuous_usage_stats": True}
+    response_format = {"type": "text", "strict": True}
+    fields = {"user": "me", "zebra": 1, "stream_options": stream_options, "response_format": response_format}
+    response = await client.post("/v1/completions", json=_completion(stream=True, **fields))
     assert response.status_code == 200
-    assert response.headers["x-sluice-ignored"] == "user, zebra"
+    ignored = response.headers["x-sluice-ignored"]
+    assert ignored == "response_format.strict, stream_options.continuous_usage_stats, user, zebra"
     assert "x-sluice-ignored" not in (await client.post("/v1/completions", json=_completion())).headers
 
 

@@ -5,12 +5,14 @@ Names and defaults are OpenAI's and, beyond them, vLLM's. Every violation become
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
@@ -27,6 +29,8 @@ MAX_PRIORITY = 1000
 MAX_NAME_CHARACTERS = 256
 # A value is quoted in a message up to this length.
 MAX_QUOTED_CHARACTERS = 80
+# Type of the violation that names an unknown option.
+UNKNOWN_OPTION = "unknown_option"
 
 Schema = TypeVar("Schema", bound=BaseModel)
 # What pydantic calls the members of our unions in a path.
@@ -89,13 +93,29 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
 
+class _Options(_Body):
+    """Options of our own or of vLLM, each of which changes what the client gets: an unknown one is refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        for name in sorted(value.keys() - _known_names(cls)):
+            # These ask for nothing.
+            if value[name] is not None and value[name] is not False:
+                context = {"name": name, "given": quote(value[name]), "known": ", ".join(sorted(_known_names(cls)))}
+                raise PydanticCustomError(UNKNOWN_OPTION, "unknown", context)
+        return value
+
+
 class StreamOptions(_Body):
     """Options of a stream."""
 
     include_usage: bool | None = None
 
 
-class SluiceOptions(_Body):
+class SluiceOptions(_Options):
     """The headers ``x-sluice-*`` for clients that can only set the body; they win over the headers."""
 
     slo_ttft_ms: int | None = Field(default=None, ge=1, le=MAX_TTFT_MS)
@@ -108,7 +128,10 @@ class JsonSchemaFormat(_Body):
     """A named JSON schema, OpenAI's form."""
 
     name: str | None = None
+    description: str | None = None
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    # Outputs keep to the schema either way.
+    strict: bool | None = None
 
 
 class ResponseFormat(_Body):
@@ -124,7 +147,7 @@ class ResponseFormat(_Body):
         return self
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(_Options):
     """vLLM's way to constrain an output."""
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
@@ -340,8 +363,29 @@ def parse_chat(body: bytes) -> tuple[ChatBody, list[str]]:
 
 
 def find_ignored(schema: type[SamplingFields], fields: dict[str, Any]) -> list[str]:
-    """Names the fields that nobody here knows, sorted."""
-    return sorted(fields.keys() - schema.model_fields.keys() - UNSUPPORTED.keys())
+    """Names the fields that nobody here knows, as ``stream_options.x``, sorted."""
+    names = fields.keys() - _known_names(schema) - UNSUPPORTED.keys()
+    for name, part in _list_parts(schema).items():
+        given = fields.get(name)
+        if isinstance(given, dict):
+            names |= {f"{name}.{inner}" for inner in given.keys() - _known_names(part)}
+    return sorted(names)
+
+
+@functools.cache
+def _known_names(schema: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in schema.model_fields.items())
+
+
+@functools.cache
+def _list_parts(schema: type[BaseModel]) -> dict[str, type[_Body]]:
+    """Lists the fields that are objects whose unknown fields are ignored."""
+    return {
+        name: part
+        for name, field in schema.model_fields.items()
+        for part in get_args(field.annotation)
+        if isinstance(part, type) and issubclass(part, _Body) and not issubclass(part, _Options)
+    }
 
 
 def quote(value: object) -> str:
@@ -384,6 +428,11 @@ def explain(error: ValidationError) -> FieldError:
     first = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     reason = first["msg"].removeprefix("Value error, ")
     field = _format_path(first["loc"])
+    if first["type"] == UNKNOWN_OPTION:
+        unknown = first["ctx"]
+        field = _format_path((*first["loc"], unknown["name"]))
+        message = f"{field} is not supported (got {unknown['given']}); supported are {unknown['known']}"
+        return FieldError(field, message, "unsupported_parameter")
     if first["type"] == "missing":
         return FieldError(field, f"{field} is required", "missing_required_parameter")
     if not field:
