@@ -93,12 +93,15 @@ def read_settings(deployment: Object) -> OperatorSettings:
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "sluice_operator"]
     fields = {"metadata.namespace": deployment["metadata"]["namespace"], "metadata.name": "pod-1"}
-    environment = {item["name"]: fields[item["valueFrom"]["fieldRef"]["fieldPath"]] for item in container["env"]}
+    environment = {
+        item["name"]: fields[item["valueFrom"]["fieldRef"]["fieldPath"]] if "valueFrom" in item else item["value"]
+        for item in container["env"]
+    }
     return parse_settings(container["args"], environment)
 
 
 def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
-    settings = read_settings(one(helm.template(EVERYTHING | NARROW), "Deployment"))
+    settings = read_settings(one(helm.template(EVERYTHING | NARROW | {"watchAllNamespaces": False}), "Deployment"))
     assert settings == OperatorSettings(
         namespace=SYSTEM,
         identity="pod-1",
@@ -114,7 +117,9 @@ def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
         peer_tls="/etc/sluice/peer-tls",
     )
     defaults = read_settings(one(helm.template({}), "Deployment"))
-    assert defaults == OperatorSettings(namespace=SYSTEM, identity="pod-1")
+    assert defaults == OperatorSettings(namespace=SYSTEM, identity="pod-1", watch_namespaces=SYSTEM)
+    everywhere = read_settings(one(helm.template({"watchAllNamespaces": True}), "Deployment"))
+    assert everywhere == OperatorSettings(namespace=SYSTEM, identity="pod-1")
 
 
 def flatten_code(rules: dict[Any, tuple[str, ...]]) -> set[tuple[str, str, str]]:
@@ -153,19 +158,21 @@ def find_grants(objects: list[Object]) -> dict[tuple[str, str], set[tuple[str, s
 
 
 def test_the_cluster_role_has_the_rights_of_the_code(helm: Helm) -> None:
-    assert find_grants(helm.template({})) == {
+    assert find_grants(helm.template({"watchAllNamespaces": True})) == {
         (SYSTEM, "sluice-operator-lease"): flatten_code(LEASE_RULES),
         ("", "sluice-system:sluice-operator"): flatten_code(RULES),
     }
 
 
-def test_rights_in_named_namespaces_are_roles_only(helm: Helm) -> None:
-    objects = helm.template({"watchNamespaces": ["team-a", SYSTEM], "rbac": {"aggregate": False}})
+@pytest.mark.parametrize(
+    ("watched", "namespaces"), [([], [SYSTEM]), (["team-a", SYSTEM], ["team-a", SYSTEM])], ids=["default", "named"]
+)
+def test_rights_in_namespaces_are_roles_only(helm: Helm, watched: list[str], namespaces: list[str]) -> None:
+    objects = helm.template({"watchNamespaces": watched, "rbac": {"aggregate": False}})
     assert not pick(objects, "ClusterRole") + pick(objects, "ClusterRoleBinding")
     assert find_grants(objects) == {
         (SYSTEM, "sluice-operator-lease"): flatten_code(LEASE_RULES),
-        ("team-a", "sluice-system:sluice-operator"): flatten_code(RULES),
-        (SYSTEM, "sluice-system:sluice-operator"): flatten_code(RULES),
+        **{(name, "sluice-system:sluice-operator"): flatten_code(RULES) for name in namespaces},
     }
 
 
@@ -215,6 +222,12 @@ def test_selectors_find_the_operator_and_nothing_else(rendered: list[Object]) ->
         assert not selector.items() <= test["metadata"]["labels"].items()
     # The network policies of routers admit pods with this label.
     assert operator["metadata"]["labels"][names.NAME_LABEL] == names.MANAGER
+    for policy in pick(rendered, "NetworkPolicy"):
+        for rule in policy["spec"].get("egress", []):
+            for peer in rule.get("to", []):
+                if "podSelector" in peer:
+                    assert peer["podSelector"]["matchLabels"] == {names.COMPONENT_LABEL: names.ROUTER}
+                    assert [port["port"] for port in rule["ports"]] == [names.CONTROL_PORT]
     for monitor in pick(rendered, "ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         assert wanted <= one(rendered, "Service")["metadata"]["labels"].items()
@@ -291,7 +304,9 @@ def test_notes_say_what_uninstall_leaves(helm: Helm) -> None:
     assert "keeps the CRD of ServingCluster" in read()
     assert "EVERY ServingCluster" in read("--set", "crds.keep=false")
     assert "kubectl apply --server-side -f crds/servingclusters.yaml" in read("--set", "crds.install=false")
+    assert f"the namespace {SYSTEM}." in read()
     assert "the namespaces a, b." in read("--set", "watchNamespaces={a,b}")
+    assert "all namespaces." in read("--set", "watchAllNamespaces=true")
 
 
 def test_the_test_pod_runs_valid_python(rendered: list[Object]) -> None:

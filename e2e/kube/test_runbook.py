@@ -68,7 +68,8 @@ def bare_cluster(client: Client, crd: Path) -> Iterator[None]:
     definition = ("crd", "servingclusters.sluice.dev", "--ignore-not-found", "--timeout=60s")
     client.kubectl("delete", *definition)
     yield
-    client.helm("uninstall", "sluice", "-n", "sluice-system", "--ignore-not-found")
+    client.helm("uninstall", "sluice", "-n", "llm", "--ignore-not-found")
+    client.kubectl("delete", "namespace", "llm", "--wait=false")
     client.kubectl("delete", *definition)
     client.kubectl("apply", "--server-side", "-f", str(crd))
     client.wait_established("servingclusters.sluice.dev")
@@ -78,8 +79,6 @@ def bare_cluster(client: Client, crd: Path) -> Iterator[None]:
 def test_the_readme_commands_install_and_edit_a_cluster(testbed: Testbed, client: Client) -> None:
     said = run(testbed, client, README)
     assert "servingcluster.sluice.dev/qwen created" in said
-    spec = json.loads(client.kubectl("get", "slc", "qwen", "-o", "json"))["spec"]
+    spec = json.loads(client.kubectl("get", "-n", "llm", "slc", "qwen", "-o", "json"))["spec"]
     assert (spec["replicas"], spec["slo"]["tpotMilliseconds"], spec["chunkSizes"]["decodeHeavy"]) == (6, 60, 256)
-    assert "deployment.apps/sluice-operator" in client.kubectl(
-        "get", "deployments", "-n", "sluice-system", "-o", "name"
-    )
+    assert "deployment.apps/sluice-operator" in client.kubectl("get", "deployments", "-n", "llm", "-o", "name")

@@ -12,6 +12,11 @@
 {{ .Values.serviceAccount.name | default (include "sluice.name" .) }}
 {{- end }}
 
+{{/* Namespaces that the operator works in, by comma; nothing for all. */}}
+{{- define "sluice.watched" -}}
+{{- if not .Values.watchAllNamespaces }}{{ join "," (.Values.watchNamespaces | default (list .Release.Namespace)) }}{{ end }}
+{{- end }}
+
 {{- define "sluice.image" -}}
 {{- with .Values.image -}}
 {{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
