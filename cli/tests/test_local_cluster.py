@@ -304,7 +304,8 @@ async def test_a_restart_class_edit_rolls_one_engine_at_a_time(running: Running)
     running.edit("engine: {", "engine: {maxBatchTokens: 4096, ")
     await running.until(is_rolled)
     assert most_away == 1
-    assert running.engines() == roles
+    # While the only P-heavy engine is away, another one has its role.
+    assert sorted(running.engines().values()) == sorted(roles.values())
     assert any("restarts engines one at a time" in line for line in running.lines)
 
 

@@ -160,10 +160,35 @@ def test_the_same_engines_leave(
         pytest.param([Engine(D), Engine(P), Engine(D), Engine(P)], "50%", [D, P, D, P], id="roles stay where they fit"),
         pytest.param([Engine(P), Engine(D), Engine(None), Engine(None)], "75%", [P, D, P, P], id="joiners fill up"),
         pytest.param([Engine(P), Engine(D)], 0, [D, D], id="none"),
+        pytest.param(
+            [Engine(P), Engine(P), Engine(D), Engine(D), *[Engine(None, is_serving=False)] * 4],
+            "50%",
+            [P, P, D, D, None, None, None, None],
+            id="scaled to twice the size, the new ones load",
+        ),
+        pytest.param(
+            [Engine(P), Engine(P), Engine(D), Engine(D), Engine(None), *[Engine(None, is_serving=False)] * 3],
+            6,
+            [P, P, D, D, P, None, None, None],
+            id="a joiner takes the role that is missing",
+        ),
+        pytest.param(
+            [Engine(P), Engine(P), Engine(P), Engine(P), *[Engine(D, is_serving=False)] * 4],
+            "50%",
+            [D, D, P, P, D, D, D, D],
+            id="every D-heavy one is lost",
+        ),
+        pytest.param(
+            [Engine(P, is_serving=False), Engine(P), Engine(D), Engine(D)], "50%", [P, P, D, D], id="one is away"
+        ),
+        pytest.param(
+            [Engine(P, is_serving=False), Engine(D), Engine(D)], 1, [P, P, D], id="the only P-heavy one is away"
+        ),
+        pytest.param([Engine(P, is_serving=False), Engine(D, is_serving=False)], 1, [P, D], id="all are away"),
     ],
 )
 def test_the_same_engines_get_the_same_roles(
-    engines: list[Engine], prefill_heavy: Any, roles: list[Role], tmp_path: Path
+    engines: list[Engine], prefill_heavy: Any, roles: list[Role | None], tmp_path: Path
 ) -> None:
     cluster = parse(replicas=len(engines), prefillHeavy=prefill_heavy)
     loads = {engine_id: report.load for engine_id, report in make_reports(engines).items()}
@@ -177,10 +202,11 @@ def test_the_same_engines_get_the_same_roles(
     directory.path.mkdir(parents=True)
     local = ClusterPlan(directory)
     local.roles = list_roles(engines)
-    plan = local.update(cluster, loads, loads)
+    serving = {EngineId(f"engine-{n}") for n, engine in enumerate(engines) if engine.is_serving}
+    plan = local.update(cluster, loads, loads, serving)
     assert plan is not None
     assert list(operator_plan.engines) == sorted(plan.engines, key=lambda engine: engine.engine_id)
-    assert [StoredPlan(plan=operator_plan).roles[engine_id] for engine_id in sorted(loads)] == roles
+    assert [StoredPlan(plan=operator_plan).roles.get(engine_id) for engine_id in sorted(loads)] == roles
     operator_plan.generation = plan.generation
     operator_plan.cluster_uid = plan.cluster_uid
     assert operator_plan == plan

@@ -520,9 +520,7 @@ async def test_a_cluster_whose_only_prefill_engine_fails_makes_another() -> None
     world.kubernetes.edit(PODS, pod["metadata"]["name"], change)
     for _ in range(3):
         await world.reconcile()
-    serving = {part.engine_id for part in world.plan.engines if part.role == 1}
-    assert serving
-    assert failed not in serving
+    assert {part.engine_id for part in world.plan.engines if part.role == 1} > {failed}
 
 
 async def test_measurements_are_written_every_fifteen_seconds_and_transitions_at_once() -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from sluice_core.records import EngineId, Role
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.api.sliders import count_prefill_heavy, resolve_sliders
-from sluice_operator.planning.roles import assign_roles
+from sluice_operator.api.sliders import Sliders, count_prefill_heavy, resolve_sliders
+from sluice_operator.planning.roles import assign_roles, decide_roles
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 NAMES = [EngineId(f"e{index}") for index in range(8)]
@@ -62,6 +62,38 @@ def test_counts_are_right_and_flips_are_fewest(
     assert flips == max(0, has_p - wanted, has_d - (len(engines) - wanted))
     assert num_new >= 0
     assert assign_roles(roles, engines, count, loads) == roles
+
+
+@pytest.mark.parametrize(
+    ("num_prefill_heavy", "decode_heavy_tokens", "replicas", "before", "serving", "expected"),
+    [
+        pytest.param(4, 64, 8, "PPDD", "abcd", "PPDD", id="scaled up: the mix stays while the others load"),
+        pytest.param(4, 64, 8, "PPDD", "abcde", "PPDDP", id="one joins"),
+        pytest.param(4, 64, 8, "PPDDP", "abcdefgh", "PPDDPPDD", id="the rest joins"),
+        pytest.param(2, 64, 8, "PPDDDDDD", "ab", "DP", id="six are lost: both kinds stay"),
+        pytest.param(4, 64, 8, "PPPPDDDD", "abcd", "DDPP", id="half are lost, all of one kind"),
+        pytest.param(4, 64, 8, "PPPPDDDD", "abcefgh", "PPPDDDD", id="one is away: nobody changes"),
+        pytest.param(1, 64, 2, "PD", "b", "D", id="the last one keeps its role"),
+        pytest.param(1, 0, 8, "PDDDDDDD", "h", "P", id="the last one takes prefills where D-heavy ones do not"),
+        pytest.param(0, 64, 4, "DDDD", "ab", "DD", id="none is P-heavy"),
+        pytest.param(4, 64, 4, "PPPP", "ab", "PP", id="all are P-heavy"),
+        pytest.param(2, 64, 4, "", "a", "P", id="the first of a new fleet"),
+    ],
+)
+def test_the_mix_counts_over_the_engines_that_serve(
+    num_prefill_heavy: int, decode_heavy_tokens: int, replicas: int, before: str, serving: str, expected: str
+) -> None:
+    names = dict(zip("abcdefgh", before, strict=False))
+    current = {EngineId(name): Role.PREFILL_HEAVY if kind == "P" else D for name, kind in names.items()}
+    away = [engine for engine in current if engine not in serving]
+    sliders = Sliders(
+        num_prefill_heavy=num_prefill_heavy, prefill_heavy_tokens=512, decode_heavy_tokens=decode_heavy_tokens
+    )
+    roles = decide_roles(
+        current, [EngineId(name) for name in serving], away, sliders=sliders, replicas=replicas, loads={}
+    )
+    assert "".join("P" if roles[EngineId(name)] is P else "D" for name in serving) == expected
+    assert {engine: roles[engine] for engine in away} == {engine: current[engine] for engine in away}
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ class LocalCluster:
         self._routers: dict[str, ManagedRouter] = {}
         self._plan_s = 0.0
         self._announced_generation = 0
+        # The engines that the newest plan's roles were counted over.
+        self._role_holders: frozenset[EngineId] = frozenset()
         self._compatibility_key = self._desired_state().compatibility_key
         self._changed = asyncio.Event()
         self._group = asyncio.TaskGroup()
@@ -316,7 +318,8 @@ class LocalCluster:
         if self.phase != "stopping":
             self._effective_manifest = self._autotuner.reconcile(self._circumstances())
         loads = managed_processes.count_loads(self._engines, self._statuses())
-        plan = self._plan.update(self._effective_manifest, self._engines, loads)
+        self._role_holders = self._choose_role_holders()
+        plan = self._plan.update(self._effective_manifest, self._engines, loads, self._role_holders)
         if plan is None:
             return
         self._plan_s = self._clock()
@@ -363,6 +366,19 @@ class LocalCluster:
     def _is_serving(self, engine_id: EngineId) -> bool:
         return managed_processes.is_serving(self._engines[engine_id], self._statuses())
 
+    def _choose_role_holders(self) -> frozenset[EngineId]:
+        """Engines over which the mix of roles counts: those that serve, and in a cluster that starts, all of them."""
+        return frozenset(
+            engine_id
+            for engine_id, engine in self._engines.items()
+            if self._is_serving(engine_id) or (self.phase == "starting" and managed_processes.is_first_start(engine))
+        )
+
+    def _follow_role_holders(self) -> None:
+        """Makes a new plan when an engine has joined or failed."""
+        if self.phase != "stopping" and self._choose_role_holders() != self._role_holders:
+            self._publish()
+
     def _is_drained(self, engine_id: EngineId) -> bool:
         return managed_processes.is_drained(engine_id, self._plan.plan, self._statuses())
 
@@ -374,6 +390,7 @@ class LocalCluster:
             if engine.process.pid is None and status:
                 engine.stale_epoch = status.epoch
         self._directory.write_processes(list_processes(self._routers, self._engines))
+        self._follow_role_holders()
         self._notify()
 
     def _on_status(self) -> None:
@@ -390,6 +407,7 @@ class LocalCluster:
         self._autotuner.take(self._statuses())
         if self.phase != "stopping" and self._autotuner.is_due(self._circumstances):
             self._publish()
+        self._follow_role_holders()
         self._notify()
 
     async def _watch_starts(self) -> None:

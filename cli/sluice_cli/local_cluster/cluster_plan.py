@@ -8,10 +8,10 @@ from google.protobuf.json_format import MessageToDict
 
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.planning.plan_message import render_plan
-from sluice_operator.planning.roles import assign_roles
+from sluice_operator.planning.roles import decide_roles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from sluice.v1 import plan_pb2
     from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
@@ -55,7 +55,11 @@ class ClusterPlan:
         self._leaving.discard(engine_id)
 
     def update(
-        self, manifest: ServingCluster, engine_ids: Iterable[EngineId], loads: Mapping[EngineId, int]
+        self,
+        manifest: ServingCluster,
+        engine_ids: Iterable[EngineId],
+        loads: Mapping[EngineId, int],
+        serving: Collection[EngineId],
     ) -> plan_pb2.Plan | None:
         """Makes and stores the next plan.
 
@@ -63,14 +67,21 @@ class ClusterPlan:
             manifest: What shall run, with the sliders in force.
             engine_ids: Engines that run, leaving ones included.
             loads: Work of each engine, in any one unit.
+            serving: Those of the engines that serve.
 
         Returns:
             The plan; None when the one in force says the same already, or when there is no engine.
         """
         staying = [engine_id for engine_id in engine_ids if engine_id not in self._leaving]
         leaving = {engine_id: role for engine_id, role in self.roles.items() if engine_id in self._leaving}
-        count = resolve_sliders(manifest.spec).num_prefill_heavy
-        self.roles = assign_roles(self.roles, staying, count, loads) | leaving
+        self.roles = leaving | decide_roles(
+            self.roles,
+            serving=[engine_id for engine_id in staying if engine_id in serving],
+            away=[engine_id for engine_id in staying if engine_id not in serving],
+            sliders=resolve_sliders(manifest.spec),
+            replicas=manifest.spec.replicas,
+            loads=loads,
+        )
         old = self.plan
         if not self.roles or (old and old == self._render(manifest, old.generation, old.cluster_uid)):
             return None

@@ -81,6 +81,11 @@ def is_serving(engine: ManagedEngine, statuses: Sequence[control_pb2.GetStatusRe
     return has_process and status is not None and status.state in SERVING and status.epoch != engine.stale_epoch
 
 
+def is_first_start(engine: ManagedEngine) -> bool:
+    """Whether an engine starts for the first time, or its first process runs."""
+    return engine.process.num_starts == 0 or (engine.process.num_starts == 1 and engine.process.pid is not None)
+
+
 def has_connected(engine: ManagedEngine, statuses: Sequence[control_pb2.GetStatusResponse]) -> bool:
     """Whether an engine's present process has ever been connected to a router."""
     status = pick_engine_status(statuses, engine.site.engine_id)

@@ -19,7 +19,7 @@ from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune.decision import StoredSliders
 from sluice_operator.kubernetes.interface import annotations_of
 from sluice_operator.planning.plan_message import render_plan
-from sluice_operator.planning.roles import assign_roles
+from sluice_operator.planning.roles import decide_roles
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -103,9 +103,15 @@ def make_plan(
     """
     roles = stored.roles
     ending = {pod.engine_id for pod in pods if pod.is_ending and pod.engine_id in roles}
-    staying = choose_role_holders(pods, roles, victims)
-    loads = {engine_id: report.load for engine_id, report in reports.items()}
-    assigned = assign_roles(roles, staying, resolve_sliders(cluster.spec).num_prefill_heavy, loads)
+    staying = [pod for pod in pods if pod.is_present and pod.engine_id not in victims]
+    assigned = decide_roles(
+        roles,
+        serving=sorted(pod.engine_id for pod in staying if pod.is_ready),
+        away=sorted(pod.engine_id for pod in staying if not pod.is_ready),
+        sliders=resolve_sliders(cluster.spec),
+        replicas=cluster.spec.replicas,
+        loads={engine_id: report.load for engine_id, report in reports.items()},
+    )
     # An engine that never had a role serves with the D-heavy setting, and drains like the others.
     gone = {engine_id: roles.get(engine_id, Role.DECODE_HEAVY) for engine_id in (*ending, *victims)}
     uid = cluster.metadata.uid
@@ -119,22 +125,3 @@ def make_plan(
     if stored.plan is not None and stored.plan.generation == highest and render(highest) == stored.plan:
         return stored.plan
     return render(highest + 1)
-
-
-def choose_role_holders(
-    pods: Sequence[Pod], roles: Mapping[EngineId, Role], victims: Collection[EngineId]
-) -> list[EngineId]:
-    """Chooses the engines that get a role: those that serve, and those that had one and may be back in a moment.
-
-    An engine that does not serve keeps its role only while another one that serves has the same; otherwise a cluster
-    whose only P-heavy engine fails would have none.
-    """
-    staying = [pod for pod in pods if pod.is_present and pod.engine_id not in victims]
-    serving = [pod.engine_id for pod in staying if pod.is_ready]
-    roles_that_serve = {roles[engine_id] for engine_id in serving if engine_id in roles}
-    resting = [
-        pod.engine_id
-        for pod in staying
-        if not pod.is_ready and pod.engine_id in roles and (roles[pod.engine_id] in roles_that_serve or not serving)
-    ]
-    return sorted([*serving, *resting])

@@ -9,6 +9,59 @@ from sluice_core.records import EngineId, Role
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from sluice_operator.api.sliders import Sliders
+
+
+def decide_roles(
+    current_roles: Mapping[EngineId, Role],
+    serving: Collection[EngineId],
+    away: Collection[EngineId],
+    *,
+    sliders: Sliders,
+    replicas: int,
+    loads: Mapping[EngineId, int],
+) -> dict[EngineId, Role]:
+    """Decides the roles of a fleet, of which a part may be missing. The operator and ``sluice up`` both call this.
+
+    The mix counts over the engines that serve. An engine that is away keeps the role that it had, for its return.
+
+    Args:
+        current_roles: Roles in force.
+        serving: Engines that serve, draining ones excluded.
+        away: Engines that do not serve and may come back.
+        sliders: Sliders of the whole fleet.
+        replicas: Engines of the whole fleet.
+        loads: Work of each engine, in any one unit; absent ones have none.
+
+    Returns:
+        A role for each engine that serves, and for those that are away and had one, sorted by engine.
+    """
+    num_prefill_heavy = _scale_mix(current_roles, serving, sliders, replicas)
+    resting = {engine: current_roles[engine] for engine in away if engine in current_roles}
+    roles = assign_roles(current_roles, serving, num_prefill_heavy, loads) | resting
+    return dict(sorted(roles.items()))
+
+
+def _scale_mix(
+    current_roles: Mapping[EngineId, Role], serving: Collection[EngineId], sliders: Sliders, replicas: int
+) -> int:
+    """Scales the number of P-heavy engines to the engines that serve.
+
+    Where the share is no whole number, both neighbours of it are right, and the one that changes no role is taken. Both
+    kinds stay where the whole fleet has both; a single engine is P-heavy where D-heavy ones take no prefills.
+    """
+    wanted, num_engines = sliders.num_prefill_heavy, len(serving)
+    has_room = num_engines >= 2
+    low = int(wanted > 0 and (has_room or sliders.decode_heavy_tokens == 0))
+    high = num_engines - int(wanted < replicas and has_room)
+    num_kept = sum(current_roles.get(engine) is Role.PREFILL_HEAVY for engine in serving)
+    num_new = sum(engine not in current_roles for engine in serving)
+    # Integers throughout, rounded half up like a percentage in the spec.
+    nearest = (2 * wanted * num_engines + replicas) // (2 * replicas)
+    unflipped = min(max(nearest, num_kept), num_kept + num_new)
+    floor, ceiling = wanted * num_engines // replicas, -(-wanted * num_engines // replicas)
+    return min(max(min(max(unflipped, floor), ceiling), low), high)
+
 
 def assign_roles(
     current_roles: Mapping[EngineId, Role],
