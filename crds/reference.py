@@ -122,11 +122,20 @@ def _write_section(path: str, node: Schema, effects: dict[str, FieldEffect]) -> 
     for name, inner in node["properties"].items():
         field = f"{path}.{name}"
         mark = "\\*" if name in required else ""
-        change = [f"*{effects[field]}*"] if is_spec else []
+        # Fields that the model keeps as they are written have the effect of the part that they are in.
+        effect = next((effects[part] for part in _list_parts(field) if part in effects), "")
+        change = [f"*{effect}*"] if is_spec else []
         cells = [f"`{name}`{mark}", _describe_type(inner, field), _describe_default(inner), _describe_limits(inner)]
         lines.append(f"| {' | '.join([*cells, *change, _cell(inner['description'])])} |")
     rules = list(_write_rules(node, path))
     return "\n".join([*lines, "", *(["Refused, in these words:", "", *rules, ""] if rules else [])])
+
+
+def _list_parts(path: str) -> Iterator[str]:
+    """Lists a path and the parts that it is in, the innermost first."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
 
 
 def _write_rules(node: Schema, path: str) -> Iterator[str]:

@@ -33,6 +33,8 @@ def read_schema() -> Schema:
 def without_rules(schema: Schema) -> Schema:
     """A schema of the CRD without what only a CRD says."""
     kept = {name: value for name, value in schema.items() if name not in CRD_ONLY}
+    if kept.get("x-kubernetes-preserve-unknown-fields"):
+        kept.pop("properties", None)  # the model keeps the object as it is written; fields are declared for rules
     if "properties" in kept:
         kept["properties"] = {name: without_rules(inner) for name, inner in kept["properties"].items()}
     for name in ("items", "additionalProperties"):

@@ -417,7 +417,34 @@ async def test_an_invalid_spec_changes_nothing_and_says_why() -> None:
     assert world.conditions["SpecValid"] == ("False", "Refused")
     assert "spec.prefillHeavy" in world.message("SpecValid")
     assert world.conditions["Ready"] == ("True", "Serving")
+    assert world.conditions["Degraded"] == ("True", "SpecInvalid")
     assert all(plan == world.plan for plan in world.routers.plans.values())
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["the same process", "a new one"])
+async def test_while_a_spec_is_refused_the_last_accepted_one_stays_in_force(*, restarts: bool) -> None:
+    world = World()
+    await world.settle()
+    before = world.engine_uids
+    world.edit(prefillHeavy=9, slo={"ttftMilliseconds": 1})
+    await world.settle()
+    if restarts:
+        world.start_operator()
+    for pod in world.engines:
+        world.kubernetes.remove(PODS, "default", pod["metadata"]["name"])
+    await world.settle()
+    assert not before & world.engine_uids
+    # The new pods have the roles and the objectives of the old spec.
+    assert {part.engine_id for part in world.plan.engines} == world.engine_uids
+    assert sorted(world.roles.values()) == ["d-heavy", "d-heavy", "p-heavy", "p-heavy"]
+    assert world.plan.slo_classes[0].ttft_milliseconds > 1
+    assert world.conditions["SpecValid"] == ("False", "Refused")
+    assert "spec.prefillHeavy" in world.message("Degraded")
+    world.edit(prefillHeavy=1)
+    await world.settle()
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+    assert sorted(world.roles.values()) == ["d-heavy", "d-heavy", "d-heavy", "p-heavy"]
+    assert world.plan.slo_classes[0].ttft_milliseconds == 1
 
 
 async def test_a_new_process_says_nothing_of_routers_before_they_had_time_to_answer() -> None:

@@ -134,7 +134,7 @@ def _unknown(schema: Schema, value: Any, path: str) -> Iterator[Refusal]:
             here = f"{path}.{name}".lstrip(".")
             if name in schema["properties"]:
                 yield from _unknown(schema["properties"][name], inner, here)
-            else:
+            elif not schema.get("x-kubernetes-preserve-unknown-fields"):
                 yield Refusal(here, "unknown field")
 
 

@@ -95,6 +95,7 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
     ),
     ConditionType.DEGRADED: (
         Reason.AS_EXPECTED,
+        Reason.SPEC_INVALID,
         Reason.IMAGE_PULL_BACK_OFF,
         Reason.CRASH_LOOP,
         Reason.UNSCHEDULABLE,

@@ -35,6 +35,8 @@ ROUTER = "router"
 # The certificate of the routers' ports for clients.
 FRONT = "front"
 PLAN_FILE = "plan.json"
+# Beside the plan: the spec that was accepted last, which stays in force while another one is refused.
+ACCEPTED_SPEC_FILE = "accepted-spec.json"
 
 # Ports of pods. The CRD refuses the engines' in network.kvPort and network.tcpPortRange.
 HTTP_PORT = 8000

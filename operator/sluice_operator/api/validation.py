@@ -59,6 +59,18 @@ OWNED_ENVIRONMENT = frozenset(
     }
 )
 OWNED_PREFIX = "SLUICE_"
+# Of engine.podTemplate.spec: who the pod is, where it runs, and how it ends. The CRD declares the same fields.
+OWNED_POD_FIELDS = (
+    "serviceAccountName",
+    "serviceAccount",
+    "automountServiceAccountToken",
+    "terminationGracePeriodSeconds",
+    "restartPolicy",
+    "hostname",
+    "subdomain",
+    "nodeName",
+    "activeDeadlineSeconds",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +181,14 @@ def _environment_is_free(spec: SpecFields) -> Iterator[RuleViolation]:
             yield RuleViolation(path=(*path, "name"), value=variable.name, message=message)
         if (variable.value is None) == (variable.value_from is None):
             yield RuleViolation(path=path, value=variable.name, message="needs either value or valueFrom")
+
+
+def _pod_template_is_free(spec: SpecFields) -> Iterator[RuleViolation]:
+    fields: Any = spec.engine.pod_template.get("spec")
+    for name in OWNED_POD_FIELDS:
+        if isinstance(fields, dict) and name in fields:
+            path = ("engine", "podTemplate", "spec", name)
+            yield RuleViolation(path=path, value=fields[name], message="is set by Sluice; remove it")
 
 
 def _ports_differ(spec: SpecFields) -> Iterator[RuleViolation]:
@@ -291,6 +311,7 @@ RULES: tuple[Callable[[SpecFields], Iterator[RuleViolation]], ...] = (
     _one_source,
     _arguments_are_free,
     _environment_is_free,
+    _pod_template_is_free,
     _ports_differ,
     _rdma_is_whole,
     _modes_have_what_they_need,

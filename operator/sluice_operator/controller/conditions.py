@@ -148,6 +148,8 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
     late, slow = _count_late(inputs, inputs.plan) if inputs.plan else (0, 0)
     if late or slow:
         return True, Reason.APPLYING_PLAN, f"waits for {late} routers and {slow} engines to take the plan"
+    if inputs.refusal:
+        return False, Reason.SETTLED, "everything matches the spec that was accepted last; see SpecValid"
     return False, Reason.SETTLED, "everything matches the spec"
 
 
@@ -183,7 +185,18 @@ def _list_failures(inputs: StatusInputs) -> list[Failure]:
     refused_engines = [
         Failure(reason=Reason.ENGINE_FAULT, message=line) for line in find_refused_engines(dict(inputs.statuses))
     ]
-    return [*inputs.failures, *inputs.find_deployment_failures(), *inputs.pod_failures, *refused, *refused_engines]
+    invalid = []
+    if inputs.refusal:
+        stays = "the spec that was accepted last stays in force" if inputs.cluster else "nothing is changed"
+        invalid = [Failure(reason=Reason.SPEC_INVALID, message=f"{stays}; see SpecValid: {inputs.refusal.message}")]
+    return [
+        *invalid,
+        *inputs.failures,
+        *inputs.find_deployment_failures(),
+        *inputs.pod_failures,
+        *refused,
+        *refused_engines,
+    ]
 
 
 def _decide_spec_valid(inputs: StatusInputs) -> Condition:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
-    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.controller.preconditions import SpecVerdict
+    from sluice_operator.kubernetes.interface import Kubernetes, Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
     from sluice_operator.resources.pods.pod_status import Failure
 
@@ -47,10 +48,11 @@ class PlanOutcome:
 async def reconcile_plan(
     kubernetes: Kubernetes,
     own_writes: OwnWrites,
-    cluster: ServingCluster | None,
+    verdict: SpecVerdict,
     observed: ObservedState,
     reported: ObservedRouters,
     *,
+    stored: StoredPlan,
     state: ClusterState,
     now: float,
 ) -> PlanOutcome:
@@ -59,17 +61,17 @@ async def reconcile_plan(
     Args:
         kubernetes: The API server.
         own_writes: Records the write.
-        cluster: The cluster, checked; None: it is refused, and keeps the plan that it has.
+        verdict: The spec to go by; without one, the cluster keeps the plan that it has.
         observed: What the API server says.
         reported: What the routers say.
+        stored: What is stored.
         state: The cluster's state; its tuner and drain times are updated.
         now: Monotonic seconds.
 
     Raises:
         KubernetesError: To be tried again.
     """
-    config_map = observed.own(CONFIG_MAPS, names.name_plan(observed.body["metadata"]["name"]))
-    stored = read_plan(config_map, uid_of(observed.body))
+    cluster = verdict.cluster
     if cluster is None:
         return PlanOutcome(scale=ScaleDecision(replicas=0), stored=stored)
     effective = _tune(cluster, observed, reported, stored, state)
@@ -82,13 +84,28 @@ async def reconcile_plan(
         reports=reported.reports,
         statuses=reported.statuses.values(),
     )
-    if plan == stored.plan:
-        return PlanOutcome(scale=scale, stored=StoredPlan(plan=plan, generation=plan.generation))
+    new = StoredPlan(
+        plan=plan, generation=plan.generation, tuned=state.tuner.stored, accepted_spec=verdict.accepted_spec
+    )
+    if new == stored:
+        return PlanOutcome(scale=scale, stored=stored)
     applier = ChildApplier(kubernetes, cluster, observed.live)
-    is_stored = await store_plan(applier, config_map, plan, state.tuner.stored, own_writes)
-    if is_stored:
-        stored = StoredPlan(plan=plan, generation=plan.generation)
-    return PlanOutcome(scale=scale, stored=stored, is_new=is_stored, failures=tuple(applier.failures))
+    is_stored = await store_plan(applier, _find_config_map(observed), new, own_writes)
+    return PlanOutcome(
+        scale=scale,
+        stored=new if is_stored else stored,
+        is_new=is_stored and plan != stored.plan,
+        failures=tuple(applier.failures),
+    )
+
+
+def read_stored_plan(observed: ObservedState) -> StoredPlan:
+    """Reads what is stored of a cluster."""
+    return read_plan(_find_config_map(observed), uid_of(observed.body))
+
+
+def _find_config_map(observed: ObservedState) -> Object | None:
+    return observed.own(CONFIG_MAPS, names.name_plan(observed.body["metadata"]["name"]))
 
 
 def _tune(

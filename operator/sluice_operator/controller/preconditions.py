@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice_operator.api.condition_types import Reason
@@ -15,6 +16,49 @@ if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.settings import OperatorSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecVerdict:
+    """What to do about a spec.
+
+    Args:
+        cluster: The cluster to go by: as it is, or with the spec that was accepted last; None: there is neither.
+        accepted_spec: Its spec, as it was written.
+        refusal: Why the spec as it is cannot be carried out.
+        may_apply: Whether children may be made from ``cluster``.
+    """
+
+    cluster: ServingCluster | None
+    accepted_spec: Object | None
+    refusal: Failure | None = None
+    may_apply: bool = True
+
+
+def judge_spec(
+    body: Object, accepted_spec: Object | None, settings: OperatorSettings, *, has_cert_manager: bool
+) -> SpecVerdict:
+    """Judges a spec; while it is refused, the one that was accepted last stays in force.
+
+    Args:
+        body: As it is in the cluster.
+        accepted_spec: The spec that was accepted last; None: none was.
+        settings: See ``check_cluster``.
+        has_cert_manager: See ``check_cluster``.
+    """
+    cluster, refusal = check_cluster(body, settings, has_cert_manager=has_cert_manager)
+    if refusal is None:
+        return SpecVerdict(cluster=cluster, accepted_spec=body["spec"])
+    if accepted_spec is None:
+        return SpecVerdict(cluster=None, accepted_spec=None, refusal=refusal)
+    body = {**body, "spec": accepted_spec}
+    try:
+        accepted = _parse(body)
+    except ManifestError:
+        return SpecVerdict(cluster=None, accepted_spec=accepted_spec, refusal=refusal)
+    # What was allowed then may not be today. Roles and drains go on all the same.
+    _, objection = check_cluster(body, settings, has_cert_manager=has_cert_manager)
+    return SpecVerdict(cluster=accepted, accepted_spec=accepted_spec, refusal=refusal, may_apply=objection is None)
 
 
 def check_cluster(
@@ -31,8 +75,7 @@ def check_cluster(
         The cluster, or why it cannot be carried out.
     """
     try:
-        # The status is the operator's and not checked.
-        cluster = check_manifest({name: value for name, value in body.items() if name != "status"})
+        cluster = _parse(body)
     except ManifestError as error:
         return None, Failure(reason=Reason.REFUSED, message="; ".join(str(problem) for problem in error.problems))
     missing = find_unavailable(cluster, settings, has_cert_manager=has_cert_manager)
@@ -46,6 +89,11 @@ def check_cluster(
     if refused:
         return None, Failure(reason=Reason.POD_TEMPLATE_REFUSED, message="; ".join(refused))
     return cluster, None
+
+
+def _parse(body: Object) -> ServingCluster:
+    # The status is the operator's and not checked.
+    return check_manifest({name: value for name, value in body.items() if name != "status"})
 
 
 def find_unavailable(cluster: ServingCluster, settings: OperatorSettings, *, has_cert_manager: bool) -> list[str]:

@@ -17,8 +17,8 @@ from sluice_operator.autotune.tuner import Tuner
 from sluice_operator.controller.apply_step import apply_children
 from sluice_operator.controller.cluster_state import DEFER_S, ClusterState
 from sluice_operator.controller.observation import observe_children, observe_plan_inputs, observe_routers
-from sluice_operator.controller.plan_step import drain_limit_s, reconcile_plan
-from sluice_operator.controller.preconditions import check_cluster
+from sluice_operator.controller.plan_step import drain_limit_s, read_stored_plan, reconcile_plan
+from sluice_operator.controller.preconditions import judge_spec
 from sluice_operator.controller.status_inputs import StatusInputs
 from sluice_operator.controller.status_step import MEASURE_INTERVAL_S, StatusWriter
 from sluice_operator.kubernetes.interface import CLUSTERS, ForbiddenError, uid_of
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sluice_operator.autotune.tuner import TunerInputs
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.controller.plan_step import PlanOutcome
+    from sluice_operator.controller.preconditions import SpecVerdict
     from sluice_operator.kubernetes.interface import Kubernetes, Object
     from sluice_operator.resources.pods.pod_status import Failure
     from sluice_operator.routers.connections import Routers
@@ -111,11 +112,19 @@ class Reconciler:
         observed = await observe_plan_inputs(self._kubernetes, key, body)
         reported = observe_routers(self._routers, key, observed)
         state.window.keep_routers(status.router_id for status in reported.statuses.values())
-        cluster, refusal = check_cluster(body, self._settings, has_cert_manager=observed.has_cert_manager)
+        stored = read_stored_plan(observed)
+        verdict = judge_spec(body, stored.accepted_spec, self._settings, has_cert_manager=observed.has_cert_manager)
 
         # The plan comes first: a slider is in force before any child is read.
         planned = await reconcile_plan(
-            self._kubernetes, self._own_writes, cluster, observed, reported, state=state, now=self._now()
+            self._kubernetes,
+            self._own_writes,
+            verdict,
+            observed,
+            reported,
+            stored=stored,
+            state=state,
+            now=self._now(),
         )
         if planned.stored.plan is not None:
             self._routers.set_plan(key, planned.stored.plan)
@@ -123,10 +132,12 @@ class Reconciler:
             return DEFER_S
 
         observed = await observe_children(self._kubernetes, key, observed)
-        failures = await self._apply(cluster, observed, reported, planned) if cluster else []
+        failures: Sequence[Failure] = planned.failures
+        if verdict.cluster and verdict.may_apply:
+            failures = await self._apply(verdict.cluster, observed, reported, planned)
 
         inputs = self._collect_status_inputs(
-            key, cluster, refusal, observed=observed, reported=reported, planned=planned, failures=failures, state=state
+            key, verdict, observed=observed, reported=reported, planned=planned, failures=failures, state=state
         )
         grace_s = state.first_reconcile_s + ROUTER_GRACE_S - self._now()
         if grace_s > 0 and len(inputs.statuses) < inputs.num_routers_ready:
@@ -168,8 +179,7 @@ class Reconciler:
     def _collect_status_inputs(
         self,
         key: ClusterKey,
-        cluster: ServingCluster | None,
-        refusal: Failure | None,
+        verdict: SpecVerdict,
         *,
         observed: ObservedState,
         reported: ObservedRouters,
@@ -180,8 +190,8 @@ class Reconciler:
         deployments = {component: observed.deployment(component) for component in (names.ENGINE, names.ROUTER)}
         return StatusInputs(
             body=observed.body,
-            cluster=cluster,
-            refusal=refusal,
+            cluster=verdict.cluster,
+            refusal=verdict.refusal,
             failures=tuple(failures),
             engines=observed.engines,
             routers=observed.routers,
@@ -192,7 +202,7 @@ class Reconciler:
             statuses=reported.statuses,
             refusals=self._routers.refusals(key),
             attainment=state.window.sum_up(self._now()),
-            autotune=state.tuner.describe_status() if cluster else None,
+            autotune=state.tuner.describe_status() if verdict.cluster else None,
             recommended=state.tuner.result,
         )
 

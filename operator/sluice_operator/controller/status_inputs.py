@@ -39,8 +39,8 @@ class StatusInputs:
 
     Args:
         body: The ServingCluster as it is.
-        cluster: It, checked; None when it cannot be carried out.
-        refusal: Why it cannot.
+        cluster: It, checked; while it cannot be carried out, with the spec accepted last; None: there is none.
+        refusal: Why it cannot be carried out as it is.
         failures: What could not be applied.
         engines: Engine pods.
         routers: Router pods.

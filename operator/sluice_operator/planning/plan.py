@@ -39,11 +39,13 @@ class StoredPlan:
         plan: The plan; None when there is none, or none that can be read.
         generation: Its generation, or the highest that is known to have been used; 0: none.
         tuned: Sliders that autotune put in force instead of the spec's.
+        accepted_spec: The spec that was accepted last; None: none was stored.
     """
 
     plan: plan_pb2.Plan | None = None
     generation: int = 0
     tuned: StoredSliders | None = None
+    accepted_spec: Object | None = None
 
     @property
     def roles(self) -> dict[EngineId, Role]:
@@ -63,7 +65,8 @@ def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
         return StoredPlan()
     number = annotations_of(config_map).get(names.GENERATION_ANNOTATION, "")
     generation = int(number) if number.isdecimal() else 0
-    text = (config_map.get("data") or {}).get(names.PLAN_FILE, "")
+    data = config_map.get("data") or {}
+    text = data.get(names.PLAN_FILE, "")
     try:
         plan = json_format.ParseDict(json.loads(text), plan_pb2.Plan())
     except (ValueError, json_format.ParseError):
@@ -71,7 +74,21 @@ def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
     if plan.cluster_uid != cluster_uid:
         return StoredPlan(generation=generation)
     tuned = StoredSliders.from_json(annotations_of(config_map).get(names.TUNED_ANNOTATION, ""))
-    return StoredPlan(plan=plan, generation=max(generation, plan.generation), tuned=tuned)
+    return StoredPlan(
+        plan=plan,
+        generation=max(generation, plan.generation),
+        tuned=tuned,
+        accepted_spec=_read_object(data.get(names.ACCEPTED_SPEC_FILE, "")),
+    )
+
+
+def _read_object(text: str) -> Object | None:
+    """Reads a JSON object; None: there is none, or somebody edited it."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def write_plan(plan: plan_pb2.Plan) -> str:

@@ -6,6 +6,7 @@ resourceVersion that its generation was counted from. Plans are stored before th
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
@@ -13,23 +14,19 @@ from sluice_operator.kubernetes.interface import CONFIG_MAPS, ConflictError, uid
 from sluice_operator.planning.plan import write_plan
 
 if TYPE_CHECKING:
-    from sluice.v1 import plan_pb2
-    from sluice_operator.autotune.decision import StoredSliders
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
+    from sluice_operator.planning.plan import StoredPlan
     from sluice_operator.resources.apply import ChildApplier
 
 
-async def store_plan(
-    applier: ChildApplier, live: Object | None, plan: plan_pb2.Plan, tuned: StoredSliders | None, own_writes: OwnWrites
-) -> bool:
+async def store_plan(applier: ChildApplier, live: Object | None, stored: StoredPlan, own_writes: OwnWrites) -> bool:
     """Stores a plan.
 
     Args:
         applier: Applies the cluster's children.
         live: The ConfigMap that the plan's number was counted from; None: there was none.
-        plan: The plan.
-        tuned: Sliders in it that autotune put in force instead of the spec's; they are stored with it.
+        stored: What is to be stored; it has a plan.
         own_writes: Records the write.
 
     Returns:
@@ -39,7 +36,7 @@ async def store_plan(
         ConflictError: Somebody else stored one; the next reconcile reads it.
         KubernetesError: To be tried again.
     """
-    content = _render(applier, plan, tuned)
+    content = _render(applier, stored)
     name, namespace = content["metadata"]["name"], content["metadata"]["namespace"]
     what = f"ConfigMap {name}"
     if live is None:
@@ -61,19 +58,23 @@ async def store_plan(
     return await applier.try_write(replace(), what)
 
 
-def _render(applier: ChildApplier, plan: plan_pb2.Plan, tuned: StoredSliders | None) -> Object:
+def _render(applier: ChildApplier, stored: StoredPlan) -> Object:
     cluster = applier.cluster_name
+    assert stored.plan is not None
     content = applier.set_controller_reference(
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {"name": names.name_plan(cluster), "labels": names.label_child(cluster, names.ROUTER)},
-            "data": {names.PLAN_FILE: write_plan(plan)},
+            "data": {
+                names.PLAN_FILE: write_plan(stored.plan),
+                names.ACCEPTED_SPEC_FILE: json.dumps(stored.accepted_spec, sort_keys=True),
+            },
         }
     )
     content["metadata"]["annotations"] = {
-        names.GENERATION_ANNOTATION: str(plan.generation),
+        names.GENERATION_ANNOTATION: str(stored.plan.generation),
         # Empty rather than absent: a merge patch keeps what it does not name.
-        names.TUNED_ANNOTATION: tuned.to_json() if tuned else "",
+        names.TUNED_ANNOTATION: stored.tuned.to_json() if stored.tuned else "",
     }
     return content

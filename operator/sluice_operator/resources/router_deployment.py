@@ -56,7 +56,14 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     labels = names.select_component(name, names.ROUTER)
     lifecycle, grace_s = containers.render_termination(GRACE_S)
     model = mount_model(spec.model, files=ROUTER_FILES)
-    plan = {"name": PLAN_VOLUME, "configMap": {"name": names.name_plan(name), "optional": True}}
+    plan = {
+        "name": PLAN_VOLUME,
+        "configMap": {
+            "name": names.name_plan(name),
+            "optional": True,
+            "items": [{"key": names.PLAN_FILE, "path": names.PLAN_FILE}],
+        },
+    }
     security = describe_security(cluster, names.ROUTER, locate_in_pod, control_name)
     volumes, mounts = mount_secrets(cluster, names.ROUTER)
     container = _render_container(cluster, image, lifecycle, security)

@@ -42,18 +42,6 @@ MERGE_KEYS = {
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
-# Belong to the operator: who the pod is, where it finds its model, and how it ends.
-OWNED_POD_FIELDS = (
-    "serviceAccountName",
-    "serviceAccount",
-    "automountServiceAccountToken",
-    "terminationGracePeriodSeconds",
-    "restartPolicy",
-    "hostname",
-    "subdomain",
-    "nodeName",
-    "activeDeadlineSeconds",
-)
 OWNED_ENGINE_FIELDS = ("command", "args", "image", "lifecycle", "startupProbe", "readinessProbe", "livenessProbe")
 # By these, pods are selected, watched, and let in by network policies.
 OWNED_LABELS = (CLUSTER_LABEL, COMPONENT_LABEL, ROLE_LABEL, MANAGED_BY_LABEL, NAME_LABEL)
@@ -123,7 +111,7 @@ def _find(over: Object, *, allow_host_access: bool) -> Iterator[str]:
     for field in set(over) - {"metadata", "spec"}:
         yield f"{field} is not a field of a pod template; use metadata or spec"
     spec = over.get("spec", {})
-    yield from _find_owned(over.get("metadata", {}), spec)
+    yield from _find_owned(over.get("metadata", {}))
     wrong = [field for field in LISTS if not isinstance(spec.get(field, []), list)]
     if wrong:
         yield f"spec.{wrong[0]} is not a list; write it as `kubectl explain pod.spec.{wrong[0]}` says"
@@ -135,15 +123,12 @@ def _find(over: Object, *, allow_host_access: bool) -> Iterator[str]:
         yield from find_isolation_violations(strategic_merge(ISOLATION_DEFAULTS, over), OUR_CONTAINERS)
 
 
-def _find_owned(metadata: Object, spec: Object) -> Iterator[str]:
+def _find_owned(metadata: Object) -> Iterator[str]:
     for field in set(metadata) - {"labels", "annotations"}:
         yield f"metadata.{field} cannot be set; remove it"
     for label in OWNED_LABELS:
         if label in metadata.get("labels", {}):
             yield f"metadata.labels[{label}] is set by Sluice; remove it"
-    for field in OWNED_POD_FIELDS:
-        if field in spec:
-            yield f"spec.{field} is set by Sluice; remove it"
 
 
 def _find_in_engine(container: Object) -> Iterator[str]:
