@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 from dataclasses import replace
@@ -147,8 +148,13 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
     running.stop.set()
     await task
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    # A stand-in that raises would be started again, as if nothing had happened.
+    for log in running.directory.log_path("x").parent.iterdir():
+        assert not TRACEBACK.search(log.read_text()), log.read_text()
 
 
+# gRPC prints one for each call that is cancelled.
+TRACEBACK = re.compile(r"^Traceback .*\n( .*\n)+(?!asyncio.exceptions.CancelledError)", re.MULTILINE)
 P, D = ("P-heavy", 512), ("D-heavy", 64)
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import harness_faults
 
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 from sluice_operator.api.names import CONTROL_PORT
@@ -37,7 +38,6 @@ class StandInRouters(control_pb2_grpc.ControlServicer):
         self._client = client
         self.plan = plan_pb2.Plan()
         self.stuck: set[str] = set()
-        self.refused: list[str] = []
 
     @property
     def draining(self) -> set[str]:
@@ -49,7 +49,7 @@ class StandInRouters(control_pb2_grpc.ControlServicer):
         old, plan = self.plan, request.plan
         if old.cluster_uid == plan.cluster_uid:
             if plan.generation == old.generation and plan != old:
-                self.refused.append(f"two plans with number {plan.generation}")
+                harness_faults.record(f"two plans with number {plan.generation}")
             if plan.generation < old.generation:
                 return control_pb2.ApplyPlanResponse(generation=old.generation, error="older")
         self.plan = plan

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import harness_faults
 import psutil
 
 from sluice.v1 import engine_pb2 as wire
@@ -135,6 +136,7 @@ class RouterStream:
         async with self._news:
             self._news.notify_all()
 
+    @harness_faults.recorded()
     def _take(self, message: wire.AttachResponse) -> None:
         self.messages.append(message)
         for slot, token, index in zip(message.slots, message.token_ids, message.output_indexes, strict=True):

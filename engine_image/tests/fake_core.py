@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import harness_faults
+
 from sluice_engine import core_messages
 from sluice_engine.errors import SubmitRefusedError
 
@@ -47,12 +49,13 @@ class Core:
         self.aborted += request_ids
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        assert method == core_messages.UTILITY
         if self.is_broken:
             raise RuntimeError("scheduler raised")
-        commands = core_messages.decode_commands(args[0])
-        self.commands += commands
-        return core_messages.encode_answers([self.answer(command) for command in commands])
+        with harness_faults.recorded():
+            assert method == core_messages.UTILITY
+            commands = core_messages.decode_commands(args[0])
+            self.commands += commands
+            return core_messages.encode_answers([self.answer(command) for command in commands])
 
     def answer(self, command: core_messages.Command) -> core_messages.Answer:
         if type(command) in self.answers:

@@ -33,6 +33,8 @@ class World:
         # Clusters that were enqueued, and what runs searches for sliders.
         self.enqueued: list[ClusterKey] = []
         self.run_search: RunSearch | None = None
+        # At which the last reconcile ended.
+        self.last_error: KubernetesError | None = None
         self.reconciler = self.start_operator()
         self.kubernetes.put(make_cluster(**spec))
 
@@ -61,15 +63,17 @@ class World:
             self.kubernetes.run_controllers()
             await self.reconcile()
             self.now += STEP_S
-            if self.snapshot() == before:
+            if self.last_error is None and self.snapshot() == before:
                 return
-        raise AssertionError(f"not settled after {MAX_STEPS} steps: {self.conditions}")
+        raise AssertionError(f"not settled after {MAX_STEPS} steps: {self.conditions}") from self.last_error
 
     async def reconcile(self) -> float | None:
         """One reconcile; after an error the next one tries again."""
+        self.last_error = None
         try:
             return await self.reconciler.reconcile(KEY)
-        except KubernetesError:
+        except KubernetesError as error:
+            self.last_error = error
             return 0.5
 
     def snapshot(self) -> Any:

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import harness_faults
 from fake_engine import FakeCore, expected_output, make_plan, make_rng
 
 from sluice.v1 import engine_pb2, sampling_pb2
@@ -44,7 +45,10 @@ class Clock:
 
 @dataclass
 class CheckingResponseStream:
-    """Takes tokens as a client would, and fails on anything that comes twice, late or out of order."""
+    """Takes tokens as a client would, and fails the test on anything that comes twice, late or out of order.
+
+    ``raises`` and ``raises_on_flush`` are raised as a client's broken transport would be; no call may follow.
+    """
 
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -55,37 +59,49 @@ class CheckingResponseStream:
     stop_at: int | None = None
     is_cancelled: bool = False
     raises: Exception | None = None
+    raises_on_flush: Exception | None = None
+    has_raised: bool = False
 
     @property
     def is_over(self) -> bool:
         return self.finish is not None or self.error is not None
 
-    def on_token(self, token_id, logprobs) -> int | None:
+    def _check_is_live(self) -> None:
         assert not self.is_over
         assert not self.is_cancelled
-        self.token_ids.append(token_id)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
-        assert self.token_ids == expected_output(self.prompt, len(self.token_ids))
-        if self.raises is not None:
-            raise self.raises
+        assert not self.has_raised
+
+    def _raise(self, error: Exception | None) -> None:
+        if error is not None:
+            self.has_raised = True
+            raise error
+
+    def on_token(self, token_id, logprobs) -> int | None:
+        with harness_faults.recorded():
+            self._check_is_live()
+            self.token_ids.append(token_id)
+            if logprobs is not None:
+                self.logprobs.append(logprobs)
+            assert self.token_ids == expected_output(self.prompt, len(self.token_ids))
+        self._raise(self.raises)
         if self.stop_at is not None and len(self.token_ids) >= self.stop_at:
             return self.stop_at
         return None
 
     def flush(self, now: float) -> None:
-        assert not self.is_over
-        assert not self.is_cancelled
+        with harness_faults.recorded():
+            self._check_is_live()
         self.num_flushes += 1
+        self._raise(self.raises_on_flush)
 
     def on_finished(self, finish: Finish) -> None:
-        assert not self.is_over
-        assert not self.is_cancelled
+        with harness_faults.recorded():
+            self._check_is_live()
         self.finish = finish
 
     def on_error(self, error: RouterError) -> None:
-        assert not self.is_over
-        assert not self.is_cancelled
+        with harness_faults.recorded():
+            self._check_is_live()
         self.error = error
 
 
@@ -233,7 +249,9 @@ class Harness:
         return self.state.metrics.counters[name][labels]
 
     def assert_idle(self) -> None:
-        """Nothing leaked: no request, no slot, no KV block, no grant."""
+        """Nothing leaked (no request, no slot, no KV block, no grant), and no response stream saw a fault."""
+        harness_faults.check()
+        assert self.count("sink_faults") == sum(stream.has_raised for stream in self.response_streams.values())
         assert not self.state.requests.live
         assert not self.state.requests.waiting
         for engine in self.engines.values():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc
+import harness_faults
 
 from sluice.v1 import engine_pb2, engine_pb2_grpc, plan_pb2, sampling_pb2
 
@@ -143,6 +144,7 @@ class FakeCore:
     def is_idle(self) -> bool:
         return not self.running and not self.pinned and not self.grants and not self.kept
 
+    @harness_faults.recorded()
     def take(self, message: engine_pb2.AttachRequest) -> None:
         """Carries out a batch in the order of its fields, as the engine does."""
         self.commands.append(message)
@@ -252,6 +254,7 @@ class FakeCore:
         message.load.CopyFrom(self.load())
         return message
 
+    @harness_faults.recorded()
     def step(self) -> engine_pb2.AttachResponse:
         """Runs one iteration."""
         message = engine_pb2.AttachResponse()

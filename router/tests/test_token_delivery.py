@@ -109,11 +109,7 @@ def test_failing_flush_costs_its_own_request_alone():
     harness = Harness(ONE)
     _, good = harness.admit(20, 9, first=1)
     _, bad = harness.admit(20, 9, first=2)
-
-    def flush(now: float) -> None:
-        raise RuntimeError("transport closed")
-
-    bad.flush = flush  # type: ignore[method-assign]
+    bad.raises_on_flush = RuntimeError("transport closed")
     harness.run()
     assert good.finish is not None
     assert len(bad.token_ids) == 1
