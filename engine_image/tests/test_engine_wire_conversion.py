@@ -235,7 +235,7 @@ def test_a_constraint_arrives_with_its_backend_chosen(builder, constraint, field
         ({"min_p": 2.0}, "min_p"),
         ({"presence_penalty": 3.0}, "presence_penalty"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -1}, "seed: -1 means none"),
         ({"num_logprobs": 10_000}, "logprobs"),
         ({"logit_bias": {10**6: 1.0}}, "logit_bias"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_core.records import RequestId
 from sluice_router.api import openai_responses
-from sluice_router.api.response_streams import SseResponseStream
+from sluice_router.api.response_streams import AnswerProgress, SseResponseStream
 from sluice_router.errors import InvalidRequestError, RouterError
 from sluice_router.scheduling.requests import Finish, NewRequest, ResponseStream, ServedModel, Usage
 from sluice_router.text.output import Output, OutputSettings
@@ -163,12 +163,18 @@ class FakePlane:
 
 
 def make_sse_response_stream(
-    text: ModelText, *, slow_readers: SlowReaders, cancel: Callable[[], None]
+    text: ModelText,
+    *,
+    slow_readers: SlowReaders,
+    cancel: Callable[[], None],
+    progress: AnswerProgress | None = None,
+    index: int = 0,
 ) -> SseResponseStream:
     """A stream of ``/v1/completions`` as the HTTP edge makes it."""
     settings = OutputSettings()
     answer = openai_responses.CompletionFormat(
         answer_id="cmpl-1",
+        index=index,
         created_s=1,
         model="tiny",
         settings=settings,
@@ -177,7 +183,13 @@ def make_sse_response_stream(
         prompt_token_ids=None,
     )
     return SseResponseStream(
-        Output(text, settings), answer, slow_readers=slow_readers, interval_tokens=1, cancel=cancel
+        Output(text, settings),
+        answer,
+        progress or AnswerProgress(1, 1),
+        index,
+        slow_readers=slow_readers,
+        interval_tokens=1,
+        cancel=cancel,
     )
 
 

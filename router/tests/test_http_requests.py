@@ -45,7 +45,13 @@ WRONG_COMPLETIONS = [
     ("no-prompt", {"prompt": None}, "prompt", ["prompt"]),
     ("empty-prompt", {"prompt": ""}, "prompt", ["empty"]),
     ("empty-ids", {"prompt": []}, "prompt", ["empty"]),
-    ("two-prompts", {"prompt": ["a", "b"]}, "prompt", ["one prompt", "2"]),
+    ("empty-prompt-of-two", {"prompt": ["a", ""]}, "prompt[1]", ["empty"]),
+    ("second-prompt-number", {"prompt": ["a", 5]}, "prompt[1]", ["5"]),
+    ("second-prompt-text", {"prompt": [[5], "a"]}, "prompt[1]", ["'a'"]),
+    ("id-of-second-prompt", {"prompt": [[5], [6, 400]]}, "prompt[1][1]", ["400"]),
+    ("second-prompt-too-long", {"prompt": [[5], [5] * 512]}, "prompt[1]", ["512"]),
+    ("many-prompts", {"prompt": ["a"] * 129}, "prompt", ["129", "128"]),
+    ("many-prompts-and-n", {"prompt": ["a"] * 65, "n": 2}, "prompt", ["65", "2", "128", "130"]),
     ("prompt-number", {"prompt": 7}, "prompt", ["7"]),
     ("prompt-mixed", {"prompt": [1, "a"]}, "prompt[1]", ["'a'"]),
     ("prompt-negative-id", {"prompt": [1, -1]}, "prompt[1]", ["-1", "0"]),
@@ -82,7 +88,8 @@ WRONG_COMPLETIONS = [
     ("logprobs-flag", {"logprobs": True}, "logprobs", ["True"]),
     ("stream", {"stream": "yes"}, "stream", ["'yes'"]),
     ("stream-options", {"stream_options": {"include_usage": True}}, "stream_options", ["stream"]),
-    ("n", {"n": 2}, "n", ["n", "2"]),
+    ("n", {"n": 0}, "n", ["0", "1"]),
+    ("n-over", {"n": 129}, "n", ["129", "128"]),
     ("n-true", {"n": True}, "n", ["True"]),
     ("best-of", {"best_of": 3}, "best_of", ["best_of", "3"]),
     ("echo", {"echo": True}, "echo", ["echo"]),
@@ -242,6 +249,12 @@ async def test_last_given_objective_wins(client, plane):
     await client.post("/v1/completions", json=_completion())
     seen = [(r.ttft_slo_s, r.tpot_slo_s, r.slo_class, r.priority) for r in plane.admitted]
     assert seen == [(0.5, 0.07, "chat", 3), (0.5, 0.08, "batch", -2), (None, None, "", None)]
+
+
+async def test_seed_of_minus_one_is_none(client, plane):
+    await client.post("/v1/completions", json=_completion(seed=-1))
+    await client.post("/v1/completions", json=_completion(seed=-2))
+    assert [r.sampling.seed if r.sampling.HasField("seed") else None for r in plane.admitted] == [None, -2]
 
 
 async def test_absent_fields_take_the_models_then_the_neutral_defaults(client, plane):

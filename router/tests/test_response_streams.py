@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from edge_fakes import LENGTH, make_sse_response_stream
 
 from sluice_router.api import openai_responses
+from sluice_router.api.response_streams import AnswerProgress, SseResponseStream
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.scheduling.requests import Finish, Usage
 
 if TYPE_CHECKING:
-    from sluice_router.api.response_streams import SseResponseStream
     from sluice_router.text.tokenizer import ModelText
 
 WORDS = "hello world the end"
@@ -33,8 +33,8 @@ FINISH = Finish(reason=LENGTH, stop_token_id=None, usage=USAGE)
 class Pipe:
     """A connection and its client; full once it has taken so many events."""
 
-    def __init__(self, response_stream: SseResponseStream, *, room: int) -> None:
-        self.response_stream = response_stream
+    def __init__(self, *response_streams: SseResponseStream, room: int) -> None:
+        self.response_streams = response_streams
         self.room = room
         self.events: list[bytes] = []
 
@@ -52,14 +52,19 @@ class Pipe:
         self.events.append(data)
         self.room -= 1
         if self.room == 0:
-            self.response_stream.on_paused(1.0)
+            for response_stream in self.response_streams:
+                response_stream.on_paused(1.0)
+
+    def end(self) -> None:
+        self.room = 99
 
     def abort(self) -> None:
         raise AssertionError("nobody reads too slowly here")
 
     def drain(self, room: int) -> None:
         self.room = room
-        self.response_stream.on_drained()
+        for response_stream in self.response_streams:
+            response_stream.on_drained()
 
 
 @pytest.fixture
@@ -67,13 +72,26 @@ def readers() -> SlowReaders:
     return SlowReaders(SlowReaderLimits())
 
 
-def make_response_stream(text: ModelText, readers: SlowReaders) -> SseResponseStream:
-    return make_sse_response_stream(text, slow_readers=readers, cancel=lambda: pytest.fail("cancelled"))
+def make_response_stream(
+    text: ModelText, readers: SlowReaders, progress: AnswerProgress, index: int = 0
+) -> SseResponseStream:
+    return make_sse_response_stream(
+        text, slow_readers=readers, cancel=lambda: pytest.fail("cancelled"), progress=progress, index=index
+    )
+
+
+def read_events(body: bytes) -> list[dict[str, Any]]:
+    """The events of a whole answer, whose end mark comes once and last."""
+    assert body.count(openai_responses.DONE) == 1
+    assert body.endswith(openai_responses.DONE)
+    events = body.removesuffix(openai_responses.DONE).split(b"\n\n")[:-1]
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
 
 
 @pytest.mark.parametrize("room", range(1, 20))
 async def test_every_event_goes_out_once_whenever_the_client_pauses(text, readers, room):
-    response_stream = make_response_stream(text, readers)
+    progress = AnswerProgress(1, 1)
+    response_stream = make_response_stream(text, readers, progress)
     token_ids = text.encode_now(WORDS, add_special_tokens=False)
     assert len(token_ids) < 18, "the end never fills the transport"
     pipe = Pipe(response_stream, room=room)
@@ -86,15 +104,33 @@ async def test_every_event_goes_out_once_whenever_the_client_pauses(text, reader
     response_stream.on_finished(FINISH)
     assert len(readers) == (room <= len(token_ids))
     pipe.drain(99)
-    await response_stream.wait_sent()
+    await progress.wait_over()
     pipe.drain(99)
     assert len(readers) == 0
     body = b"".join(pipe.events)
-    assert body.count(openai_responses.DONE) == 1
-    assert body.endswith(openai_responses.DONE)
-    events = [
-        json.loads(event.removeprefix(b"data: "))
-        for event in body.removesuffix(openai_responses.DONE).split(b"\n\n")[:-1]
-    ]
+    events = read_events(body)
     assert "".join(event["choices"][0]["text"] for event in events) == WORDS
     assert len(pipe.events) == min(room, len(token_ids)) + 1
+
+
+@pytest.mark.parametrize("room", range(1, 20))
+async def test_choices_share_a_client_that_pauses(text, readers, room):
+    progress = AnswerProgress(2, 2)
+    choices = [make_response_stream(text, readers, progress, index) for index in (0, 1)]
+    pipe = Pipe(*choices, room=room)
+    for choice in choices:
+        choice.open(pipe, 0.0)
+    for token_id in text.encode_now(WORDS, add_special_tokens=False):
+        for choice in choices:
+            choice.on_token(token_id, None)
+            choice.flush(0.0)
+    for choice in reversed(choices):
+        choice.on_finished(FINISH)
+    for _ in range(3):
+        pipe.drain(99)
+    await progress.wait_over()
+    assert len(readers) == 0
+    texts = {0: "", 1: ""}
+    for event in read_events(b"".join(pipe.events)):
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == {0: WORDS, 1: WORDS}

@@ -60,7 +60,7 @@ async def prepare(body: CompletionBody, text) -> sampling_pb2.SamplingParams:
     prepared = await preparer.prepare_completion(
         body, Caller(arrival_s=0.0, objectives=RequestObjectives(), request_id=RequestId("req-1"))
     )
-    return prepared.request.sampling
+    return prepared[0].request.sampling
 
 
 def test_every_field_of_the_proto_is_one_of_the_openai_schema():

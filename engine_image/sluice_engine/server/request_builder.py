@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from sluice_engine.core_messages import RequestExtras
 
 
+VLLM_NO_SEED = -1
+
+
 class VllmRequestBuilder:
     """Makes ``EngineCoreRequest`` records.
 
@@ -122,8 +125,8 @@ def make_sampling_params(message: sampling_pb2.SamplingParams) -> SamplingParams
         VLLMClientError: The same, found by vLLM.
     """
     values = read_sampling(message)
-    if values.get("seed", 0) < 0:
-        raise ValueError(f"seed: {message.seed} is negative")
+    if values.get("seed") == VLLM_NO_SEED:
+        raise ValueError(f"seed: {VLLM_NO_SEED} means none to vLLM, and a request that moves needs one")
     return SamplingParams(
         # vLLM calls this field otherwise, and takes an empty bias for one.
         logprobs=values.pop("num_logprobs", None),

@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from sluice.certificates import load_chain, make_server_context
 from sluice_core.records import RequestId
-from sluice_router.api import openai_responses
 from sluice_router.api.edge_metrics import EdgeMetrics
-from sluice_router.api.http_connection import ConnectionSettings, EdgeConnection, EdgeServer, EdgeSite, HttpStream
+from sluice_router.api.http_answers import SERVER, HttpAnswers
+from sluice_router.api.http_connection import ConnectionSettings, EdgeServer, EdgeSite, connection_of
 from sluice_router.api.http_settings import HttpSettings
 from sluice_router.api.info_endpoints import (
     METRICS_PATH,
@@ -37,7 +36,6 @@ from sluice_router.api.request_preparation import (
     choose_shown_id,
     to_router_error,
 )
-from sluice_router.api.response_streams import SseResponseStream, WholeResponseStream
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import (
     BodyTooLargeError,
@@ -47,14 +45,12 @@ from sluice_router.errors import (
     UnsupportedEndpointError,
 )
 from sluice_router.security.access_control import OPEN_ACCESS
-from sluice_router.text.output import Output
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable
 
     from sluice_router.api.openai_requests import CompletionBody
-    from sluice_router.api.request_preparation import PreparedRequest
     from sluice_router.scheduling.requests import DataPlane
     from sluice_router.security.access_control import ClientAccess
     from sluice_router.text.tokenizer import ModelText
@@ -66,7 +62,6 @@ REQUEST_ID_HEADER = "x-request-id"
 OWNER = web.RequestKey("owner", str)
 # Where a request keeps the router's id of it, once it has one.
 REQUEST_ID = web.RequestKey("request_id", str)
-SERVER = "sluice"
 # OpenAI's default for completions; chats go up to the model's length.
 DEFAULT_COMPLETION_TOKENS = 16
 SWEEP_INTERVAL_S = 0.5
@@ -106,7 +101,6 @@ class HttpApi:
         self._sites: list[EdgeSite] = []
         self._num_active = 0
         self._is_idle = asyncio.Event()
-        self._is_closing = False
         self._sweeper: asyncio.Task[None] | None = None
         self.slow_readers = SlowReaders(
             SlowReaderLimits(
@@ -118,6 +112,7 @@ class HttpApi:
         self.metrics = EdgeMetrics(self.slow_readers)
         plane.registry.register(self.metrics)
         self._preparer = RequestPreparer(plane, text, self.metrics)
+        self._answers = HttpAnswers(plane, text, self.slow_readers, self._settings.stream_interval_tokens)
         # With keys, what is counted of one owner is not another's to read: a scraper has a port of its own.
         self._info_endpoints = InfoEndpoints(
             plane, text, hidden=frozenset({METRICS_PATH}) if access.keys is not None else frozenset()
@@ -182,7 +177,7 @@ class HttpApi:
 
     def announce_close(self) -> None:
         """Says in every answer that the connection closes behind it, so that clients go elsewhere; still serves."""
-        self._is_closing = self._info_endpoints.is_closing = True
+        self._answers.is_closing = self._info_endpoints.is_closing = True
 
     async def close(self, grace_s: float) -> None:
         """Accepts no more, closes idle connections, lets answers under way end, then cuts the rest.
@@ -217,7 +212,7 @@ class HttpApi:
                 self._server.sweep(now)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = _connection_of(request)
+        connection = connection_of(request)
         arrival_s = connection.begin_request()
         self._num_active += 1
         try:
@@ -270,7 +265,7 @@ class HttpApi:
     def _finish_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
         if not response.prepared:
             response.headers["Server"] = SERVER
-            if self._is_closing or not request.content.is_eof():
+            if self._answers.is_closing or not request.content.is_eof():
                 response.force_close()
             if REQUEST_ID_HEADER in request.headers or REQUEST_ID in request or response.status >= 400:
                 response.headers[REQUEST_ID_HEADER] = self._shown_id_of(request)
@@ -290,12 +285,15 @@ class HttpApi:
     async def _complete(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         body, ignored = parse_completion(await self._read_body(request))
         prepared = await self._preparer.prepare_completion(body, self._describe_caller(request, body, arrival_s))
-        return await self._answer(request, body, prepared, ignored)
+        return await self._answers.answer(request, body, prepared, self._mark(request, ignored))
 
     async def _chat(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         body, ignored = parse_chat(await self._read_body(request))
         prepared = await self._preparer.prepare_chat(body, self._describe_caller(request, body, arrival_s))
-        return await self._answer(request, body, prepared, ignored)
+        return await self._answers.answer(request, body, prepared, self._mark(request, ignored))
+
+    def _mark(self, request: web.BaseRequest, ignored: list[str]) -> dict[str, str]:
+        return {**format_ignored(ignored), REQUEST_ID_HEADER: self._shown_id_of(request)}
 
     def _describe_caller(self, request: web.BaseRequest, body: CompletionBody | ChatBody, arrival_s: float) -> Caller:
         return Caller(
@@ -326,102 +324,6 @@ class HttpApi:
             raise InvalidRequestError(f"the body cannot be read: {error}", code="malformed_http") from error
         return b"".join(parts)
 
-    async def _answer(
-        self, request: web.BaseRequest, body: CompletionBody | ChatBody, prepared: PreparedRequest, ignored: list[str]
-    ) -> web.StreamResponse:
-        headers = format_ignored(ignored)
-        answer = self._make_format(body, prepared)
-        output = Output(self._text, prepared.output)
-        if body.stream:
-            return await self._stream(request, prepared, output, answer, headers)
-        return await self._answer_whole(request, prepared, output, answer, headers)
-
-    def _make_format(self, body: CompletionBody | ChatBody, prepared: PreparedRequest) -> openai_responses.AnswerFormat:
-        is_chat = isinstance(body, ChatBody)
-        arguments: dict[str, Any] = {
-            "answer_id": openai_responses.ID_PREFIXES[is_chat] + prepared.request.request_id,
-            "created_s": int(time.time()),
-            "model": self._plane.model.name,
-            "settings": prepared.output,
-            "text": self._text,
-            "includes_usage": body.includes_usage,
-            "prompt_token_ids": list(prepared.request.prompt_token_ids) if body.return_token_ids else None,
-        }
-        return openai_responses.ChatFormat(**arguments) if is_chat else openai_responses.CompletionFormat(**arguments)
-
-    async def _answer_whole(
-        self,
-        request: web.BaseRequest,
-        prepared: PreparedRequest,
-        output: Output,
-        answer: openai_responses.AnswerFormat,
-        headers: dict[str, str],
-    ) -> web.StreamResponse:
-        response_stream = WholeResponseStream(output, answer)
-        request_id = prepared.request.request_id
-        self._plane.admit(prepared.request, response_stream)
-        _connection_of(request).watch(lambda: self._plane.cancel(request_id))
-        try:
-            body = await response_stream.wait()
-        finally:
-            if not response_stream.is_over:
-                self._plane.cancel(request_id)
-        return web.json_response(body, headers=headers)
-
-    async def _stream(
-        self,
-        request: web.BaseRequest,
-        prepared: PreparedRequest,
-        output: Output,
-        answer: openai_responses.AnswerFormat,
-        headers: dict[str, str],
-    ) -> web.StreamResponse:
-        connection = _connection_of(request)
-        request_id = prepared.request.request_id
-        response_stream = SseResponseStream(
-            output,
-            answer,
-            slow_readers=self.slow_readers,
-            interval_tokens=self._settings.stream_interval_tokens,
-            cancel=lambda: self._plane.cancel(request_id, "slow_reader"),
-        )
-        self._plane.admit(prepared.request, response_stream)
-
-        def leave() -> None:
-            response_stream.on_lost()
-            self._plane.cancel(request_id)
-
-        connection.watch(leave)
-        try:
-            await response_stream.wait_first()
-            response = await self._open(request, headers)
-            connection.attach(response_stream)
-            is_chunked = "Transfer-Encoding" in response.headers
-            response_stream.open(HttpStream(connection, is_chunked=is_chunked), self._plane.now())
-            await response_stream.wait_sent()
-            await response.write_eof()
-        finally:
-            if not response_stream.is_over:
-                leave()
-        return response
-
-    async def _open(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": openai_responses.CONTENT_TYPE,
-                "Cache-Control": "no-cache",
-                "Server": SERVER,
-                REQUEST_ID_HEADER: self._shown_id_of(request),
-                **headers,
-            }
-        )
-        if request.version >= HttpVersion11:
-            response.enable_chunked_encoding()
-        if self._is_closing:
-            response.force_close()
-        await response.prepare(request)
-        return response
-
 
 def _listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -429,12 +331,6 @@ def _listen(host: str, port: int) -> socket.socket:
     # Several handles see one new client, and all but one of them find nothing to accept.
     listener.settimeout(0)
     return listener
-
-
-def _connection_of(request: web.BaseRequest) -> EdgeConnection:
-    connection = request.protocol
-    assert isinstance(connection, EdgeConnection), "EdgeServer makes all connections"
-    return connection
 
 
 def _refuse_method(method: str, allowed: str) -> web.Response:

@@ -14,7 +14,7 @@ from sluice_router.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from sluice_router.api.response_streams import SseResponseStream
 
@@ -61,7 +61,7 @@ class EdgeConnection(web.RequestHandler):
         self._is_serving = False
         self._paused_since_s = 0.0
         self._on_lost: Callable[[], None] | None = None
-        self._response_stream: SseResponseStream | None = None
+        self._response_streams: Sequence[SseResponseStream] = ()
 
     def begin_request(self) -> float:
         """Notes that a request's headers are complete.
@@ -78,7 +78,7 @@ class EdgeConnection(web.RequestHandler):
         """Notes that a request is answered."""
         self._is_serving = False
         self._on_lost = None
-        self._response_stream = None
+        self._response_streams = ()
 
     def close_when_idle(self) -> None:
         """Closes now, or as soon as the request under way is answered."""
@@ -93,9 +93,9 @@ class EdgeConnection(web.RequestHandler):
         if self.transport is None:
             on_lost()
 
-    def attach(self, response_stream: SseResponseStream) -> None:
-        """Calls ``response_stream`` when the client does not keep up, and when it has drained."""
-        self._response_stream = response_stream
+    def attach(self, response_streams: Sequence[SseResponseStream]) -> None:
+        """Calls an answer's streams when the client does not keep up, and when it has drained."""
+        self._response_streams = response_streams
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sets when a client counts as paused, and how long the kernel waits for one that reads nothing."""
@@ -116,8 +116,8 @@ class EdgeConnection(web.RequestHandler):
         """Notes since when the client does not keep up."""
         self._paused_since_s = self._settings.clock()
         super().pause_writing()
-        if self._response_stream is not None:
-            self._response_stream.on_paused(self._paused_since_s)
+        for response_stream in self._response_streams:
+            response_stream.on_paused(self._paused_since_s)
 
     def abort_if_paused(self, now: float) -> None:
         """Closes at once if the client has been paused for too long; for answers that do not stream.
@@ -132,8 +132,8 @@ class EdgeConnection(web.RequestHandler):
     def resume_writing(self) -> None:
         """Lets the stream go on."""
         super().resume_writing()
-        if self._response_stream is not None:
-            self._response_stream.on_drained()
+        for response_stream in self._response_streams:
+            response_stream.on_drained()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Cancels the request in this very tick."""
@@ -247,6 +247,13 @@ class EdgeSite(web.SockSite):
         )
 
 
+def connection_of(request: web.BaseRequest) -> EdgeConnection:
+    """Returns the connection that a request came on."""
+    connection = request.protocol
+    assert isinstance(connection, EdgeConnection), "EdgeServer makes all connections"
+    return connection
+
+
 class HttpStream:
     """The body of one streamed answer, written past aiohttp's coroutines.
 
@@ -283,3 +290,7 @@ class HttpStream:
         """Closes at once."""
         if self._transport is not None:
             self._transport.abort()
+
+    def end(self) -> None:
+        """Drops what is written from here on."""
+        self._transport = None

@@ -8,10 +8,19 @@ from __future__ import annotations
 import functools
 import reprlib
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 16
@@ -21,7 +30,11 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_STRUCTURE_CHARACTERS = 64 * 1024
-MAX_CHOICES = 1024
+MAX_STRUCTURE_CHOICES = 1024
+# Answers of one request: its prompts times n.
+MAX_CHOICES = 128
+# vLLM's way to ask for no seed.
+NO_SEED = -1
 # Bounds of an objective, as in the ServingCluster's CRD.
 MAX_TTFT_MS = 600_000
 MAX_TPOT_MS = 60_000
@@ -46,7 +59,6 @@ Pattern = Annotated[str, Field(min_length=1, max_length=MAX_STRUCTURE_CHARACTERS
 # Fields of OpenAI or vLLM that are not served: refused unless they hold one of these values, which ask for nothing.
 # Fields that nobody knows are ignored, and named to the client in ``x-sluice-ignored``.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "n": (None, 1),
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
@@ -152,7 +164,7 @@ class StructuredOutputs(_Options):
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: Pattern | None = None
-    choice: list[str] | None = Field(default=None, min_length=1, max_length=MAX_CHOICES)
+    choice: list[str] | None = Field(default=None, min_length=1, max_length=MAX_STRUCTURE_CHOICES)
     grammar: Pattern | None = None
     json_object: bool | None = None
 
@@ -173,6 +185,7 @@ class SamplingFields(_Body):
     model: str | None = Field(default=None, max_length=MAX_NAME_CHARACTERS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     min_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)
     temperature: Annotated[float | None, VllmDefault(1.0)] = Field(default=None, ge=0, le=2)
@@ -194,7 +207,7 @@ class SamplingFields(_Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: Pattern | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=MAX_CHOICES)
+    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=MAX_STRUCTURE_CHOICES)
     guided_grammar: Pattern | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -204,6 +217,11 @@ class SamplingFields(_Body):
     @classmethod
     def _accept_one_stop(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("seed")
+    @classmethod
+    def _drop_seed(cls, value: int | None) -> int | None:
+        return None if value == NO_SEED else value
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
@@ -240,21 +258,41 @@ VLLM_DEFAULTS = {
 }
 
 
+def _tell_prompt(value: object) -> str:
+    """Tells the four forms of a prompt apart by the first item."""
+    if not isinstance(value, list):
+        return "str"
+    first = value[0] if value else 0
+    return "list[str]" if isinstance(first, str) else "list[list]" if isinstance(first, list) else "list[int]"
+
+
 class CompletionBody(SamplingFields):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | list[TokenId]
+    prompt: Annotated[
+        Annotated[str, Tag("str")]
+        | Annotated[list[TokenId], Tag("list[int]")]
+        | Annotated[list[str], Tag("list[str]")]
+        | Annotated[list[list[TokenId]], Tag("list[list]")],
+        Discriminator(_tell_prompt),
+    ]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _accept_one_prompt(cls, value: object) -> object:
-        """Takes a list of one prompt for that prompt, as several clients send it."""
-        if isinstance(value, list) and value and isinstance(value[0], str | list):
-            if len(value) > 1:
-                raise ValueError(f"one prompt per request is supported, not {len(value)}")
-            return value[0]
-        return value
+    @model_validator(mode="after")
+    def _check_choices(self) -> Self:
+        num_prompts, n = len(self.list_prompts()), self.n or 1
+        if num_prompts * n > MAX_CHOICES:
+            raise ValueError(
+                f"prompt has {num_prompts} prompts and n is {n}: at most {MAX_CHOICES} answers per request, "
+                f"not {num_prompts * n}"
+            )
+        return self
+
+    def list_prompts(self) -> list[tuple[str, str | list[int]]]:
+        """Lists the prompts, each with the path of its field."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return [("prompt", cast("str | list[int]", self.prompt))]
+        return [(f"prompt[{index}]", cast("str | list[int]", prompt)) for index, prompt in enumerate(self.prompt)]
 
     @property
     def num_logprobs(self) -> int | None:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sluice.v1 import sampling_pb2
 from sluice_router.api.logprobs import format_chat_logprobs, format_completion_logprobs
 from sluice_router.errors import RouterError, error_status_of
+from sluice_router.scheduling.requests import Usage
 
 if TYPE_CHECKING:
-    from sluice_router.scheduling.requests import Finish, Usage
+    from collections.abc import Sequence
+
+    from sluice_router.scheduling.requests import Finish
     from sluice_router.text.output import Delta, OutputSettings
     from sluice_router.text.tokenizer import ModelText
 
@@ -26,7 +29,7 @@ FINISH_REASONS = {
 
 
 class AnswerFormat(Protocol):
-    """One request's answer in the form of its endpoint."""
+    """One choice of an answer in the form of its endpoint; the answer's own parts are the same for all choices."""
 
     def start(self) -> bytes:
         """Formats the events before the first text."""
@@ -46,20 +49,32 @@ class AnswerFormat(Protocol):
         ...
 
     def end(self, delta: Delta, finish: Finish, stop: str | None) -> bytes:
-        """Formats the last events: rest of the text, reason, usage if asked for, and the end mark."""
+        """Formats a choice's last event: rest of its text, and the reason."""
         ...
 
-    def whole(self, delta: Delta, finish: Finish, stop: str | None) -> dict[str, Any]:
-        """Formats the whole answer, for requests that do not stream."""
+    def last(self, usage: Usage) -> bytes:
+        """Formats what follows all choices: usage if asked for, and the end mark."""
+        ...
+
+    def choice(self, delta: Delta, finish: Finish, stop: str | None) -> dict[str, Any]:
+        """Formats a whole choice, for requests that do not stream."""
+        ...
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        """Formats the whole answer."""
         ...
 
 
 class _Format:
     """What both endpoints share.
 
+    Attributes:
+        kind: OpenAI's object name of an answer.
+        chunk_kind: OpenAI's object name of a streamed event.
+
     Args:
         answer_id: Id of the answer.
-        kind: OpenAI's object name of a chunk.
+        index: Of the choice in the answer.
         created_s: Unix time.
         model: Served name.
         settings: How the request wants its output.
@@ -68,11 +83,14 @@ class _Format:
         prompt_token_ids: The prompt, for requests that want token ids.
     """
 
+    kind: str
+    chunk_kind: str
+
     def __init__(
         self,
         *,
         answer_id: str,
-        kind: str,
+        index: int,
         created_s: int,
         model: str,
         settings: OutputSettings,
@@ -80,13 +98,14 @@ class _Format:
         includes_usage: bool,
         prompt_token_ids: list[int] | None,
     ) -> None:
-        self._head = {"id": answer_id, "object": kind, "created": created_s, "model": model}
+        self._head = {"id": answer_id, "object": self.kind, "created": created_s, "model": model}
+        self._index = index
         self._settings = settings
         self.is_plain = not settings.keeps_tokens
         self._text = text
         self._includes_usage = includes_usage
         self._prompt_token_ids = prompt_token_ids
-        self._event_start = "data: " + _dump(self._head)[:-1]
+        self._event_start = "data: " + _dump({**self._head, "object": self.chunk_kind})[:-1]
         self._event_end = ',"usage":null}\n\n' if includes_usage else "}\n\n"
         # What an event of text alone has before and behind its text; made once, which saves most of an event's cost.
         self._prefix = self._suffix = ""
@@ -102,8 +121,28 @@ class _Format:
         return self._event(self._choice(delta, '"finish_reason":null'))
 
     def end(self, delta: Delta, finish: Finish, stop: str | None) -> bytes:
-        """Formats the last events."""
-        return self._event(self._choice(delta, _format_end(finish, stop))) + self._last(finish)
+        """Formats a choice's last event."""
+        return self._event(self._choice(delta, _format_end(finish, stop)))
+
+    def last(self, usage: Usage) -> bytes:
+        """Formats what follows all choices."""
+        if not self._includes_usage:
+            return DONE
+        return f'{self._event_start},"choices":[],"usage":{_dump(format_usage(usage))}}}\n\n'.encode() + DONE
+
+    def choice(self, delta: Delta, finish: Finish, stop: str | None) -> dict[str, Any]:
+        """Formats a whole choice."""
+        choice = {"index": self._index, **self._content(delta), **_describe_end(finish, stop)}
+        if self._settings.returns_token_ids:
+            choice |= {"token_ids": delta.token_ids, "prompt_token_ids": self._prompt_token_ids}
+        return choice
+
+    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        """Formats the whole answer."""
+        return {**self._head, "choices": choices, "usage": format_usage(usage)}
+
+    def _content(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
 
     def _choice(self, delta: Delta, end: str) -> str:
         raise NotImplementedError
@@ -120,40 +159,28 @@ class _Format:
             prompt = f',"prompt_token_ids":{_dump(self._prompt_token_ids)}'
         return f',"token_ids":{_dump(delta.token_ids)}{prompt}'
 
-    def _last(self, finish: Finish) -> bytes:
-        if not self._includes_usage:
-            return DONE
-        usage = _dump(format_usage(finish.usage))
-        return f'{self._event_start},"choices":[],"usage":{usage}}}\n\n'.encode() + DONE
-
-    def _whole(self, kind: str, choice: dict[str, Any], delta: Delta, finish: Finish) -> dict[str, Any]:
-        if self._settings.returns_token_ids:
-            choice["token_ids"] = delta.token_ids
-            choice["prompt_token_ids"] = self._prompt_token_ids
-        return {**self._head, "object": kind, "choices": [choice], "usage": format_usage(finish.usage)}
-
 
 class CompletionFormat(_Format):
     """Answers of ``/v1/completions``; for the arguments see ``_Format``."""
 
+    kind = chunk_kind = "text_completion"
+
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(kind="text_completion", **arguments)
-        self._prefix = f'{self._event_start},"choices":[{{"index":0,"text":'
+        super().__init__(**arguments)
+        self._prefix = f'{self._event_start},"choices":[{{"index":{self._index},"text":'
         self._suffix = f',"logprobs":null,"finish_reason":null}}]{self._event_end}'
 
     def start(self) -> bytes:
         """Formats nothing: completions start with their text."""
         return b""
 
-    def whole(self, delta: Delta, finish: Finish, stop: str | None) -> dict[str, Any]:
-        """Formats the whole answer."""
-        choice = {"index": 0, "text": delta.text, "logprobs": self._logprobs(delta), **_describe_end(finish, stop)}
-        return self._whole("text_completion", choice, delta, finish)
+    def _content(self, delta: Delta) -> dict[str, Any]:
+        return {"text": delta.text, "logprobs": self._logprobs(delta)}
 
     def _choice(self, delta: Delta, end: str) -> str:
         logprobs = _dump(self._logprobs(delta))
         text = encode_basestring(delta.text)
-        return f'{{"index":0,"text":{text},"logprobs":{logprobs},{end}{self._token_ids(delta)}}}'
+        return f'{{"index":{self._index},"text":{text},"logprobs":{logprobs},{end}{self._token_ids(delta)}}}'
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         wanted = self._settings.num_logprobs
@@ -163,30 +190,52 @@ class CompletionFormat(_Format):
 class ChatFormat(_Format):
     """Answers of ``/v1/chat/completions``; for the arguments see ``_Format``."""
 
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(kind="chat.completion.chunk", **arguments)
-        self._prefix = f'{self._event_start},"choices":[{{"index":0,"delta":{{"content":'
+        super().__init__(**arguments)
+        self._prefix = f'{self._event_start},"choices":[{{"index":{self._index},"delta":{{"content":'
         self._suffix = f'}},"logprobs":null,"finish_reason":null}}]{self._event_end}'
 
     def start(self) -> bytes:
         """Formats the event that names the speaker."""
         delta = '"delta":{"role":"assistant","content":""}'
-        return self._event(f'{{"index":0,{delta},"logprobs":null,"finish_reason":null}}')
+        return self._event(f'{{"index":{self._index},{delta},"logprobs":null,"finish_reason":null}}')
 
-    def whole(self, delta: Delta, finish: Finish, stop: str | None) -> dict[str, Any]:
-        """Formats the whole answer."""
+    def _content(self, delta: Delta) -> dict[str, Any]:
         message = {"role": "assistant", "content": delta.text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": self._logprobs(delta), **_describe_end(finish, stop)}
-        return self._whole("chat.completion", choice, delta, finish)
+        return {"message": message, "logprobs": self._logprobs(delta)}
 
     def _choice(self, delta: Delta, end: str) -> str:
         content = f'"content":{encode_basestring(delta.text)}' if delta.text else ""
         logprobs = _dump(self._logprobs(delta) if delta.token_ids else None)
-        return f'{{"index":0,"delta":{{{content}}},"logprobs":{logprobs},{end}{self._token_ids(delta)}}}'
+        return f'{{"index":{self._index},"delta":{{{content}}},"logprobs":{logprobs},{end}{self._token_ids(delta)}}}'
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         wanted = self._settings.num_logprobs
         return None if wanted is None else format_chat_logprobs(delta, self._text, wanted)
+
+
+def add_usages(usages: Sequence[Usage], n: int) -> Usage:
+    """Adds up the usages of an answer's choices: tokens are summed, times are the worst.
+
+    Args:
+        usages: Of the choices, in their order, at least one.
+        n: Choices per prompt; a prompt counts once.
+    """
+    if len(usages) == 1:
+        return usages[0]
+    prompts = usages[::n]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
+        output_tokens=sum(usage.output_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in prompts),
+        ttft_s=max(usage.ttft_s for usage in usages),
+        tpot_s=max((usage.tpot_s for usage in usages if usage.tpot_s is not None), default=None),
+        num_hand_offs=sum(usage.num_hand_offs for usage in usages),
+        num_recoveries=sum(usage.num_recoveries for usage in usages),
+        is_slo_met=all(usage.is_slo_met for usage in usages),
+    )
 
 
 def format_usage(usage: Usage) -> dict[str, Any]:

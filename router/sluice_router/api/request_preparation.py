@@ -6,11 +6,11 @@ import asyncio
 import json
 import time
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import sampling_pb2
-from sluice_router.api.openai_requests import VLLM_DEFAULTS, CompletionBody, FieldError, quote
+from sluice_router.api.openai_requests import VLLM_DEFAULTS, FieldError, quote
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.errors import InvalidRequestError, ModelNotFoundError
 from sluice_router.fair_loop import FairQueue
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sluice_core.records import RequestId
     from sluice_router.api.edge_metrics import EdgeMetrics
     from sluice_router.api.objectives import RequestObjectives
-    from sluice_router.api.openai_requests import ChatBody, SamplingFields
+    from sluice_router.api.openai_requests import ChatBody, CompletionBody, SamplingFields
     from sluice_router.scheduling.requests import DataPlane
     from sluice_router.text.tokenizer import ModelText
 
@@ -121,26 +121,33 @@ class RequestPreparer:
         self._metrics = metrics
         self._fair_queue = FairQueue()
 
-    async def prepare_completion(self, body: CompletionBody, caller: Caller) -> PreparedRequest:
+    async def prepare_completion(self, body: CompletionBody, caller: Caller) -> list[PreparedRequest]:
         """Prepares a completion.
+
+        Returns:
+            A request for each choice of the answer, those of a prompt one after the other.
 
         Raises:
             FieldError: A field is wrong for this model.
             ModelNotFoundError: Another model is asked for.
         """
         self.check_model(body.model)
-        # One per iteration of the loop: tokens of other requests go out between two of a burst.
-        await self._fair_queue.wait()
-        if isinstance(body.prompt, str):
-            started_s = time.perf_counter()
-            ids = await self._text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-            self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
-        else:
-            ids = body.prompt
-            self._check_token_ids("prompt", ids)
-        return self._finish(body, ids, caller, await _read_structure(body))
+        structure = await _read_structure(body)
+        prepared = []
+        for field, prompt in body.list_prompts():
+            # One per iteration of the loop: tokens of other requests go out between two of a burst.
+            await self._fair_queue.wait()
+            if isinstance(prompt, str):
+                started_s = time.perf_counter()
+                ids = await self._text.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+                self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
+            else:
+                ids = prompt
+                self._check_token_ids(field, ids)
+            prepared.append(self._finish(body, field, ids, caller, structure))
+        return self._list_choices(prepared, body.n or 1)
 
-    async def prepare_chat(self, body: ChatBody, caller: Caller) -> PreparedRequest:
+    async def prepare_chat(self, body: ChatBody, caller: Caller) -> list[PreparedRequest]:
         """Prepares a chat; see ``prepare_completion``."""
         self.check_model(body.model)
         await self._fair_queue.wait()
@@ -149,7 +156,8 @@ class RequestPreparer:
         # Templates write BOS themselves.
         ids = await self._text.encode(prompt, add_special_tokens=body.add_special_tokens is True)
         self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
-        return self._finish(body, ids, caller, await _read_structure(body))
+        prepared = self._finish(body, "messages", ids, caller, await _read_structure(body))
+        return self._list_choices([prepared], body.n or 1)
 
     def check_model(self, name: str | None) -> None:
         """Checks that a model is the one served. Without a plan no name is known yet, and any passes.
@@ -188,17 +196,42 @@ class RequestPreparer:
             index = next(index for index, token_id in enumerate(ids) if token_id >= limit)
             raise FieldError(f"{field}[{index}]", f"{field}[{index}]: token ids are below {limit}, not {ids[index]}")
 
+    def _list_choices(self, prepared: list[PreparedRequest], n: int) -> list[PreparedRequest]:
+        """Lists the choices of an answer: ``n`` for each prompt, with ids and seeds of their own."""
+        if len(prepared) * n == 1:
+            return prepared
+        choices = [(prompt, sample) for prompt in prepared for sample in range(n)]
+        return [
+            replace(prompt, request=self._derive_choice(prompt.request, index, sample))
+            for index, (prompt, sample) in enumerate(choices)
+        ]
+
+    def _derive_choice(self, request: NewRequest, index: int, sample: int) -> NewRequest:
+        if not index:
+            return request
+        sampling = sampling_pb2.SamplingParams()
+        sampling.CopyFrom(request.sampling)
+        if sampling.HasField("seed"):
+            sampling.seed = derive_seed(sampling.seed, sample)
+        shown_id = request.client_request_id or request.request_id
+        return replace(
+            request,
+            request_id=self._plane.make_request_id(),
+            client_request_id=f"{shown_id}-{index}",
+            sampling=sampling,
+        )
+
     def _finish(
         self,
         body: SamplingFields,
+        field: str,
         ids: list[int],
         caller: Caller,
         structure: sampling_pb2.StructuredOutput | None,
     ) -> PreparedRequest:
         if not ids:
-            field = "prompt" if isinstance(body, CompletionBody) else "messages"
             raise FieldError(field, f"{field}: the prompt is empty; at least 1 token is needed")
-        sampling = self._build_sampling(body, self._limit_output(body, len(ids), caller.default_output_tokens))
+        sampling = self._build_sampling(body, self._limit_output(body, field, len(ids), caller.default_output_tokens))
         if structure is not None:
             sampling.structured_output.CopyFrom(structure)
         objectives = caller.objectives
@@ -217,7 +250,9 @@ class RequestPreparer:
         )
         return PreparedRequest(request=request, output=self._describe_output(body, sampling))
 
-    def _limit_output(self, body: SamplingFields, prompt_tokens: int, default_tokens: int | None) -> int:
+    def _limit_output(
+        self, body: SamplingFields, prompt_field: str, prompt_tokens: int, default_tokens: int | None
+    ) -> int:
         """Returns the most output tokens, within the model's length.
 
         Raises:
@@ -232,9 +267,7 @@ class RequestPreparer:
         if room < 1 or (wanted is not None and wanted > room):
             asked = f"{prompt_tokens} tokens of prompt"
             asked += "" if wanted is None else f" and max_tokens {wanted}, {prompt_tokens + wanted} in all"
-            field = body.output_limit_field
-            if room < 1:
-                field = "prompt" if isinstance(body, CompletionBody) else "messages"
+            field = prompt_field if room < 1 else body.output_limit_field
             message = f"{field}: the model's limit is {length} tokens for prompt and output; the request has {asked}"
             raise FieldError(field, message, "context_length_exceeded")
         return min(room, wanted or default or room)
@@ -293,6 +326,17 @@ class RequestPreparer:
             num_logprobs=body.num_logprobs,
             returns_token_ids=bool(body.return_token_ids),
         )
+
+
+def derive_seed(seed: int, sample: int) -> int:
+    """Derives the seed of one of several samples: counted away from zero, as vLLM does above it, so never vLLM's -1.
+
+    Args:
+        seed: The request's, a 64-bit integer other than -1.
+        sample: Number of the sample, from 0 on.
+    """
+    moved = seed + sample if seed >= 0 else seed - sample
+    return (moved + 2**63) % 2**64 - 2**63
 
 
 async def _read_structure(body: SamplingFields) -> sampling_pb2.StructuredOutput | None:

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from sluice_router.api.openai_responses import AnswerFormat
     from sluice_router.api.slow_readers import SlowReaders
     from sluice_router.errors import RouterError
-    from sluice_router.scheduling.requests import Finish
+    from sluice_router.scheduling.requests import Finish, Usage
     from sluice_router.text.output import Delta, Output
 
-from sluice_router.api.openai_responses import format_error_event
+from sluice_router.api.openai_responses import add_usages, format_error_event
 
 
 class ClientStream(Protocol):
@@ -38,25 +38,89 @@ class ClientStream(Protocol):
         """Closes at once, whatever is unsent."""
         ...
 
+    def end(self) -> None:
+        """Drops what is written from here on: the answer is complete."""
+        ...
 
-class WholeResponseStream:
-    """Collects an answer that does not stream.
+
+class AnswerProgress:
+    """How far an answer's choices are, each of which is a request of its own; the first that fails fails the answer.
 
     Args:
-        output: The request's output.
-        answer: The endpoint's form.
+        num_choices: Of the answer.
+        n: Choices per prompt.
     """
 
-    def __init__(self, output: Output, answer: AnswerFormat) -> None:
-        self._output = output
-        self._answer = answer
-        self.on_token = output.push
-        self._done: asyncio.Future[dict[str, Any] | RouterError] = asyncio.get_running_loop().create_future()
+    def __init__(self, num_choices: int, n: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._n = n
+        self._usages: list[Usage | None] = [None] * num_choices
+        self._num_open = self._num_unwritten = num_choices
+        self._error: RouterError | None = None
+        self._first: asyncio.Future[None] = loop.create_future()
+        self._over: asyncio.Future[None] = loop.create_future()
 
     @property
     def is_over(self) -> bool:
-        """Whether the data plane has said how it ended."""
-        return self._done.done()
+        """Whether the data plane has said how every choice ended."""
+        return self._num_open == 0
+
+    def announce(self) -> None:
+        """Notes that there is something to send."""
+        if not self._first.done():
+            self._first.set_result(None)
+
+    def note_end(self, index: int, end: Finish | RouterError) -> None:
+        """Notes how a choice ended."""
+        self._num_open -= 1
+        if isinstance(end, Exception):
+            self._error = self._error or end
+        else:
+            self._usages[index] = end.usage
+
+    def note_written(self) -> bool:
+        """Notes that a choice's end is written; returns whether it was the last one."""
+        self._num_unwritten -= 1
+        return self._num_unwritten == 0
+
+    @property
+    def usage(self) -> Usage:
+        """Usage of the whole answer; every choice has ended well."""
+        return add_usages([usage for usage in self._usages if usage is not None], self._n)
+
+    def conclude(self) -> None:
+        """Notes that nothing more goes out."""
+        if not self._over.done():  # the client may have gone in this very tick
+            self._over.set_result(None)
+
+    async def wait_first(self) -> None:
+        """Waits until there is something to send: what fails before that gets an HTTP status of its own.
+
+        Raises:
+            RouterError: The request failed before that.
+        """
+        await self._first
+        if self._error is not None:
+            raise self._error
+
+    async def wait_over(self) -> None:
+        """Waits until nothing more goes out."""
+        await self._over
+
+
+class WholeAnswer:
+    """An answer that does not stream.
+
+    Args:
+        progress: Of its choices.
+        answer: The endpoint's form.
+        num_choices: Of the answer.
+    """
+
+    def __init__(self, progress: AnswerProgress, answer: AnswerFormat, num_choices: int) -> None:
+        self._answer = answer
+        self.progress = progress
+        self.choices: list[dict[str, Any]] = [{}] * num_choices
 
     async def wait(self) -> dict[str, Any]:
         """Waits for the answer.
@@ -65,39 +129,58 @@ class WholeResponseStream:
             The body.
 
         Raises:
-            RouterError: The request failed.
+            RouterError: A choice failed.
         """
-        result = await self._done
-        if isinstance(result, dict):
-            return result
-        raise result
+        await self.progress.wait_first()
+        return self._answer.whole(self.choices, self.progress.usage)
+
+
+class WholeResponseStream:
+    """Collects one choice of an answer that does not stream.
+
+    Args:
+        output: The request's output.
+        answer: The endpoint's form.
+        whole: The answer.
+        index: Of the choice.
+    """
+
+    def __init__(self, output: Output, answer: AnswerFormat, whole: WholeAnswer, index: int) -> None:
+        self._output = output
+        self._answer = answer
+        self._whole = whole
+        self._index = index
+        self.on_token = output.push
 
     def flush(self, now: float) -> None:
         """Does nothing: the answer goes out whole."""
 
     def on_finished(self, finish: Finish) -> None:
-        """Makes the answer."""
+        """Makes the choice, and with the last one the answer."""
         self._output.finish()
-        self._settle(self._answer.whole(self._output.take(), finish, self._output.matched_stop))
+        self._whole.choices[self._index] = self._answer.choice(self._output.take(), finish, self._output.matched_stop)
+        progress = self._whole.progress
+        progress.note_end(self._index, finish)
+        if progress.is_over:
+            progress.announce()
 
     def on_error(self, error: RouterError) -> None:
         """Fails the answer."""
-        self._settle(error)
-
-    def _settle(self, result: dict[str, Any] | RouterError) -> None:
-        if not self._done.done():  # the client may have gone in this very tick
-            self._done.set_result(result)
+        self._whole.progress.note_end(self._index, error)
+        self._whole.progress.announce()
 
 
 class SseResponseStream:
-    """Writes an answer as server-sent events.
+    """Writes one choice of an answer as server-sent events.
 
-    Its life: tokens come (``wait_first`` returns), the handler opens the stream, events go out, the end is written
-    (``wait_sent`` returns).
+    An answer's life: tokens come (``AnswerProgress.wait_first`` returns), the handler opens the streams of all choices,
+    events go out as they come, and the last choice's end is written (``wait_over`` returns).
 
     Args:
         output: The request's output.
         answer: The endpoint's form.
+        progress: Of the answer.
+        index: Of the choice.
         slow_readers: Where it registers while its client is paused.
         interval_tokens: Tokens per event after the first.
         cancel: Cancels the request because its client reads too slowly.
@@ -107,14 +190,17 @@ class SseResponseStream:
         self,
         output: Output,
         answer: AnswerFormat,
+        progress: AnswerProgress,
+        index: int,
         *,
         slow_readers: SlowReaders,
         interval_tokens: int,
         cancel: Callable[[], None],
     ) -> None:
-        loop = asyncio.get_running_loop()
         self._output = output
         self._answer = answer
+        self._progress = progress
+        self._index = index
         self._slow_readers = slow_readers
         self._interval_tokens = interval_tokens
         self._is_plain = answer.is_plain
@@ -122,35 +208,14 @@ class SseResponseStream:
         self.on_token = output.push
         self._stream: ClientStream | None = None
         self._end: Finish | RouterError | None = None
-        self._first: asyncio.Future[None] = loop.create_future()
-        self._sent: asyncio.Future[None] = loop.create_future()
         self._is_paused = False
         self._is_ended = False
         self.paused_since_s = 0.0
 
     @property
-    def is_over(self) -> bool:
-        """Whether the data plane has said how it ended."""
-        return self._end is not None
-
-    @property
     def num_buffered_bytes(self) -> int:
         """Bytes held for the client; see ``SlowReader``."""
         return self._output.num_bytes + (0 if self._stream is None else self._stream.num_buffered_bytes)
-
-    async def wait_first(self) -> None:
-        """Waits until there is something to send: what fails before that gets an HTTP status of its own.
-
-        Raises:
-            RouterError: The request failed before that.
-        """
-        await self._first
-        if self._end is not None and isinstance(self._end, Exception):
-            raise self._end
-
-    async def wait_sent(self) -> None:
-        """Waits until the end is written."""
-        await self._sent
 
     def open(self, stream: ClientStream, now: float) -> None:
         """Starts writing; the status line is out.
@@ -168,7 +233,7 @@ class SseResponseStream:
     def flush(self, now: float) -> None:  # noqa: ARG002 - gRPC's response stream needs it
         """Writes one event with what has come."""
         if self._stream is None:
-            self._announce()
+            self._progress.announce()
         elif self._output.num_tokens - self._output.first_index >= self._interval_tokens:
             self._advance()
 
@@ -209,14 +274,11 @@ class SseResponseStream:
 
     def _conclude(self, end: Finish | RouterError) -> None:
         self._end = end
+        self._progress.note_end(self._index, end)
         if self._stream is None:
-            self._announce()
+            self._progress.announce()
         else:
             self._advance()
-
-    def _announce(self) -> None:
-        if not self._first.done():
-            self._first.set_result(None)
 
     def _advance(self) -> None:
         """Writes all there is; while the client is paused keeps the text, which goes out as one event later."""
@@ -242,10 +304,18 @@ class SseResponseStream:
         delta = self._output.take()
         if isinstance(end, Exception):
             stream.write((self._answer.chunk(delta) if delta else b"") + format_error_event(end))
+            self._conclude_answer(stream)
+            return
+        data = self._answer.end(delta, end, self._output.matched_stop)
+        if self._progress.note_written():
+            stream.write(data + self._answer.last(self._progress.usage))
+            self._conclude_answer(stream)
         else:
-            stream.write(self._answer.end(delta, end, self._output.matched_stop))
-        if not self._sent.done():
-            self._sent.set_result(None)
+            stream.write(data)
+
+    def _conclude_answer(self, stream: ClientStream) -> None:
+        stream.end()
+        self._progress.conclude()
 
 
 class GrpcResponseStream:
