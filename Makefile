@@ -11,7 +11,7 @@
 # make images-check builds the images of the Dockerfiles, and runs them there (30 GB of disk, a quarter of an hour)
 # make bench   runs the benchmarks
 # make bench-paper writes docs/measurements/papers.md anew: papers reproduced in the simulator
-# make mutation mutates Algorithms 1 and 2 and the batch policy: does a test notice every mutant?
+# make mutation changes what the programs decide, bit by bit: does a test notice? ARGS="operator" for one part
 # make clean   removes all of the above; models and volumes stay
 #
 # Needs Python 3.11 to 3.14, make and a C compiler. Every step leaves a stamp: a second run starts in seconds.

@@ -1,0 +1,170 @@
+"""``make mutation`` on a toy package: what no test notices is reported and fails, what a test notices is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from benchmarks.mutation.mutants import MutatedModule
+from benchmarks.mutation.mutate import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PYPROJECT = """
+[tool.pytest.ini_options]
+pythonpath = ["."]
+asyncio_mode = "auto"
+asyncio_default_fixture_loop_scope = "function"
+"""
+PARTS = """
+[toy]
+modules = ["toy/*.py"]
+tests = ["tests"]
+"""
+# One mutant per function, of every kind of function that the product has.
+TOY = '''
+"""A module."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    free_tokens: int
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing fits."""
+        return self.free_tokens == 0
+
+    @staticmethod
+    async def wait(fits: bool) -> str:
+        if not fits:
+            logging.getLogger(__name__).info("refused: %s", fits + 1)
+        match fits:
+            case False:
+                raise ValueError(f"does not fit: {fits + 1}")
+        return "fits"
+
+
+@contextlib.contextmanager
+def hold(held: list[int]):
+    held.append(7)
+    yield held
+    held.clear()
+
+
+async def count(limit):
+    number = 0
+    while number < limit:
+        yield number
+        number += 1
+'''
+TESTS = """
+import pytest
+
+from toy.room import Room, count, hold
+
+
+@pytest.mark.parametrize(("free_tokens", "is_full"), [(0, True), (1, False)])
+def test_room(free_tokens, is_full):
+    assert Room(free_tokens).is_full is is_full
+
+
+async def test_wait():
+    assert await Room.wait(True) == "fits"
+    with pytest.raises(ValueError, match="does not fit"):
+        await Room.wait(False)
+
+
+def test_hold():
+    held = []
+    with hold(held) as inner:
+        assert inner is held == [7]
+    assert held == []
+
+
+async def test_count():
+    assert [number async for number in count(3)] == [0, 1, 2]
+"""
+FUNCTIONS = ("Room.is_full", "Room.wait", "hold", "count")
+WITHOUT_CLEAR = TESTS.replace("    assert held == []\n", "")
+LISTED = """
+[[mutant]]
+part = "toy"
+function = "room.hold"
+before = "held.clear()"
+after = "pass"
+reason = "Nobody asks."
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    for path, text in (
+        ("pyproject.toml", PYPROJECT),
+        ("parts.toml", PARTS),
+        ("equivalent.toml", ""),
+        ("toy/__init__.py", ""),
+        ("toy/room.py", TOY),
+        ("tests/test_room.py", TESTS),
+    ):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    return tmp_path
+
+
+def mutate(toy: Path, *arguments: str) -> int:
+    paths = {"parts": "parts.toml", "equivalent": "equivalent.toml", "root": ".", "folder": "found"}
+    return main([*arguments, *(f"--{name}={toy / path}" for name, path in paths.items())])
+
+
+def read_row(text: str) -> dict[str, str]:
+    """Reads the line of the table."""
+    row = text.splitlines()[-1].split()
+    return dict(zip(("part", "mutants", "noticed", "listed", "unnoticed", "open", "share"), row, strict=False))
+
+
+def test_what_tests_notice_is_no_hole_and_only_what_changed_is_tested_again(
+    toy: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert mutate(toy) == 0
+    row = read_row(capfd.readouterr().out)
+    assert row["noticed"] == row["mutants"]
+    assert row["open"] == "0"
+    mutants = MutatedModule(toy, "toy/room.py").mutants
+    assert {mutant.function for mutant in mutants} == {f"room.{name}" for name in FUNCTIONS}
+    # `number -= 1`: a loop that does not end is noticed too.
+    assert '"timed out"' in (toy / "found/toy/results.jsonl").read_text()
+    (toy / "toy/room.py").write_text(TOY.replace("number += 1", "number = number + 1"))
+    assert mutate(toy) == 0
+    num_changed = sum(mutant.function == "room.count" for mutant in MutatedModule(toy, "toy/room.py").mutants)
+    assert f"toy: {len(mutants)} mutants, {num_changed} to test" in capfd.readouterr().err
+
+
+def test_what_no_test_notices_is_reported_until_one_does_or_it_is_listed(
+    toy: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (toy / "parts.toml").write_text(PARTS + "least_share = 1.0\n")
+    (toy / "tests/test_room.py").write_text(WITHOUT_CLEAR)
+    assert mutate(toy, "--function", "hold") == 1
+    assert "room.hold: unnoticed\n  - held.clear()\n  + pass" in capfd.readouterr().out
+    (toy / "equivalent.toml").write_text(LISTED)
+    assert mutate(toy, "--function", "hold") == 0
+    assert read_row(capfd.readouterr().out)["listed"] == "1"
+    # The test notices it from now on, so the list is wrong.
+    (toy / "tests/test_room.py").write_text(TESTS)
+    assert mutate(toy, "--function", "hold") == 1
+    assert "noticed or gone: toy room.hold" in capfd.readouterr().out
+    (toy / "equivalent.toml").write_text("")
+    assert mutate(toy, "--function", "hold") == 0
+
+
+def test_messages_are_no_decisions(toy: Path) -> None:
+    shown = [mutant.before for mutant in MutatedModule(toy, "toy/room.py").mutants if "wait" in mutant.function]
+    assert shown == ["raise ValueError(f'does not fit: {fits + 1}')", "return 'fits'", "return 'fits'"]
