@@ -55,6 +55,15 @@ def test_bad_request_is_refused_by_name_value_and_limit(fields, error, words):
     harness.assert_idle()
 
 
+def test_prompt_and_output_may_fill_the_model_exactly():
+    harness = Harness(ONE)
+    _, response_stream = harness.admit(4094, 2)
+    harness.run()
+    assert response_stream.finish is not None
+    assert response_stream.finish.usage.output_tokens == 2
+    harness.assert_idle()
+
+
 def test_request_without_a_plan_gets_retry_after():
     harness = Harness(ONE, plan=False)
     with pytest.raises(NoEngineError) as caught:
@@ -75,9 +84,16 @@ def test_queue_is_bounded_by_this_routers_part_of_the_limit(num_routers):
     harness = Harness({}, limits=Limits(max_waiting=2 * num_routers))
     harness.router.apply_plan(make_plan(ONE, num_routers=num_routers))
     harness.admit()
+    harness.clock.advance(7)
     harness.admit()
-    with pytest.raises(QueueFullError, match="limit is 2"):
-        harness.admit()
+    with pytest.raises(QueueFullError, match="limit is 2") as caught:
+        harness.admit(owner="alice")
+    # As long as the head of the queue has waited.
+    assert caught.value.retry_after_s == 7
+    assert harness.count("requests", "", "rejected") == harness.count("key_requests", "alice", "rejected") == 1
+    assert harness.count("rejected", "rate_limited") == 1
+    (counters,) = harness.router.describe().classes
+    assert (counters.num_finished, counters.num_met_both) == (1, 0)
 
 
 def test_objectives_are_the_class_unless_the_request_says_otherwise():
@@ -139,7 +155,17 @@ def test_wait_for_an_engine_ends_with_no_engine_and_an_estimate():
     harness.clock.advance(0.2)
     harness.router.tick()
     assert isinstance(response_stream.error, NoEngineError)
-    assert response_stream.error.retry_after_s
+    assert response_stream.error.retry_after_s == pytest.approx(5.1)
+    assert "(no_engine)" in response_stream.error.message
+    check_bad_end(harness, "rejected", "no_engine")
+
+
+def check_bad_end(harness: Harness, result: str, reason: str) -> None:
+    """The one request there was ended so, met nothing, and left nothing."""
+    assert harness.state.metrics.counters["requests"] == {("", result): 1}
+    assert harness.state.metrics.counters["rejected"] == {(reason,): 1}
+    counters = [(item.num_finished, item.num_met_both) for item in harness.router.describe().classes]
+    assert counters == ([] if result == "cancelled" else [(1, 0)])
     harness.assert_idle()
 
 
@@ -150,7 +176,7 @@ def test_deadline_ends_a_running_request_and_aborts_it():
         harness.step_all()
     assert isinstance(response_stream.error, DeadlineError)
     assert 0 < len(response_stream.token_ids) < 8
-    harness.assert_idle()
+    check_bad_end(harness, "failed", "deadline_exceeded")
 
 
 def test_infeasible_request_is_rejected_with_an_estimate_when_the_plan_says_so():

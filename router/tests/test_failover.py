@@ -99,6 +99,29 @@ def test_request_goes_on_where_it_was_when_only_the_stream_broke(steps_meanwhile
     harness.assert_idle()
 
 
+@pytest.mark.parametrize(
+    ("fence", "num_output_tokens", "epoch", "is_resumed"),
+    [(1, 3, 1, True), (0, 3, 1, False), (2, 3, 1, False), (1, 2, 1, False), (1, 3, 2, False)],
+    ids=["what it had", "of an earlier owner", "of a later owner", "fewer tokens than came", "of another start"],
+)
+def test_only_the_very_submission_that_was_cut_off_is_resumed(fence, num_output_tokens, epoch, is_resumed):
+    harness = Harness({"d0": "D"}, limits=Limits(resume_grace_s=10))
+    request_id, response_stream = harness.admit(20, 8)
+    for _ in range(3):
+        harness.step_all()
+    harness.cut("d0")
+    held = engine_pb2.HeldRequest(request_id=request_id, fence=fence, num_output_tokens=num_output_tokens)
+    core = harness.attach("d0", epoch=epoch, held=[held])
+    (first,) = [message for message in harness.down["d0"] if message.resumes or message.aborts]
+    assert [resume.request_id for resume in first.resumes] == [request_id] * is_resumed
+    assert [abort.held_request_id for abort in first.aborts] == [request_id] * (not is_resumed)
+    assert harness.count("recoveries", "stream") == (not is_resumed)
+    core.held.clear()
+    harness.run()
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 8)
+    harness.assert_idle()
+
+
 def test_logprobs_come_along_when_a_request_is_resumed():
     harness = Harness({"d0": "D"})
     sampling = sampling_pb2.SamplingParams(max_tokens=10, num_logprobs=1)
@@ -279,12 +302,20 @@ def test_idle_engine_is_not_lost_however_old_its_iteration():
     harness.assert_idle()
 
 
-def test_pause_of_the_router_does_not_count_as_engine_silence():
-    harness = Harness(TWO)
+@pytest.mark.parametrize("has_work", [False, True], ids=["idle", "with work"])
+def test_pause_of_the_router_does_not_count_against_engines(has_work):
+    """Neither as silence nor as a hang; from there on their time runs as before."""
+    harness = Harness({"d0": "D"}, limits=Limits(silence_limit_s=2, iteration_age_floor_s=2))
+    if has_work:
+        harness.admit(20, 30)
+        harness.step_all()
     harness.router.tick()
     harness.clock.advance(10)
     harness.router.tick()
     assert not harness.closed
+    for _ in range(21):
+        tick_with(harness, *harness.engines)
+    assert harness.closed == ([("d0", "hang")] if has_work else [])
 
 
 def test_request_that_ran_on_two_dead_engines_is_given_up():
@@ -299,6 +330,27 @@ def test_request_that_ran_on_two_dead_engines_is_given_up():
     assert response_stream.error.code == "engine_fault"
     (survivor,) = harness.engines
     assert survivor
+    harness.assert_idle()
+
+
+def test_engine_that_a_request_died_on_is_avoided_while_there_are_others():
+    """Even when it has restarted and is the less busy one: the request may be what killed it."""
+    harness = Harness(TWO)
+    request_id, response_stream = harness.admit(20, 30)
+    died_on = harness.engine_of(request_id)
+    (other,) = TWO.keys() - {died_on}
+    load = harness.cores[other].load()
+    load.queued_prefill_tokens = 2_000
+    harness.router.handle_message(harness.engines[other], engine_pb2.AttachResponse(load=load))
+    harness.deliver()
+    harness.attach(died_on, epoch=2)
+    harness.deliver()
+    fresh, _ = harness.admit(20, 2)
+    harness.clock.advance(0.01)
+    harness.router.tick()
+    assert (harness.engine_of(request_id), harness.engine_of(fresh)) == (other, died_on)
+    harness.run()
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
     harness.assert_idle()
 
 
@@ -329,15 +381,22 @@ def test_queued_requests_do_not_count_the_death_of_an_engine_that_never_had_them
 
 
 def test_after_the_last_engine_requests_wait_and_then_fail():
+    """The wait begins with the engine's death, however long the request has run by then."""
     harness = Harness({"d0": "D"}, limits=Limits(wait_limit_s=5))
     _, response_stream = harness.admit(20, 50)
     for _ in range(3):
-        harness.step_all()
+        harness.clock.advance(10)
+        harness.step("d0")
+        harness.deliver()
     harness.kill("d0")
+    harness.clock.advance(4.9)
+    harness.router.tick()
     assert response_stream.error is None
-    harness.clock.advance(5.1)
+    harness.clock.advance(0.2)
     harness.router.tick()
     assert isinstance(response_stream.error, NoEngineError)
+    assert response_stream.error.retry_after_s == pytest.approx(5.1)
+    assert harness.count("requests", "", "rejected") == 1
     harness.assert_idle()
 
 

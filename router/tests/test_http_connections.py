@@ -123,6 +123,36 @@ async def test_headers_that_do_not_end_close_the_connection(start):
             assert await reader.read() == b""
 
 
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
+async def test_each_request_of_a_connection_arrives_with_its_own_first_byte(start, plane, text, body):
+    plane.script = say(text, "hello")
+    _, port = await start()
+    data = request_bytes("/v1/completions", body)
+    async with connect(port) as (reader, writer), connect(port) as (other, other_writer):
+        for now_s in (5.0, 100.0, 200.0):
+            plane.clock_s = now_s
+            writer.write(data[:10])
+            # What is answered here was sent later: the first bytes have arrived.
+            other_writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+            await _read_response(other)
+            plane.clock_s = now_s + 3
+            writer.write(data[10:])
+            await (read_until(reader, b"\r\n0\r\n\r\n") if body is STREAM else _read_response(reader))
+    assert [request.arrival_s for request in plane.admitted] == [5.0, 100.0, 200.0]
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+async def test_headers_that_do_not_end_close_the_connection_whichever_request_they_are_of(start, plane, num_before):
+    _, port = await start(header_timeout_s=0.2)
+    async with connect(port) as (reader, writer):
+        for _ in range(num_before):
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await _read_response(reader))[0] == 200
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n")
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+
+
 async def test_idle_connection_is_closed(start):
     _, port = await start(idle_timeout_s=0.1)
     async with connect(port) as (reader, writer):

@@ -272,6 +272,29 @@ async def test_absent_fields_take_the_models_then_the_neutral_defaults(client, p
     assert second.max_tokens == 512 - len(plane.admitted[1].prompt_token_ids)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("room", "asked", "max_tokens"),
+    [(1, None, 1), (16, None, 16), (5, None, 5), (5, 5, 5), (5, 4, 4)],
+    ids=["one token is left", "the default is left", "less than the default", "all is asked for", "less is asked for"],
+)
+async def test_output_may_fill_the_models_length_exactly(client, plane, text, path, room, asked, max_tokens):
+    def ask(word_count):
+        prompt = " hello" * word_count
+        return (
+            _completion(prompt=prompt)
+            if path == "/v1/completions"
+            else _chat(messages=[{"role": "user", "content": prompt}])
+        )
+
+    await client.post(path, json=ask(1))
+    one = len(plane.admitted.pop().prompt_token_ids)
+    body = ask(1 + 512 - room - one) | ({} if asked is None else {"max_tokens": asked})
+    assert (await client.post(path, json=body)).status_code == 200
+    assert len(plane.admitted[0].prompt_token_ids) == 512 - room
+    assert plane.admitted[0].sampling.max_tokens == max_tokens
+
+
 async def test_all_sampling_fields_reach_the_data_plane(client, plane):
     fields = {
         "max_tokens": 9,

@@ -71,6 +71,18 @@ def test_prefill_on_a_decode_heavy_engine_decodes_in_place():
     assert not harness.cores["p0"].submitted
 
 
+def test_request_does_not_move_to_an_engine_that_it_died_on():
+    harness = Harness(PD)
+    request_id, response_stream = start_on(harness, "d0")
+    harness.step_all()
+    harness.kill("d0")
+    harness.attach("d0", epoch=2)
+    harness.step_all()
+    assert harness.count("flow_blocked", "prefill_done", "no_target") == 1
+    assert harness.engine_of(request_id) == "p0"
+    check_end(harness, response_stream)
+
+
 def test_one_token_answer_is_not_moved():
     harness = Harness(PD)
     _, response_stream = start_on(harness, "p0", 1)
@@ -230,8 +242,11 @@ def test_death_in_any_phase_of_a_move_loses_no_token(phase, victim):
     check_end(harness, response_stream)
 
 
-def hand_off_and_wait(harness: Harness, alive: tuple[str, ...], seconds: float):
-    """Hands a request off; then time passes in which the target gets no KV, and only ``alive`` report."""
+def hand_off_and_wait(harness: Harness, alive: tuple[str, ...], seconds: float, *, hung: str = ""):
+    """Hands a request off; then time passes in which the target gets no KV, and only ``alive`` report.
+
+    All of them but ``hung`` compute.
+    """
     request_id, response_stream = start_on(harness, "p0")
     harness.step_all()
     harness.step("p0")
@@ -241,9 +256,9 @@ def hand_off_and_wait(harness: Harness, alive: tuple[str, ...], seconds: float):
     assert move.phase is MigrationPhase.SUBMITTED
     for _ in range(round(seconds * 10)):
         harness.clock.advance(0.1)
-        for name in alive:
+        for name in harness.engines.keys() & set(alive):
             load = harness.cores[name].load()
-            load.iteration_age_s = 1e9
+            load.iteration_age_s = 1e9 if name == hung else 0
             harness.router.handle_message(harness.engines[name], engine_pb2.AttachResponse(load=load))
         harness.router.tick()
     return response_stream
@@ -257,10 +272,15 @@ def test_request_whose_kv_does_not_come_in_time_is_recomputed():
     assert harness.count("recoveries", "pull_timeout") == 1
 
 
-def test_request_that_pulls_from_an_engine_that_stands_still_is_recomputed():
-    harness = Harness(PD, limits=Limits(silence_limit_s=2, iteration_age_floor_s=50, pull_timeout_s=50))
-    response_stream = hand_off_and_wait(harness, ("d0",), 2.2)
-    assert harness.closed == [("p0", "silence")]
+@pytest.mark.parametrize("fault", ["silence", "hang"])
+def test_request_that_pulls_from_an_engine_that_stands_still_is_recomputed(fault):
+    harness = Harness(PD, limits=Limits(silence_limit_s=2, iteration_age_floor_s=2, pull_timeout_s=50))
+    start_on(harness, "p0", 60)  # keeps it at work
+    harness.cores["d0"].refuse_grants = "kv"
+    harness.step_all()
+    harness.cores["d0"].refuse_grants = ""
+    response_stream = hand_off_and_wait(harness, ("d0",) if fault == "silence" else ("p0", "d0"), 2.3, hung="p0")
+    assert harness.closed == [("p0", fault)]
     harness.router.apply_plan(make_plan({"d0": "D"}, generation=2))
     check_end(harness, response_stream)
     assert harness.count("recoveries", "source_lost") == 1

@@ -117,6 +117,32 @@ def test_failing_flush_costs_its_own_request_alone():
     harness.assert_idle()
 
 
+@pytest.mark.parametrize("end", ["finished", "stop string", "fault"])
+def test_response_stream_that_ends_within_a_message_is_not_flushed(end):
+    """The end carries what the message brought; and a response stream that failed is not called again."""
+    harness = Harness(ONE)
+    _, response_stream = harness.admit(20, 50)
+    harness.deliver()
+    message = token_message(0, response_stream.prompt, 0, 1)
+    if end == "finished":
+        message.finished.add(slot=0, reason=sampling_pb2.FINISH_REASON_STOP, num_output_tokens=2)
+    elif end == "stop string":
+        response_stream.stop_at = 2
+    else:
+        take = response_stream.on_token
+
+        def fail_at_second(token_id, logprobs):
+            if response_stream.token_ids:
+                raise RuntimeError("transport closed")
+            return take(token_id, logprobs)
+
+        response_stream.on_token = fail_at_second  # type: ignore[method-assign]
+    say(harness, "d0", message)
+    assert response_stream.num_flushes == 0
+    assert response_stream.is_over is (end != "fault")
+    assert not harness.state.requests.live
+
+
 def test_cancel_from_within_a_response_stream_is_served_after_the_event():
     harness = Harness(ONE)
     request_id, response_stream = harness.admit(20, 50)

@@ -51,9 +51,10 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
         QueueFullError: Too many requests wait.
         NoEngineError: No plan is in force.
     """
-    plan = _check_capacity(state, now)
+    plan = _check_accepting(state)
     slo_class = _find_class(plan, new.slo_class)
     _check_length(new, state.active.max_model_len_tokens)
+    _check_queue(state, plan, new, now)
     request = LiveRequest(
         request_id=new.request_id,
         new=new,
@@ -127,18 +128,23 @@ def expire(state: RouterState, now: float) -> None:
         completion.fail(state, request, error, now)
 
 
-def _check_capacity(state: RouterState, now: float) -> Plan:
+def _check_accepting(state: RouterState) -> Plan:
     if not state.status.is_accepting:
         raise ShuttingDownError("this router is about to leave", retry_after_s=MIN_RETRY_S)
     if state.active.plan is None:
         raise NoEngineError("no plan is in force yet", retry_after_s=MIN_RETRY_S)
-    limit = max(1, state.limits.max_waiting // state.active.plan.num_routers)
+    return state.active.plan
+
+
+def _check_queue(state: RouterState, plan: Plan, new: NewRequest, now: float) -> None:
+    limit = max(1, state.limits.max_waiting // plan.num_routers)
     if len(state.requests.waiting) >= limit:
         message = f"{len(state.requests.waiting)} requests wait for an engine, the limit is {limit}"
         oldest = next(iter(state.requests.waiting.values()))
         # The queue moves by its length in about the time that its head has waited.
-        raise QueueFullError(message, retry_after_s=max(MIN_RETRY_S, now - oldest.waiting_since_s))
-    return state.active.plan
+        error = QueueFullError(message, retry_after_s=max(MIN_RETRY_S, now - oldest.waiting_since_s))
+        completion.refuse(state, new, error, now)
+        raise error
 
 
 def _find_class(plan: Plan, name: str) -> SloClass:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sluice_router.errors import RouterError
     from sluice_router.observability.metrics import RouterMetrics
     from sluice_router.scheduling.entities import LiveRequest
+    from sluice_router.scheduling.requests import NewRequest
     from sluice_router.scheduling.state import RequestStatistics, RouterState
 
 _RESULTS = {sampling_pb2.FINISH_REASON_STOP: "stop", sampling_pb2.FINISH_REASON_LENGTH: "length"}
@@ -50,7 +51,7 @@ def finish(
     )
     slo_class, metrics = request.new.slo_class, state.metrics
     state.statistics.attainment.record(now, slo_class, RequestEnd.FINISHED, outcome)
-    _count(state.metrics, request, _RESULTS[reason])
+    _count(state.metrics, request.new, _RESULTS[reason])
     if request.new.owner:
         metrics.count("key_tokens", request.new.owner, "prompt", by=usage.prompt_tokens)
         metrics.count("key_tokens", request.new.owner, "output", by=num_output)
@@ -67,24 +68,31 @@ def fail(state: RouterState, request: LiveRequest, error: RouterError, now: floa
     state.outbox.actions.failures.append((request.response_stream, error))
     state.decision_log.record(now, request.request_id, "failed", error.code, error.message)
     end = RequestEnd.REJECTED if isinstance(error, OverloadError) else RequestEnd.FAILED
-    state.statistics.attainment.record(now, request.new.slo_class, end)
-    _count(state.metrics, request, end.value)
-    state.metrics.count("rejected", error.code)
+    _count_bad_end(state, request.new, end, error.code, now)
+
+
+def refuse(state: RouterState, new: NewRequest, error: OverloadError, now: float) -> None:
+    """Counts a request that was not admitted for lack of room: it has met nothing."""
+    _count_bad_end(state, new, RequestEnd.REJECTED, error.code, now)
 
 
 def cancel(state: RouterState, request: LiveRequest, reason: str, now: float) -> None:
     """Ends a request that nobody reads any more; its response stream is not called again."""
     _remove(state, request, now)
     state.decision_log.record(now, request.request_id, "cancelled", reason)
-    state.statistics.attainment.record(now, request.new.slo_class, RequestEnd.CANCELLED)
-    _count(state.metrics, request, RequestEnd.CANCELLED.value)
+    _count_bad_end(state, request.new, RequestEnd.CANCELLED, reason, now)
+
+
+def _count_bad_end(state: RouterState, new: NewRequest, end: RequestEnd, reason: str, now: float) -> None:
+    state.statistics.attainment.record(now, new.slo_class, end)
+    _count(state.metrics, new, end.value)
     state.metrics.count("rejected", reason)
 
 
-def _count(metrics: RouterMetrics, request: LiveRequest, result: str) -> None:
-    metrics.count("requests", request.new.slo_class, result)
-    if request.new.owner:
-        metrics.count("key_requests", request.new.owner, result)
+def _count(metrics: RouterMetrics, new: NewRequest, result: str) -> None:
+    metrics.count("requests", new.slo_class, result)
+    if new.owner:
+        metrics.count("key_requests", new.owner, result)
 
 
 def _remove(state: RouterState, request: LiveRequest, now: float) -> None:
