@@ -22,6 +22,8 @@ from sluice_router.settings import Limits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sluice_core.latency import LatencyModel
+    from sluice_core.records import EngineId
     from sluice_router.errors import RouterError
     from sluice_router.scheduling.entities import ConnectedEngine
     from sluice_router.scheduling.requests import Finish
@@ -118,9 +120,18 @@ class Harness:
     Messages wait on the wires until ``deliver``; ``run`` delivers and steps until nothing is left to do.
     """
 
-    def __init__(self, roles: dict[str, str] | None = None, *, limits: Limits | None = None, plan: bool = True) -> None:
+    def __init__(
+        self,
+        roles: dict[str, str] | None = None,
+        *,
+        limits: Limits | None = None,
+        plan: bool = True,
+        make_latency_model: Callable[[EngineId], LatencyModel] | None = None,
+    ) -> None:
         self.clock = Clock()
-        self.state = RouterState(router_id="router-1", limits=limits or Limits(), rng=make_rng())
+        self.state = RouterState(
+            router_id="router-1", limits=limits or Limits(), rng=make_rng(), make_latency_model=make_latency_model
+        )
         self.router = Router(self.state, self.clock)
         self.router.connect(self)
         self.cores: dict[str, FakeCore] = {}
@@ -184,6 +195,11 @@ class Harness:
         if engine is not None:
             self.cores[name].hold()
             self.router.lose(engine, "cut")
+
+    def replace_stream(self, name: str) -> None:
+        """A new stream to the same process, which says hello before the old one is known to be over."""
+        self.cores[name].hold()
+        self._attach(self.cores[name])
 
     def reconnect(self, name: str) -> None:
         """A new stream to the same process."""

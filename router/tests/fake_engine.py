@@ -55,6 +55,7 @@ class FakeCore:
     kv_blocks_total: int = 1000
     max_num_seqs: int = 64
     max_batch_tokens: int = 8192
+    max_model_len_tokens: int = 4096
     refuse_grants: str = ""
     refuse_hand_offs: str = ""
     acknowledges: bool = True
@@ -85,7 +86,7 @@ class FakeCore:
             model=self.model,
             max_batch_tokens=self.max_batch_tokens,
             max_num_seqs=self.max_num_seqs,
-            max_model_len_tokens=4096,
+            max_model_len_tokens=self.max_model_len_tokens,
             block_size_tokens=BLOCK_SIZE,
             kv_bytes_per_token=1024,
             held=[*self.held, *(self._describe_held(request) for request in self.kept.values())],

@@ -16,6 +16,7 @@ from sluice_router.errors import (
     ShuttingDownError,
     SloInfeasibleError,
 )
+from sluice_router.scheduling.admission import MAX_ASSIGNED_AT_ONCE
 from sluice_router.settings import Limits
 
 ONE = {"d0": "D"}
@@ -33,6 +34,8 @@ def test_request_runs_to_its_end_and_leaves_nothing():
     assert response_stream.finish.usage.ttft_s == pytest.approx(0.01)
     assert response_stream.finish.usage.tpot_s == pytest.approx(0.01)
     assert response_stream.finish.usage.is_slo_met
+    assert harness.state.metrics.counters["tokens"] == {("prompt",): 20, ("output",): 8}
+    assert harness.state.metrics.counters["requests"] == {("", "length"): 1}
     harness.assert_idle()
 
 
@@ -103,10 +106,11 @@ def test_objectives_are_the_class_unless_the_request_says_otherwise():
     harness.router.apply_plan(make_plan(ONE, generation=2, slo_classes=[default, gold]))
     one, _ = harness.admit(slo_class="gold", tpot_slo_s=0.5)
     two, _ = harness.admit(priority=-1)
-    first, second = harness.state.requests.live[one], harness.state.requests.live[two]
-    assert (first.slo.ttft_s, first.slo.tpot_s, first.priority) == (0.1, 0.5, 7)
-    assert (second.slo.ttft_s, second.slo.tpot_s, second.priority) == (5.0, 0.5, -1)
+    three, _ = harness.admit(slo_class="gold", ttft_slo_s=2, priority=0)
     harness.run()
+    submits = {submit.request_id: submit for submit in harness.cores["d0"].submitted}
+    seen = {name: (item.ttft_slo_s, item.tpot_slo_s, item.priority) for name, item in submits.items()}
+    assert seen == {one: (0.1, 0.5, 7), two: (5.0, 0.5, -1), three: (2.0, 0.02, 0)}
 
 
 @pytest.mark.parametrize(
@@ -267,3 +271,42 @@ def test_arrival_counts_from_the_first_byte():
     harness.run()
     assert response_stream.finish is not None
     assert response_stream.finish.usage.ttft_s == pytest.approx(1.51)
+    # It did not wait for an engine.
+    assert harness.state.metrics.queue_s[""].total == 0
+
+
+def test_urgent_requests_of_a_queue_too_long_for_one_pass_are_placed_first():
+    harness = Harness({})
+    harness.router.apply_plan(make_plan(ONE))
+    for _ in range(MAX_ASSIGNED_AT_ONCE + 10):
+        harness.admit(4, 1)
+    urgent = [harness.admit(4, 1, priority=number)[0] for number in (1, 2)]
+    core = harness.attach("d0", max_num_seqs=1000, kv_blocks_total=10_000)
+    harness.deliver()
+    harness.clock.advance(0.01)
+    harness.router.tick()
+    harness.deliver()
+    assert [submit.request_id for submit in core.submitted[:2]] == urgent[::-1]
+    assert len(core.submitted) == MAX_ASSIGNED_AT_ONCE
+    harness.run()
+    harness.assert_idle()
+
+
+def test_request_that_has_left_does_not_make_its_engine_look_busy():
+    harness = Harness({"d0": "D", "d1": "D"})
+    request_id, response_stream = harness.admit(2000, 4)
+    response_stream.is_cancelled = True
+    harness.router.cancel(request_id)
+    engines = {harness.engine_of(harness.admit(100, 4)[0]) for _ in range(2)}
+    assert engines == {"d0", "d1"}
+
+
+@pytest.mark.parametrize("other_tokens", [4096, 1000])
+def test_request_must_fit_the_engine_with_the_shortest_length(other_tokens):
+    """Any engine may have to take it over."""
+    harness = Harness(ONE)
+    harness.attach("d1", max_model_len_tokens=other_tokens)
+    harness.deliver()
+    assert harness.router.model.max_model_len_tokens == other_tokens
+    with pytest.raises(InvalidRequestError, match=f"more than the model's {other_tokens}"):
+        harness.admit(other_tokens, 1)

@@ -29,6 +29,19 @@ def test_story_has_every_decision_with_inputs_candidates_and_choice():
     assert [event["at_s"] for event in story["events"]] == sorted(event["at_s"] for event in story["events"])
 
 
+def test_requests_placed_in_one_pass_have_their_own_stories():
+    harness = Harness({})
+    harness.router.apply_plan(make_plan(PD))
+    requests = {harness.admit(prompt_tokens, 2)[0]: prompt_tokens for prompt_tokens in (10, 20, 30)}
+    harness.attach("d0")
+    harness.run()
+    for request_id, prompt_tokens in requests.items():
+        story = harness.router.explain(request_id)
+        assert story is not None
+        placed = [event for event in story["events"] if event["event"] == "placement"][-1]
+        assert (placed["prompt_tokens"], placed["decision"]["kind"]) == (prompt_tokens, "Place")
+
+
 def test_client_id_finds_the_last_request_that_had_it():
     harness = Harness(PD)
     harness.admit(20, 2, client_request_id="abc")

@@ -7,8 +7,9 @@ from data_plane_harness import Harness
 from fake_engine import expected_output
 
 from sluice.v1 import control_pb2, engine_pb2, sampling_pb2
+from sluice_core.latency import OnlineLatencyModel
 from sluice_router.errors import EngineFaultError, NoEngineError
-from sluice_router.settings import Limits
+from sluice_router.settings import Limits, load_profile
 
 TWO = {"d0": "D", "d1": "D"}
 THREE = {"d0": "D", "d1": "D", "d2": "D"}
@@ -33,6 +34,9 @@ def test_request_goes_on_elsewhere_from_prompt_and_emitted_tokens():
     assert after.fence > before.fence
     assert after.is_recovery
     assert not after.HasField("kv")
+    assert (after.age_s, after.since_first_token_s) == (pytest.approx(0.05), pytest.approx(0.04))
+    placements = [event for event in harness.router.explain(request_id)["events"] if event["event"] == "placement"]
+    assert [(event["prompt_tokens"], event["is_recovery"]) for event in placements] == [(20, False), (25, True)]
     assert sum(harness.state.metrics.recovery_stall_s["engine"].counts) == 1
     harness.assert_idle()
 
@@ -62,6 +66,38 @@ def test_restarted_engine_is_not_taken_for_its_predecessor():
     assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
     assert harness.count("recoveries", "epoch") == 1
     harness.assert_idle()
+
+
+def test_engine_whose_stream_is_replaced_goes_on_with_its_requests():
+    """It has connected anew before the end of its last stream was noticed."""
+    harness = Harness({"d0": "D"})
+    _, response_stream = harness.admit(20, 30)
+    for _ in range(3):
+        harness.step_all()
+    harness.replace_stream("d0")
+    assert harness.closed == [("d0", "stream")]
+    harness.run()
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
+    assert harness.count("resumed") == 1
+    assert len(harness.cores["d0"].submitted) == 1
+    harness.assert_idle()
+
+
+def test_stall_lasts_from_the_first_loss_to_the_next_token():
+    harness = Harness({"d0": "D"})
+    harness.admit(20, 30)
+    harness.step_all()
+    for epoch in (2, 3):
+        harness.kill("d0")
+        harness.clock.advance(3)
+        harness.attach("d0", epoch=epoch)
+        harness.deliver()
+        harness.clock.advance(0.01)
+        harness.router.tick()
+        assert not harness.state.requests.waiting
+    harness.run()
+    stalls = harness.state.metrics.recovery_stall_s["engine"]
+    assert (sum(stalls.counts), stalls.total) == (1, pytest.approx(6.03))
 
 
 def test_requests_kept_from_an_earlier_stream_that_are_unknown_are_aborted():
@@ -263,11 +299,13 @@ def tick_with(harness: Harness, *names: str, age_s: float | None = None) -> None
     harness.router.tick()
 
 
-def test_engine_that_stands_still_with_work_is_lost():
+@pytest.mark.parametrize("is_running", [True, False], ids=["decodes", "takes no submit up"])
+def test_engine_that_stands_still_with_work_is_lost(is_running):
     harness = Harness(TWO, limits=Limits(iteration_age_floor_s=3))
     request_id, response_stream = harness.admit(20, 30)
     stuck = harness.engine_of(request_id)
-    harness.step_all()
+    if is_running:
+        harness.step_all()
     for _ in range(29):
         tick_with(harness, *TWO)
     assert stuck in harness.engines
@@ -277,6 +315,22 @@ def test_engine_that_stands_still_with_work_is_lost():
     harness.run()
     assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
     harness.assert_idle()
+
+
+def test_engine_may_take_several_of_its_longest_iterations_before_it_counts_as_hung():
+    """The longest one takes 0.11 s by the model's profile; the floor alone would end the engine earlier."""
+    harness = Harness(
+        {"d0": "D"},
+        limits=Limits(iteration_age_floor_s=0.05, iteration_age_factor=5),
+        make_latency_model=lambda _: OnlineLatencyModel(load_profile("qwen2.5-32b@a100-80g")),
+    )
+    harness.admit(20, 30)
+    harness.deliver()
+    for _ in range(5):
+        tick_with(harness, "d0")
+    assert not harness.closed
+    tick_with(harness, "d0")
+    assert harness.closed == [("d0", "hang")]
 
 
 def test_engine_that_works_for_other_routers_is_not_lost():

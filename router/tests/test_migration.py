@@ -185,15 +185,22 @@ def test_token_that_a_hand_off_lost_is_noticed_and_computed_again(field):
     assert response_stream.finish.usage.num_recoveries == 1
 
 
-def test_degradation_soon_after_a_move_is_blocked():
+@pytest.mark.parametrize("tokens_since", [1, 15, 16])
+def test_degradation_within_so_many_tokens_of_a_move_is_blocked(tokens_since):
+    """The plan says 16."""
     harness = Harness(PD)
     request_id, response_stream = start_on(harness, "p0")
-    for _ in range(5):
+    while harness.engine_of(request_id) != "d0":
         harness.step_all()
-    assert harness.engine_of(request_id) == "d0"
+    at_move = len(harness.cores["d0"].submitted[0].output_token_ids)
+    while len(response_stream.token_ids) < at_move + tokens_since:
+        harness.step_all()
     harness.up["d0"].append(harness.cores["d0"].propose(DEGRADE))
     harness.deliver()
-    assert harness.count("flow_blocked", "degrade", "too_soon") == 1
+    assert harness.count("flow_blocked", "degrade", "too_soon") == (tokens_since < 16)
+    for _ in range(3):
+        harness.step_all()
+    assert harness.engine_of(request_id) == ("d0" if tokens_since < 16 else "p0")
     check_end(harness, response_stream)
 
 
@@ -342,6 +349,35 @@ def test_draining_engine_is_emptied_and_gets_nothing_new():
     assert harness.count("moves", "drain", "done") == 1
 
 
+@pytest.mark.parametrize("work", ["queued_requests", "running_decodes", "pulling_requests", "kv_blocks_pinned"])
+def test_engine_is_drained_only_when_nobody_needs_it_any_more(work):
+    """Not even another router's requests, or the engine that pulls KV from it: it is ended once it is drained."""
+    harness = Harness(TWO)
+    harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
+    harness.deliver()
+    load = harness.cores["d0"].load()
+    for number, state in ((1, control_pb2.ENGINE_STATE_DRAINING), (0, control_pb2.ENGINE_STATE_DRAINED)):
+        setattr(load, work, number)
+        harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+        assert {item.engine_id: item.state for item in harness.router.describe().engines}["d0"] == state
+
+
+def test_draining_engine_proposes_its_decodes_from_time_to_time():
+    harness = Harness(TWO, limits=Limits(drain_retry_s=0.25))
+    harness.cores["d1"].refuse_grants = "kv"
+    _, response_stream = start_on(harness, "d0", 60)
+    harness.step_all()
+    harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
+    for _ in range(20):
+        harness.step_all()
+    assert harness.count("flow_blocked", "drain", "kv") == 1
+    for _ in range(10):
+        harness.step_all()
+    assert harness.count("flow_blocked", "drain", "kv") == 2
+    harness.cores["d1"].refuse_grants = ""
+    check_end(harness, response_stream, 60)
+
+
 def test_kv_moves_between_equal_fingerprints_only():
     harness = Harness()
     for name, fingerprint in (("p0", "new"), ("d0", "old"), ("d1", "new")):
@@ -440,6 +476,26 @@ def test_move_by_hand(request_id, engine_id, reason):
     check_end(harness, response_stream)
 
 
+def test_move_by_hand_needs_an_engine_that_can_read_the_kv():
+    harness = Harness(TWO)
+    harness.attach("d2", model="fp", fingerprint="other")
+    harness.deliver()
+    request_id, response_stream = start_on(harness, "d0")
+    harness.step_all()
+    assert harness.router.move(request_id, EngineId("d2")) == "fingerprint"
+    check_end(harness, response_stream)
+
+
+def test_moves_by_hand_are_capped_too():
+    harness = Harness({"d0": "D", "d1": "D", "d2": "D"}, limits=Limits(max_moves_per_engine=1))
+    first, second = (start_on(harness, name)[0] for name in ("d0", "d1"))
+    harness.step_all()
+    assert harness.router.move(first, EngineId("d2")) == ""
+    assert harness.router.move(second, EngineId("d2")) == "target_busy"
+    harness.run()
+    harness.assert_idle()
+
+
 def start_on_by_hand(harness: Harness):
     harness.state.engines.table.configure(
         EngineId("d1"), role=harness.engines["d1"].role, chunk_size_tokens=0, is_draining=False
@@ -454,12 +510,17 @@ def start_on_by_hand(harness: Harness):
     return request_id, response_stream
 
 
-def test_nothing_moves_where_roles_are_void():
-    harness = Harness(PD)
+@pytest.mark.parametrize("draining", [None, 256], ids=["all alike", "but for one that drains"])
+def test_nothing_moves_where_roles_are_void(draining):
+    harness = Harness(PDD if draining else PD)
     parts = [
         plan_pb2.EnginePlan(engine_id="p0", role=plan_pb2.ROLE_PREFILL_HEAVY, chunk_size_tokens=512),
         plan_pb2.EnginePlan(engine_id="d0", role=plan_pb2.ROLE_DECODE_HEAVY, chunk_size_tokens=512),
     ]
+    if draining:
+        last = plan_pb2.EnginePlan(engine_id="d1", role=plan_pb2.ROLE_DECODE_HEAVY, chunk_size_tokens=draining)
+        last.is_draining = True
+        parts.append(last)
     harness.router.apply_plan(make_plan(PD, generation=2, engines=parts))
     harness.deliver()
     assert {core.strategy for core in harness.cores.values()} == {plan_pb2.STRATEGY_AGGREGATED}

@@ -191,6 +191,40 @@ def test_newer_plan_of_another_router_is_harmless():
     assert response_stream.finish is not None
 
 
+@pytest.mark.parametrize(("cluster_uid", "is_used"), [("uid-1", True), ("uid-2", False)])
+def test_engine_that_follows_another_clusters_plan_gets_nothing(cluster_uid, is_used):
+    harness = Harness(PD)
+    core = harness.attach("d1", acknowledges=False)
+    harness.deliver()
+    configured = engine_pb2.Configured(
+        cluster_uid=cluster_uid, generation=1, role=plan_pb2.ROLE_DECODE_HEAVY, chunk_size_tokens=256
+    )
+    harness.router.handle_message(harness.engines["d1"], engine_pb2.AttachResponse(configured=configured))
+    for _ in range(9):
+        harness.admit(20, 2)
+    harness.run()
+    assert bool(core.submitted) is is_used
+
+
+def test_engine_that_says_it_drains_gets_nothing_after_its_acknowledgement_either():
+    harness = Harness(PD)
+    load = harness.cores["d0"].load()
+    load.is_draining = True
+    harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+    configured = harness.cores["d0"].configured
+    harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(configured=configured))
+    assert {harness.engine_of(harness.admit(20, 2)[0]) for _ in range(9)} == {"p0"}
+
+
+def test_fault_that_an_engine_tells_is_reported():
+    harness = Harness(PD)
+    version = harness.state.status.version
+    harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(fault="NIXL: no device"))
+    status = harness.router.describe()
+    assert status.version > version
+    assert {item.engine_id: item.last_fault for item in status.engines} == {"p0": "", "d0": "NIXL: no device"}
+
+
 def test_engine_plan_that_an_engine_refuses_is_reported():
     harness = Harness(PD)
     engine = harness.engines["d0"]
@@ -200,6 +234,7 @@ def test_engine_plan_that_an_engine_refuses_is_reported():
     harness.router.handle_message(engine, message)
     faults = {item.engine_id: item.last_fault for item in harness.router.describe().engines}
     assert "at least 16" in faults["d0"]
+    assert harness.count("plans", "refused_by_engine") == 1
 
 
 def test_engines_of_one_model_serve_together_whatever_their_fingerprints():
@@ -232,7 +267,10 @@ def test_foreign_model_is_refused_and_the_rest_serves():
     harness = Harness(PD)
     core = harness.attach("d1", fingerprint="other")
     harness.deliver()
-    states = {item.engine_id: item for item in harness.router.describe().engines}
+    status = harness.router.describe()
+    # The plan is in force on all engines that count.
+    assert status.acknowledged_generation == 1
+    states = {item.engine_id: item for item in status.engines}
     assert states["d1"].state == control_pb2.ENGINE_STATE_REFUSED
     assert "other" in states["d1"].last_fault
     for _ in range(10):

@@ -66,6 +66,45 @@ def test_metrics_are_complete_and_parse():
     assert ttft["sluice_ttft_seconds_count"] == 6
 
 
+def read_samples(harness: Harness) -> dict[tuple[str, ...], float]:
+    """All samples of a scrape, by name and label values."""
+    families = text_string_to_metric_families(harness.router.format_metrics().decode())
+    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+
+
+def test_gauges_say_where_moves_and_engines_are():
+    harness = Harness(PD)
+    harness.attach("d1", fingerprint="other")
+    harness.router.set_addresses(frozenset({*harness.state.engines.endpoints, "127.0.0.1:9"}))
+    requests = [harness.admit(20, 60)[0] for _ in range(3)]
+    harness.router.apply_plan(make_plan({"p0": "P-drain", "d0": "D"}, generation=2))
+    harness.step_all()
+    samples = read_samples(harness)
+    assert samples["sluice_moves_running",] == sum(harness.engine_of(name) == "p0" for name in requests) > 0
+    assert samples["sluice_plan_generation",] == 2
+    assert {key[1:]: value for key, value in samples.items() if key[0] == "sluice_engines"} == {
+        ("", "connecting"): 1,
+        ("", "refused"): 1,
+        ("D-heavy", "ready"): 1,
+        ("P-heavy", "draining"): 1,
+    }
+
+
+def test_gauges_count_requests_that_wait_and_that_run():
+    harness = Harness({"d0": "D"})
+    harness.admit(20, 60)
+    load = harness.cores["d0"].load()
+    load.kv_blocks_used = load.kv_blocks_total
+    harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+    for _ in range(2):
+        harness.admit(20, 60)
+    samples = read_samples(harness)
+    for prefix in ("sluice_requests", "vllm:num_requests"):
+        assert (samples[f"{prefix}_waiting",], samples[f"{prefix}_running",]) == (2, 1)
+    status = harness.router.describe()
+    assert (status.num_waiting, status.num_requests) == (2, 3)
+
+
 def test_document_lists_every_metric_with_its_labels():
     state = RouterState(router_id="r", limits=Limits(), rng=make_rng())
     families = [*RouterCollector(state, lambda: 0.0).collect(), *EdgeMetrics(SlowReaders(SlowReaderLimits())).collect()]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from data_plane_harness import Harness
 from fake_engine import make_plan
 
 from sluice.v1 import engine_pb2, plan_pb2
-from sluice_core.records import EarlyRejection, EngineId, EnginePlan, MoveCause, Role, Slo, SloClass
+from sluice_core.records import EarlyRejection, EngineId, EngineLoad, EnginePlan, MoveCause, Role, Slo, SloClass
 from sluice_router.scheduling import wire_conversion
 
 
@@ -54,6 +56,17 @@ def test_every_value_of_the_wire_but_the_unspecified_one_is_known(values, enum):
 
 def test_every_cause_of_the_core_has_a_value():
     assert set(wire_conversion.CAUSE_VALUES) == set(MoveCause)
+
+
+def test_load_report_is_read_field_by_field():
+    report = engine_pb2.LoadReport(is_of_others=True)
+    names = [field.name for field in dataclasses.fields(EngineLoad) if field.name != "iteration_remaining_s"]
+    for number, name in enumerate(names, start=1):
+        if name != "is_of_others":
+            setattr(report, name, number)
+    load = wire_conversion.load_from(report, 0.5)
+    assert {name: getattr(load, name) for name in names} == {name: getattr(report, name) for name in names}
+    assert load.iteration_remaining_s == 0.5
 
 
 def test_submit_carries_durations_and_no_times():

@@ -255,10 +255,12 @@ def test_returned_prompt_is_placed_elsewhere():
 
 def test_itl_and_ttft_are_observed_per_token():
     harness = Harness(ONE)
-    harness.admit(20, 5)
+    request_id, _ = harness.admit(20, 5)
     harness.run()
     metrics = harness.state.metrics
+    (first,) = [event for event in harness.router.explain(request_id)["events"] if event["event"] == "first_token"]
     assert sum(metrics.ttft_s[""].counts) == 1
     assert sum(metrics.itl_s[""].counts) == 4
     assert metrics.itl_s[""].total == pytest.approx(0.04)
     assert sum(metrics.ttft_prediction_error_s[""].counts) == 1
+    assert metrics.ttft_prediction_error_s[""].total == pytest.approx(first["predicted_ttft_s"] - 0.01)
