@@ -39,7 +39,7 @@ class OperatorSettings(BaseModel):
         description="folder with tls.crt, tls.key and ca.crt for the control ports of routers with spec.network.tls",
     )
     allow_host_access: bool = Field(
-        default=False, description="allows spec.engine.podTemplate to reach the host: paths, networks, privileges"
+        default=False, description="allows podTemplates to reach the host: paths, networks, privileges"
     )
 
     @property

@@ -118,7 +118,7 @@ def test_the_crd_names_no_argument_or_variable_that_the_model_lets_through() -> 
     words = re.search(r"\(no\[-_\]\)\?\((.*?)\)\(", argument_rule)
     assert words
     assert {word.replace("[-_]", "-") for word in words[1].split("|")} == set(validation.OWNED_ARGUMENTS)
-    (name_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("env[]") and "startsWith" in rule["rule"])
+    (name_rule,) = {rule["rule"] for path, rule in RULES if path.endswith("env[]") and "startsWith" in rule["rule"]}
     assert set(re.findall(r"'([A-Z_]+)'", name_rule)) - {"SLUICE_"} == validation.OWNED_ENVIRONMENT
 
 

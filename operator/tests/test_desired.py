@@ -64,6 +64,35 @@ def router_template(**spec: Any) -> Any:
     return render(**spec)["Deployment", "tiny-router"]["spec"]["template"]
 
 
+PLACED: dict[str, Any] = {
+    "env": [{"name": "HTTPS_PROXY", "value": "http://proxy"}],
+    "imagePullSecrets": ["registry"],
+    "tolerations": [{"key": "a", "operator": "Exists"}],
+    "nodeSelector": {"a": "b"},
+    "affinity": {"nodeAffinity": {}},
+    "podTemplate": {
+        "metadata": {"annotations": {"team": "serving"}},
+        "spec": {"priorityClassName": "high", "containers": [{"name": "side", "image": "side:1"}]},
+    },
+}
+
+
+@pytest.mark.parametrize("template", [engine_template, router_template], ids=["engine", "router"])
+def test_pods_are_as_users_say(template) -> None:
+    plain, rendered = template(), template(engine=PLACED, router=PLACED)
+    spec = rendered["spec"]
+    assert spec["imagePullSecrets"] == [{"name": "registry"}]
+    assert spec["tolerations"] == [{"key": "a", "operator": "Exists"}]
+    assert (spec["nodeSelector"], spec["affinity"]) == ({"a": "b"}, {"nodeAffinity": {}})
+    own, side = spec["containers"]
+    assert {"name": "HTTPS_PROXY", "value": "http://proxy"} in own["env"]
+    assert (side["image"], spec["priorityClassName"]) == ("side:1", "high")
+    assert rendered["metadata"]["annotations"]["team"] == "serving"
+    # It replaces pods, as every field of theirs.
+    digest = names.RESTART_HASH_ANNOTATION
+    assert rendered["metadata"]["annotations"][digest] != plain["metadata"]["annotations"][digest]
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -73,7 +102,7 @@ def router_template(**spec: Any) -> Any:
         {"model": {"name": "a/b", "source": {"huggingFace": {"tokenSecretRef": {"name": "t", "key": "k"}}}}},
         {"model": {"name": "m", "source": {"image": {"reference": "models/x:1", "path": "a/b"}}}},
         {"engine": {"sharedMemory": "2Gi", "resources": {"limits": {"memory": "8Gi", "cpu": 2, "nvidia.com/gpu": 1}}}},
-        {"engine": {"tolerations": [{"key": "a", "operator": "Exists"}], "nodeSelector": {"a": "b"}}},
+        {"engine": PLACED, "router": PLACED},
         {
             "router": {
                 "replicas": 1,
@@ -163,6 +192,7 @@ def test_live_fields_are_in_no_pod_template(edits) -> None:
         ({"engine": {"image": "other:1"}}, True, False),
         ({"engine": {"extraArgs": ["--seed", "3"]}}, True, False),
         ({"engine": {"env": [{"name": "A", "value": "1"}]}}, True, False),
+        ({"router": {"env": [{"name": "A", "value": "1"}]}}, False, True),
         ({"network": {"kvPort": 5700}}, True, False),
         ({"router": {"image": "other:1", "replicas": 2}}, False, True),
         ({"router": {"resources": {"limits": {"cpu": 1}}, "replicas": 2}}, False, True),

@@ -59,7 +59,7 @@ def test_maps_and_keyed_lists_are_merged_and_other_lists_replaced() -> None:
 
 def test_nothing_merged_is_nothing_changed() -> None:
     assert strategic_merge(RENDERED, {}) == RENDERED
-    assert find_refused_fields({}, allow_host_access=False) == []
+    assert find_refused_fields({}, "engine", allow_host_access=False) == []
 
 
 def container(**fields):
@@ -162,27 +162,45 @@ FREE = {
 }
 
 
+COMPONENTS = pytest.mark.parametrize("component", ["engine", "router"])
+
+
+def rename(over, component):
+    """Says of a component's container what the tables say of the engine's."""
+    spec = over.get("spec")
+    containers = spec.get("containers", []) if isinstance(spec, dict) else []
+    if not isinstance(containers, list):
+        return over
+    renamed = [{**item, "name": component} if item["name"] == "engine" else item for item in containers]
+    return {**over, "spec": {**spec, "containers": renamed}} if renamed else over
+
+
+@COMPONENTS
 @pytest.mark.parametrize("over", OWNED.values(), ids=OWNED)
 @pytest.mark.parametrize("allow_host_access", [False, True])
-def test_what_is_ours_is_refused_always(over, allow_host_access) -> None:
-    lines = find_refused_fields(over, allow_host_access=allow_host_access)
+def test_what_is_ours_is_refused_always(over, allow_host_access, component) -> None:
+    lines = find_refused_fields(rename(over, component), component, allow_host_access=allow_host_access)
     assert len(lines) == 1
-    assert lines[0].startswith("spec.engine.podTemplate")
+    assert lines[0].startswith(f"spec.{component}.podTemplate")
 
 
+@COMPONENTS
 @pytest.mark.parametrize("over", HOST.values(), ids=HOST)
-def test_host_access_is_refused_unless_the_administrator_allows_it(over) -> None:
-    assert len(find_refused_fields(over, allow_host_access=False)) == 1
-    assert find_refused_fields(over, allow_host_access=True) == []
+def test_host_access_is_refused_unless_the_administrator_allows_it(over, component) -> None:
+    over = rename(over, component)
+    assert len(find_refused_fields(over, component, allow_host_access=False)) == 1
+    assert find_refused_fields(over, component, allow_host_access=True) == []
 
 
+@COMPONENTS
 @pytest.mark.parametrize("over", FREE.values(), ids=FREE)
-def test_the_rest_is_free(over) -> None:
-    assert find_refused_fields(over, allow_host_access=False) == []
+def test_the_rest_is_free(over, component) -> None:
+    assert find_refused_fields(rename(over, component), component, allow_host_access=False) == []
 
 
+@COMPONENTS
 @pytest.mark.parametrize("affinity", [EVERYWHERE, {"podAffinity": 1}], ids=["namespaces", "no-affinity"])
-def test_the_engines_affinity_stays_in_its_namespace(affinity) -> None:
-    (line,) = find_refused_affinity_terms(affinity, allow_host_access=False)
-    assert line.startswith("spec.engine.affinity")
-    assert find_refused_affinity_terms(affinity, allow_host_access=True) == []
+def test_affinity_stays_in_its_namespace(affinity, component) -> None:
+    (line,) = find_refused_affinity_terms(affinity, component, allow_host_access=False)
+    assert line.startswith(f"spec.{component}.affinity")
+    assert find_refused_affinity_terms(affinity, component, allow_host_access=True) == []

@@ -93,8 +93,9 @@ def check_local(
     ]
     problems += _check_secrets(manifest, lambda name: find_secret(name, home, secrets or {}))
     return problems + [
-        ManifestProblem(field=f"spec.engine.env[{index}].valueFrom", message="needs pods; use value")
-        for index, variable in enumerate(spec.engine.env)
+        ManifestProblem(field=f"spec.{part}.env[{index}].valueFrom", message="needs pods; use value")
+        for part, fields in (("engine", spec.engine), ("router", spec.router))
+        for index, variable in enumerate(fields.env)
         if variable.value_from is not None
     ]
 

@@ -99,7 +99,12 @@ class ProcessFactory:
         site = self.endpoints.make_first_router(port, model) if is_first else self.endpoints.make_further_router(model)
         security = self.describe_security(manifest, names.ROUTER)
         command = commands.render_router_command(manifest.spec, site, security)
-        process = self._supervise(name, LaunchSpec(command=tuple(command), log=self.directory.log_path(name)), "router")
+        launch = LaunchSpec(
+            command=tuple(command),
+            environment=commands.render_values(manifest.spec.router),
+            log=self.directory.log_path(name),
+        )
+        process = self._supervise(name, launch, "router")
         tls = make_control_tls(security)
         address = f"{HOST}:{site.control_port}"
         link = RouterConnection(name, address, log=self.report, on_status=self.on_status, tls=tls)

@@ -164,7 +164,7 @@ class EnvVarSource(ManifestModel):
 
 
 class EnvVar(ManifestModel):
-    """An environment variable of the engine container."""
+    """An environment variable of the container."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
     """Name of the variable; names that Sluice sets itself are refused."""
@@ -218,7 +218,26 @@ class Emulation(ManifestModel):
     """Model whose iterations are emulated."""
 
 
-class EngineSpec(ManifestModel):
+class PodFields(ManifestModel):
+    """What users may say of engine pods and of router pods."""
+
+    env: Annotated[tuple[EnvVar, ...], Field(max_length=64)] = ()
+    """Further environment variables."""
+    image_pull_secrets: Annotated[tuple[ObjectName, ...], Field(max_length=16)] = ()
+    """Secrets that hold the registry's credentials, by name."""
+    node_selector: StringMap = Field(default_factory=dict)
+    """Labels of the nodes that pods may run on."""
+    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] = ()
+    """Taints that pods tolerate."""
+    affinity: dict[str, Any] = Field(default_factory=dict)
+    """Kubernetes' affinity of the pods."""
+    pod_template: dict[str, Any] = Field(default_factory=dict)
+    """Merged over the pod template that the operator renders, for what has no field here: maps by their keys, lists of
+    Kubernetes by their elements' keys; null removes a field. The API server checks the result.
+    It cannot reach the host, unless the operator was installed with allowHostAccess."""
+
+
+class EngineSpec(PodFields):
     """One engine: a vLLM instance in a pod or a local process."""
 
     image: Text | None = None
@@ -231,8 +250,6 @@ class EngineSpec(ManifestModel):
     """Longest prompt + output, in tokens; the model's own limit when absent."""
     extra_args: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
     """Further arguments of vLLM; those that Sluice sets itself are refused."""
-    env: Annotated[tuple[EnvVar, ...], Field(max_length=64)] = ()
-    """Further environment variables."""
     resources: Resources = Resources()
     """Resources of the engine container."""
     startup_timeout_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 1800
@@ -241,16 +258,6 @@ class EngineSpec(ManifestModel):
     """Longest time an engine may take to hand its work over before it stops."""
     shared_memory: Quantity | None = None
     """Size of /dev/shm."""
-    node_selector: StringMap = Field(default_factory=dict)
-    """Labels of the nodes that engines may run on."""
-    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] = ()
-    """Taints that engine pods tolerate."""
-    affinity: dict[str, Any] = Field(default_factory=dict)
-    """Kubernetes' affinity of engine pods."""
-    pod_template: dict[str, Any] = Field(default_factory=dict)
-    """Merged over the pod template that the operator renders, for what has no field here: maps by their keys, lists of
-    Kubernetes by their elements' keys; null removes a field. The API server checks the result.
-    It cannot reach the host, unless the operator was installed with allowHostAccess."""
     emulation: Emulation | None = None
     """Emulates a GPU instead of computing, for tests without one; generated text is meaningless."""
 
@@ -352,7 +359,7 @@ class AuthSpec(ManifestModel):
     """Required by mode APIKey, refused otherwise."""
 
 
-class RouterSpec(ManifestModel):
+class RouterSpec(PodFields):
     """The routers."""
 
     replicas: Annotated[int, FieldEffect.LIVE, Field(strict=True, ge=1, le=64)] = 2

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sluice_operator.api.field_types import ManifestModel
-    from sluice_operator.api.spec import SpecFields, TlsSpec, TokenBounds
+    from sluice_operator.api.spec import EnvVar, PodFields, SpecFields, TlsSpec, TokenBounds
 
 MIN_CHUNK_TOKENS = 16
 # Ports of an engine pod that the manifest does not choose; the CRD names the same numbers in two CEL rules.
@@ -59,7 +59,7 @@ OWNED_ENVIRONMENT = frozenset(
     }
 )
 OWNED_PREFIX = "SLUICE_"
-# Of engine.podTemplate.spec: who the pod is, where it runs, and how it ends. The CRD declares the same fields.
+# Of podTemplate.spec: who the pod is, where it runs, and how it ends. The CRD declares the same fields.
 OWNED_POD_FIELDS = (
     "serviceAccountName",
     "serviceAccount",
@@ -133,7 +133,7 @@ def _decode_only_needs_two(spec: SpecFields) -> Iterator[RuleViolation]:
 def _names_differ(spec: SpecFields) -> Iterator[RuleViolation]:
     lists: dict[tuple[str, ...], list[str]] = {
         ("slo", "classes"): [slo_class.name for slo_class in spec.slo.classes],
-        ("engine", "env"): [variable.name for variable in spec.engine.env],
+        **{(part, "env"): [variable.name for variable in fields.env] for part, fields in _list_pods(spec)},
         ("engine", "resources", "claims"): [claim.name for claim in spec.engine.resources.claims],
         ("router", "resources", "claims"): [claim.name for claim in spec.router.resources.claims],
     }
@@ -145,9 +145,21 @@ def _names_differ(spec: SpecFields) -> Iterator[RuleViolation]:
 
 def _one_source(spec: SpecFields) -> Iterator[RuleViolation]:
     yield from _exactly_one(spec.model.source, ("model", "source"))
-    for index, variable in enumerate(spec.engine.env):
+    for path, variable in _list_variables(spec):
         if variable.value_from:
-            yield from _exactly_one(variable.value_from, ("engine", "env", index, "valueFrom"))
+            yield from _exactly_one(variable.value_from, (*path, "valueFrom"))
+
+
+def _list_pods(spec: SpecFields) -> tuple[tuple[str, PodFields], ...]:
+    """Lists the parts of the spec that describe pods, by name."""
+    return ("engine", spec.engine), ("router", spec.router)
+
+
+def _list_variables(spec: SpecFields) -> Iterator[tuple[tuple[str | int, ...], EnvVar]]:
+    """Lists users' environment variables by their path."""
+    for part, fields in _list_pods(spec):
+        for index, variable in enumerate(fields.env):
+            yield (part, "env", index), variable
 
 
 def _exactly_one(part: ManifestModel, path: tuple[str | int, ...]) -> Iterator[RuleViolation]:
@@ -174,8 +186,7 @@ def _arguments_are_free(spec: SpecFields) -> Iterator[RuleViolation]:
 
 
 def _environment_is_free(spec: SpecFields) -> Iterator[RuleViolation]:
-    for index, variable in enumerate(spec.engine.env):
-        path = ("engine", "env", index)
+    for path, variable in _list_variables(spec):
         if variable.name in OWNED_ENVIRONMENT or variable.name.startswith(OWNED_PREFIX):
             message = "is set by Sluice; remove it (see spec.network)"
             yield RuleViolation(path=(*path, "name"), value=variable.name, message=message)
@@ -184,11 +195,12 @@ def _environment_is_free(spec: SpecFields) -> Iterator[RuleViolation]:
 
 
 def _pod_template_is_free(spec: SpecFields) -> Iterator[RuleViolation]:
-    fields: Any = spec.engine.pod_template.get("spec")
-    for name in OWNED_POD_FIELDS:
-        if isinstance(fields, dict) and name in fields:
-            path = ("engine", "podTemplate", "spec", name)
-            yield RuleViolation(path=path, value=fields[name], message="is set by Sluice; remove it")
+    for part, pod in _list_pods(spec):
+        fields: Any = pod.pod_template.get("spec")
+        for name in OWNED_POD_FIELDS:
+            if isinstance(fields, dict) and name in fields:
+                path = (part, "podTemplate", "spec", name)
+                yield RuleViolation(path=path, value=fields[name], message="is set by Sluice; remove it")
 
 
 def _ports_differ(spec: SpecFields) -> Iterator[RuleViolation]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.manifest import ManifestError, check_manifest
 from sluice_operator.kubernetes.interface import CERTIFICATES
@@ -81,11 +82,10 @@ def check_cluster(
     missing = find_unavailable(cluster, settings, has_cert_manager=has_cert_manager)
     if missing:
         return None, Failure(reason=Reason.NOT_AVAILABLE, message="; ".join(missing))
-    engine = cluster.spec.engine
-    refused = [
-        *find_refused_fields(engine.pod_template, allow_host_access=settings.allow_host_access),
-        *find_refused_affinity_terms(engine.affinity, allow_host_access=settings.allow_host_access),
-    ]
+    refused = []
+    for component, fields in ((names.ENGINE, cluster.spec.engine), (names.ROUTER, cluster.spec.router)):
+        for find, value in ((find_refused_fields, fields.pod_template), (find_refused_affinity_terms, fields.affinity)):
+            refused += find(value, component, allow_host_access=settings.allow_host_access)
     if refused:
         return None, Failure(reason=Reason.POD_TEMPLATE_REFUSED, message="; ".join(refused))
     return cluster, None

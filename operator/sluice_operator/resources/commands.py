@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from sluice_core.records import EngineId
     from sluice_operator.api.serving_cluster import ServingClusterSpec
+    from sluice_operator.api.spec import PodFields
 
 # Arguments of vLLM that the engine program takes itself, by its own names.
 ENGINE_OPTIONS = {
@@ -149,7 +150,12 @@ def render_engine_environment(spec: ServingClusterSpec) -> dict[str, str]:
             environment["UCX_TLS"] = ",".join(network.rdma.transports)
         if network.rdma.gid_index is not None:
             environment["UCX_IB_GID_INDEX"] = str(network.rdma.gid_index)
-    return environment | {variable.name: variable.value for variable in spec.engine.env if variable.value is not None}
+    return environment | render_values(spec.engine)
+
+
+def render_values(fields: PodFields) -> dict[str, str]:
+    """Renders the user's environment variables that have a value of their own."""
+    return {variable.name: variable.value for variable in fields.env if variable.value is not None}
 
 
 def render_router_command(spec: ServingClusterSpec, site: RouterSite, security: Security = OPEN) -> list[str]:

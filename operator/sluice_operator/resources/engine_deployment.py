@@ -92,7 +92,7 @@ def _render_template(cluster: ServingCluster, image: str) -> Object:
             "topologySpreadConstraints": containers.render_topology_spread(labels),
             "containers": [container],
             "volumes": [model.volume, containers.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
-            **_render_placement(spec),
+            **containers.render_placement(spec.engine),
         },
     }
     if model.init_containers:
@@ -144,8 +144,7 @@ def _render_variables(spec: ServingClusterSpec) -> list[Object]:
         limit = {"containerName": names.ENGINE, "resource": "limits.cpu", "divisor": "1"}
         own["OMP_NUM_THREADS"] = {"resourceFieldRef": limit}
     network = render_engine_environment(spec)
-    users = [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in spec.engine.env]
-    return containers.render_environment({**own, **network}, users)
+    return containers.render_environment({**own, **network}, containers.render_user_variables(spec.engine))
 
 
 def _render_resources(spec: ServingClusterSpec) -> Object:
@@ -157,13 +156,3 @@ def _render_resources(spec: ServingClusterSpec) -> Object:
             if "memory" in amounts:
                 resources[part] = {**amounts, "memory": add_bytes(amounts["memory"], spec.engine.shared_memory)}
     return resources
-
-
-def _render_placement(spec: ServingClusterSpec) -> Object:
-    engine = spec.engine
-    placement: Object = {
-        "nodeSelector": dict(engine.node_selector),
-        "tolerations": [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in engine.tolerations],
-        "affinity": engine.affinity,
-    }
-    return {name: value for name, value in placement.items() if value}

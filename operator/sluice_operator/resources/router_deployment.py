@@ -9,6 +9,7 @@ from sluice_operator.resources.certificates import describe_security, locate_in_
 from sluice_operator.resources.commands import RouterSite, render_router_command
 from sluice_operator.resources.pods import containers
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
+from sluice_operator.resources.pods.pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rollout_hash
 
 if TYPE_CHECKING:
@@ -69,28 +70,28 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     container = _render_container(cluster, image, lifecycle, security)
     container["volumeMounts"] += [model.mount, *mounts]
     template: Object = {
-        "metadata": {
-            "labels": names.label_child(name, names.ROUTER),
-            "annotations": {
-                names.RESTART_HASH_ANNOTATION: compute_rollout_hash(
-                    spec, RESTARTS_ROUTERS, image, security.control_name
-                ),
-                **({names.CONTROL_TLS_ANNOTATION: security.router_name} if security.router_name else {}),
-            },
-        },
+        "metadata": {"labels": names.label_child(name, names.ROUTER)},
         "spec": {
             **containers.render_pod_defaults(names.name_workload(name, names.ROUTER)),
             "terminationGracePeriodSeconds": grace_s,
             "topologySpreadConstraints": containers.render_topology_spread(labels),
             "containers": [container],
             "volumes": [model.volume, containers.TMP_VOLUME, plan, *volumes],
+            **containers.render_placement(spec.router),
         },
     }
     if model.init_containers:
         template["spec"]["initContainers"] = [
             containers.render_init_container(container, image) for container in model.init_containers
         ]
-    return template
+    merged: Object = strategic_merge(template, spec.router.pod_template)
+    merged["metadata"].setdefault("annotations", {}).update(
+        {
+            names.RESTART_HASH_ANNOTATION: compute_rollout_hash(spec, RESTARTS_ROUTERS, image, security.control_name),
+            **({names.CONTROL_TLS_ANNOTATION: security.router_name} if security.router_name else {}),
+        }
+    )
+    return merged
 
 
 def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, security: Security) -> Object:
@@ -115,7 +116,9 @@ def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, se
         "image": image,
         "imagePullPolicy": "IfNotPresent",
         "command": render_router_command(cluster.spec, site, security),
-        "env": containers.render_environment({"HOME": containers.TMP_MOUNT["mountPath"]}),
+        "env": containers.render_environment(
+            {"HOME": containers.TMP_MOUNT["mountPath"]}, containers.render_user_variables(cluster.spec.router)
+        ),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _render_resources(cluster.spec.router.resources),
         "securityContext": containers.CONTAINER_SECURITY,

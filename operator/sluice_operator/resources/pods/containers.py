@@ -9,7 +9,7 @@ from sluice_operator.api.names import METRICS_PORT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sluice_operator.api.spec import Resources
+    from sluice_operator.api.spec import PodFields, Resources
     from sluice_operator.kubernetes.interface import Object
 
 # Routers notice a terminating pod at their next DNS resolution; until then it must still answer.
@@ -89,6 +89,22 @@ def render_environment(own: Mapping[str, Any], users: Sequence[Object] = ()) -> 
         if name not in given
     ]
     return [*rendered, *given.values()]
+
+
+def render_user_variables(fields: PodFields) -> list[Object]:
+    """Renders the environment variables that the user adds."""
+    return [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in fields.env]
+
+
+def render_placement(fields: PodFields) -> Object:
+    """Renders where a pod runs, and by which credentials its images are pulled, without empty parts."""
+    placement: Object = {
+        "imagePullSecrets": [{"name": name} for name in fields.image_pull_secrets],
+        "nodeSelector": dict(fields.node_selector),
+        "tolerations": [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in fields.tolerations],
+        "affinity": fields.affinity,
+    }
+    return {name: value for name, value in placement.items() if value}
 
 
 def render_init_container(container: Object, image: str) -> Object:

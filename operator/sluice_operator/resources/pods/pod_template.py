@@ -1,4 +1,4 @@
-"""``spec.engine.podTemplate``: merged over the rendered template, and checked so that it stays inside its namespace.
+"""``podTemplate`` of engines and routers: merged over the rendered template, checked so that it stays in its namespace.
 
 Whoever may write a ServingCluster controls its pods, as with any Deployment, but reaches neither the host nor another
 identity, unless the operator was started with ``--allow-host-access``. The API server checks the merged result once
@@ -17,6 +17,7 @@ from sluice_operator.api.names import (
     MANAGED_BY_LABEL,
     NAME_LABEL,
     ROLE_LABEL,
+    ROUTER,
 )
 from sluice_operator.api.validation import OWNED_ENVIRONMENT, OWNED_PREFIX
 from sluice_operator.resources.pods.containers import CONTAINER_SECURITY, POD_SECURITY
@@ -42,23 +43,11 @@ MERGE_KEYS = {
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
-OWNED_ENGINE_FIELDS = ("command", "args", "image", "lifecycle", "startupProbe", "readinessProbe", "livenessProbe")
+OWNED_CONTAINER_FIELDS = ("command", "args", "image", "lifecycle", "startupProbe", "readinessProbe", "livenessProbe")
 # By these, pods are selected, watched, and let in by network policies.
 OWNED_LABELS = (CLUSTER_LABEL, COMPONENT_LABEL, ROLE_LABEL, MANAGED_BY_LABEL, NAME_LABEL)
 LISTS = ("containers", "initContainers", "volumes")
-OUR_CONTAINERS = frozenset({ENGINE, FETCH_MODEL, PREFLIGHT})
-# The rendered fields that isolate an engine's pod; the check needs no others.
-ISOLATION_DEFAULTS: Object = {
-    "metadata": {},
-    "spec": {
-        "securityContext": POD_SECURITY,
-        "containers": [{"name": ENGINE, "securityContext": CONTAINER_SECURITY}],
-        "initContainers": [
-            {"name": FETCH_MODEL, "securityContext": CONTAINER_SECURITY},
-            {"name": PREFLIGHT, "securityContext": CONTAINER_SECURITY},
-        ],
-    },
-}
+OUR_CONTAINERS = frozenset({ENGINE, ROUTER, FETCH_MODEL, PREFLIGHT})
 
 
 def strategic_merge(base: Any, over: Any, field: str = "") -> Any:
@@ -82,32 +71,34 @@ def strategic_merge(base: Any, over: Any, field: str = "") -> Any:
     return copy.deepcopy(over)
 
 
-def find_refused_fields(over: Object, *, allow_host_access: bool) -> list[str]:
+def find_refused_fields(over: Object, component: str, *, allow_host_access: bool) -> list[str]:
     """Finds what a podTemplate may not say.
 
     Args:
         over: The podTemplate.
+        component: Whose: ``engine`` or ``router``.
         allow_host_access: Whether it may reach the host.
 
     Returns:
         A line for each field, with what to do; empty when there is none.
     """
+    path = f"spec.{component}.podTemplate"
     try:
-        return [f"spec.engine.podTemplate.{line}" for line in _find(over, allow_host_access=allow_host_access)]
+        return [f"{path}.{line}" for line in _find(over, component, allow_host_access=allow_host_access)]
     except (AttributeError, TypeError) as error:
-        return [f"spec.engine.podTemplate is not a pod template ({error}); compare it with `kubectl explain pod.spec`"]
+        return [f"{path} is not a pod template ({error}); compare it with `kubectl explain pod.spec`"]
 
 
-def find_refused_affinity_terms(affinity: Object, *, allow_host_access: bool) -> list[str]:
-    """Finds what ``spec.engine.affinity`` may not say; see ``find_refused_fields``."""
-    path = "spec.engine.affinity"
+def find_refused_affinity_terms(affinity: Object, component: str, *, allow_host_access: bool) -> list[str]:
+    """Finds what ``affinity`` of a component may not say; see ``find_refused_fields``."""
+    path = f"spec.{component}.affinity"
     try:
         return [] if allow_host_access else list(find_cross_namespace_terms(affinity, path))
     except (AttributeError, TypeError) as error:
         return [f"{path} is not an affinity ({error}); compare it with `kubectl explain pod.spec.affinity`"]
 
 
-def _find(over: Object, *, allow_host_access: bool) -> Iterator[str]:
+def _find(over: Object, component: str, *, allow_host_access: bool) -> Iterator[str]:
     for field in set(over) - {"metadata", "spec"}:
         yield f"{field} is not a field of a pod template; use metadata or spec"
     spec = over.get("spec", {})
@@ -117,10 +108,23 @@ def _find(over: Object, *, allow_host_access: bool) -> Iterator[str]:
         yield f"spec.{wrong[0]} is not a list; write it as `kubectl explain pod.spec.{wrong[0]}` says"
         return
     for container in spec.get("containers", []):
-        if container.get("name") == ENGINE:
-            yield from _find_in_engine(container)
+        if container.get("name") == component:
+            yield from _find_in_container(container, component)
     if not allow_host_access:
-        yield from find_isolation_violations(strategic_merge(ISOLATION_DEFAULTS, over), OUR_CONTAINERS)
+        yield from find_isolation_violations(strategic_merge(_make_isolation_defaults(component), over), OUR_CONTAINERS)
+
+
+def _make_isolation_defaults(component: str) -> Object:
+    """The rendered fields that isolate a pod; the check needs no others."""
+    inits = (FETCH_MODEL, PREFLIGHT)
+    return {
+        "metadata": {},
+        "spec": {
+            "securityContext": POD_SECURITY,
+            "containers": [{"name": component, "securityContext": CONTAINER_SECURITY}],
+            "initContainers": [{"name": name, "securityContext": CONTAINER_SECURITY} for name in inits],
+        },
+    }
 
 
 def _find_owned(metadata: Object) -> Iterator[str]:
@@ -131,11 +135,12 @@ def _find_owned(metadata: Object) -> Iterator[str]:
             yield f"metadata.labels[{label}] is set by Sluice; remove it"
 
 
-def _find_in_engine(container: Object) -> Iterator[str]:
-    for field in OWNED_ENGINE_FIELDS:
+def _find_in_container(container: Object, component: str) -> Iterator[str]:
+    path = f"spec.containers[{component}]"
+    for field in OWNED_CONTAINER_FIELDS:
         if field in container:
-            yield f"spec.containers[engine].{field} is set by Sluice; remove it (see spec.engine)"
+            yield f"{path}.{field} is set by Sluice; remove it (see spec.{component})"
     for variable in container.get("env", []):
         name = variable.get("name", "")
         if name in OWNED_ENVIRONMENT or name.startswith(OWNED_PREFIX):
-            yield f"spec.containers[engine].env[{name}] is set by Sluice; remove it"
+            yield f"{path}.env[{name}] is set by Sluice; remove it"
