@@ -50,6 +50,9 @@ WRONG_COMPLETIONS = [
     ("second-prompt-text", {"prompt": [[5], "a"]}, "prompt[1]", ["'a'"]),
     ("id-of-second-prompt", {"prompt": [[5], [6, 400]]}, "prompt[1][1]", ["400"]),
     ("second-prompt-too-long", {"prompt": [[5], [5] * 512]}, "prompt[1]", ["512"]),
+    ("many-ids", {"prompt": ["a"] * 512}, "prompt", ["512"]),
+    ("wrong-ids", {"prompt": [-1] * 512}, "prompt", ["512", "limit"]),
+    ("many-wrong-ids", {"prompt": [[5], [-1] * 512]}, "prompt[1]", ["512", "limit"]),
     ("many-prompts", {"prompt": ["a"] * 129}, "prompt", ["129", "128"]),
     ("many-prompts-and-n", {"prompt": ["a"] * 65, "n": 2}, "prompt", ["65", "2", "128", "130"]),
     ("prompt-number", {"prompt": 7}, "prompt", ["7"]),
@@ -149,6 +152,7 @@ WRONG_CHATS = [
     ("no-messages", {"messages": None}, "messages", ["None"]),
     ("empty-messages", {"messages": []}, "messages", ["1"]),
     ("message-text", {"messages": ["hi"]}, "messages[0]", ["'hi'"]),
+    ("many-messages", {"messages": [0] * 4097}, "messages", ["4096", "4097"]),
     ("role", {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role", ["'boss'"]),
     ("no-role", {"messages": [{"content": "x"}]}, "messages[0].role", ["required"]),
     ("content-number", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", ["5"]),
@@ -466,6 +470,27 @@ async def test_id_of_an_answer_is_explained(client, plane, path, body, prefix):
     assert (await client.get(f"/debug/requests/{answer_id}")).json() == {"events": ["one"]}
     plane.stories[answer_id] = {"events": ["a client's own id"]}
     assert (await client.get(f"/debug/requests/{answer_id}")).json() == {"events": ["a client's own id"]}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(client, plane, text, path):
+    limit = 512 * text.max_token_characters
+    field = "prompt" if path == "/v1/completions" else "messages"
+    bodies = {
+        size: _completion(prompt="." * size)
+        if field == "prompt"
+        else _chat(messages=[{"role": "user", "content": "." * size}])
+        for size in (513, limit + 1)
+    }
+    tokenized = "sluice_tokenize_seconds_count {}"
+    for size, num_tokenized in ((limit + 1, "0.0"), (513, "1.0")):
+        response = await client.post(path, json=bodies[size])
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+        assert "512 tokens" in error["message"]
+        assert (f"no more than {limit} can fit" in error["message"]) == (size > limit)
+        assert tokenized.format(num_tokenized) in (await client.get("/metrics")).text
+    assert not plane.admitted
 
 
 async def test_unknown_model(client):

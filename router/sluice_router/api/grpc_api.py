@@ -121,10 +121,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         kind = request.WhichOneof("prompt")
         if kind == "messages":
             fields |= {"messages": [_read_message(message) for message in request.messages.values]}
+            self._preparer.check_size(fields)
             return (await self._preparer.prepare_chat(check(ChatBody, fields), caller))[0]
         if kind is None:
             raise FieldError("prompt", "prompt is required: text, token_ids or messages", "missing_required_parameter")
         fields["prompt"] = request.text if kind == "text" else list(request.token_ids.values)
+        self._preparer.check_size(fields)
         return (await self._preparer.prepare_completion(check(CompletionBody, fields), caller))[0]
 
     async def _run(self, prepared: PreparedRequest, context: Context) -> None:

@@ -283,12 +283,12 @@ class HttpApi:
     # Inference
 
     async def _complete(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
-        body, ignored = parse_completion(await self._read_body(request))
+        body, ignored = parse_completion(await self._read_body(request), self._preparer.check_size)
         prepared = await self._preparer.prepare_completion(body, self._describe_caller(request, body, arrival_s))
         return await self._answers.answer(request, body, prepared, self._mark(request, ignored))
 
     async def _chat(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
-        body, ignored = parse_chat(await self._read_body(request))
+        body, ignored = parse_chat(await self._read_body(request), self._preparer.check_size)
         prepared = await self._preparer.prepare_chat(body, self._describe_caller(request, body, arrival_s))
         return await self._answers.answer(request, body, prepared, self._mark(request, ignored))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
 
@@ -45,6 +46,7 @@ MAX_QUOTED_CHARACTERS = 80
 # Type of the violation that names an unknown option.
 UNKNOWN_OPTION = "unknown_option"
 
+SizeCheck = Callable[[dict[str, Any]], None]
 Schema = TypeVar("Schema", bound=BaseModel)
 # What pydantic calls the members of our unions in a path.
 UNION_MEMBERS = frozenset({"str"})
@@ -378,11 +380,12 @@ _QUOTER = reprlib.Repr()
 _QUOTER.maxstring = _QUOTER.maxlong = _QUOTER.maxother = 2 * MAX_QUOTED_CHARACTERS
 
 
-def parse_completion(body: bytes) -> tuple[CompletionBody, list[str]]:
+def parse_completion(body: bytes, check_size: SizeCheck) -> tuple[CompletionBody, list[str]]:
     """Reads the body of a completion request.
 
     Args:
         body: JSON.
+        check_size: Checks the size of the prompt before all else, or raises ``FieldError``.
 
     Returns:
         The checked fields, and the names of the ignored ones.
@@ -391,12 +394,14 @@ def parse_completion(body: bytes) -> tuple[CompletionBody, list[str]]:
         FieldError: The body or a field is wrong.
     """
     fields = _read_object(body)
+    check_size(fields)
     return check(CompletionBody, fields), find_ignored(CompletionBody, fields)
 
 
-def parse_chat(body: bytes) -> tuple[ChatBody, list[str]]:
+def parse_chat(body: bytes, check_size: SizeCheck) -> tuple[ChatBody, list[str]]:
     """Reads the body of a chat request; see ``parse_completion``."""
     fields = _read_object(body)
+    check_size(fields)
     return check(ChatBody, fields), find_ignored(ChatBody, fields)
 
 

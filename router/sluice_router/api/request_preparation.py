@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import sampling_pb2
+from sluice_router.api import prompt_limits
 from sluice_router.api.openai_requests import VLLM_DEFAULTS, FieldError, quote
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.errors import InvalidRequestError, ModelNotFoundError
@@ -121,6 +122,18 @@ class RequestPreparer:
         self._metrics = metrics
         self._fair_queue = FairQueue()
 
+    @property
+    def _max_model_len_tokens(self) -> int | None:
+        return self._plane.model.max_model_len_tokens or self._text.defaults.max_model_len_tokens
+
+    def check_size(self, fields: dict[str, Any]) -> None:
+        """Checks the size of a body's prompt, before anything else of it is.
+
+        Raises:
+            FieldError: It is too large.
+        """
+        prompt_limits.check_size(fields, self._max_model_len_tokens)
+
     async def prepare_completion(self, body: CompletionBody, caller: Caller) -> list[PreparedRequest]:
         """Prepares a completion.
 
@@ -138,9 +151,7 @@ class RequestPreparer:
             # One per iteration of the loop: tokens of other requests go out between two of a burst.
             await self._fair_queue.wait()
             if isinstance(prompt, str):
-                started_s = time.perf_counter()
-                ids = await self._text.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
-                self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
+                ids = await self._encode(field, prompt, add_special_tokens=body.add_special_tokens is not False)
             else:
                 ids = prompt
                 self._check_token_ids(field, ids)
@@ -151,11 +162,8 @@ class RequestPreparer:
         """Prepares a chat; see ``prepare_completion``."""
         self.check_model(body.model)
         await self._fair_queue.wait()
-        started_s = time.perf_counter()
-        prompt = self._render(body)
         # Templates write BOS themselves.
-        ids = await self._text.encode(prompt, add_special_tokens=body.add_special_tokens is True)
-        self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
+        ids = await self._encode("messages", self._render(body), add_special_tokens=body.add_special_tokens is True)
         prepared = self._finish(body, "messages", ids, caller, await _read_structure(body))
         return self._list_choices([prepared], body.n or 1)
 
@@ -170,6 +178,13 @@ class RequestPreparer:
             raise ModelNotFoundError(
                 f"model {quote(name)} does not exist; this router serves {served!r}", param="model"
             )
+
+    async def _encode(self, field: str, prompt: str, *, add_special_tokens: bool) -> list[int]:
+        prompt_limits.check_num_characters(field, prompt, self._max_model_len_tokens, self._text.max_token_characters)
+        started_s = time.perf_counter()
+        ids = await self._text.encode(prompt, add_special_tokens=add_special_tokens)
+        self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
+        return ids
 
     def _render(self, body: ChatBody) -> str:
         if self._text.chat_template is None:
@@ -231,7 +246,7 @@ class RequestPreparer:
     ) -> PreparedRequest:
         if not ids:
             raise FieldError(field, f"{field}: the prompt is empty; at least 1 token is needed")
-        sampling = self._build_sampling(body, self._limit_output(body, field, len(ids), caller.default_output_tokens))
+        sampling = self._build_sampling(body, self._limit_output(body, field, ids, caller.default_output_tokens))
         if structure is not None:
             sampling.structured_output.CopyFrom(structure)
         objectives = caller.objectives
@@ -250,9 +265,7 @@ class RequestPreparer:
         )
         return PreparedRequest(request=request, output=self._describe_output(body, sampling))
 
-    def _limit_output(
-        self, body: SamplingFields, prompt_field: str, prompt_tokens: int, default_tokens: int | None
-    ) -> int:
+    def _limit_output(self, body: SamplingFields, prompt_field: str, ids: list[int], default_tokens: int | None) -> int:
         """Returns the most output tokens, within the model's length.
 
         Raises:
@@ -260,16 +273,14 @@ class RequestPreparer:
         """
         wanted = body.output_limit_tokens
         default = self._text.defaults.max_tokens or default_tokens
-        length = self._plane.model.max_model_len_tokens or self._text.defaults.max_model_len_tokens
+        length = self._max_model_len_tokens
         if length is None:
             return wanted or default or LAST_RESORT_OUTPUT_TOKENS
-        room = length - prompt_tokens
-        if room < 1 or (wanted is not None and wanted > room):
-            asked = f"{prompt_tokens} tokens of prompt"
-            asked += "" if wanted is None else f" and max_tokens {wanted}, {prompt_tokens + wanted} in all"
-            field = prompt_field if room < 1 else body.output_limit_field
-            message = f"{field}: the model's limit is {length} tokens for prompt and output; the request has {asked}"
-            raise FieldError(field, message, "context_length_exceeded")
+        prompt_limits.check_num_tokens(prompt_field, ids, length)
+        room = length - len(ids)
+        if wanted is not None and wanted > room:
+            given = f"{len(ids)} tokens of prompt and max_tokens {wanted}, {len(ids) + wanted} in all"
+            raise prompt_limits.too_long(body.output_limit_field, length, given)
         return min(room, wanted or default or room)
 
     def _build_sampling(self, body: SamplingFields, max_tokens: int) -> sampling_pb2.SamplingParams:

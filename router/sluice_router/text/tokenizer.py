@@ -54,6 +54,9 @@ class ModelText:
         tokenizer: The tokenizer.
         chat_template: The model's template, or None.
         defaults: What the model's files say about sampling.
+
+    Attributes:
+        max_token_characters: Most characters that a token stands for.
     """
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, defaults: GenerationDefaults) -> None:
@@ -64,6 +67,8 @@ class ModelText:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self.chat_template = chat_template
         self.defaults = defaults
+        # In a byte-level vocabulary a character stands for a byte, which makes the figure too large, never too small.
+        self.max_token_characters = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def load(cls, directory: Path) -> ModelText:
