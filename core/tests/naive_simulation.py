@@ -295,6 +295,8 @@ class NaiveEngine:
 
 
 class NaiveSimulation:
+    engine_class, request_class = NaiveEngine, NaiveRequest
+
     def __init__(self, cell, arrivals):
         self.cell, self.options = cell, cell.options
         rng = random.Random(cell.seed)
@@ -303,7 +305,7 @@ class NaiveSimulation:
         self.void_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
         policy = ChunkedPrefillPolicy(counts_decodes=self.options.counts_decodes)
         self.engines = {
-            setup.engine_id: NaiveEngine(setup, policy, self.options.hash_block_tokens) for setup in cell.engines
+            setup.engine_id: self.engine_class(setup, policy, self.options.hash_block_tokens) for setup in cell.engines
         }
         self.table = EngineTable(
             lambda engine_id: self.engines[engine_id].setup.profile, counts_decodes=self.options.counts_decodes
@@ -311,7 +313,7 @@ class NaiveSimulation:
         for s in cell.engines:
             spec = EngineConfig(s.block_size_tokens, s.kv_bytes_per_token, s.max_num_seqs, s.max_batch_tokens)
             self.table.add(s.engine_id, spec, role=s.role, chunk_size_tokens=s.chunk_size_tokens)
-        self.requests = [NaiveRequest(index, arrival) for index, arrival in enumerate(arrivals)]
+        self.requests = [self.request_class(index, arrival) for index, arrival in enumerate(arrivals)]
         self.events, self.held, self.parked, self.links = [], [], [], {}
         self.last_assign_s, self.is_retry_due, self.now = -1.0, False, 0.0
         self.num_moves = 0
@@ -354,7 +356,14 @@ class NaiveSimulation:
         for engine_id, engine in self.engines.items():
             self.table.report(engine_id, engine.load(self.now), self.now)
 
+    def refuse_late(self):
+        limit_s = self.options.wait_limit_s
+        for request in [r for r in self.held if limit_s is not None and r.arrival.at_s <= self.now - limit_s]:
+            request.is_rejected = True
+            self.held.remove(request)
+
     def assign(self):
+        self.refuse_late()
         if not self.held:
             return
         self.last_assign_s = self.now

@@ -240,13 +240,17 @@ class SimHandOffs:
             self._cluster.num_blocked_moves += 1
 
     def _may_grant(self, move: SimMove) -> bool:
-        """Say whether the target has the room now that its router believed it to have."""
-        target = move.target
-        bound = target.total_blocks
+        """Say whether the target has the room now that its router believed it to have, as the engine's grants do."""
+        target, prefills = move.target, move.target.prefills
+        if target.is_draining or target.num_incoming + target.count_running() >= target.setup.max_num_seqs:
+            return False
         if target.role is Role.PREFILL_HEAVY and move.cause is MoveCause.DEGRADE:
-            bound = int(self._cluster.cell.parameters.watermark * target.total_blocks)
-        used = target.used_blocks + target.granted_blocks
-        return not target.is_draining and used + move.num_blocks <= bound
+            most_blocks = self._cluster.cell.parameters.watermark * target.total_blocks
+            if target.used_blocks + target.granted_blocks + move.num_blocks > most_blocks:
+                return False
+        # Prefills under way need their rest, and whoever waits for room to recompute goes first.
+        num_needed = move.num_blocks + prefills.count_blocks_to_come()
+        return num_needed <= target.free_blocks and not prefills.has_waiting_recompute()
 
     def _hand_off(self, move: SimMove) -> None:
         request, target = move.request, move.target

@@ -38,12 +38,13 @@ class Timeline:
 
     Attributes:
         iterations: Of all engines, in the order of their start.
+        transfers: Request, cause, start and end in seconds, source and target, in the order of their start.
     """
 
     def __init__(self) -> None:
         self.iterations: list[IterationSpan] = []
         self._tracks: dict[EngineId, int] = {}
-        self._transfers: list[tuple[str, str, float, float, str, str]] = []
+        self.transfers: list[tuple[str, str, float, float, str, str]] = []
         self._requests: list[tuple[str, float, float, float, int, int, bool]] = []
 
     def note_iteration(self, engine: SimEngine, now: float) -> None:
@@ -65,7 +66,7 @@ class Timeline:
     def note_transfer(self, request: SimRequest, cause: MoveCause, now: float, arrives_at_s: float) -> None:
         """Note a KV transfer that begins at ``now``, waits for its link included."""
         source, target = request.source or "", request.target or ""
-        self._transfers.append((request.request_id, cause.value, now, arrives_at_s, source, target))
+        self.transfers.append((request.request_id, cause.value, now, arrives_at_s, source, target))
 
     def note_finished(self, requests: Sequence[SimRequest]) -> None:
         """Note requests that have just ended."""
@@ -113,7 +114,7 @@ class Timeline:
             outcome = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "met": is_met}
             yield from _span((_REQUESTS, request_id), "until first token", (arrival_s, first_s), outcome)
             yield from _span((_REQUESTS, request_id), "decode", (first_s, last_s), outcome)
-        for request_id, cause, start_s, end_s, source, target in self._transfers:
+        for request_id, cause, start_s, end_s, source, target in self.transfers:
             between = {"source": source, "target": target}
             yield from _span((_TRANSFERS, request_id), cause, (start_s, end_s), between)
 

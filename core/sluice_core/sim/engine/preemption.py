@@ -74,7 +74,7 @@ def make_room_for_chunks(engine: SchedulerState, now: float, num_decodes: int) -
     prefills = engine.prefills
     limits = prefills.find_limits(now, num_decodes)
     room = limits.prefill_room_tokens
-    found: dict[int, int] = {}
+    found: dict[int, tuple[int, int]] = {}  # blocks and tokens of each
     for request in prefills.list_started():
         if room <= 0 or len(found) >= prefills.max_started:
             return
@@ -82,18 +82,21 @@ def make_room_for_chunks(engine: SchedulerState, now: float, num_decodes: int) -
             continue  # preempted a moment ago
         tokens = min(room, limits.max_tokens_per_prefill, request.prefill_tokens - request.num_computed_tokens)
         need = prefills.count_chunk_blocks(request, tokens)
-        while request.num_computed_tokens and sum(found.values()) + need > engine.count_schedulable_blocks():
+        while need and request.num_computed_tokens:
+            if sum(blocks for blocks, _ in found.values()) + need <= engine.count_schedulable_blocks():
+                break
             victim = _find_victim(engine)
             if _is_in_running_iteration(engine, victim):
                 prefills.max_started = len(found)
-                prefills.withheld_tokens = tokens
+                prefills.withheld_tokens += tokens
                 return
             if victim is request:
                 prefills.max_started = len(found)
             _preempt(engine, victim, now, has_grown=True)
-            found.pop(victim.index, None)
+            # The room that it was given is nobody else's in this iteration.
+            prefills.withheld_tokens += found.pop(victim.index, (0, 0))[1]
         if request.num_computed_tokens:
-            found[request.index] = need
+            found[request.index] = need, tokens
             room -= tokens
 
 
@@ -139,11 +142,12 @@ def _preempt(engine: SchedulerState, victim: SimRequest, now: float, *, has_grow
     num_grown = 0
     if victim.state is RequestState.DECODING:
         num_grown = int(has_grown and engine.batch.is_growing(victim))
+        has_decoded_here = engine.iteration - victim.start_iteration > victim.generated_tokens
         _leave_decodes(engine, victim, now)
         num_tokens = num_cached_tokens = victim.num_kv_tokens
-        if engine.schedules_ahead:
+        if engine.schedules_ahead and has_decoded_here:
             # A block is cached by its tokens, and that of the last iteration was not known yet.
-            num_cached_tokens = max(victim.prefill_tokens, num_tokens - 1)
+            num_cached_tokens -= 1
     else:
         engine.prefills.drop(victim)
         num_tokens = num_cached_tokens = victim.num_computed_tokens

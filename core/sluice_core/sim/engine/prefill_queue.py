@@ -249,6 +249,17 @@ class PrefillQueue:
             num_promised += request.num_blocks - -(-request.num_computed_tokens // self._block_size)
         return num_promised
 
+    def count_blocks_to_come(self) -> int:
+        """Count the blocks that started prefills still need, where they take them by the chunk."""
+        num_blocks = 0
+        for request in self._started:
+            num_blocks += -(-request.prefill_tokens // self._block_size) - request.num_blocks
+        return num_blocks
+
+    def has_waiting_recompute(self) -> bool:
+        """Say whether a preempted request waits for blocks."""
+        return any(entry[3].kind is RequestKind.RECOMPUTE for entry in self._waiting + self._deferred)
+
     def clear(self) -> tuple[list[SimRequest], list[SimRequest]]:
         """Give up everything: returns what waited and what had started."""
         return [entry[3] for entry in sorted(self._waiting + self._deferred)], self._started + self.completing

@@ -102,7 +102,6 @@ class SimEngine(SchedulerState):
         """Grant blocks and a seat to a transfer to here."""
         self.num_incoming += 1
         self.reserve_more(num_blocks)
-        self.note_change()
 
     def reserve_more(self, num_blocks: int) -> None:
         """Grant more blocks to a transfer that has some."""
@@ -110,6 +109,7 @@ class SimEngine(SchedulerState):
         self.granted_blocks += num_blocks
         if self.prefills.freed is not None:
             self.prefills.freed.take(num_blocks)
+        self.note_change()
 
     def cancel_grant(self, num_blocks: int) -> None:
         """Take the blocks and the seat of a transfer back."""
@@ -171,6 +171,10 @@ class SimEngine(SchedulerState):
         """Count the blocks that a decode holds."""
         num_tokens = request.prompt_tokens + self.batch.iteration - request.start_iteration
         return -(-(num_tokens - 1) // self.setup.block_size_tokens)
+
+    def count_running(self) -> int:
+        """Count the requests that hold a seat: all decodes, and the prefills that have started."""
+        return len(self.batch.list_requests()) + len(self.prefills.list_started())
 
     def resume(self, request: SimRequest) -> None:
         """Take a request back that was handed off and has not left; it joins at the next iteration boundary."""
@@ -326,7 +330,8 @@ class SimEngine(SchedulerState):
             work2 = self._fill_room_ahead(now, num_decodes) if prefills.num_queued else 0
             prefills.release_deferred()
             self.ending = []
-            if not self.batch.num_decodes and not prefills.num_tokens and prefills.num_queued:
+            has_nothing = not self.batch.num_decodes and not prefills.num_tokens
+            if has_nothing and prefills.num_queued and not self.batch.paused:
                 work2 = self._fill_room_ahead(now, 0)  # nothing could be scheduled ahead
         if not prefills.num_queued or prefills.num_tokens:
             prefills.batch.last_prefill_s = now

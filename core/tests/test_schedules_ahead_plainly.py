@@ -1,0 +1,135 @@
+"""Engines that schedule ahead, as plans and the tuner simulate them: event by event as the plain simulator has it."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_ahead import NaiveAheadSimulation
+from test_sim_prefix_reuse import share_prefixes
+from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
+
+from sluice_core.latency.transfer import LinkSpeed
+from sluice_core.records import EarlyRejection, FlowParameters, Slo
+from sluice_core.sim.cell import Cell, SimOptions, TransferLink, TtftEnd
+from sluice_core.sim.requests import RequestState
+from sluice_core.sim.simulation import Simulation
+from sluice_core.sim.timeline import Timeline
+
+SLOS = (SLO, Slo(ttft_s=0.4, tpot_s=0.03), Slo(ttft_s=9.0, tpot_s=0.2))
+
+
+def list_events(cell, arrivals):
+    """What the product's run does: iterations by engine, transfers, and what becomes of each request."""
+    timeline = Timeline()
+    simulation = Simulation(cell, arrivals, timeline)
+    assert simulation.run()
+    iterations = {engine.engine_id: [] for engine in simulation.engines}
+    for engine_id, *iteration in timeline.iterations:
+        iterations[engine_id].append(iteration)
+    requests = [
+        None
+        if request.state is RequestState.REJECTED
+        else (request.first_token_s, request.last_token_s, request.num_moves, request.num_preemptions, request.target)
+        for request in simulation.requests
+    ]
+    transfers = timeline.transfers
+    gaps = simulation.gaps.num_gaps, simulation.gaps.total_s
+    return simulation, (iterations, transfers, requests, gaps, simulation.num_blocked_moves)
+
+
+def list_plain_events(cell, arrivals):
+    naive = NaiveAheadSimulation(cell, arrivals).run()
+    requests, num_gaps, gaps_s = [], 0, 0.0
+    for request in naive.requests:
+        if request.is_rejected:
+            requests.append(None)
+            continue
+        assert len(request.tokens) == request.arrival.output_tokens
+        last = request.first_s, request.tokens[-1], request.moves, request.preemptions, request.engine.setup.engine_id
+        requests.append(last)
+        num_gaps += len(request.tokens) - 1
+        gaps_s += request.tokens[-1] - request.first_s
+    iterations = {engine_id: engine.log for engine_id, engine in naive.engines.items()}
+    return naive, (iterations, naive.transfers, requests, (num_gaps, gaps_s), naive.num_blocked)
+
+
+def assert_equal_to_plain(cell, arrivals):
+    simulation, events = list_events(cell, arrivals)
+    naive, plain_events = list_plain_events(cell, arrivals)
+    for ours, theirs in zip(flatten(events), flatten(plain_events), strict=True):
+        assert ours == theirs or (isinstance(ours, float) and abs(ours - theirs) < 1e-9)
+    return simulation, naive
+
+
+def flatten(value):
+    """List the leaves of nested containers, each container's length before them."""
+    if isinstance(value, dict):
+        value = sorted(value.items())
+    if not isinstance(value, list | tuple):
+        yield value
+        return
+    yield len(value)
+    for each in value:
+        yield from flatten(each)
+
+
+def make_cell(rng, name, *, blocks, number, hash_block_tokens=None, **options):
+    strategy, shape = STRATEGIES[name]
+    speed = LinkSpeed(bytes_per_s=rng.choice((1e8, 1e9, 150e9)))
+    engines = make_engines(
+        shape,
+        blocks=blocks,
+        link=TransferLink(name=rng.choice(("", "switch")), speed=speed),
+        max_num_seqs=rng.choice((4, 12)),
+    )
+    cell = Cell(
+        engines=engines,
+        strategy=strategy,
+        parameters=FlowParameters(
+            early_rejection=rng.choice(list(EarlyRejection)),
+            watermark=rng.choice((0.5, 0.95)),
+            min_tokens_between_moves=rng.choice((4, 16)),
+        ),
+        options=SimOptions(schedules_ahead=True, hash_block_tokens=hash_block_tokens, **options),
+        seed=rng.randrange(99),
+    )
+    arrivals = make_arrivals(rng, rate=rng.choice((2.0, 8.0, 25.0)), slos=SLOS, priorities=(0, 0, 1, -1), number=number)
+    if hash_block_tokens is not None:
+        arrivals = share_prefixes(rng, arrivals, hash_block_tokens=hash_block_tokens)
+    return cell, arrivals
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    blocks=st.sampled_from((26, 40, 60, 400)),
+    message_s=st.sampled_from((0.0, 0.0037, 0.05)),
+    ttft_end=st.sampled_from(TtftEnd),
+    counts_decodes=st.booleans(),
+    wait_limit_s=st.sampled_from((None, 1.0)),
+)
+def test_every_event_is_as_the_plain_simulator_has_it(name, seed, blocks, **options):
+    assert_equal_to_plain(*make_cell(random.Random(seed), name, blocks=blocks, number=40, **options))
+
+
+@pytest.mark.parametrize("name", ["taichi", "disaggregated", "aggregated"])
+def test_a_long_run_is_as_the_plain_simulator_has_it(name):
+    """150 requests each; among what is compared are moves of every cause, preemptions and refusals."""
+    seen = Counter()
+    for seed, blocks in ((1, 40), (2, 60)):
+        rng = random.Random(seed)
+        cell, arrivals = make_cell(rng, name, blocks=blocks, number=150, message_s=0.0037, wait_limit_s=2.0)
+        simulation, _ = assert_equal_to_plain(cell, arrivals)
+        seen += Counter({cause.value: number for cause, number in simulation.num_moves.items()})
+        seen["preempted"] += sum(request.num_preemptions for request in simulation.requests)
+        seen["rejected"] += sum(request.state is RequestState.REJECTED for request in simulation.requests)
+        seen["blocked"] += simulation.num_blocked_moves
+    wanted = {
+        "taichi": {"prefill_done", "degrade", "backflow", "blocked"},
+        "disaggregated": {"prefill_done", "blocked"},
+        "aggregated": set(),
+    }
+    assert {what for what, number in seen.items() if number} == wanted[name] | {"preempted", "rejected"}
