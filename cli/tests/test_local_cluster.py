@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ import psutil
 import pytest
 import yaml
 
+from sluice.v1 import control_pb2
 from sluice_cli.local_cluster.cluster import LocalCluster
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 from sluice_cli.local_cluster.manifest_watch import apply_edit
@@ -58,9 +61,10 @@ async def spawn_stand_in(launch: LaunchSpec) -> ChildProcess:
 class Running:
     """A running cluster, and what it said."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, text: str = MANIFEST) -> None:
         self.lines: list[str] = []
-        self.text = MANIFEST
+        self.text = text
+        self.offset_s = 0.0
         self.path = home / "test.yaml"
         self.directory = ClusterDirectory("test", home)
         self.directory.path.mkdir(parents=True)
@@ -75,7 +79,9 @@ class Running:
             find_model=lambda manifest: home,
             find_secret=lambda name: home / name,
             report=self.report,
+            clock=lambda: time.monotonic() + self.offset_s,
             ask=self.answer,
+            stop_margin_s=0.5,
         )
         # What searches for sliders are asked, and what they answer.
         self.asked: list[SearchRequest] = []
@@ -105,6 +111,12 @@ class Running:
         file = self.directory.engines_file.with_name("requests.json")
         requests = {"num_finished": self.num_finished, "num_met": self.num_met, "prompt_tokens": prompt_tokens}
         file.with_suffix(".new").write_text(json.dumps(requests))
+        file.with_suffix(".new").replace(file)
+
+    def misreport(self, **views: dict[str, int]) -> None:
+        """Has the router say of engines what is not so."""
+        file = self.directory.engines_file.with_name("views.json")
+        file.with_suffix(".new").write_text(json.dumps({name.replace("_", "-"): view for name, view in views.items()}))
         file.with_suffix(".new").replace(file)
 
     async def serve_until(self, is_reached: Callable[[], bool], share: float = 1.0, prompt_tokens: int = 1000) -> None:
@@ -137,20 +149,35 @@ class Running:
         return self.cluster.status().is_ready
 
 
-@pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[Running]:
-    running = Running(tmp_path)
+@contextlib.asynccontextmanager
+async def run_cluster(home: Path, text: str = MANIFEST) -> AsyncIterator[Running]:
+    """Runs a cluster until its end, and makes sure that it leaves no process."""
+    running = Running(home, text)
     task = asyncio.create_task(running.cluster.run(running.stop, running.hurry))
     await running.until(running.is_ready)
-    await running.until(lambda: len(running.engines()) == 3)
-    yield running
-    pids = [pid for pid in running.pids().values() if pid]
-    running.stop.set()
-    await task
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    # A stand-in that raises would be started again, as if nothing had happened.
-    for log in running.directory.log_path("x").parent.iterdir():
-        assert not TRACEBACK.search(log.read_text()), log.read_text()
+    await running.until(lambda: len(running.engines()) == running.cluster.manifest.spec.replicas)
+    try:
+        yield running
+    finally:
+        pids = [pid for pid in running.pids().values() if pid]
+        running.stop.set()
+        try:
+            async with asyncio.timeout(30):
+                await task
+        except TimeoutError:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            raise
+        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+        # A stand-in that raises would be started again, as if nothing had happened.
+        for log in running.directory.log_path("x").parent.iterdir():
+            assert not TRACEBACK.search(log.read_text()), log.read_text()
+
+
+@pytest.fixture
+async def running(tmp_path: Path) -> AsyncIterator[Running]:
+    async with run_cluster(tmp_path) as running:
+        yield running
 
 
 # gRPC prints one for each call that is cancelled.
@@ -323,6 +350,77 @@ async def test_a_roll_that_fails_stops_at_the_first_engine_until_the_manifest_is
     running.edit("extraArgs: [--fail], ", "")
     await running.until(running.is_ready)
     assert {name for name, pid in running.pids().items() if pid != before[name]} == {"engine-0"}
+
+
+async def test_a_roll_waits_for_the_new_process_and_not_for_what_a_router_says_of_the_old_one(
+    running: Running,
+) -> None:
+    before = running.pids()
+    running.misreport(engine_0={"epoch": before["engine-0"] or 0})
+    running.edit("engine: {", "engine: {maxBatchTokens: 4096, ")
+    await running.until(lambda: running.pids()["engine-0"] not in (before["engine-0"], None))
+    await running.until(lambda: running.cluster.status().engines[0].state == "ready")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    running.report("the router knows the new process")
+    running.misreport()
+    await running.until(lambda: running.is_ready() and not set(before.values()) & {running.pids()["engine-2"]})
+    assert running.lines.index("engine-0 serves again") > running.lines.index("the router knows the new process")
+
+
+LOST, READY = control_pb2.ENGINE_STATE_LOST, control_pb2.ENGINE_STATE_READY
+
+
+async def test_an_engine_that_does_not_serve_in_time_is_killed_and_starts_again(tmp_path: Path) -> None:
+    text = MANIFEST.replace("engine: {", "engine: {startupTimeoutSeconds: 60, ")
+    async with run_cluster(tmp_path, text) as running:
+        before = running.pids()
+        # One that was connected once is no late one, whatever has become of it.
+        running.misreport(engine_2={"state": LOST})
+        running.edit("engine: {", "engine: {extraArgs: [--deaf], ")
+        await running.until(lambda: running.pids()["engine-0"] not in (before["engine-0"], None))
+        late = running.pids()["engine-0"]
+        running.offset_s += 59.0
+        assert not any("did not serve" in line for line in running.lines)
+        running.offset_s += 2.0
+        await running.until(lambda: running.pids()["engine-0"] not in (late, None))
+        (line,) = [line for line in running.lines if "did not serve" in line]
+        assert "engine-0 did not serve within 60 s (spec.engine.startupTimeoutSeconds)" in line
+        assert {name: pid for name, pid in running.pids().items() if name != "engine-0"} == {
+            name: pid for name, pid in before.items() if name != "engine-0"
+        }
+        running.misreport()
+        running.edit("extraArgs: [--deaf], ", "")
+        await running.until(running.is_ready)
+
+
+async def test_an_engine_that_does_not_drain_in_time_is_removed_all_the_same(tmp_path: Path) -> None:
+    text = MANIFEST.replace("drainTimeoutSeconds: 5", "drainTimeoutSeconds: 1")
+    async with run_cluster(tmp_path, text) as running:
+        running.misreport(**{name.replace("-", "_"): {"state": READY} for name in running.engines()})
+        running.edit("replicas: 3", "replicas: 2")
+        await running.until(lambda: len(running.engines()) == 2)
+        (line,) = [line for line in running.lines if "did not drain" in line]
+        assert line.endswith(" did not drain within 1 s; its requests are recovered elsewhere")
+
+
+STUBBORN = MANIFEST.replace("replicas: 3", "replicas: 2").replace("engine: {", "engine: {extraArgs: [--stubborn], ")
+
+
+async def test_what_ignores_sigterm_is_killed_when_its_drain_and_the_margin_are_over(tmp_path: Path) -> None:
+    async with run_cluster(tmp_path, STUBBORN.replace("drainTimeoutSeconds: 5", "drainTimeoutSeconds: 1")) as running:
+        lines = running.lines
+    assert [f"engine-{number} did not end within 1.5 s; it is killed" for number in range(2)] == sorted(
+        line for line in lines if "did not end" in line
+    )
+
+
+async def test_whoever_hurries_does_not_wait_for_what_ignores_sigterm(tmp_path: Path) -> None:
+    async with run_cluster(tmp_path, STUBBORN.replace("drainTimeoutSeconds: 5", "drainTimeoutSeconds: 300")) as running:
+        running.stop.set()
+        await running.until(lambda: not running.cluster.status().routers)
+        running.hurry.set()
+    assert not any("did not end" in line for line in running.lines)
 
 
 async def test_another_model_restarts_everything(running: Running) -> None:

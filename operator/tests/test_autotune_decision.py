@@ -71,6 +71,7 @@ class Plant:
     best: Callable[[SearchRequest], Sliders] = lambda request: FOR_LONG
     attainment: Callable[[Sliders], float] = lambda sliders: 0.95
     gain: float = 0.2
+    least_gain: float | None = None
     rate_rps: float = 2.0
     search_s: float = 3.0
     state: TunerState = field(default_factory=TunerState)
@@ -134,13 +135,14 @@ class Plant:
     def answer(self, request: SearchRequest) -> SearchResult:
         best = self.best(request)
         gain = 0.0 if best == request.in_force else self.gain
+        least_gain = gain - 0.02 if gain and self.least_gain is None else self.least_gain
         return SearchResult(
             sliders=best,
             goodput_rps=2.0 * (1.0 + gain),
             attainment=0.95,
             in_force_goodput_rps=2.0,
             in_force_attainment=0.8,
-            least_gain=gain - 0.02 if gain else 0.0,
+            least_gain=least_gain or 0.0,
         )
 
     @property
@@ -181,6 +183,14 @@ def test_a_gain_below_the_threshold_changes_nothing() -> None:
     plant = Plant(gain=decision.MIN_GAIN - 0.001)
     plant.run(600)
     assert plant.changes == []
+    assert plant.reason is Reason.TUNED
+
+
+@pytest.mark.parametrize(("least_gain", "is_tried"), [(-0.01, False), (0.0, False), (0.001, True)])
+def test_sliders_are_tried_only_where_they_serve_more_on_every_seed(*, least_gain: float, is_tried: bool) -> None:
+    plant = Plant(least_gain=least_gain)
+    plant.run(600)
+    assert bool(plant.changes) == is_tried
     assert plant.reason is Reason.TUNED
 
 

@@ -94,23 +94,47 @@ async def test_a_lease_that_another_one_has_is_not_released() -> None:
     assert not b.is_leading
 
 
-async def test_two_that_are_equally_fast_do_not_both_lead() -> None:
-    kubernetes, clock = FakeKubernetes(), Clock()
-    a, b = (make_elector(kubernetes, name, clock) for name in "ab")
-    # The second one takes the lease between the first one's read and its write.
+def take_between(kubernetes: FakeKubernetes, verb: str, elector: LeaderElector) -> None:
+    """Has a replica take the lease between another one's read and its write."""
     is_inside = False
 
-    def strike(verb: str, _plural: str) -> None:
+    def strike(called: str, _plural: str) -> None:
         nonlocal is_inside
-        if verb == "create" and not is_inside:
+        if called == verb and not is_inside:
             is_inside = True
-            try_acquire_or_renew = b.try_acquire_or_renew()
-            with pytest.raises(StopIteration):
-                try_acquire_or_renew.send(None)
+            with pytest.raises(StopIteration) as taken:
+                elector.try_acquire_or_renew().send(None)
+            assert taken.value.value
 
     kubernetes.before = strike
+
+
+@pytest.mark.parametrize("verb", ["create", "patch"], ids=["a new lease", "a lease that somebody gave back"])
+async def test_two_that_are_equally_fast_do_not_both_lead(verb: str) -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    a, b, former = (make_elector(kubernetes, name, clock) for name in ("a", "b", "former"))
+    if verb == "patch":
+        await former.try_acquire_or_renew()
+        await former.release()
+    take_between(kubernetes, verb, b)
     assert not await a.try_acquire_or_renew()
     assert (a.is_leading, b.is_leading) == (False, True)
+    assert kubernetes.find(LEASES, "lease")["spec"]["holderIdentity"] == "b"
+
+
+async def test_a_lease_that_was_taken_meanwhile_is_not_given_back() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    a, b = (make_elector(kubernetes, name, clock) for name in "ab")
+    await a.try_acquire_or_renew()
+    await b.try_acquire_or_renew()
+
+    def take(verb: str, _plural: str) -> None:
+        if verb == "patch":
+            kubernetes.edit(LEASES, "lease", {"spec": {"holderIdentity": "b", "renewTime": "later"}})
+
+    kubernetes.before = take
+    await a.release()
+    assert kubernetes.find(LEASES, "lease")["spec"]["holderIdentity"] == "b"
 
 
 async def test_one_that_finds_another_leading_stops_leading() -> None:

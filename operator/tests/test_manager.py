@@ -6,9 +6,12 @@ import asyncio
 import json
 import logging
 import threading
+import time
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
+from fake_kubernetes import READS, FakeKubernetes, make_cluster
 from kopf._core.actions.invocation import invoke
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
@@ -18,11 +21,16 @@ from sluice_operator.api.names import ClusterKey
 from sluice_operator.controller.informer import Informer, find_key, make_settings
 from sluice_operator.controller.manager import Operator
 from sluice_operator.health import MAX_QUEUE_AGE_S, Health
-from sluice_operator.kubernetes.interface import CLUSTERS, LeaseLostError
+from sluice_operator.kubernetes.interface import CLUSTERS, DEPLOYMENTS, BusyError, ForbiddenError, LeaseLostError
 from sluice_operator.kubernetes.rbac import WATCHED
 from sluice_operator.logs import ObjectFilter, current_object, make_formatter
 from sluice_operator.metrics import OperatorMetrics
 from sluice_operator.settings import OperatorSettings, parse_settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+KEY = ClusterKey("default", "tiny")
 
 
 def test_settings_come_from_the_command_line_and_then_from_the_environment() -> None:
@@ -143,3 +151,130 @@ async def test_resync_enqueues_every_known_cluster() -> None:
         async with asyncio.timeout(10):
             assert {await operator._queue.get() for _ in keys} == keys
         resync.cancel()
+
+
+# The process as a whole.
+
+
+class StandInElector:
+    """Leads while it is told to."""
+
+    def __init__(self, *, is_leading: bool = True) -> None:
+        self.is_leading = is_leading
+        self.is_released = False
+
+    async def acquire(self) -> None:
+        return
+
+    async def renew(self) -> None:
+        await asyncio.Event().wait()
+
+    async def release(self) -> None:
+        self.is_released = True
+
+
+class StandInInformer:
+    """Finds one cluster, and nothing afterwards."""
+
+    last_event_s = 0.0
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator = operator
+
+    async def run(self, _namespaces: object, is_ready: asyncio.Event) -> None:
+        self.operator._handle_event(KEY, {"kind": CLUSTERS.name, "metadata": {}})
+        is_ready.set()
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+async def operator() -> AsyncIterator[Operator]:
+    """The operator on an API server in memory, which holds one cluster."""
+    async with ApiClient(Configuration()) as api:
+        made = Operator(OperatorSettings(host="127.0.0.1", port=0, workers=1), api)
+        made._kubernetes = FakeKubernetes()
+        made._kubernetes.put(make_cluster())
+        made._elector, made._informer = StandInElector(), StandInInformer(made)
+        yield made
+
+
+async def test_a_cluster_is_reconciled_until_the_process_stops_and_gives_its_lease_back(operator: Operator) -> None:
+    kubernetes = operator._kubernetes
+
+    def stop(verb: str, plural: str) -> None:
+        if (verb, plural) == ("patch_status", "servingclusters"):
+            operator._stop.set()
+
+    kubernetes.after = stop
+    async with asyncio.timeout(20):
+        await operator.run()
+    assert {item["metadata"]["name"] for item in kubernetes.select(DEPLOYMENTS)} == {"tiny-engine", "tiny-router"}
+    assert operator._elector.is_released
+
+
+async def test_a_process_without_the_lease_writes_nothing_and_ends(operator: Operator) -> None:
+    operator._elector.is_leading = False
+    async with asyncio.timeout(20):
+        with pytest.raises(ExceptionGroup) as ended:
+            await operator.run()
+    assert isinstance(find_cause(ended.value), LeaseLostError)
+    assert operator._kubernetes.writes == []
+
+
+async def test_a_write_that_failed_is_not_repeated_once_the_lease_is_lost(operator: Operator) -> None:
+    def lose(verb: str, _plural: str) -> None:
+        if verb not in READS:
+            operator._elector.is_leading = False
+            raise BusyError("503")
+
+    operator._kubernetes.before = lose
+    async with asyncio.timeout(20):
+        with pytest.raises(ExceptionGroup) as ended:
+            await operator.run()
+    assert isinstance(find_cause(ended.value), LeaseLostError)
+    assert len(operator._kubernetes.writes) == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "outcome", "pause_s"),
+    [
+        (None, "ok", None),
+        (5.0, "ok", (4.0, 5.0)),
+        (BusyError("429", retry_after_s=50.0), "BusyError", (49.0, 50.0)),
+        (ForbiddenError("403"), "ForbiddenError", (0.0, 1.0)),
+        (ZeroDivisionError("a mistake"), "fault", (0.0, 1.0)),
+    ],
+    ids=["done", "to be repeated", "the server asks for a pause", "refused", "a fault of our own"],
+)
+async def test_each_end_of_a_reconcile_schedules_the_next_one(operator: Operator, result, outcome, pause_s) -> None:
+    class StandInReconciler:
+        async def reconcile(self, key: ClusterKey) -> float | None:
+            operator._event_filter.handle_event(key, {"kind": CLUSTERS.name, "metadata": {}})
+            assert operator._event_filter.is_edited(key)
+            operator._event_filter._pending_versions.clear()
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        def is_known(self, _key: ClusterKey) -> bool:
+            return True
+
+    operator._queue.add(KEY)
+    await operator._reconcile(StandInReconciler(), await operator._queue.get())
+    assert operator._metrics.reconciles.labels(outcome)._value.get() == 1
+    assert not operator._event_filter.is_edited(KEY)
+    wait_s = operator._queue._schedule.wait_s(time.monotonic())
+    if pause_s is None:
+        assert wait_s is None
+    else:
+        assert wait_s is not None
+        assert pause_s[0] <= wait_s <= pause_s[1]
+
+
+async def test_a_leader_is_ready_once_it_watches_and_another_replica_at_once(operator: Operator) -> None:
+    assert not operator._is_ready()
+    operator._is_watching.set()
+    assert operator._is_ready()
+    operator._is_watching.clear()
+    operator._elector.is_leading = False
+    assert operator._is_ready()

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cluster_harness import KEY, World
-from fake_kubernetes import READS
+from fake_kubernetes import READS, FakeKubernetes, copy_object
 
 from sluice_operator.controller.reconciler import Reconciler
+from sluice_operator.kubernetes.client import METHODS
 from sluice_operator.kubernetes.fencing import LeaseFence
 from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
 from sluice_operator.kubernetes.interface import (
     CONFIG_MAPS,
+    KINDS,
     BusyError,
     ConflictError,
+    Kind,
     KubernetesError,
     LeaseLostError,
 )
@@ -229,6 +232,35 @@ async def test_a_replica_that_lost_its_lease_writes_nothing() -> None:
     with pytest.raises(LeaseLostError):
         await reconciler.reconcile(KEY)
     assert world.kubernetes.writes == []
+
+
+REQUESTS = {
+    "get": lambda kubernetes, kind, _: kubernetes.get(kind, "default", "x"),
+    "list": lambda kubernetes, kind, _: kubernetes.list(kind, "default", {}),
+    "discover": lambda kubernetes, kind, _: kubernetes.is_served(kind),
+    "apply": lambda kubernetes, _, content: kubernetes.apply(content),
+    "create": lambda kubernetes, _, content: kubernetes.create(content),
+    "patch": lambda kubernetes, kind, _: kubernetes.patch(kind, "default", "x", {"metadata": {"labels": {"a": "b"}}}),
+    "patch_status": lambda kubernetes, kind, _: kubernetes.patch_status(kind, "default", "x", {"status": {"a": "b"}}),
+    "delete": lambda kubernetes, kind, content: kubernetes.delete(kind, "default", "x", content["metadata"]["uid"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("verb", METHODS)
+async def test_without_the_lease_every_kind_is_read_and_none_is_written(verb: str, kind: Kind) -> None:
+    kubernetes = FakeKubernetes()
+    content = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": {"name": "x", "namespace": "default"}}
+    stored = copy_object(kubernetes.put(content))
+    fenced = InterceptedKubernetes(kubernetes, LeaseFence(lambda: False))
+    if verb in READS:
+        await REQUESTS[verb](fenced, kind, stored)
+        assert kubernetes.calls == [(verb, kind.plural)]
+        return
+    with pytest.raises(LeaseLostError, match=verb):
+        await REQUESTS[verb](fenced, kind, stored)
+    assert kubernetes.calls == []
+    assert kubernetes.find(kind, "x") == stored
 
 
 async def test_a_lease_lost_during_a_reconcile_stops_it_there() -> None:

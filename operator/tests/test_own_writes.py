@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster_harness import KEY, World
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_operator.api.names import ROLE_LABEL
@@ -101,6 +101,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abc"), JSON), st.dictionaries(st.sampled_from("abc"), JSON))
 def test_a_merge_patch_leaves_what_it_does_not_name_and_takes_away_what_it_names_none(
     base: dict[str, Any], patch: dict[str, Any]

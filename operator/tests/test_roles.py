@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_core.records import EngineId, Role
@@ -42,6 +42,7 @@ def test_the_least_loaded_engine_flips() -> None:
     assert assign_roles({EngineId("a"): P, EngineId("b"): P}, list(current), 1, loads) == {"a": P, "b": D}
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from(NAMES), st.sampled_from([P, D])),
     st.lists(st.sampled_from(NAMES), unique=True),

@@ -19,7 +19,7 @@ from sluice_operator.api.names import TUNED_ANNOTATION
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune import search_process
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, MeasuredEngineFacts, find_engine_facts
-from sluice_operator.autotune.search import make_effort, make_problem, search
+from sluice_operator.autotune.search import compute_least_gain, make_effort, make_problem, search
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
 from sluice_operator.autotune.search_process import SearchError, SearchRunner
 from sluice_operator.autotune.workload import WorkloadSample, has_shifted, read_workload
@@ -444,6 +444,20 @@ def test_a_search_stays_within_bounds_and_is_no_worse_than_what_is_in_force(stra
     assert 0.0 <= answer.attainment <= 1.0
     if kept is not None:
         assert getattr(answer.sliders, kept) == getattr(request.in_force, kept)
+
+
+@pytest.mark.parametrize(
+    ("best", "in_force", "gain"),
+    [
+        ((3.0, 2.2), (2.0, 2.0), 0.1),
+        ((1.8, 3.0), (2.0, 2.0), -0.1),
+        ((3.0, 3.0), (0.0, 2.0), 0.5),
+        ((3.0, 3.0), (0.0, 0.0), 1.0),
+        ((0.0, 3.0), (0.0, 2.0), 0.0),
+    ],
+)
+def test_the_least_gain_is_that_of_the_worst_seed(best, in_force, gain: float) -> None:
+    assert compute_least_gain(best, in_force) == pytest.approx(gain)
 
 
 def test_objectives_that_nothing_meets_are_answered_with_an_attainment_to_expect() -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.autotune.search_process import RunSearch
 
-# Between SIGTERM and SIGKILL, beyond the drain itself: interpreters take seconds to shut down under load.
+# Interpreters take seconds to shut down under load.
 STOP_MARGIN_S = 15.0
 START_CHECK_INTERVAL_S = 1.0
 
@@ -57,6 +57,7 @@ class LocalCluster:
         report: Takes a line for people.
         clock: Monotonic seconds.
         ask: Answers searches for sliders; None: in processes of their own.
+        stop_margin_s: Seconds between SIGTERM and SIGKILL, beyond the drain itself.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class LocalCluster:
         report: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         ask: RunSearch | None = None,
+        stop_margin_s: float = STOP_MARGIN_S,
     ) -> None:
         self.manifest = manifest
         # The manifest with the sliders in force, which the tuner may have changed.
@@ -97,6 +99,7 @@ class LocalCluster:
         )
         self._report = report
         self._clock = clock
+        self._stop_margin_s = stop_margin_s
         self._engines: dict[EngineId, ManagedEngine] = {}
         self._routers: dict[str, ManagedRouter] = {}
         self._plan_s = 0.0
@@ -292,7 +295,7 @@ class LocalCluster:
 
     async def _stop_process(self, process: SupervisedProcess, hurry: asyncio.Event | None = None) -> None:
         drain_s = self.manifest.spec.engine.drain_timeout_seconds
-        stopping = asyncio.create_task(process.stop(drain_s + STOP_MARGIN_S))
+        stopping = asyncio.create_task(process.stop(drain_s + self._stop_margin_s))
         hurrying = asyncio.create_task((hurry or asyncio.Event()).wait())
         await asyncio.wait({stopping, hurrying}, return_when=asyncio.FIRST_COMPLETED)
         if not stopping.done():

@@ -1,4 +1,7 @@
-"""Stands in for an engine: listens on its port and ends on SIGTERM, or at once with ``--fail`` in vLLM's arguments."""
+"""Stands in for an engine: listens on its port and ends on SIGTERM.
+
+In vLLM's arguments ``--fail`` has it end at once, ``--stubborn`` ignore SIGTERM, and ``--deaf`` listen nowhere.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ def main() -> None:
     if "--fail" in others:
         sys.exit(3)
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if "--stubborn" in others else lambda *_: stop.set())
+    if "--deaf" in others:
+        stop.wait()
+        return
     with socket.create_server((options.host, options.port)) as listener:
         print(options.engine_id, os.getpid(), "listens", flush=True)
         threading.Thread(target=answer, args=(listener, options.engine_id), daemon=True).start()

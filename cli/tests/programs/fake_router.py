@@ -1,6 +1,7 @@
 """Stands in for a router: serves Control, finds engines through the file, takes any plan but one of 13 % attainment.
 
-The requests that it says to have served stand in ``requests.json`` beside the file of the engines, if that exists.
+Beside the file of the engines, ``requests.json`` holds the requests that it says to have served, and ``views.json``
+what it says of an engine instead of the truth, by name, if they exist.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
         self.refreshing = asyncio.Lock()
         self.requests_file = engines.with_name("requests.json")
         self.requests: dict[str, int] = {}
+        self.views_file = engines.with_name("views.json")
 
     async def ApplyPlan(self, request, context):  # noqa: N802 - gRPC's name
         if request.plan.attainment_percent == 13:
@@ -99,11 +101,11 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
             return None
         part = next((part for part in self.plan.engines if part.engine_id == engine_id), plan_pb2.EnginePlan())
         state = control_pb2.ENGINE_STATE_DRAINED if part.is_draining else control_pb2.ENGINE_STATE_READY
+        untrue = json.loads(self.views_file.read_text()) if self.views_file.exists() else {}
         return control_pb2.EngineStatus(
             engine_id=engine_id,
-            epoch=int(pid),
             address=address,
-            state=state,
+            **{"epoch": int(pid), "state": state, **untrue.get(engine_id, {})},
             role=part.role,
             chunk_size_tokens=part.chunk_size_tokens,
             acknowledged_generation=self.plan.generation,

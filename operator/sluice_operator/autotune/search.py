@@ -83,15 +83,30 @@ def search(request: SearchRequest, effort: SearchEffort | None = None) -> Search
         # Less than one request in a whole run measures nothing.
         return goodput_rps if goodput_rps * effort.most_duration_s >= 1.0 else 0.0
 
-    pairs = zip(map(count, best.goodputs_rps), map(count, present.goodputs_rps), strict=True)
     return SearchResult(
         sliders=make_sliders(request, best.candidate),
         goodput_rps=count(best.goodput_rps),
         attainment=predict(best),
         in_force_goodput_rps=count(present.goodput_rps),
         in_force_attainment=predict(present),
-        least_gain=min(ours / theirs - 1.0 if theirs > 0 else float(ours > 0) for ours, theirs in pairs),
+        least_gain=compute_least_gain(
+            [count(rps) for rps in best.goodputs_rps], [count(rps) for rps in present.goodputs_rps]
+        ),
     )
+
+
+def compute_least_gain(best_rps: Sequence[float], in_force_rps: Sequence[float]) -> float:
+    """Goodput over that of the sliders in force, minus 1, on the seed where it is least.
+
+    Args:
+        best_rps: Goodput of the best sliders on each seed, in requests per second.
+        in_force_rps: Goodput of the sliders in force on the same seeds.
+
+    Returns:
+        The gain; 1 where the sliders in force serve nothing and the best ones something.
+    """
+    pairs = zip(best_rps, in_force_rps, strict=True)
+    return min(best / present - 1.0 if present > 0 else float(best > 0) for best, present in pairs)
 
 
 def _predict_attainment(
