@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from fake_kubernetes import make_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
+from sluice_operator.api import names
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.planning.plan import StoredPlan, make_plan
-from sluice_operator.planning.scale_down import decide_scale
+from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, write_plan
+from sluice_operator.planning.scale_down import ScaleDecision, decide_scale
 from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.routers.engine_reports import EngineReport
 
@@ -48,7 +51,7 @@ def worlds(draw: st.DrawFn) -> Any:
     pods = [
         make_pod(
             number,
-            is_ready=draw(st.booleans()),
+            is_ready=draw(st.integers(0, 3)) > 0,
             has_deletion_cost=draw(st.booleans()),
             is_ending=draw(st.integers(0, 4)) == 0,
         )
@@ -63,8 +66,8 @@ def worlds(draw: st.DrawFn) -> Any:
     return pods, roles, reports
 
 
-@settings(deadline=None)
-@given(worlds(), st.integers(1, 8), st.integers(1, 8), st.integers(0, 8))
+@settings(deadline=None, max_examples=400)
+@given(worlds(), st.integers(1, 5), st.integers(1, 8), st.integers(0, 8))
 def test_replicas_fall_only_when_everybody_who_goes_may_go(world, wanted, live, num_prefill_heavy) -> None:
     pods, roles, reports = world
     scale = decide_scale(
@@ -75,19 +78,59 @@ def test_replicas_fall_only_when_everybody_who_goes_may_go(world, wanted, live, 
     assert scale.undrained <= scale.victims <= {pod.engine_id for pod in present}
     if scale.replicas < live:
         assert not scale.undrained
-        goes_first = sorted(present, key=lambda pod: (pod.is_ready, not pod.has_deletion_cost))
-        surplus = goes_first[: max(0, len(present) - wanted)]
-        # Kubernetes takes those that are not ready, then those that are marked: the very ones that we chose.
-        for pod in surplus:
+
+        def rank(pod: Pod) -> tuple[bool, bool]:
+            """Kubernetes' order, once the marks of those who stay after all are taken away."""
+            return pod.is_ready, not (pod.has_deletion_cost and pod.engine_id in scale.victims)
+
+        num_surplus = max(0, len(present) - wanted)
+        # Among equals Kubernetes takes any.
+        may_be_taken = [pod for pod in present if rank(pod) in sorted(map(rank, present))[:num_surplus]]
+        for pod in may_be_taken:
             if pod.is_ready:
-                assert pod.has_deletion_cost
-        for pod in present:
-            if pod.engine_id in scale.victims and pod.is_ready:
+                assert pod.engine_id in scale.victims
                 assert pod.has_deletion_cost
                 assert reports[pod.engine_id].is_drained
     if wanted >= live:
         assert scale.replicas == wanted
         assert not scale.victims
+
+
+@pytest.mark.parametrize("has_report", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("is_drained", [False, True])
+@pytest.mark.parametrize("is_marked", [False, True])
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_victim_goes_when_it_is_marked_and_drained_or_late_or_does_not_serve(
+    *, is_ready: bool, is_marked: bool, is_drained: bool, is_late: bool, has_report: bool
+) -> None:
+    victim = make_pod(0, is_ready=is_ready, has_deletion_cost=is_marked)
+    scale = decide_scale(
+        1,
+        2,
+        [victim, make_pod(1)],
+        roles={},
+        num_prefill_heavy=0,
+        reports={victim.engine_id: make_report(is_drained=is_drained), EngineId("e1"): make_report(load=1)}
+        if has_report
+        else {},
+        drain_expired={victim.engine_id} if is_late else set(),
+    )
+    if not is_marked and not has_report and is_ready:
+        # Without marks and loads the youngest leaves.
+        assert scale == ScaleDecision(replicas=2, victims=frozenset({"e1"}), undrained=frozenset({"e1"}))
+        return
+    assert scale.victims == {victim.engine_id}
+    may_go = not is_ready or (is_marked and ((is_drained and has_report) or is_late))
+    assert scale.replicas == (1 if may_go else 2)
+    assert scale.undrained == (set() if may_go else scale.victims)
+
+
+def test_nobody_goes_before_the_last_victim_may() -> None:
+    pods = [make_pod(number, has_deletion_cost=number < 2) for number in range(4)]
+    reports = {pod.engine_id: make_report(is_drained=pod.name == "pod-0") for pod in pods}
+    scale = decide_scale(2, 4, pods, roles={}, num_prefill_heavy=0, reports=reports)
+    assert scale == ScaleDecision(replicas=4, victims=frozenset({"e0", "e1"}), undrained=frozenset({"e1"}))
 
 
 @settings(deadline=None)
@@ -138,3 +181,62 @@ def test_a_plan_names_everybody_who_serves_and_is_made_once(world, replicas, pre
     )
     if 0 < wanted < replicas and num_serving >= 2:
         assert 0 < num_prefill_heavy < num_serving
+
+
+def make_next(stored: StoredPlan, pods: list[Pod], *statuses: control_pb2.GetStatusResponse) -> plan_pb2.Plan:
+    content = make_cluster(replicas=3)
+    content["metadata"]["uid"] = "u"
+    return make_plan(check_manifest(content), stored, pods, victims=(), reports={}, statuses=statuses)
+
+
+def test_an_engine_that_ends_drains_with_the_role_that_it_had() -> None:
+    first = make_next(StoredPlan(), [make_pod(number) for number in range(3)])
+    roles = {part.engine_id: part.role for part in first.engines}
+    ending = [make_pod(number, is_ending=number == 0) for number in range(3)]
+    second = make_next(StoredPlan(plan=first, generation=first.generation), ending)
+    assert {part.engine_id for part in second.engines if part.is_draining} == {"e0"}
+    assert next(part for part in second.engines if part.is_draining).role == roles["e0"]
+    assert second.generation == first.generation + 1
+
+
+@pytest.mark.parametrize(
+    ("stored", "reported", "uid", "number"),
+    [(0, 0, "u", 1), (41, 0, "u", 42), (41, 50, "u", 51), (41, 50, "another", 42), (41, 7, "u", 42)],
+    ids=["first", "next", "routers know more", "of another cluster", "routers know less"],
+)
+def test_a_plan_has_a_higher_number_than_any_before_it(stored: int, reported: int, uid: str, number: int) -> None:
+    status = control_pb2.GetStatusResponse(generation=reported, cluster_uid=uid)
+    assert make_next(StoredPlan(generation=stored), [make_pod(0)], status).generation == number
+
+
+def test_a_plan_that_says_the_same_gets_another_number_where_routers_have_a_higher_one() -> None:
+    """As after a restore of the ConfigMap from an old copy: routers would ignore the plan."""
+    pods = [make_pod(0)]
+    plan = make_next(StoredPlan(), pods)
+    stored = StoredPlan(plan=plan, generation=plan.generation)
+    status = control_pb2.GetStatusResponse(generation=plan.generation, cluster_uid="u")
+    assert make_next(stored, pods, status) is plan
+    status.generation += 8
+    assert make_next(stored, pods, status).generation == plan.generation + 9
+
+
+@pytest.mark.parametrize(
+    ("annotation", "generation", "uid", "number"),
+    [
+        ("9", 9, "u", 9),
+        ("9", 7, "u", 9),
+        ("7", 9, "u", 9),
+        ("x", 9, "u", 9),
+        ("9", 9, "another", 9),
+        ("9", None, "u", 9),
+    ],
+    ids=["equal", "annotation", "plan", "garbled annotation", "of another cluster", "garbled plan"],
+)
+def test_the_highest_number_that_a_config_map_names_counts(
+    annotation: str, generation: int | None, uid: str, number: int
+) -> None:
+    text = "{" if generation is None else write_plan(plan_pb2.Plan(generation=generation, cluster_uid=uid))
+    annotations = {names.GENERATION_ANNOTATION: annotation}
+    stored = read_plan({"metadata": {"annotations": annotations}, "data": {names.PLAN_FILE: text}}, "u")
+    assert stored.generation == number
+    assert (stored.plan is not None) == (generation is not None and uid == "u")
