@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from sluice_cli.local_cluster.cluster_directory import ProcessRecord, read_start_time
+from sluice_cli.processes import die_with_parent
 from sluice_cli.processes.child_processes import LaunchSpec, spawn
 from sluice_cli.processes.fork_spawner import ForkSpawner
 from sluice_cli.processes.ports import PortAllocator, PortError
@@ -57,6 +58,12 @@ asyncio.run(main())
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     assert not psutil.wait_procs([child], timeout=10)[1]
+
+
+def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:
+    command = [sys.executable, die_with_parent.__file__, "1", "echo", "begun"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
 
 
 def wait_for_line(path: Path) -> str:
@@ -141,3 +148,14 @@ def test_a_record_finds_its_process_and_no_later_one_of_the_same_pid() -> None:
     assert ProcessRecord(name="x", kind="engine", pid=os.getpid(), started=started).find()
     assert not ProcessRecord(name="x", kind="engine", pid=os.getpid(), started=started - 60).find()
     assert not ProcessRecord(name="x", kind="engine", pid=None).find()
+
+
+def test_a_process_that_has_ended_and_waits_for_its_parent_is_not_found() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with child:
+        assert child.stdin
+        record = ProcessRecord(name="x", kind="engine", pid=child.pid, started=read_start_time(child.pid))
+        assert record.find()
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not record.find()

@@ -394,14 +394,29 @@ async def test_an_engine_that_does_not_serve_in_time_is_killed_and_starts_again(
         await running.until(running.is_ready)
 
 
-async def test_an_engine_that_does_not_drain_in_time_is_removed_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "engine"),
+    [("replicas: 3", "replicas: 2", ""), ("engine: {", "engine: {maxBatchTokens: 4096, ", "engine-0")],
+    ids=["removed", "restarted"],
+)
+async def test_an_engine_that_does_not_drain_in_time_goes_all_the_same(
+    tmp_path: Path, old: str, new: str, engine: str
+) -> None:
     text = MANIFEST.replace("drainTimeoutSeconds: 5", "drainTimeoutSeconds: 1")
     async with run_cluster(tmp_path, text) as running:
+        before = running.pids()
         running.misreport(**{name.replace("-", "_"): {"state": READY} for name in running.engines()})
-        running.edit("replicas: 3", "replicas: 2")
-        await running.until(lambda: len(running.engines()) == 2)
-        (line,) = [line for line in running.lines if "did not drain" in line]
-        assert line.endswith(" did not drain within 1 s; its requests are recovered elsewhere")
+        running.edit(old, new)
+        await running.until(lambda: any("did not drain" in line for line in running.lines))
+        plan = json.loads(running.directory.plan_file.read_text())
+        (draining,) = [part["engine_id"] for part in plan["engines"] if part.get("is_draining")]
+        assert draining == engine or not engine
+        assert f"{draining} did not drain within 1 s; its requests are recovered elsewhere" in running.lines
+        assert running.pids()[draining] == before[draining]
+        running.misreport()
+        await running.until(lambda: running.pids().get(draining) != before[draining] and running.is_ready())
+        plan = json.loads(running.directory.plan_file.read_text())
+        assert engine in (part["engine_id"] for part in plan["engines"]) or not engine
 
 
 STUBBORN = MANIFEST.replace("replicas: 3", "replicas: 2").replace("engine: {", "engine: {extraArgs: [--stubborn], ")

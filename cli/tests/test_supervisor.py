@@ -20,6 +20,7 @@ class FakeChild:
         self.is_stubborn = is_stubborn
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.signals: list[int] = []
+        self.is_group_killed = False
 
     async def wait(self) -> int:
         return await asyncio.shield(self.ended)
@@ -34,6 +35,7 @@ class FakeChild:
             self.end(-number)
 
     def kill_group(self) -> None:
+        self.is_group_killed = True
         self.end(-signal.SIGKILL)
 
 
@@ -47,6 +49,11 @@ class World:
         self.lines: list[str] = []
         self.is_stubborn = is_stubborn
         self.started = asyncio.Event()
+        # Closed, it holds starts up; and pauses of the back-off.
+        self.may_start, self.may_go_on = asyncio.Event(), asyncio.Event()
+        self.paused = asyncio.Event()
+        self.may_start.set()
+        self.may_go_on.set()
         self.program = SupervisedProcess(
             "engine-0",
             LaunchSpec(command=("x",), log=Path("engine-0.log")),
@@ -60,11 +67,14 @@ class World:
     async def spawn(self, launch: LaunchSpec) -> FakeChild:
         self.children.append(FakeChild(100 + len(self.children), is_stubborn=self.is_stubborn))
         self.started.set()
+        await self.may_start.wait()
         return self.children[-1]
 
     async def sleep(self, delay_s: float) -> None:
         self.sleeps.append(delay_s)
         self.now_s += delay_s
+        self.paused.set()
+        await self.may_go_on.wait()
 
     async def crash(self, after_s: float) -> None:
         """Ends the present process after it ran so long, and waits for the next."""
@@ -114,6 +124,43 @@ async def test_stop_before_the_first_start_starts_nothing() -> None:
     stop = asyncio.create_task(world.program.stop(1.0))
     await asyncio.gather(task, stop)
     assert all(child.ended.done() for child in world.children)
+
+
+async def test_stop_during_a_start_ends_what_starts() -> None:
+    world = World()
+    world.may_start.clear()
+    task = asyncio.create_task(world.program.run())
+    await world.started.wait()
+    stop = asyncio.create_task(world.program.stop(20.0))
+    await asyncio.sleep(0)
+    world.may_start.set()
+    async with asyncio.timeout(10):
+        await asyncio.gather(task, stop)
+    assert world.children[0].signals == [signal.SIGTERM]
+    assert world.lines == []
+
+
+async def test_stop_during_a_pause_ends_the_pause_and_starts_nothing() -> None:
+    world = World()
+    world.may_go_on.clear()
+    task = asyncio.create_task(world.program.run())
+    await world.started.wait()
+    world.children[0].end(1)
+    await world.paused.wait()
+    async with asyncio.timeout(10):
+        await world.program.stop(20.0)
+        await task
+    assert len(world.children) == 1
+    assert len(world.lines) == 1
+
+
+async def test_what_a_process_left_behind_is_killed_when_it_ends() -> None:
+    world = World()
+    task = asyncio.create_task(world.program.run())
+    await world.crash(1.0)
+    assert world.children[0].is_group_killed
+    await world.program.stop(1.0)
+    await task
 
 
 def test_backoff_doubles_up_to_a_limit() -> None:
