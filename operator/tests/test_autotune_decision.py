@@ -18,6 +18,7 @@ from sluice_operator.autotune import decision
 from sluice_operator.autotune.decision import (
     HISTORY_COOLDOWNS,
     StoredSliders,
+    StoredTrial,
     TunerObservation,
     TunerState,
     has_attainment_fallen,
@@ -102,6 +103,7 @@ class Plant:
             now=self.now,
             mode=self.spec.autotune.mode,
             basis=decision.make_basis(self.spec),
+            replicas=self.spec.replicas,
             cooldown_s=float(self.spec.autotune.cooldown_seconds),
             request=request if self.has_sample else None,
             missing=(Reason.NO_SAMPLE, "no requests"),
@@ -202,6 +204,70 @@ def test_sliders_return_when_attainment_falls_and_are_not_tried_again_for_the_sa
     assert plant.reason is Reason.RETURNED
 
 
+def test_a_fall_that_slows_the_clients_too_is_a_fall_and_no_shift_of_the_workload() -> None:
+    plant = Plant(attainment=lambda sliders: 0.05 if sliders == FOR_LONG else 0.95)
+    for _ in range(80):
+        # Closed-loop clients wait for their answers before they send again.
+        plant.rate_rps = 0.4 if plant.sliders == FOR_LONG else 2.0
+        plant.step(5.0)
+    assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS]
+    assert plant.reason is Reason.RETURNED
+
+
+@pytest.mark.parametrize("is_settled", [True, False], ids=["nothing finishes", "engines come and go"])
+def test_a_trial_without_a_verdict_is_lost_after_some_cool_downs(*, is_settled: bool) -> None:
+    plant = Plant()
+    plant.run(20)
+    assert plant.reason is Reason.ON_TRIAL
+    plant.is_settled = is_settled
+    for _ in range(int(decision.MAX_TRIAL_COOLDOWNS * COOLDOWN_S)):
+        plant.now += 1.0
+        plant.state = decision.decide(plant.state, plant.observe())
+    assert plant.state.trial is None
+    assert plant.sliders == SPECS
+    assert FOR_LONG in plant.state.rejected
+
+
+def test_a_new_process_goes_on_with_a_trial() -> None:
+    old = Plant()
+    old.run(20)
+    assert old.reason is Reason.ON_TRIAL
+    trial = StoredTrial(former=old.state.trial.former, before=old.state.trial.before)
+    stored = StoredSliders(basis=old.state.basis, replicas=4, sliders=old.sliders, trial=trial)
+    assert StoredSliders.from_json(stored.to_json()) == stored
+    new = Plant(stored=stored, attainment=lambda sliders: 0.5 if sliders == FOR_LONG else 0.95)
+    new.step()
+    assert (new.sliders, new.reason) == (FOR_LONG, Reason.ON_TRIAL)
+    new.run(100)
+    assert [sliders for _, sliders in new.changes] == [FOR_LONG, SPECS]
+
+
+def test_a_scale_event_scales_what_is_in_force_and_searches_anew() -> None:
+    plant = Plant()
+    plant.run(200)
+    assert (plant.sliders, plant.num_asked) == (FOR_LONG, 1)
+    plant.best = lambda request: request.in_force
+    plant.spec = make_spec(replicas=8)
+    plant.step()
+    assert plant.sliders == replace(FOR_LONG, num_prefill_heavy=6)
+    assert (plant.state.edited_s, plant.num_asked) == (None, 2)
+    plant.run(200)
+    assert plant.sliders == replace(FOR_LONG, num_prefill_heavy=6)
+    plant.spec = make_spec(replicas=2)
+    plant.step()
+    assert plant.sliders == replace(FOR_LONG, num_prefill_heavy=1)
+
+
+def test_a_scale_event_in_a_trial_ends_neither_it_nor_the_way_back() -> None:
+    plant = Plant(attainment=lambda sliders: 0.5 if sliders.prefill_heavy_tokens == 2048 else 0.95)
+    plant.run(15)
+    assert plant.reason is Reason.ON_TRIAL
+    plant.spec = make_spec(replicas=8)
+    plant.run(50)
+    assert plant.sliders == replace(SPECS, num_prefill_heavy=4)
+    assert plant.returns_s
+
+
 def test_refuted_sliders_may_be_tried_again_for_another_workload() -> None:
     plant = Plant(best=best_for, attainment=lambda sliders: 0.5 if sliders == FOR_LONG else 0.95)
     plant.run(200)
@@ -294,7 +360,8 @@ def test_a_sample_that_grew_fourfold_starts_a_search_and_keeps_a_trial() -> None
     plant.run(100)
     assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS]
     assert plant.reason is Reason.RETURNED
-    assert plant.num_asked == 2
+    plant.run(300)
+    assert plant.num_asked == 2, "once the sample holds no request of the trial"
 
 
 def test_a_failed_search_is_reported_and_repeated_later() -> None:
@@ -343,7 +410,7 @@ def test_without_a_sample_what_is_in_force_stays() -> None:
 def test_a_new_process_goes_on_with_the_sliders_of_the_last_one_unless_the_spec_was_edited() -> None:
     old = Plant()
     old.run(200)
-    stored = StoredSliders.from_json(StoredSliders(basis=old.state.basis, sliders=old.sliders).to_json())
+    stored = StoredSliders.from_json(StoredSliders(basis=old.state.basis, replicas=4, sliders=old.sliders).to_json())
     new = Plant(stored=stored, has_sample=False)
     new.step()
     assert new.sliders == FOR_LONG

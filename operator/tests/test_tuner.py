@@ -188,7 +188,8 @@ async def test_a_users_slider_wins_over_the_tuners() -> None:
 async def test_a_new_process_keeps_the_tuned_sliders() -> None:
     tuned = Tuned(autotune=APPLY)
     await tuned.world.settle()
-    await tuned.run(30)
+    while tuned.world.conditions.get("Autotuned") != ("True", "OnTrial"):
+        await tuned.run(1)
     plan, recommended = tuned.world.plan, tuned.world.status["recommended"]
     assert FOUND.num_prefill_heavy == 3
     tuned.world.start_operator()
@@ -196,7 +197,11 @@ async def test_a_new_process_keeps_the_tuned_sliders() -> None:
     await tuned.world.settle()
     assert tuned.world.plan == plan
     assert tuned.world.status["recommended"] == recommended
+    # Its trial goes on.
+    assert tuned.condition == ("True", "OnTrial")
+    await tuned.run(60, share=0.1)
     assert tuned.condition == ("False", "NoSample")
+    assert tuned.world.plan != plan
 
 
 async def test_a_crash_after_any_write_of_a_change_ends_with_the_tuned_sliders() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice_core.records import Role
@@ -28,6 +28,23 @@ class Sliders:
     def chunk_size_tokens(self, role: Role) -> int:
         """Chunk size of a role, in tokens."""
         return self.prefill_heavy_tokens if role is Role.PREFILL_HEAVY else self.decode_heavy_tokens
+
+
+def scale_sliders(sliders: Sliders, replicas: int, num_engines: int) -> Sliders:
+    """Scales the number of P-heavy engines from a fleet of one size to another, rounded half up.
+
+    Both kinds stay where the whole fleet has both; a single engine is P-heavy where D-heavy ones take no prefills.
+    """
+    low, high = find_mix_limits(sliders, replicas, num_engines)
+    nearest = (2 * sliders.num_prefill_heavy * num_engines + replicas) // (2 * replicas)
+    return replace(sliders, num_prefill_heavy=min(max(nearest, low), high))
+
+
+def find_mix_limits(sliders: Sliders, replicas: int, num_engines: int) -> tuple[int, int]:
+    """Least and most P-heavy engines that so many engines of a fleet may have."""
+    has_room = num_engines >= 2
+    low = int(sliders.num_prefill_heavy > 0 and (has_room or sliders.decode_heavy_tokens == 0))
+    return low, num_engines - int(sliders.num_prefill_heavy < replicas and has_room)
 
 
 def resolve_sliders(spec: SpecFields) -> Sliders:

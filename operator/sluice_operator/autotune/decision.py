@@ -2,7 +2,7 @@
 
 New sliders are applied when the search predicts ``MIN_GAIN`` more goodput, attainment of the present ones was measured,
 and the cool-down is over. They are then on trial: if measured attainment falls, the former ones return. An edit of a
-slider in the spec wins at once and resets the tuner.
+slider in the spec wins at once and resets the tuner; one of ``replicas`` scales what was found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from sluice_core.slo import SloCounts
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.api.sliders import Sliders
+from sluice_operator.api.sliders import Sliders, scale_sliders
+from sluice_operator.autotune.workload import WINDOW_S
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingClusterSpec
@@ -27,6 +28,8 @@ MIN_MEASURED_REQUESTS = 20
 # Of attainment, beyond chance.
 MIN_FALL = 0.02
 _CHANCE = 2.0  # standard errors
+# A trial that has no verdict after so many cool-downs is lost.
+MAX_TRIAL_COOLDOWNS = 4
 # Each change within so many cool-downs doubles the wait, so that a flapping workload does not flap the sliders.
 HISTORY_COOLDOWNS = 24
 # After a search nothing but an edit causes the next one for so many times as long as it took, within these limits.
@@ -37,16 +40,33 @@ RETRY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTrial:
+    """What is stored of a trial; times and counters belong to one process.
+
+    Args:
+        former: See ``AutotuneTrial``.
+        before: See ``AutotuneTrial``.
+    """
+
+    former: Sliders | None
+    before: SloCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSliders:
-    """The tuned sliders that are stored with the plan. A trial is not stored: a new process keeps them without one.
+    """The tuned sliders that are stored with the plan. A trial of them is too: a new process goes on with it.
 
     Args:
         basis: The spec that the sliders belong to (``make_basis``).
+        replicas: Engines that they are for.
         sliders: Sliders in force instead of the spec's.
+        trial: Their trial; None: they are not on trial.
     """
 
     basis: str
+    replicas: int
     sliders: Sliders
+    trial: StoredTrial | None = None
 
     def to_json(self) -> str:
         """Serializes to JSON."""
@@ -57,7 +77,12 @@ class StoredSliders:
         """Reads what ``to_json`` wrote; None: there is nothing, or somebody edited it."""
         try:
             data = json.loads(text)
-            return cls(basis=str(data["basis"]), sliders=Sliders(**data["sliders"]))
+            trial = data["trial"] and StoredTrial(
+                former=data["trial"]["former"] and Sliders(**data["trial"]["former"]),
+                before=SloCounts(**data["trial"]["before"]),
+            )
+            sliders = Sliders(**data["sliders"])
+            return cls(basis=str(data["basis"]), replicas=int(data["replicas"]), sliders=sliders, trial=trial)
         except (ValueError, TypeError, KeyError):
             return None
 
@@ -70,6 +95,7 @@ class TunerObservation:
         now: Monotonic seconds.
         mode: ``autotune.mode``.
         basis: See ``make_basis``.
+        replicas: Engines that the spec asks for.
         cooldown_s: ``autotune.cooldownSeconds``.
         request: The search to run if the spec's sliders were in force; None: something is missing.
         missing: Why there is no request: reason and message.
@@ -81,6 +107,7 @@ class TunerObservation:
     now: float
     mode: str
     basis: str
+    replicas: int
     cooldown_s: float
     request: SearchRequest | None
     missing: tuple[Reason, str] = (Reason.NO_SAMPLE, "")
@@ -112,6 +139,7 @@ class TunerState:
 
     Args:
         basis: The part of the spec that this state belongs to; empty: nothing was observed yet.
+        replicas: Engines that the sliders in it are for.
         tuned: Sliders in force instead of the spec's; None: the spec's.
         edited_s: When the user edited the sliders last; None: not in this process's time.
         changes_s: When the tuner changed sliders, returns included.
@@ -127,6 +155,7 @@ class TunerState:
     """
 
     basis: str = ""
+    replicas: int = 0
     tuned: Sliders | None = None
     edited_s: float | None = None
     changes_s: tuple[float, ...] = ()
@@ -161,7 +190,6 @@ def make_basis(spec: ServingClusterSpec) -> str:
     parts = [
         spec.autotune.mode,
         spec.strategy,
-        spec.replicas,
         spec.prefill_heavy,
         spec.chunk_sizes.model_dump(),
         spec.autotune.bounds.model_dump(),
@@ -169,21 +197,23 @@ def make_basis(spec: ServingClusterSpec) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
-def decide(state: TunerState, observation: TunerObservation) -> TunerState:  # noqa: PLR0911 - one line per case
+def decide(state: TunerState, observation: TunerObservation) -> TunerState:
     """Decides the next state; its ``last_request`` and ``is_searching`` say which search is to run."""
     if observation.mode == "Off":
         return TunerState()
     if state.basis != observation.basis:
         state = _reset(state, observation)
+    state = _follow_size(state, observation.replicas)
+    if state.trial is not None:
+        # The verdict comes before another search: bad sliders change the workload too, since clients wait.
+        state = _evaluate_trial(state, state.trial, observation)
     request = observation.request
     if request is None:
         return state
-    if _needs_search(state, request, observation.now):
+    if _needs_search(state, request, observation):
         return _start_search(state, request, observation)
-    if state.is_searching or not observation.is_settled:
+    if state.is_searching or state.trial is not None or not observation.is_settled:
         return state
-    if state.trial is not None:
-        return _evaluate_trial(state, state.trial, observation)
     # After a failed search the result belongs to an older request.
     if (
         observation.mode == "Apply"
@@ -229,12 +259,12 @@ def describe_status(state: TunerState, observation: TunerObservation) -> Autotun
     if observation.mode == "Off":
         return AutotuneStatus(is_true=False, reason=Reason.OFF, message="autotune is off")
     result = state.result
-    if observation.request is None and result is None:
-        reason, message = observation.missing
-        return AutotuneStatus(is_true=False, reason=reason, message=message)
     if state.trial is not None:
         message = "the recommended sliders are in force; the former ones return if attainment falls"
         return AutotuneStatus(is_true=True, reason=Reason.ON_TRIAL, message=message)
+    if observation.request is None and result is None:
+        reason, message = observation.missing
+        return AutotuneStatus(is_true=False, reason=reason, message=message)
     if state.failure:
         return AutotuneStatus(is_true=False, reason=Reason.SEARCH_FAILED, message=state.failure)
     if result is None:
@@ -259,18 +289,33 @@ _MESSAGES = {
 
 def _reset(state: TunerState, observation: TunerObservation) -> TunerState:
     """Starts over: with the sliders an earlier process stored, or, after an edit, with the spec's."""
+    fresh = TunerState(basis=observation.basis, replicas=observation.replicas)
     if state.basis:
-        return TunerState(basis=observation.basis, edited_s=observation.now)
-    is_same = (
-        observation.mode == "Apply" and observation.stored is not None and observation.stored.basis == observation.basis
-    )
-    return TunerState(
-        basis=observation.basis, tuned=observation.stored.sliders if is_same and observation.stored else None
-    )
+        return replace(fresh, edited_s=observation.now)
+    stored = observation.stored
+    if observation.mode != "Apply" or stored is None or stored.basis != observation.basis:
+        return fresh
+    fresh = replace(fresh, replicas=stored.replicas, tuned=stored.sliders)
+    if stored.trial is None:
+        return fresh
+    trial = AutotuneTrial(former=stored.trial.former, before=stored.trial.before, started_s=observation.now)
+    return replace(fresh, trial=trial)
 
 
-def _needs_search(state: TunerState, request: SearchRequest, now: float) -> bool:
-    last_request = state.last_request
+def _follow_size(state: TunerState, replicas: int) -> TunerState:
+    """Scales the sliders in force, and those to return to, with the fleet."""
+    if replicas == state.replicas:
+        return state
+
+    def scale(sliders: Sliders | None) -> Sliders | None:
+        return sliders and scale_sliders(sliders, state.replicas, replicas)
+
+    trial = state.trial and replace(state.trial, former=scale(state.trial.former))
+    return replace(state, replicas=replicas, tuned=scale(state.tuned), trial=trial)
+
+
+def _needs_search(state: TunerState, request: SearchRequest, observation: TunerObservation) -> bool:
+    last_request, now = state.last_request, observation.now
     if last_request is None or last_request.constraints != request.constraints:
         return True
     if state.is_searching:
@@ -281,14 +326,20 @@ def _needs_search(state: TunerState, request: SearchRequest, now: float) -> bool
         max(MIN_REST_S, REST_FACTOR * (state.search_ended_s - state.search_started_s)), MAX_REST_S
     ):
         return False
-    # A larger sample is the same workload: a running trial is evaluated first.
-    return last_request.has_shifted(request) or (state.trial is None and last_request.is_small_beside(request))
+    # After a return the sample still holds the requests that the bad sliders slowed down.
+    is_recovering = state.rejected and now - state.changes_s[-1] < max(observation.cooldown_s, WINDOW_S)
+    if state.trial is not None or is_recovering:
+        return False
+    return last_request.has_shifted(request) or last_request.is_small_beside(request)
 
 
 def _start_search(state: TunerState, request: SearchRequest, observation: TunerObservation) -> TunerState:
     request = replace(request, in_force=state.tuned or request.spec_sliders)
-    is_same = state.last_request is not None and state.last_request.constraints == request.constraints
-    has_shifted = state.last_request is None or not is_same or state.last_request.has_shifted(request)
+    last = state.last_request
+    is_same = last is not None and last.constraints == request.constraints
+    # A fleet of another size serves the same workload under the same objectives.
+    has_shifted = last is None or not last.constraints.equals_but_for_size(request.constraints)
+    has_shifted = has_shifted or (last is not None and last.has_shifted(request))
     state = replace(
         state,
         last_request=request,
@@ -300,26 +351,38 @@ def _start_search(state: TunerState, request: SearchRequest, observation: TunerO
     if not has_shifted:
         return state
     # Earlier measurements belong to another workload.
-    return replace(state, baseline=observation.counts, trial=None, rejected=frozenset())
+    # The first request of a process is that of the trial which the last one left.
+    trial = state.trial if last is None else None
+    return replace(state, baseline=observation.counts, trial=trial, rejected=frozenset())
 
 
 def _evaluate_trial(state: TunerState, trial: AutotuneTrial, observation: TunerObservation) -> TunerState:
+    age_s = observation.now - trial.started_s
+    if age_s >= MAX_TRIAL_COOLDOWNS * observation.cooldown_s:
+        # Too few requests finished, or engines never came to rest: nothing speaks for these sliders.
+        return _take_back(state, trial, observation)
+    if not observation.is_settled:
+        return state
     if trial.start is None:
         return replace(state, trial=replace(trial, start=observation.counts))
     after = observation.counts - trial.start
     if has_attainment_fallen(trial.before, after):
-        rejected = state.rejected | ({state.tuned} if state.tuned is not None else set())
-        return replace(
-            state,
-            tuned=trial.former,
-            trial=None,
-            rejected=rejected,
-            baseline=observation.counts,
-            changes_s=_append_change(state, observation),
-        )
-    if after.num_finished >= MIN_MEASURED_REQUESTS and observation.now - trial.started_s >= observation.cooldown_s:
+        return _take_back(state, trial, observation)
+    if after.num_finished >= MIN_MEASURED_REQUESTS and age_s >= observation.cooldown_s:
         return replace(state, trial=None, baseline=trial.start)
     return state
+
+
+def _take_back(state: TunerState, trial: AutotuneTrial, observation: TunerObservation) -> TunerState:
+    rejected = state.rejected | ({state.tuned} if state.tuned is not None else set())
+    return replace(
+        state,
+        tuned=trial.former,
+        trial=None,
+        rejected=rejected,
+        baseline=observation.counts,
+        changes_s=_append_change(state, observation),
+    )
 
 
 def _start_trial(state: TunerState, sliders: Sliders, observation: TunerObservation) -> TunerState:

@@ -76,6 +76,10 @@ class SearchConstraints:
         pairs = (self.prefill_heavy, self.prefill_tokens, self.decode_tokens)
         return all(low == high for low, high in pairs)
 
+    def equals_but_for_size(self, other: SearchConstraints) -> bool:
+        """Whether these are for the same objectives and bounds, whatever the number of engines."""
+        return replace(self, replicas=other.replicas, prefill_heavy=other.prefill_heavy) == other
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:

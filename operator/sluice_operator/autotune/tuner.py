@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune import decision
-from sluice_operator.autotune.decision import AutotuneStatus, StoredSliders, TunerObservation, TunerState
+from sluice_operator.autotune.decision import AutotuneStatus, StoredSliders, StoredTrial, TunerObservation, TunerState
 from sluice_operator.autotune.engine_facts import find_engine_facts
 from sluice_operator.autotune.search_messages import SearchRequest, make_constraints
 from sluice_operator.autotune.search_process import SearchError
@@ -80,8 +80,13 @@ class Tuner:
     @property
     def stored(self) -> StoredSliders | None:
         """The tuned sliders to store with the plan; None: the spec's are in force."""
-        tuned = self._state.tuned
-        return None if tuned is None else StoredSliders(basis=self._state.basis, sliders=tuned)
+        state = self._state
+        if state.tuned is None:
+            return None
+        trial = None
+        if state.trial is not None:
+            trial = StoredTrial(former=state.trial.former, before=state.trial.before)
+        return StoredSliders(basis=state.basis, replicas=state.replicas, sliders=state.tuned, trial=trial)
 
     def update(self, inputs: TunerInputs) -> ServingCluster:
         """Decides; returns the cluster with the sliders that are to be in force."""
@@ -125,6 +130,7 @@ class Tuner:
             now=self._now(),
             mode=spec.autotune.mode,
             basis=decision.make_basis(spec),
+            replicas=spec.replicas,
             cooldown_s=float(spec.autotune.cooldown_seconds),
             request=request,
             missing=missing,

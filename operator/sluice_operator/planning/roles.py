@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId, Role
+from sluice_operator.api.sliders import find_mix_limits, scale_sliders
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -47,17 +48,13 @@ def _scale_mix(
 ) -> int:
     """Scales the number of P-heavy engines to the engines that serve.
 
-    Where the share is no whole number, both neighbours of it are right, and the one that changes no role is taken. Both
-    kinds stay where the whole fleet has both; a single engine is P-heavy where D-heavy ones take no prefills.
+    Where the share is no whole number, both neighbours of it are right, and the one that changes no role is taken.
     """
     wanted, num_engines = sliders.num_prefill_heavy, len(serving)
-    has_room = num_engines >= 2
-    low = int(wanted > 0 and (has_room or sliders.decode_heavy_tokens == 0))
-    high = num_engines - int(wanted < replicas and has_room)
+    low, high = find_mix_limits(sliders, replicas, num_engines)
+    nearest = scale_sliders(sliders, replicas, num_engines).num_prefill_heavy
     num_kept = sum(current_roles.get(engine) is Role.PREFILL_HEAVY for engine in serving)
     num_new = sum(engine not in current_roles for engine in serving)
-    # Integers throughout, rounded half up like a percentage in the spec.
-    nearest = (2 * wanted * num_engines + replicas) // (2 * replicas)
     unflipped = min(max(nearest, num_kept), num_kept + num_new)
     floor, ceiling = wanted * num_engines // replicas, -(-wanted * num_engines // replicas)
     return min(max(min(max(unflipped, floor), ceiling), low), high)
