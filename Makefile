@@ -51,13 +51,13 @@ test: $(STAMPS)/dev $(COMPILED) model
 	@exec $(BIN)/python .ci/checks.py $(ARGS)
 
 e2e-k8s: $(STAMPS)/dev $(COMPILED) model
-	@PYTHONPATH=e2e/kube exec $(BIN)/python -m testbed test $(ARGS)
+	@PYTHONPATH=e2e/kube:.ci exec $(BIN)/python -m testbed test $(ARGS)
 
 kubernetes: $(STAMPS)/dev
-	@PYTHONPATH=e2e/kube exec $(BIN)/python -m testbed build
+	@PYTHONPATH=e2e/kube:.ci exec $(BIN)/python -m testbed build
 
 images-check: $(STAMPS)/dev model
-	@PYTHONPATH=e2e/kube exec $(BIN)/python -m testbed test -s e2e/kube/test_images.py $(ARGS)
+	@PYTHONPATH=e2e/kube:.ci exec $(BIN)/python -m testbed test -s e2e/kube/test_images.py $(ARGS)
 
 down:
 	@if [ -x $(BIN)/sluice ]; then $(BIN)/sluice down --all; else echo "nothing runs"; fi

@@ -2,23 +2,21 @@
 
     .venv/bin/python .ci/checks.py [PYTEST_ARGUMENT...]
 
-A failed check does not hide the next one. The last line counts what passed and what failed, each test by itself.
+A failed check does not hide the next one. At its limit a step is stopped, says where it stood, and has failed. The last
+line counts what passed, failed and was skipped, each test by itself.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
+import resource
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from steps import Counts, end_steps_with_this_process, run_limited, run_pytest
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -31,10 +29,22 @@ PACKAGES = (
     "cli/sluice_cli",
 )
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
-UNIT_TESTS = ("core/tests", "protos/tests", "operator/tests", "cli/tests", "router/tests", "benchmarks/tests")
+UNIT_TESTS = (
+    ".ci/tests",
+    "core/tests",
+    "protos/tests",
+    "operator/tests",
+    "cli/tests",
+    "router/tests",
+    "benchmarks/tests",
+)
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These tests start engines, which need a core each, so they run one at a time.
 ENGINE_TESTS = ("engine_image/tests", "e2e", "docs/tests")
+# Limits of steps, several times what they take on two quiet cores.
+CHECK_LIMIT_S = 900.0
+UNIT_TESTS_LIMIT_S = 1200.0
+ENGINE_TESTS_LIMIT_S = 2400.0
 DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile", "e2e/kube/bases/Dockerfile")
 # Tests of what the compiled core decides. They run on the wheel, as images install it.
 COMPILED = ROOT / "build" / "compiled"
@@ -72,6 +82,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "docs/conf.py",
             "docs/cli_reference.py",
             ".ci/checks.py",
+            ".ci/steps.py",
         ),
     ),
     ("import directions", ".", ("lint-imports",)),
@@ -85,53 +96,50 @@ def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
     """Runs one check, and prints its verdict, with its output if it failed."""
     started = time.monotonic()
     program, *arguments = command
-    done = subprocess.run(
-        [BIN / program, *arguments], cwd=ROOT / folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-    )
-    verdict = "passed" if done.returncode == 0 else "FAILED"
-    output = done.stdout.decode(errors="replace") if done.returncode != 0 else ""
-    # One print call for all: checks run side by side, and their lines must not mix.
-    print(f"{verdict}  {name} ({time.monotonic() - started:.1f} s)\n{output}", end="", flush=True)
-    return done.returncode == 0
-
-
-def run_tests(arguments: Sequence[str], *, on_wheel: bool = False) -> tuple[int, int]:
-    """Runs tests and shows their progress; returns how many passed and how many failed."""
-    environment = {**os.environ, "PYTHONPATH": str(COMPILED)} if on_wheel else None
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        done = subprocess.run(
-            [BIN / "python", "-m", "pytest", "-q", "--durations=10", f"--junitxml={report}", *arguments],
-            cwd=ROOT,
-            env=environment,
-            check=False,
+    with tempfile.TemporaryFile() as output:
+        status = run_limited(
+            [BIN / program, *arguments],
+            limit_s=CHECK_LIMIT_S,
+            environment=dict(os.environ),
+            cwd=ROOT / folder,
+            stdout=output,
+            stderr=output,
         )
-        suites = ET.parse(report).getroot().iter("testsuite") if report.is_file() else iter(())
-        counts = [
-            {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")} for suite in suites
-        ]
-    failed = sum(count["failures"] + count["errors"] for count in counts)
-    passed = sum(count["tests"] - count["skipped"] for count in counts) - failed
-    # A run that ends before it reports (an import error, a signal) has failed too.
-    return passed, max(failed, int(done.returncode != 0))
+        output.seek(0)
+        text = output.read().decode(errors="replace") if status != 0 else ""
+    verdict = "passed" if status == 0 else "FAILED"
+    # One print call for all: checks run side by side, and their lines must not mix.
+    print(f"{verdict}  {name} ({time.monotonic() - started:.1f} s)\n{text}", end="", flush=True)
+    return status == 0
+
+
+def run_tests(arguments: list[str], *, limit_s: float, on_wheel: bool = False) -> Counts:
+    """Runs tests, of the checkout or of the wheel's core."""
+    environment = {"PYTHONPATH": str(COMPILED)} if on_wheel else None
+    return run_pytest(["--durations=10", *arguments], limit_s=limit_s, folder=ROOT, environment=environment)
 
 
 def main() -> None:
     """Runs every check and every test."""
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    end_steps_with_this_process()
+    # A step that is stopped shall leave stacks, not core files.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         verdicts = list(threads.map(lambda check: run_check(*check), CHECKS))
+    counts = Counts(passed=sum(verdicts), failed=len(verdicts) - sum(verdicts))
     if sys.argv[1:]:
-        counts = [run_tests(sys.argv[1:])]
+        counts.add(run_tests(sys.argv[1:], limit_s=ENGINE_TESTS_LIMIT_S))
     else:
-        counts = [run_tests([*ON_ALL_CORES, folder]) for folder in UNIT_TESTS]
-        counts.append(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], on_wheel=True))
+        for folder in UNIT_TESTS:
+            counts.add(run_tests([*ON_ALL_CORES, folder], limit_s=UNIT_TESTS_LIMIT_S))
+        counts.add(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
         # One process for each part: the engines' tests fork, which is unsafe in a process that has used gRPC.
-        counts += [run_tests([folder]) for folder in ENGINE_TESTS]
-    passed = sum(verdicts) + sum(passed for passed, _ in counts)
-    failed = len(verdicts) - sum(verdicts) + sum(failed for _, failed in counts)
-    print(f"{passed} passed, {failed} failed")
-    sys.exit(1 if failed else 0)
+        for folder in ENGINE_TESTS:
+            counts.add(run_tests([folder], limit_s=ENGINE_TESTS_LIMIT_S))
+    print(*(f"skipped  {skip}" for skip in counts.skips), sep="\n")
+    print(counts)
+    sys.exit(1 if counts.failed else 0)
 
 
 if __name__ == "__main__":

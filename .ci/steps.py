@@ -1,0 +1,140 @@
+"""Runs a step of CI within a limit of its own, and counts the tests of a run. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+# Time for processes to print where they stood.
+DUMP_S = 10.0
+# Names the file in which conftest.py keeps the tests that have begun and not ended.
+RUNNING_TESTS = "SLUICE_RUNNING_TESTS"
+_processes: set[subprocess.Popen[bytes]] = set()
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Tests of a run, or of several."""
+
+    passed: int = 0
+    failed: int = 0
+    skips: list[str] = field(default_factory=list)
+
+    def add(self, other: Counts) -> None:
+        """Adds another run."""
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skips += other.skips
+
+    def __str__(self) -> str:
+        """The last line of a run."""
+        return f"{self.passed} passed, {self.failed} failed, {len(self.skips)} skipped"
+
+
+def run_limited(command: Sequence[Any], *, limit_s: float, environment: dict[str, str], **options: Any) -> int:
+    """Runs a command in a process group of its own, and ends the whole group at the limit.
+
+    At the limit every Python process of the group prints the stacks of its threads to its standard error.
+
+    Args:
+        command: Program and arguments.
+        limit_s: Seconds.
+        environment: Its environment variables.
+        options: Further arguments of ``subprocess.Popen``.
+
+    Returns:
+        The exit status; that of a signal if the command was ended.
+    """
+    environment = {**environment, "PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **options)
+    _processes.add(process)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        print(f"STOPPED at its limit of {limit_s:g} s: {' '.join(map(str, command))}", flush=True)
+        _end(process)
+        return process.wait()
+    except BaseException:
+        _end(process)
+        raise
+    finally:
+        _processes.discard(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a group: first so that Python prints its stacks, then for good."""
+    deadline_s = time.monotonic() + DUMP_S
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGABRT)
+        while time.monotonic() < deadline_s:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def end_steps_with_this_process() -> None:
+    """Makes SIGTERM end the running steps, where they stand, before this process."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        for process in list(_processes):
+            _end(process)
+        sys.exit("ended by SIGTERM")
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def run_pytest(
+    arguments: Sequence[str], *, limit_s: float, folder: Path, environment: dict[str, str] | None = None
+) -> Counts:
+    """Runs tests and shows their progress; at the limit it says which of them ran, and counts a failure.
+
+    Args:
+        arguments: Of pytest.
+        limit_s: Seconds.
+        folder: Where it runs.
+        environment: Further environment variables.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        report, running = Path(scratch) / "report.xml", Path(scratch) / "running"
+        status = run_limited(
+            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments],
+            limit_s=limit_s,
+            environment={**os.environ, **(environment or {}), RUNNING_TESTS: str(running)},
+            cwd=folder,
+        )
+        if status != 0 and running.is_file() and (tests := running.read_text()):
+            print(f"tests that had begun and not ended:\n{tests}", flush=True)
+        counts = read_report(report)
+    # A run that ends before it reports (an import error, a signal) has failed too, and so has one without a test.
+    if status != 0 or not counts.passed:
+        counts.failed = max(1, counts.failed)
+    return counts
+
+
+def read_report(report: Path) -> Counts:
+    """Counts the tests of a JUnit report; none if there is no report."""
+    counts = Counts()
+    cases = ET.parse(report).getroot().iter("testcase") if report.is_file() else ()
+    for case in cases:
+        skip = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts.failed += 1
+        elif skip is not None:
+            counts.skips.append(f"{case.get('classname')}.{case.get('name')}: {skip.get('message')}")
+        else:
+            counts.passed += 1
+    return counts

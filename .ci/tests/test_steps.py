@@ -1,0 +1,133 @@
+"""Steps of CI end: at their limit, and when a test hangs or is skipped where it should not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from steps import read_report, run_limited
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = ["-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", str(ROOT / "pyproject.toml")]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos/tests'}:{ROOT / '.ci'}"}
+SLEEP = "import threading\ndef stand_here(): threading.Event().wait()\nstand_here()"
+# Ends once its child has printed its number; the child holds the output open, as what a test leaves behind does.
+LEAVE_CHILD = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}])
+print(child.pid, flush=True)
+child.wait()
+"""
+RUN_PYTEST = f"""
+from pathlib import Path
+import steps
+print(steps.run_pytest({OPTIONS!r} + ["--rootdir=.", "."], limit_s=LIMIT_S, folder=Path()))
+"""
+HANG = """
+import threading
+import pytest
+
+def hang():
+    threading.Event().wait()
+
+@pytest.fixture
+def resource():
+    yield
+    hang()
+
+def test_before():
+    pass
+
+def test_failing_and_hanging_in_teardown(resource):
+    assert False
+
+def test_after():
+    pass
+"""
+SKIP = """
+import pytest
+
+@pytest.mark.skip(reason="no reason")
+def test_skipped():
+    pass
+
+def test_run():
+    pass
+"""
+SKIP_FILE = 'import pytest\npytest.importorskip("no_such_module")'
+
+
+def test_a_step_that_sleeps_ends_at_its_limit_with_its_stack_and_its_children(tmp_path: Path, capfd) -> None:
+    with (tmp_path / "output").open("wb") as output:
+        status = run_limited(
+            [sys.executable, "-c", LEAVE_CHILD], limit_s=10, environment=dict(os.environ), stdout=output
+        )
+    assert status == -signal.SIGABRT
+    printed = capfd.readouterr()
+    assert "STOPPED at its limit of 10 s" in printed.out
+    assert "in stand_here" in printed.err
+    child = int((tmp_path / "output").read_text())
+    while Path(f"/proc/{child}").exists() and ") Z " not in Path(f"/proc/{child}/stat").read_text():
+        time.sleep(0.01)
+
+
+def test_a_step_within_its_limit_keeps_its_exit_status() -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit(7)"]
+    assert run_limited(command, limit_s=600, environment=dict(os.environ)) == 7
+
+
+def run(folder: Path, tests: str, limit_s: float) -> subprocess.CompletedProcess[str]:
+    (folder / "test_it.py").write_text(tests)
+    program = RUN_PYTEST.replace("LIMIT_S", str(limit_s))
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_run_that_hangs_names_its_test_and_counts_a_failure(tmp_path: Path) -> None:
+    done = run(tmp_path, HANG.replace("    assert False", "    hang()"), 15)
+    assert "tests that had begun and not ended:\ntest_it.py::test_failing_and_hanging_in_teardown" in done.stdout
+    assert done.stdout.endswith("0 passed, 1 failed, 0 skipped\n")
+    assert "in hang" in done.stderr
+
+
+def test_a_failing_test_that_hangs_in_its_teardown_times_out(tmp_path: Path) -> None:
+    done = run(tmp_path, HANG.replace("def test_failing", "@pytest.mark.timeout(2)\ndef test_failing"), 600)
+    assert "Timeout (>2.0s)" in done.stdout
+    # The failure of the test, and the error of its teardown.
+    assert done.stdout.endswith("2 passed, 2 failed, 0 skipped\n")
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason", "counts"),
+    [
+        (SKIP, "no reason", "1 passed, 1 failed, 0 skipped"),
+        (SKIP_FILE, "could not import 'no_such_module'", "0 passed, 1 failed, 0 skipped"),
+    ],
+    ids=["test", "file"],
+)
+def test_an_unexpected_skip_fails(tmp_path: Path, tests: str, reason: str, counts: str) -> None:
+    done = run(tmp_path, tests, 600)
+    assert f"unexpected skip: {reason}" in done.stdout
+    assert done.stdout.endswith(f"{counts}\n")
+
+
+def test_an_expected_skip_is_counted_with_its_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "engine_image/tests"
+    folder.mkdir(parents=True)
+    skip = SKIP.replace("no reason", "this machine has RDMA devices")
+    (folder / "test_ucx_transport.py").write_text(skip)
+    report = tmp_path / "report.xml"
+    subprocess.run(
+        [sys.executable, "-m", "pytest", *OPTIONS, "--rootdir=.", ".", f"--junitxml={report}"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    assert [skip.rpartition(": ")[2] for skip in read_report(report).skips] == ["this machine has RDMA devices"]
