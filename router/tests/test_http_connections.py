@@ -15,7 +15,7 @@ from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 from sluice_router.api.http_api import HttpApi
 from sluice_router.api.http_settings import HttpSettings
 
-BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 100}
+BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 100, "stream": False}
 STREAM = {**BODY, "stream": True}
 
 
@@ -228,11 +228,12 @@ async def test_pipelined_requests_are_answered_in_order_on_one_connection(start,
         assert (await _read_response(reader))[0] == 200
 
 
-async def test_http_1_0_stream_ends_with_the_connection(start, plane, text):
+@pytest.mark.parametrize("headers", [{}, {"Connection": "keep-alive"}], ids=["plain", "keep-alive"])
+async def test_http_1_0_stream_ends_with_the_connection(start, plane, text, headers):
     plane.script = say(text, "hello")
     _, port = await start()
     async with connect(port) as (reader, writer):
-        writer.write(request_bytes("/v1/completions", STREAM, version="1.0"))
+        writer.write(request_bytes("/v1/completions", STREAM, headers, version="1.0"))
         async with asyncio.timeout(5):
             answer = await reader.read()
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -288,6 +289,71 @@ async def test_client_that_goes_while_queued_is_cancelled(start, plane, body):
         await plane.wait(lambda: bool(plane.live))
     await plane.wait(lambda: plane.cancelled == [("req-1", "client_gone")])
     assert not plane.live
+
+
+async def test_client_that_goes_while_nothing_is_sent_is_cancelled(start, plane):
+    """Between two tokens far apart, only what is written to it tells that a client has gone."""
+    _, port = await start()
+    async with connect(port) as (reader, writer):
+        writer.write(request_bytes("/v1/completions", STREAM))
+        await plane.wait(lambda: bool(plane.live))
+        plane.emit("req-1", [100])
+        await read_until(reader, b"\n\n\r\n")
+    await plane.wait(lambda: plane.cancelled == [("req-1", "client_gone")])
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
+@pytest.mark.parametrize("when", ["with-the-request", "while-queued", "in-mid-stream"])
+async def test_client_that_sends_no_more_gets_its_answer(start, plane, body, version, when):
+    _, port = await start()
+    async with connect(port) as (reader, writer):
+        writer.write(request_bytes("/v1/completions", body, version=version))
+        if when == "with-the-request":
+            writer.write_eof()
+        await plane.wait(lambda: bool(plane.live))
+        if when == "while-queued":
+            writer.write_eof()
+        plane.emit("req-1", [100])
+        start_of_answer = await read_until(reader, b"\n\n") if body["stream"] else b""
+        if when == "in-mid-stream":
+            writer.write_eof()
+            if body["stream"]:
+                # The comment: the router has seen the end.
+                start_of_answer += await read_until(reader, b":\n\n")
+        plane.emit("req-1", [101])
+        plane.finish("req-1")
+        async with asyncio.timeout(5):
+            answer = start_of_answer + await reader.read()
+    assert not plane.cancelled
+    assert answer.count(b" 200 OK") == 1
+    if body["stream"]:
+        assert answer.count(b'"text":') == 3
+        assert answer.count(b"data: [DONE]") == 1
+    else:
+        assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 2
+
+
+async def test_requests_sent_before_the_end_are_all_answered(start, plane, text):
+    plane.script = say(text, "hello")
+    _, port = await start()
+    async with connect(port) as (reader, writer):
+        writer.write(request_bytes("/v1/completions", BODY) * 3)
+        writer.write_eof()
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+    assert answer.count(b" 200 OK") == 3
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", request_bytes("/v1/completions", BODY)[:-3]], ids=len)
+async def test_client_that_ends_before_its_request_is_closed(start, plane, sent):
+    _, port = await start()
+    async with connect(port) as (reader, writer):
+        writer.write(sent)
+        writer.write_eof()
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+    assert not plane.admitted
 
 
 async def test_client_that_goes_in_mid_stream_harms_no_other(start, plane):

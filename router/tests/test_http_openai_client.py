@@ -102,6 +102,16 @@ async def test_completion_logprobs(client, text):
     assert len(logprobs.top_logprobs[0]) == 2
 
 
+@pytest.mark.parametrize("stop", [None, "world;", "the end;"], ids=["no-stop", "held-back", "held-back-at-end"])
+async def test_completion_logprobs_stream_equals_whole(client, stop):
+    asked = {"model": "tiny", "prompt": "hi", "max_tokens": 100, "logprobs": 2, "stop": stop}
+    whole = (await client.completions.create(**asked)).choices[0].logprobs
+    chunks = [chunk.choices[0].logprobs async for chunk in await client.completions.create(**asked, stream=True)]
+    assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
+    assert [offset for chunk in chunks for offset in chunk.text_offset] == whole.text_offset
+    assert len(whole.tokens) > 20
+
+
 async def test_chat_logprobs_stream_equals_whole(client):
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 3}
     whole = await client.chat.completions.create(**asked)

@@ -147,8 +147,8 @@ class HttpAnswers:
             connection.watch(leave)
             await progress.wait_first()
             response = await self._open(request, headers)
-            connection.attach(response_streams)
             stream = HttpStream(connection, is_chunked="Transfer-Encoding" in response.headers)
+            connection.attach(response_streams, stream)
             for response_stream in response_streams:
                 response_stream.open(stream, self._plane.now())
             await progress.wait_over()
@@ -181,7 +181,8 @@ class HttpAnswers:
         )
         if request.version >= HttpVersion11:
             response.enable_chunked_encoding()
-        if self.is_closing:
+        if self.is_closing or request.version < HttpVersion11:
+            # HTTP/1.0 has no other end of a body whose length is not known, whatever the client says of keep-alive.
             response.force_close()
         await response.prepare(request)
         return response

@@ -17,7 +17,7 @@ from sluice.certificates import load_chain, make_server_context
 from sluice_core.records import RequestId
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.http_answers import SERVER, HttpAnswers
-from sluice_router.api.http_connection import ConnectionSettings, EdgeServer, EdgeSite, connection_of
+from sluice_router.api.http_connection import CONTINUE, ConnectionSettings, EdgeServer, EdgeSite, connection_of
 from sluice_router.api.http_settings import HttpSettings
 from sluice_router.api.info_endpoints import (
     METRICS_PATH,
@@ -347,4 +347,4 @@ def _answer_expectation(request: web.BaseRequest) -> None:
             f"Expect: only 100-continue is known, not {expectation[:80]!r}", code="expectation_failed"
         )
     if request.transport is not None and not request.transport.is_closing():
-        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.transport.write(CONTINUE)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11, RawRequestMessage
 
 from sluice_router.api.openai_responses import format_error
 from sluice_router.errors import InvalidRequestError
@@ -16,7 +17,18 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable, Sequence
 
+    from aiohttp import StreamReader
+
     from sluice_router.api.response_streams import SseResponseStream
+
+# State of a connection in Linux's tcp_info once the peer has reset it.
+TCP_CLOSED = 7
+# What a client that has sent its last byte may get at any time, and does not take for a part of its answer: a comment
+# between server-sent events (HTML Standard, 9.2.6), and an interim response before an answer (RFC 9110, 15.2).
+COMMENT = b":\n\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+# How long a client's reset may take to come; the sweep looks again.
+RESET_WAIT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +74,10 @@ class EdgeConnection(web.RequestHandler):
         self._paused_since_s = 0.0
         self._on_lost: Callable[[], None] | None = None
         self._response_streams: Sequence[SseResponseStream] = ()
+        self._stream: HttpStream | None = None
+        self._is_half_closed = False
+        self._last_message: tuple[object, StreamReader] | None = None
+        self._num_answered = 0
 
     def begin_request(self) -> float:
         """Notes that a request's headers are complete.
@@ -77,8 +93,13 @@ class EdgeConnection(web.RequestHandler):
     def end_request(self) -> None:
         """Notes that a request is answered."""
         self._is_serving = False
+        self._num_answered += 1
         self._on_lost = None
         self._response_streams = ()
+        self._stream = None
+        if self._is_half_closed and not self._messages:
+            # No further request can come.
+            self.close()
 
     def close_when_idle(self) -> None:
         """Closes now, or as soon as the request under way is answered."""
@@ -93,9 +114,15 @@ class EdgeConnection(web.RequestHandler):
         if self.transport is None:
             on_lost()
 
-    def attach(self, response_streams: Sequence[SseResponseStream]) -> None:
-        """Calls an answer's streams when the client does not keep up, and when it has drained."""
+    def attach(self, response_streams: Sequence[SseResponseStream], stream: HttpStream) -> None:
+        """Calls an answer's streams when the client does not keep up, and when it has drained.
+
+        Args:
+            response_streams: Of the answer's choices.
+            stream: Where they write.
+        """
         self._response_streams = response_streams
+        self._stream = stream
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sets when a client counts as paused, and how long the kernel waits for one that reads nothing."""
@@ -111,6 +138,8 @@ class EdgeConnection(web.RequestHandler):
             self._first_byte_s = self._settings.clock()
             self._header_timer = self._event_loop.call_later(self._settings.header_timeout_s, self.force_close)
         super().data_received(data)
+        if self._messages:
+            self._last_message = self._messages[-1]
 
     def pause_writing(self) -> None:
         """Notes since when the client does not keep up."""
@@ -128,6 +157,43 @@ class EdgeConnection(web.RequestHandler):
         is_late = self.writing_paused and now - self._paused_since_s > self._settings.max_paused_s
         if is_late and self.transport is not None:
             self.transport.abort()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection when the client only sends no more, as ``nc -N`` does; an answer still goes out.
+
+        A client that is gone sends the same end, and answers what is written next with a reset: that ends its request.
+        With TLS there is no half-closed connection.
+
+        Returns:
+            Whether the connection stays open.
+        """
+        transport = self.transport
+        if transport is None or transport.get_extra_info("sslcontext") is not None or not self._has_whole_request():
+            return False
+        self._is_half_closed = True
+        if self._stream is not None:
+            self._stream.write(COMMENT)
+        elif self._speaks_http_1_1():
+            transport.write(CONTINUE)
+        self._event_loop.call_later(RESET_WAIT_S, self.abort_if_reset)
+        return True
+
+    def abort_if_reset(self) -> None:
+        """Closes a half-closed connection whose client is gone. Nobody reads from it, so nothing else says so."""
+        if not self._is_half_closed or self.transport is None or not hasattr(socket, "TCP_INFO"):
+            return
+        raw = self.transport.get_extra_info("socket")
+        if raw is not None and raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSED:
+            self.transport.abort()
+
+    def _has_whole_request(self) -> bool:
+        """Whether the last request has come completely and is not answered yet; aiohttp counts what it reads."""
+        last = self._last_message
+        return last is not None and self._request_count > self._num_answered and last[1].is_eof()
+
+    def _speaks_http_1_1(self) -> bool:
+        head = None if self._last_message is None else self._last_message[0]
+        return isinstance(head, RawRequestMessage) and head.version >= HttpVersion11
 
     def resume_writing(self) -> None:
         """Lets the stream go on."""
@@ -197,6 +263,7 @@ class EdgeServer(web.Server):
         """
         for connection in self._edge_connections():
             connection.abort_if_paused(now)
+            connection.abort_if_reset()
 
     def close_idle(self) -> None:
         """Closes connections that have no request under way; the others when it is answered."""

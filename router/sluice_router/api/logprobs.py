@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,20 +14,23 @@ if TYPE_CHECKING:
 LEAST_LOGPROB = -9999.0
 
 
-def format_completion_logprobs(delta: Delta, text: ModelText, num_logprobs: int) -> dict[str, Any]:
+def format_completion_logprobs(
+    delta: Delta, text: ModelText, num_logprobs: int, text_offset: int
+) -> tuple[dict[str, Any], int]:
     """Formats logprobs for ``/v1/completions``: parallel lists, alternatives as an object.
 
     Args:
         delta: Tokens with logprobs.
         text: Decodes single tokens.
         num_logprobs: Alternatives per token; the token itself comes on top.
+        text_offset: Characters of the tokens before, whether their text has gone out or is held back.
+
+    Returns:
+        The logprobs, and the offset behind them.
     """
     tokens = [text.decode_token(token_id)[0] for token_id in delta.token_ids]
-    offsets, offset = [], delta.text_offset
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
+    offsets = list(itertools.accumulate(map(len, tokens), initial=text_offset))
+    logprobs = {
         "tokens": tokens,
         "token_logprobs": [_bound(entry.logprob) for entry in delta.logprobs],
         "top_logprobs": [
@@ -37,8 +41,9 @@ def format_completion_logprobs(delta: Delta, text: ModelText, num_logprobs: int)
             }
             for token, entry in zip(tokens, delta.logprobs, strict=False)
         ],
-        "text_offset": offsets,
+        "text_offset": offsets[:-1],
     }
+    return logprobs, offsets[-1]
 
 
 def format_chat_logprobs(delta: Delta, text: ModelText, num_logprobs: int) -> dict[str, Any]:

@@ -167,6 +167,7 @@ class CompletionFormat(_Format):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self._text_offset = 0
         self._prefix = f'{self._event_start},"choices":[{{"index":{self._index},"text":'
         self._suffix = f',"logprobs":null,"finish_reason":null}}]{self._event_end}'
 
@@ -184,7 +185,10 @@ class CompletionFormat(_Format):
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         wanted = self._settings.num_logprobs
-        return None if wanted is None else format_completion_logprobs(delta, self._text, wanted)
+        if wanted is None:
+            return None
+        logprobs, self._text_offset = format_completion_logprobs(delta, self._text, wanted, self._text_offset)
+        return logprobs
 
 
 class ChatFormat(_Format):

@@ -56,14 +56,12 @@ class Delta:
         token_ids: Its tokens, where the request wants them.
         logprobs: Their logprobs, where the request wants them.
         first_index: Index of the first token in the output.
-        text_offset: Characters of the output before ``text``.
     """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[engine_pb2.TokenLogprobs] = field(default_factory=list)
     first_index: int = 0
-    text_offset: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.text or self.token_ids)
@@ -91,7 +89,6 @@ class Output:
         "_settings",
         "_step",
         "_stops",
-        "_taken_characters",
         "_token_ids",
         "first_index",
         "num_bytes",
@@ -108,7 +105,6 @@ class Output:
         self._parts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[engine_pb2.TokenLogprobs] = []
-        self._taken_characters = 0
         self.first_index = 0
         self.num_tokens = 0
         self.num_bytes = 0
@@ -163,11 +159,11 @@ class Output:
 
     def take(self) -> Delta:
         """Hands out what has come since the last call."""
-        first_index, text_offset = self.first_index, self._taken_characters
+        first_index = self.first_index
         token_ids, logprobs = self._token_ids, self._logprobs
         if self._keeps_tokens:
             self._token_ids, self._logprobs = [], []
-        return Delta(self.take_text(), token_ids, logprobs, first_index, text_offset)
+        return Delta(self.take_text(), token_ids, logprobs, first_index)
 
     def take_text(self) -> str:
         """Hands out the text that has come since the last call; outputs that are text alone need no delta."""
@@ -175,7 +171,6 @@ class Output:
         text = parts[0] if len(parts) == 1 else "".join(parts)
         parts.clear()
         self.first_index = self.num_tokens
-        self._taken_characters += len(text)
         self.num_bytes = 0
         return text
 
