@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 60.0
 SERVED_MODEL = "tiny"
 CLUSTER_UID = "benchmark"
-STRATEGIES = {
-    "aggregated": plan_pb2.STRATEGY_AGGREGATED,
-    "taichi": plan_pb2.STRATEGY_TAICHI,
-}
+STRATEGIES = ("aggregated", "taichi")
 # Arguments that turn off Sluice's text work (raw pieces), once the router has a setting for benchmarks.
 RAW_PIECES_ARGUMENTS: tuple[str, ...] = ()
 
@@ -267,13 +264,7 @@ def make_plan(site: Site, strategy: str) -> plan_pb2.Plan:
     return plan_pb2.Plan(
         cluster_uid=CLUSTER_UID,
         generation=1,
-        strategy=STRATEGIES[strategy],
-        parameters=plan_pb2.Parameters(
-            watermark_percent=95,
-            approaching_factor_percent=96,
-            early_rejection=plan_pb2.EARLY_REJECTION_OFF,
-            min_tokens_between_moves=16,
-        ),
+        strategy=strategy,
         slo_classes=[plan_pb2.SloClass(ttft_milliseconds=2000, tpot_milliseconds=200)],
         attainment_percent=90,
         engines=[

@@ -244,7 +244,7 @@ def test_settings_reach_the_cluster() -> None:
         TtftEnd.DECODE_JOIN,
         False,
     )
-    assert (cluster.strategy.placement, cluster.strategy.degrades) == ("least_work", False)
+    assert (cluster.strategy.placement, cluster.strategy.has_flow) == ("least_work", False)
     assert cluster.parameters.early_rejection is EarlyRejection.REJECT
     assert (cluster.parameters.approaching_factor, cluster.parameters.watermark) == (0.9, 0.8)
     assert cluster.parameters.min_tokens_between_moves == 3

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 
 from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import EngineLoad, Hold, MoveCause, Place, PrefillRequest, RequestId
-from sluice_core.scheduling.batching import ChunkedPrefillPolicy, EngineBatch, RequestKind
+from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_order import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.sim.cell import NoGrant, TtftEnd
 from sluice_core.sim.simulation import ASSIGN_INTERVAL_S, MAX_ASSIGNED_AT_ONCE
-from sluice_core.strategies import get_strategy
 
 
 class NaivePool:
@@ -300,10 +299,8 @@ class NaiveSimulation:
     def __init__(self, cell, arrivals):
         self.cell, self.options = cell, cell.options
         rng = random.Random(cell.seed)
-        self.placement = cell.strategy.make_placement(cell.parameters, rng)
-        self.flow = cell.strategy.make_flow(cell.parameters, rng)
-        self.void_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
-        policy = ChunkedPrefillPolicy(counts_decodes=self.options.counts_decodes)
+        self.router = cell.strategy.make_router(cell.parameters, rng)
+        policy = cell.strategy.make_engine(cell.parameters, counts_decodes=self.options.counts_decodes)
         self.engines = {
             setup.engine_id: self.engine_class(setup, policy, self.options.hash_block_tokens) for setup in cell.engines
         }
@@ -378,7 +375,7 @@ class NaiveSimulation:
             )
             for r in self.held[:MAX_ASSIGNED_AT_ONCE]
         ]
-        for decision in self.placement.assign(self.now, waiting, self.table):
+        for decision in self.router.assign(self.now, waiting, self.table):
             if isinstance(decision, Hold):
                 continue
             (request,) = [r for r in self.held if r.name == decision.request_id]
@@ -416,7 +413,8 @@ class NaiveSimulation:
                 self.retry_later()
 
     def propose(self, engine):
-        flow = self.void_flow if self.table.has_uniform_chunk_size else self.flow
+        flow = engine.policy
+        flow.observe_chunk_sizes({state.chunk_size_tokens for state in self.table if not state.is_draining})
         proposals = flow.propose(self.now, engine.members)
         while proposals:
             gone = sum(self.move(engine, proposal) for proposal in proposals)
@@ -447,7 +445,7 @@ class NaiveSimulation:
         asked = FlowRequest(
             request_id=request.name, cause=cause, source=source.setup.engine_id, num_blocks=request.blocks
         )
-        engine_id = self.flow.target(self.now, asked, self.table)
+        engine_id = self.router.target(self.now, asked, self.table)
         return None if engine_id is None else self.engines[engine_id]
 
     def place_parked(self):

@@ -103,7 +103,9 @@ def test_records_survive_the_way_between_processes(simulation):
     )
     slo_class = SloClass(name="chat", slo=SLO, priority=1)
     records = [SLO, slo_class, summary, summary.engines[0], engine, engine.profile, engine.link, engine.link.speed]
-    records += [FlowParameters(), SimOptions(), get_strategy("taichi"), ROWS[0]]
+    strategy = get_strategy("taichi")
+    records += [FlowParameters(), SimOptions(), ROWS[0]]
+    records += [strategy, strategy.sliders, strategy.policies, strategy.parameters[0]]
     assert pickle.loads(pickle.dumps(records)) == records
     assert {type(record) for record in records} == set(RECORDS)
 

@@ -1,27 +1,72 @@
 import random
+from dataclasses import replace
 
 import pytest
 
-from sluice_core.records import FlowParameters
-from sluice_core.strategies import STRATEGIES, get_strategy
+from sluice_core.records import EarlyRejection, FlowParameters, MoveCause, Role
+from sluice_core.strategies import DEFAULT_STRATEGY, INITIAL_STRATEGY, STRATEGIES, get_strategy
+from sluice_core.strategies.interface import Need
+
+ROWS = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_makes_all_three_policies(name):
-    strategy, parameters, rng = STRATEGIES[name], FlowParameters(), random.Random(0)
-    assert strategy.name == name
-    assert strategy.make_placement(parameters, rng) is not None
-    assert strategy.make_batching() is not None
-    assert strategy.make_flow(parameters, rng).parameters is parameters
+@ROWS
+def test_a_row_makes_both_policies_of_its_default_parameters(strategy):
+    parameters = strategy.read_parameters({})
+    assert STRATEGIES[strategy.name] is strategy
+    assert strategy.title.lower() == strategy.name
+    assert strategy.make_router(parameters, random.Random(0)).is_too_soon(MoveCause.DRAIN, 0) is False
+    assert strategy.make_engine(parameters).share_for(Role.DECODE_HEAVY, MoveCause.DRAIN) == 1.0
+
+
+@ROWS
+def test_parameters_survive_the_way_over_the_wire(strategy):
+    assert strategy.read_parameters({}) == FlowParameters()
+    for name in ("low", "high"):
+        values = {row.name: row.choices[-1] if row.choices else str(getattr(row, name)) for row in strategy.parameters}
+        assert strategy.format_parameters(strategy.read_parameters(values)) == values
 
 
 @pytest.mark.parametrize(
-    ("name", "moves"),
-    [("taichi", (True, True, True)), ("aggregated", (False,) * 3), ("disaggregated", (True, False, False))],
+    ("values", "message"),
+    [
+        ({"watermark_percent": "49"}, "parameters.watermark_percent is 49, allowed are 50 to 99"),
+        ({"watermark_percent": "100"}, "parameters.watermark_percent is 100, allowed are 50 to 99"),
+        ({"watermark_percent": "-95"}, "parameters.watermark_percent is -95, allowed are 50 to 99"),
+        ({"early_rejection": "off"}, "parameters.early_rejection is 'off', known are Off, Random, Reject"),
+        ({"magic": "1"}, "parameters.magic is unknown to strategy 'taichi'; known are approaching_factor_percent"),
+    ],
 )
-def test_strategies_differ_in_flow_only(name, moves):
-    strategy = get_strategy(name)
-    assert (strategy.moves_first_decodes, strategy.degrades, strategy.flows_back) == moves
+def test_a_bad_parameter_is_refused_with_the_limit(values, message):
+    with pytest.raises(ValueError, match=message):
+        get_strategy("taichi").read_parameters(values)
+
+
+def test_parameters_are_read_in_core_units():
+    values = {"watermark_percent": "90", "approaching_factor_percent": "80", "early_rejection": "Reject"}
+    assert get_strategy("taichi").read_parameters(values) == FlowParameters(
+        watermark=0.9, approaching_factor=0.8, early_rejection=EarlyRejection.REJECT
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("taichi", (512, 64)), ("aggregated", (512, 512)), ("disaggregated", (2048, 0))]
+)
+def test_a_row_says_what_the_sliders_of_a_spec_mean(name, chunks):
+    assert get_strategy(name).sliders.resolve(512, 64, 2048) == chunks
+
+
+def test_an_engine_that_lacks_what_a_strategy_needs_refuses_it_by_name():
+    demanding = replace(DEFAULT_STRATEGY, needs=frozenset({Need.SPLIT, Need.PARTS}))
+    demanding.check_capabilities(frozenset(Need))
+    with pytest.raises(ValueError, match="strategy 'taichi' needs parts, split; this engine offers none of these"):
+        demanding.check_capabilities(frozenset())
+    with pytest.raises(ValueError, match="strategy 'taichi' needs split; this engine offers parts"):
+        demanding.check_capabilities(frozenset({Need.PARTS}))
+
+
+def test_an_engine_without_a_plan_has_nothing_to_move():
+    assert INITIAL_STRATEGY.has_flow is False
 
 
 def test_names_are_found_as_the_manifest_writes_them():

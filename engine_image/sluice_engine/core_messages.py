@@ -10,9 +10,15 @@ All are plain msgpack once encoded. Durations cross, and times on the machine's 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from sluice_core.strategies import DEFAULT_STRATEGY
+
+if TYPE_CHECKING:
+    from sluice_core.strategies.interface import Need
+
 
 # Name of the EngineCore utility that carries commands.
 UTILITY = "sluice"
@@ -24,21 +30,10 @@ REPORT_ID = "\0sluice"
 NUM_TOKENS_KEY = "sluice_num_tokens"
 
 
+# What this engine can do for a strategy beyond chunked prefill and hand-offs of whole requests: nothing yet.
+CAPABILITIES: frozenset[Need] = frozenset()
+
 # --- commands ----------------------------------------------------------------------------------------------------
-
-
-class StrategyParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """Strategy parameters (``sluice_core.records.FlowParameters``), all live.
-
-    Args:
-        watermark: M, share of KV blocks (or of max_num_seqs) above which a D-heavy engine degrades.
-        approaching_factor: Alpha, share of the TPOT SLO above which a decode on a P-heavy engine flows back.
-        min_tokens_between_moves: Output tokens between two moves of one request, unless its SLO is at stake.
-    """
-
-    watermark: float = 0.95
-    approaching_factor: float = 0.96
-    min_tokens_between_moves: int = 16
 
 
 class ConfigureCommand(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
@@ -49,16 +44,18 @@ class ConfigureCommand(msgspec.Struct, frozen=True, kw_only=True, tag="configure
         role: ``"P-heavy"``, ``"D-heavy"`` (``sluice_core.records.Role``).
         chunk_size_tokens: Tokens per iteration, decodes included; 0: no new prompts.
         is_draining: True: no new prompts, no grants, every decode is proposed with the cause ``drain``.
-        strategy: ``"taichi"``, ``"aggregated"`` or ``"disaggregated"``.
-        parameters: Its parameters.
+        strategy: Name of a row of ``sluice_core.strategies``.
+        parameters: Its parameters, by their names in the row.
+        chunk_sizes_tokens: Chunk sizes of the plan's engines that do not drain, each once.
     """
 
     generation: int
     role: str
     chunk_size_tokens: int
     is_draining: bool = False
-    strategy: str = "taichi"
-    parameters: StrategyParameters = StrategyParameters()
+    strategy: str = DEFAULT_STRATEGY.name
+    parameters: dict[str, str] = {}
+    chunk_sizes_tokens: list[int] = []
 
 
 class GrantCommand(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):

@@ -69,6 +69,7 @@ SIGNATURES: dict[type, dict[str, str]] = {
     PriorityRequestQueue: {
         "add_request": "self, request",
         "remove_request": "self, request",
+        "remove_requests": "self, requests",
         "peek_request": "self",
     },
     Request: {
@@ -94,6 +95,7 @@ INSTANCE_ATTRIBUTES: dict[tuple[type, str], tuple[str, ...]] = {
     (Scheduler, "__init__"): (
         "self.running",
         "self.waiting",
+        "self.kv_holding_waiting",
         "self.requests",
         "self.connector",
         "self.kv_cache_manager",

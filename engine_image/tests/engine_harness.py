@@ -223,6 +223,7 @@ class Engine:
             "role": role,
             "chunk_size_tokens": chunk_size_tokens,
             "strategy": strategy,
+            "chunk_sizes_tokens": [0, chunk_size_tokens],
         }
         answer: core_messages.ConfigureAnswer = self.command(core_messages.ConfigureCommand(**(plan | options)))
         return answer

@@ -137,7 +137,7 @@ async def test_a_chunk_size_is_in_force_at_the_next_iteration(left):
                 generation=generation,
                 role=plan_pb2.ROLE_DECODE_HEAVY,
                 chunk_size_tokens=chunk,
-                strategy=plan_pb2.STRATEGY_TAICHI,
+                strategy="taichi",
             )
             await router.send(configure=part)
             await router.until(lambda: (found := router.newest("configured")) and found.generation == generation)  # noqa: B023

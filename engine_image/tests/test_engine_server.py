@@ -611,7 +611,7 @@ async def test_a_command_that_fails_costs_its_batch_and_not_the_engine(engine, c
 
 
 def configure(generation: int, chunk: int = 256, uid: str = "u", **fields: Any) -> wire.Configure:
-    defaults = {"role": plan_pb2.ROLE_PREFILL_HEAVY, "strategy": plan_pb2.STRATEGY_TAICHI}
+    defaults = {"role": plan_pb2.ROLE_PREFILL_HEAVY, "strategy": "taichi"}
     return wire.Configure(cluster_uid=uid, generation=generation, chunk_size_tokens=chunk, **{**defaults, **fields})
 
 
@@ -645,7 +645,7 @@ async def test_a_refused_plan_part_leaves_the_old_one_in_force(engine, refused_b
     await router.send(configure=configure(1))
     router.receive()
     if refused_by == "server":
-        await router.send(configure=configure(2, strategy=plan_pb2.STRATEGY_UNSPECIFIED))
+        await router.send(configure=configure(2, strategy=""))
     else:
         engine.core.answers[core_messages.ConfigureCommand] = core_messages.ConfigureAnswer(
             generation=1, role="P-heavy", chunk_size_tokens=256, error="chunk_size_tokens: too large"

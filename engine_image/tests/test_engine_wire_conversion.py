@@ -13,7 +13,6 @@ from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2, sampling_pb2
 from sluice.wire_fields import constraint_names
 from sluice_core.records import MoveCause, Role
-from sluice_core.strategies import STRATEGIES
 from sluice_engine import core_messages
 from sluice_engine.errors import SubmitRefusedError
 from sluice_engine.server import wire_conversion
@@ -34,12 +33,7 @@ def test_names_are_the_cores():
 
 def test_every_enum_value_but_the_unspecified_has_a_name():
     assert len(wire_conversion.CAUSES) == len(wire.MoveCause.keys()) - 1
-    assert len(wire_conversion.STRATEGIES) == len(plan_pb2.Strategy.keys()) - 1
     assert set(wire_conversion.ROLES) == set(plan_pb2.Role.values())
-
-
-def test_strategies_are_the_cores():
-    assert set(wire_conversion.STRATEGIES.values()) == set(STRATEGIES)
 
 
 def test_every_number_of_a_load_is_reported():
@@ -58,21 +52,21 @@ def test_an_iteration_is_reported_whole():
     assert {name: getattr(message, name) for name in values} == values
 
 
-def test_parameters_are_shares_and_default_when_absent():
+def test_a_part_of_a_plan_is_checked_by_its_strategys_row():
     message = wire.Configure(
-        role=plan_pb2.ROLE_PREFILL_HEAVY, chunk_size_tokens=99, strategy=plan_pb2.STRATEGY_TAICHI, is_draining=True
+        role=plan_pb2.ROLE_PREFILL_HEAVY, chunk_size_tokens=99, strategy="taichi", is_draining=True
     )
     command = wire_conversion.configure_command(message, 4, is_leaving=False)
     assert command == core_messages.ConfigureCommand(
         generation=4, role="P-heavy", chunk_size_tokens=99, is_draining=True
     )
-    message.parameters.watermark_percent = 90
-    message.parameters.approaching_factor_percent = 80
-    message.parameters.min_tokens_between_moves = 5
-    parameters = wire_conversion.configure_command(message, 5, is_leaving=False).parameters
-    assert parameters == core_messages.StrategyParameters(
-        watermark=0.9, approaching_factor=0.8, min_tokens_between_moves=5
-    )
+    message.strategy_parameters["watermark_percent"] = "90"
+    message.chunk_sizes_tokens.extend((99, 512))
+    command = wire_conversion.configure_command(message, 5, is_leaving=False)
+    assert (command.parameters, command.chunk_sizes_tokens) == ({"watermark_percent": "90"}, [99, 512])
+    message.strategy_parameters["watermark_percent"] = "100"
+    with pytest.raises(ValueError, match=r"parameters.watermark_percent is 100, allowed are 50 to 99"):
+        wire_conversion.configure_command(message, 6, is_leaving=False)
 
 
 def test_extras_carry_what_vllms_request_has_no_place_for():

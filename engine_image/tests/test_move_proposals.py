@@ -16,7 +16,10 @@ NOW_S = 100.0
 
 def make_proposer(role: str) -> MoveProposer:
     proposer = MoveProposer(max_batch_tokens=512, block_size_tokens=16, max_num_seqs=64)
-    proposer.configure(ConfigureCommand(generation=1, role=role, chunk_size_tokens=256, strategy="TaiChi"))
+    plan = ConfigureCommand(
+        generation=1, role=role, chunk_size_tokens=256, strategy="TaiChi", chunk_sizes_tokens=[256, 512]
+    )
+    assert not proposer.configure(plan).error
     return proposer
 
 

@@ -56,7 +56,7 @@ def test_d_heavy_engine_above_the_watermark_proposes_its_longest_output(small_pa
         256,
         role="D-heavy",
         strategy="TaiChi",
-        parameters=core_messages.StrategyParameters(watermark=0.5, min_tokens_between_moves=1),
+        parameters={"watermark_percent": "50", "min_tokens_between_moves": "1"},
     )
     old = engine.submit(make_prompt(8 * BLOCK_SIZE), max_tokens=200, **SLACK)
     wait([engine], lambda: len(old.tokens) > 20)

@@ -58,13 +58,16 @@ def test_two_routers_cannot_be_promised_the_same_room(small_pair: tuple[Engine, 
     assert engine.load().kv_blocks_granted == 32
 
 
+HALF = {"watermark_percent": "50"}
+
+
 @pytest.mark.parametrize(
     ("plan", "cause", "reason"),
     [
         ({"is_draining": True}, "backflow", "draining"),
-        ({"role": "P-heavy", "parameters": core_messages.StrategyParameters(watermark=0.1)}, "degrade", "watermark"),
-        ({"role": "D-heavy", "parameters": core_messages.StrategyParameters(watermark=0.1)}, "degrade", ""),
-        ({"role": "P-heavy", "parameters": core_messages.StrategyParameters(watermark=0.1)}, "drain", ""),
+        ({"role": "P-heavy", "parameters": HALF}, "degrade", "watermark"),
+        ({"role": "D-heavy", "parameters": HALF}, "degrade", ""),
+        ({"role": "P-heavy", "parameters": HALF}, "drain", ""),
     ],
     ids=["draining", "watermark", "d-heavy", "drain"],
 )
@@ -72,8 +75,8 @@ def test_grant_is_refused_with_a_reason(
     plan: dict[str, Any], cause: str, reason: str, small_pair: tuple[Engine, Engine]
 ) -> None:
     engine = small_pair[0]
-    engine.configure(128, **plan)
-    answer = engine.grant("one", 10 * BLOCK_SIZE, cause=cause, ttl_s=0.2)
+    assert not engine.configure(128, strategy="taichi", **plan).error
+    answer = engine.grant("one", 25 * BLOCK_SIZE, cause=cause, ttl_s=0.2)
     assert (answer.is_granted, answer.reason) == (not reason, reason)
 
 

@@ -146,12 +146,12 @@ def test_the_plan() -> None:
     assert MessageToDict(plan, preserving_proto_field_name=True) == {
         "cluster_uid": "u",
         "generation": "7",
-        "strategy": "STRATEGY_TAICHI",
-        "parameters": {
-            "watermark_percent": 95,
-            "approaching_factor_percent": 96,
-            "early_rejection": "EARLY_REJECTION_OFF",
-            "min_tokens_between_moves": 16,
+        "strategy": "taichi",
+        "strategy_parameters": {
+            "watermark_percent": "95",
+            "approaching_factor_percent": "96",
+            "early_rejection": "Off",
+            "min_tokens_between_moves": "16",
         },
         "slo_classes": [
             {"ttft_milliseconds": 500, "tpot_milliseconds": 50},

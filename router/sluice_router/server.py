@@ -144,7 +144,7 @@ class RouterServer:
         path = Path(self._settings.plan)
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-            self.router.apply_plan(json_format.ParseDict(fields, plan_pb2.Plan()))
+            self.router.apply_plan(json_format.ParseDict(fields, plan_pb2.Plan(), ignore_unknown_fields=True))
         except (OSError, ValueError, json_format.ParseError, PlanRefusedError) as error:
             logger.warning("plan %s is not applied: %s", path, error)
 

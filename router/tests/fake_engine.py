@@ -66,7 +66,8 @@ class FakeCore:
     held: list[engine_pb2.HeldRequest] = field(default_factory=list)
     kept: dict[str, FakeRequest] = field(default_factory=dict)
     configured: engine_pb2.Configured = field(default_factory=engine_pb2.Configured)
-    strategy: int = 0
+    strategy: str = ""
+    chunk_sizes_tokens: tuple[int, ...] = ()
     outbox: list[engine_pb2.AttachResponse] = field(default_factory=list)
     num_iterations: int = 0
     last_submit_number: int = 0
@@ -224,6 +225,7 @@ class FakeCore:
         if configure.generation >= self.configured.generation:
             self.is_draining = configure.is_draining
             self.strategy = configure.strategy
+            self.chunk_sizes_tokens = tuple(configure.chunk_sizes_tokens)
             self.configured = engine_pb2.Configured(
                 cluster_uid=configure.cluster_uid,
                 generation=configure.generation,
@@ -416,18 +418,21 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             idle_s += self.step_s
 
 
+PARAMETERS = {
+    "watermark_percent": "95",
+    "approaching_factor_percent": "96",
+    "early_rejection": "Off",
+    "min_tokens_between_moves": "16",
+}
+
+
 def make_plan(roles: dict[str, str], *, generation: int = 1, **changes: object) -> plan_pb2.Plan:
     """Makes a TaiChi plan; ``roles`` says "P" or "D" per engine."""
     fields: dict[str, object] = {
         "cluster_uid": "uid-1",
         "generation": generation,
-        "strategy": plan_pb2.STRATEGY_TAICHI,
-        "parameters": plan_pb2.Parameters(
-            watermark_percent=95,
-            approaching_factor_percent=96,
-            early_rejection=plan_pb2.EARLY_REJECTION_OFF,
-            min_tokens_between_moves=16,
-        ),
+        "strategy": "taichi",
+        "strategy_parameters": PARAMETERS,
         "slo_classes": [plan_pb2.SloClass(name="", ttft_milliseconds=5000, tpot_milliseconds=500)],
         "attainment_percent": 90,
         "engines": [

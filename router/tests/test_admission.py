@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from data_plane_harness import CheckingResponseStream, Harness, make_request
-from fake_engine import expected_output, make_plan
+from fake_engine import PARAMETERS, expected_output, make_plan
 
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_router.errors import (
@@ -186,13 +186,8 @@ def test_deadline_ends_a_running_request_and_aborts_it():
 def test_infeasible_request_is_rejected_with_an_estimate_when_the_plan_says_so():
     harness = Harness(ONE)
     core = harness.cores["d0"]
-    parameters = plan_pb2.Parameters(
-        watermark_percent=95,
-        approaching_factor_percent=96,
-        early_rejection=plan_pb2.EARLY_REJECTION_REJECT,
-        min_tokens_between_moves=16,
-    )
-    harness.router.apply_plan(make_plan(ONE, generation=2, parameters=parameters))
+    parameters = {**PARAMETERS, "early_rejection": "Reject"}
+    harness.router.apply_plan(make_plan(ONE, generation=2, strategy_parameters=parameters))
     # An engine with few measured iterations never justifies a rejection.
     for _ in range(120):
         _, response_stream = harness.admit(200, 1)

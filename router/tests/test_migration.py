@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from data_plane_harness import Harness
-from fake_engine import expected_output, make_plan
+from fake_engine import PARAMETERS, expected_output, make_plan
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId
@@ -16,9 +16,7 @@ PDD = {"p0": "P", "d0": "D", "d1": "D"}
 TWO = {"d0": "D", "d1": "D"}
 DEGRADE = engine_pb2.MOVE_CAUSE_DEGRADE
 BACKFLOW = engine_pb2.MOVE_CAUSE_BACKFLOW
-NO_PAUSE = plan_pb2.Parameters(
-    watermark_percent=95, approaching_factor_percent=96, early_rejection=plan_pb2.EARLY_REJECTION_OFF
-)
+NO_PAUSE = {**PARAMETERS, "min_tokens_between_moves": "0"}
 
 
 def start_on(harness: Harness, name: str, max_tokens: int = 40):
@@ -139,7 +137,7 @@ def test_unanswered_grant_request_is_given_up_and_given_back():
 
 def test_degradation_and_backflow_go_back_and_forth_and_backflow_resets_the_length():
     harness = Harness(PD)
-    harness.router.apply_plan(make_plan(PD, generation=2, parameters=NO_PAUSE))
+    harness.router.apply_plan(make_plan(PD, generation=2, strategy_parameters=NO_PAUSE))
     harness.deliver()
     request_id, response_stream = start_on(harness, "d0")
     for cause, name in ((DEGRADE, "p0"), (BACKFLOW, "d0"), (DEGRADE, "p0"), (BACKFLOW, "d0")):
@@ -523,7 +521,7 @@ def test_nothing_moves_where_roles_are_void(draining):
         parts.append(last)
     harness.router.apply_plan(make_plan(PD, generation=2, engines=parts))
     harness.deliver()
-    assert {core.strategy for core in harness.cores.values()} == {plan_pb2.STRATEGY_AGGREGATED}
+    assert {core.chunk_sizes_tokens for core in harness.cores.values()} == {(512,)}
     response_streams = [harness.admit(20, 20)[1] for _ in range(4)]
     harness.run()
     assert all(response_stream.finish.usage.num_hand_offs == 0 for response_stream in response_streams)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from data_plane_harness import Harness
-from fake_engine import make_plan
+from fake_engine import PARAMETERS, make_plan
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
@@ -13,18 +13,14 @@ from sluice_router.errors import PlanRefusedError
 PD = {"p0": "P", "d0": "D"}
 
 
-def parameters(**changes: object) -> plan_pb2.Parameters:
-    good = make_plan(PD).parameters
-    good.MergeFrom(plan_pb2.Parameters(**changes))
-    for name, value in changes.items():
-        setattr(good, name, value)
-    return good
-
-
 def engine_plan(**changes: object) -> plan_pb2.EnginePlan:
     return plan_pb2.EnginePlan(
         **{"engine_id": "d0", "role": plan_pb2.ROLE_DECODE_HEAVY, "chunk_size_tokens": 256, **changes}
     )
+
+
+def parameters(**changes: str) -> dict[str, object]:
+    return {"strategy_parameters": {**PARAMETERS, **changes}}
 
 
 DEFAULT = plan_pb2.SloClass(ttft_milliseconds=1, tpot_milliseconds=1)
@@ -37,13 +33,15 @@ DEFAULT = plan_pb2.SloClass(ttft_milliseconds=1, tpot_milliseconds=1)
         ({"cluster_uid": "other"}, ["cluster_uid", "other", "uid-1"]),
         ({"generation": 4}, ["generation", "4", "5"]),
         ({"generation": 5, "attainment_percent": 91}, ["generation", "5", "other contents"]),
-        ({"strategy": plan_pb2.STRATEGY_UNSPECIFIED}, ["strategy", "0"]),
-        ({"strategy": 99}, ["strategy", "99"]),
+        ({"strategy": ""}, ["strategy ''", "taichi, aggregated"]),
+        ({"strategy": "STRATEGY_TAICHI"}, ["strategy", "STRATEGY_TAICHI"]),
         ({"attainment_percent": 0}, ["attainment_percent", "0", "100"]),
         ({"attainment_percent": 101}, ["attainment_percent", "101", "100"]),
-        ({"parameters": parameters(watermark_percent=0)}, ["parameters.watermark_percent", "0", "100"]),
-        ({"parameters": parameters(approaching_factor_percent=200)}, ["approaching_factor_percent", "200", "100"]),
-        ({"parameters": parameters(early_rejection=0)}, ["parameters.early_rejection", "0"]),
+        (parameters(watermark_percent="49"), ["parameters.watermark_percent", "49", "50 to 99"]),
+        (parameters(approaching_factor_percent="x"), ["approaching_factor_percent", "x", "50 to 100"]),
+        (parameters(early_rejection="0"), ["parameters.early_rejection", "'0'", "Off, Random, Reject"]),
+        (parameters(magic="1"), ["parameters.magic", "taichi", "watermark_percent"]),
+        ({"strategy": "aggregated"}, ["parameters.approaching_factor_percent", "aggregated"]),
         ({"slo_classes": []}, ["slo_classes", "default"]),
         ({"slo_classes": [plan_pb2.SloClass(name="gold")]}, ["slo_classes", "gold", "default"]),
         ({"slo_classes": [DEFAULT, DEFAULT]}, ["slo_classes", "unique"]),
@@ -340,7 +338,7 @@ def test_decisions_outlive_a_plan_change():
     harness = Harness(PD)
     request_id, _ = harness.admit(20, 3)
     harness.run()
-    harness.router.apply_plan(make_plan(PD, generation=2, strategy=plan_pb2.STRATEGY_AGGREGATED))
+    harness.router.apply_plan(make_plan(PD, generation=2, strategy="aggregated", strategy_parameters={}))
     story = harness.router.explain(request_id)
     assert story is not None
     assert "placement" in [event["event"] for event in story["events"]]

@@ -10,6 +10,7 @@ from fake_engine import make_plan
 
 from sluice.v1 import engine_pb2, plan_pb2
 from sluice_core.records import EarlyRejection, EngineId, EngineLoad, EnginePlan, MoveCause, Role, Slo, SloClass
+from sluice_core.strategies import STRATEGIES
 from sluice_router.scheduling import wire_conversion
 
 
@@ -30,13 +31,15 @@ def test_plan_is_read_in_core_units():
     assert plan.num_routers == 1
 
 
-@pytest.mark.parametrize("strategy", list(wire_conversion.STRATEGY_VALUES))
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_part_of_a_plan_survives_the_way_to_the_engine(strategy):
-    message = make_plan({"p0": "P"}, strategy=wire_conversion.STRATEGY_VALUES[strategy])
+    values = {row.name: row.choices[-1] if row.choices else str(row.high) for row in STRATEGIES[strategy].parameters}
+    message = make_plan({"p0": "P", "d0": "D"}, strategy=strategy, strategy_parameters=values)
     plan = wire_conversion.plan_from(message)
-    configure = wire_conversion.configure_message(plan, plan.engines[EngineId("p0")], strategy=plan.strategy)
+    configure = wire_conversion.configure_message(plan, plan.engines[EngineId("p0")])
     assert configure.strategy == message.strategy
-    assert configure.parameters == message.parameters
+    assert dict(configure.strategy_parameters) == values
+    assert list(configure.chunk_sizes_tokens) == [256, 2048]
     assert (configure.cluster_uid, configure.generation) == (message.cluster_uid, message.generation)
     assert (configure.role, configure.chunk_size_tokens) == (plan_pb2.ROLE_PREFILL_HEAVY, 2048)
 
@@ -45,8 +48,6 @@ def test_part_of_a_plan_survives_the_way_to_the_engine(strategy):
     ("values", "enum"),
     [
         (wire_conversion.ROLES, plan_pb2.Role),
-        (wire_conversion.STRATEGY_NAMES, plan_pb2.Strategy),
-        (wire_conversion.EARLY_REJECTIONS, plan_pb2.EarlyRejection),
         (wire_conversion.CAUSES, engine_pb2.MoveCause),
     ],
 )

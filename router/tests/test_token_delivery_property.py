@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from data_plane_harness import Harness
-from fake_engine import expected_output, make_plan
+from fake_engine import PARAMETERS, expected_output, make_plan
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
+from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_router.settings import Limits
 
 NAMES = ("p0", "p1", "d0", "d1")
@@ -22,12 +22,7 @@ CAUSES = (
 # Time is not what is tested here: only grants may expire.
 LIMITS = Limits(silence_limit_s=1e6, iteration_age_floor_s=1e6, wait_limit_s=1e6, max_recoveries=5, max_deaths=3)
 # Degradations follow one another at once.
-PARAMETERS = plan_pb2.Parameters(
-    watermark_percent=95,
-    approaching_factor_percent=96,
-    early_rejection=plan_pb2.EARLY_REJECTION_OFF,
-    min_tokens_between_moves=0,
-)
+NO_PAUSE = {**PARAMETERS, "min_tokens_between_moves": "0"}
 names = st.sampled_from(NAMES)
 
 
@@ -37,7 +32,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.harness = Harness(ROLES, limits=LIMITS, plan=False)
-        self.harness.router.apply_plan(make_plan(ROLES, parameters=PARAMETERS))
+        self.harness.router.apply_plan(make_plan(ROLES, strategy_parameters=NO_PAUSE))
         self.harness.deliver()
         self.generation = 1
         self.epoch = 1
@@ -160,7 +155,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
     def change_plan(self, drained):
         self.generation += 1
         roles = {name: role + ("-drain" if name in drained else "") for name, role in ROLES.items()}
-        self.harness.router.apply_plan(make_plan(roles, generation=self.generation, parameters=PARAMETERS))
+        self.harness.router.apply_plan(make_plan(roles, generation=self.generation, strategy_parameters=NO_PAUSE))
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 2.5]))
     def tick(self, seconds):
@@ -192,7 +187,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
                 self.epoch += 1
                 harness.attach(name, epoch=self.epoch)
             harness.cores[name].refuse_grants = harness.cores[name].refuse_hand_offs = ""
-        harness.router.apply_plan(make_plan(ROLES, generation=self.generation + 1, parameters=PARAMETERS))
+        harness.router.apply_plan(make_plan(ROLES, generation=self.generation + 1, strategy_parameters=NO_PAUSE))
         harness.deliver()
         harness.run(300)
         harness.clock.advance(3)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from sluice_core.latency.catalog import ProfileKind
 from sluice_core.latency.transfer import LINKS
 from sluice_core.records import EarlyRejection
+from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_BATCH_TOKENS, MAX_NUM_SEQS, MESSAGE_S, NoGrant, TtftEnd
-from sluice_core.strategies import PLACEMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

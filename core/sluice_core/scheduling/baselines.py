@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from sluice_core.records import Decision, FlowParameters, Hold, Place, PrefillRequest
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
-from sluice_core.scheduling.placement import NUM_RECORDS, CachedTokens, get_urgency
+from sluice_core.scheduling.placement import (
+    NUM_RECORDS,
+    CachedTokens,
+    LengthAwarePlacement,
+    PlacementPolicy,
+    get_urgency,
+)
 
 
 class _SloBlindPlacement:
@@ -125,3 +131,10 @@ def _place(
         reason=reason,
         is_feasible=True,
     )
+
+
+PLACEMENTS: dict[str, Callable[[FlowParameters, random.Random, int], PlacementPolicy]] = {
+    "length_aware": LengthAwarePlacement,
+    "round_robin": RoundRobinPlacement,
+    "least_work": LeastWorkPlacement,
+}

@@ -18,9 +18,13 @@ No class starves:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, Protocol
+from typing import Final
+
+from sluice_core.records import MoveCause, MoveProposal, Role
+from sluice_core.scheduling.decode_order import DecodeSet
 
 RECOMPUTE_TOKENS: Final = 2048  # per iteration, where the chunk size is 0; chosen for a 14B model on an A100
 PRIORITY_HEAD_START_S: Final = 10.0  # one level of priority is worth this much earlier arrival
@@ -128,8 +132,11 @@ class BatchLimits:
         return not (self.runs_started_prefills if kind is RequestKind.STARTED_PREFILL else self.runs_recompute)
 
 
-class BatchPolicy(Protocol):
-    """Decides what an engine may batch."""
+class EnginePolicy:
+    """Decides what an engine batches, in which order, and which decodes should leave.
+
+    A base class, not a protocol: compiled, a call of one of its methods takes a tenth of a call through a protocol.
+    """
 
     def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
         """Set the limits of the next iteration.
@@ -141,7 +148,7 @@ class BatchPolicy(Protocol):
         Returns:
             Budget, room and which classes run.
         """
-        ...
+        raise NotImplementedError
 
     def order_key(self, kind: RequestKind, arrival_s: float, priority: int) -> tuple[int, float]:
         """Order requests in an iteration: lower keys go first. Static as long as the kind stays.
@@ -151,7 +158,7 @@ class BatchPolicy(Protocol):
             arrival_s: Arrival at the router, on the caller's clock.
             priority: Higher goes first.
         """
-        ...
+        raise NotImplementedError
 
     def victim_key(self, arrival_s: float, priority: int) -> float:
         """Order requests for preemption out of KV blocks: the highest key is preempted first.
@@ -160,10 +167,29 @@ class BatchPolicy(Protocol):
             arrival_s: Arrival at the router, on the caller's clock.
             priority: Higher is spared longer.
         """
-        ...
+        raise NotImplementedError
+
+    def propose(self, now: float, engine: DecodeSet) -> list[MoveProposal]:  # noqa: ARG002 - policies override it
+        """Pick the decodes that should leave; called after each iteration. None, unless a policy overrides it.
+
+        Args:
+            now: Seconds on the caller's clock.
+            engine: Its decodes, role and KV blocks.
+
+        Returns:
+            New proposals, most urgent first.
+        """
+        return []
+
+    def share_for(self, role: Role, cause: MoveCause) -> float:  # noqa: ARG002 - policies override it
+        """Return the share of its KV blocks that an engine fills for requests that move to it."""
+        return 1.0
+
+    def observe_chunk_sizes(self, chunk_sizes: Collection[int]) -> None:
+        """Take the chunk sizes of the plan's engines that do not drain; no policy needs to."""
 
 
-class ChunkedPrefillPolicy:
+class ChunkedPrefillPolicy(EnginePolicy):
     """Decodes first, prefills in what the chunk size leaves (TaiChi, section 3.1).
 
     Minimum progress: with prefills waiting, room 0, and no prefill token computed for ``MIN_PROGRESS_INTERVAL_S``,
@@ -178,7 +204,7 @@ class ChunkedPrefillPolicy:
         self._counts_decodes = counts_decodes
 
     def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
-        """See ``BatchPolicy.limits``."""
+        """See ``EnginePolicy.limits``."""
         ahead = engine.num_decodes + engine.num_joining  # one token each, never cut
         takes_new_prompts = engine.chunk_size_tokens > 0 and not engine.is_draining
         counted = ahead if self._counts_decodes else 0
@@ -202,11 +228,11 @@ class ChunkedPrefillPolicy:
         )
 
     def order_key(self, kind: RequestKind, arrival_s: float, priority: int) -> tuple[int, float]:
-        """See ``BatchPolicy.order_key``."""
+        """See ``EnginePolicy.order_key``."""
         return int(kind), arrival_s - priority * PRIORITY_HEAD_START_S
 
     def victim_key(self, arrival_s: float, priority: int) -> float:
-        """See ``BatchPolicy.victim_key``."""
+        """See ``EnginePolicy.victim_key``."""
         return arrival_s - priority * PRIORITY_HEAD_START_S
 
 

@@ -52,8 +52,7 @@ class FlowPolicy:
     its TPOT has passed the SLO itself; a request that would flow back at once is not degraded; an engine has a bounded
     number of standing proposals, which are not repeated until their back-off has passed.
 
-    Routers configure engines with the strategy ``aggregated`` where all chunk sizes are equal, so that nothing is
-    proposed there.
+    Without roles (all chunk sizes equal) nothing is proposed but what drains.
 
     Args:
         parameters: Live parameters; replace the attribute on a plan change.
@@ -61,6 +60,9 @@ class FlowPolicy:
         moves_first_decodes: Decodes prefilled on a P-heavy engine are proposed to move (``prefill_done``).
         degrades: D-heavy engines above the watermark propose their longest outputs (``degrade``).
         flows_back: P-heavy engines propose decodes that near their TPOT SLO (``backflow``).
+
+    Attributes:
+        has_roles: The cluster's chunk sizes differ; for ``propose``, which sees one engine only.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class FlowPolicy:
         self.moves_first_decodes = moves_first_decodes
         self.degrades = degrades
         self.flows_back = flows_back
+        self.has_roles = True
         self._rng = rng
 
     def propose(self, now: float, engine: DecodeSet) -> list[MoveProposal]:
@@ -98,6 +101,8 @@ class FlowPolicy:
             return []
         if engine.is_draining:  # beyond the paper: the engine is about to go, so every decode leaves
             return [_propose(now, engine, decode, MoveCause.DRAIN) for decode in engine.list_without_proposal(limit)]
+        if not self.has_roles:
+            return []
         if engine.role is _DECODE_HEAVY:  # line 4
             return self._degrade(now, engine, limit) if self.degrades else []
         proposals = self._flow_back(now, engine, limit) if self.flows_back else []  # line 1

@@ -9,7 +9,6 @@ from typing import Final
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import EngineId, MoveCause, PrefillRequest, RequestId
-from sluice_core.scheduling.batching import BatchPolicy, ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.sim.cell import Arrival, Cell, EngineSetup, TtftEnd
@@ -17,7 +16,6 @@ from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals
 from sluice_core.sim.timeline import Timeline
-from sluice_core.strategies import get_strategy
 
 ASSIGN_INTERVAL_S: Final = 0.005  # the router asks its placement policy again at most this often
 
@@ -63,10 +61,7 @@ class SimCluster:
         self.transfer_s = 0.0
         check_arrivals(self.requests, cell.options.hash_block_tokens)
         rng = random.Random(cell.seed)  # noqa: S311 - breaks ties
-        self._placement = cell.strategy.make_placement(cell.parameters, rng, num_records=0)
-        self._flow = cell.strategy.make_flow(cell.parameters, rng)
-        self._no_flow = get_strategy("aggregated").make_flow(cell.parameters, rng)
-        self._batching: BatchPolicy = ChunkedPrefillPolicy(counts_decodes=cell.options.counts_decodes)
+        self._policy = cell.strategy.make_router(cell.parameters, rng, num_records=0)
         self._timeline = timeline
         self._profiles: dict[EngineId, LatencyModel] = {}
         self.table = EngineTable(self._profiles.__getitem__, counts_decodes=cell.options.counts_decodes)
@@ -80,6 +75,7 @@ class SimCluster:
         self._is_retry_due = False
         for setup in cell.engines:
             self._add_engine(setup)
+        self._spread_chunk_sizes()
 
     def start_engine(self, engine: SimEngine) -> None:
         """Start an iteration if the engine idles and has work."""
@@ -116,10 +112,10 @@ class SimCluster:
     def find_target(
         self, request_id: RequestId, cause: MoveCause, source: SimEngine, num_blocks: int
     ) -> SimEngine | None:
-        """Ask the flow policy where a request may go; None: it stays."""
+        """Ask the strategy where a request may go; None: it stays."""
         self._report_loads()
         flow_request = FlowRequest(request_id=request_id, cause=cause, source=source.engine_id, num_blocks=num_blocks)
-        target_id = self._flow.target(self.now, flow_request, self.table)
+        target_id = self._policy.target(self.now, flow_request, self.table)
         return None if target_id is None else self._by_id[target_id]
 
     def send(self, request: SimRequest, source: SimEngine, cause: MoveCause, move: object | None) -> None:
@@ -153,7 +149,7 @@ class SimCluster:
         joins_end_ttft = self.cell.options.ttft_end is TtftEnd.DECODE_JOIN
         engine = SimEngine(
             setup,
-            self._batching,
+            self.cell.strategy.make_engine(self.cell.parameters, counts_decodes=self.cell.options.counts_decodes),
             self.gaps,
             self._changed,
             joins_end_ttft=joins_end_ttft,
@@ -170,3 +166,9 @@ class SimCluster:
             max_batch_tokens=setup.max_batch_tokens,
         )
         self.table.add(setup.engine_id, spec, role=setup.role, chunk_size_tokens=setup.chunk_size_tokens)
+
+    def _spread_chunk_sizes(self) -> None:
+        """Tell every engine's policy the chunk sizes of the cluster."""
+        chunk_sizes = {state.chunk_size_tokens for state in self.table if not state.is_draining}
+        for engine in self._by_id.values():
+            engine.policy.observe_chunk_sizes(chunk_sizes)

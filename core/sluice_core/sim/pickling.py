@@ -12,17 +12,22 @@ from sluice_core.records import FlowParameters, Slo, SloClass
 from sluice_core.sim.cell import EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.metrics import EngineUse, RunSummary
 from sluice_core.sim.traces import TraceRow
-from sluice_core.strategies import Strategy
+from sluice_core.strategies.interface import SliderUse, Strategy
+from sluice_core.strategies.parameters import Parameter
+from sluice_core.strategies.roles import FlowRules
 
 RECORDS: tuple[type[Any], ...] = (
     EngineSetup,
     EngineUse,
     FlowParameters,
+    FlowRules,
     IterationProfile,
     TransferLink,
     LinkSpeed,
+    Parameter,
     RunSummary,
     SimOptions,
+    SliderUse,
     Slo,
     SloClass,
     Strategy,

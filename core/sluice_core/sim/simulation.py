@@ -161,7 +161,7 @@ class Simulation(SimCluster):
         self._last_assign_s = self.now
         self._report_loads()
         waiting = list(islice(self._held.values(), MAX_ASSIGNED_AT_ONCE))
-        for decision in self._placement.assign(self.now, waiting, self.table):
+        for decision in self._policy.assign(self.now, waiting, self.table):
             if isinstance(decision, Hold):
                 continue
             del self._held[decision.request_id]
@@ -238,8 +238,8 @@ class Simulation(SimCluster):
 
     def _propose(self, engine: SimEngine) -> None:
         """Ask which decodes should leave, and let them."""
-        flow = self._no_flow if self.table.has_uniform_chunk_size else self._flow
-        proposals = flow.propose(self.now, engine.batch.decodes)
+        policy = engine.policy
+        proposals = policy.propose(self.now, engine.batch.decodes)
         if self._hand_offs is not None:
             self._hand_offs.propose(engine, proposals)
             return
@@ -248,7 +248,7 @@ class Simulation(SimCluster):
             for proposal in proposals:
                 num_left += self._move(engine, proposal)
             # Without a grant a request waits off the batch here, so that more may be proposed at once.
-            proposals = flow.propose(self.now, engine.batch.decodes) if self._waits_for_grant and num_left else []
+            proposals = policy.propose(self.now, engine.batch.decodes) if self._waits_for_grant and num_left else []
 
     def _move(self, engine: SimEngine, proposal: MoveProposal) -> bool:
         """Move a request if there is a target; returns whether it left the decode batch."""
@@ -332,6 +332,7 @@ class Simulation(SimCluster):
         else:
             assert isinstance(event, ConfigureEvent)
             self._configure(event)
+        self._spread_chunk_sizes()
         self._has_targets = self._find_targets()
         if self._parked:
             self._place_parked()

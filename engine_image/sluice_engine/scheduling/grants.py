@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.records import MoveCause, Role
 from sluice_engine.core_messages import GrantAnswer
 
 if TYPE_CHECKING:
@@ -24,8 +23,7 @@ class EngineRoom:
 
     Args:
         is_draining: The engine drains.
-        role: Role in force.
-        watermark: M, share of KV blocks.
+        share: Share of its KV blocks that it fills for such a move.
         has_seat: The batch has a place that is neither taken nor promised.
         kv: KV blocks now.
         num_prefill_blocks: Blocks that prefills under way still need.
@@ -33,8 +31,7 @@ class EngineRoom:
     """
 
     is_draining: bool
-    role: Role
-    watermark: float
+    share: float
     has_seat: bool
     kv: KvBlocks
     num_prefill_blocks: int
@@ -53,22 +50,20 @@ def answer_grant(
         table: Where the blocks are reserved.
         now_s: Monotonic time.
     """
-    reason = find_refusal(command, num_blocks, room)
+    reason = find_refusal(num_blocks, room)
     if not reason and not table.reserve(command.key, num_blocks, now_s + command.ttl_s):
         reason = "kv"
     return GrantAnswer(key=command.key, is_granted=not reason, reason=reason, ttl_s=0.0 if reason else command.ttl_s)
 
 
-def find_refusal(command: GrantCommand, num_blocks: int, room: EngineRoom) -> str:
+def find_refusal(num_blocks: int, room: EngineRoom) -> str:
     """Why a grant is refused: ``draining``, ``seqs``, ``watermark``, ``kv``; empty when it is not."""
     if room.is_draining:
         return "draining"
     if not room.has_seat:
         return "seqs"
-    # A P-heavy engine takes degraded requests only below its own watermark: they came to relieve another engine's.
-    is_degraded = room.role is Role.PREFILL_HEAVY and command.cause == MoveCause.DEGRADE
     kv = room.kv
-    if is_degraded and kv.used + kv.granted + num_blocks > room.watermark * kv.total:
+    if room.share < 1.0 and kv.used + kv.granted + num_blocks > room.share * kv.total:
         return "watermark"
     # Prefills under way need their rest, and whoever waits for room to recompute goes first.
     needed = num_blocks + room.num_prefill_blocks

@@ -1,20 +1,17 @@
-"""The plan in force, and the decodes that should leave.
-
-Source: TaiChi, Algorithm 1; ``sluice_core.scheduling.decode_flow`` has it.
-"""
+"""The plan in force, its strategy's policy, and the decodes that this policy wants to leave."""
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
-from sluice_core.records import FlowParameters, RequestId, Role
-from sluice_core.scheduling.decode_flow import DecodeSet
-from sluice_core.strategies import get_strategy
-from sluice_engine.core_messages import ConfigureAnswer, ConfigureCommand, ProposedMove, StrategyParameters
+from sluice_core.records import RequestId, Role
+from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.strategies import INITIAL_STRATEGY, get_strategy
+from sluice_engine.core_messages import CAPABILITIES, ConfigureAnswer, ConfigureCommand, ProposedMove
 
 if TYPE_CHECKING:
     from sluice_core.kv import KvBlocks
+    from sluice_core.scheduling.batching import EnginePolicy
     from sluice_engine.scheduling.request_tracker import TrackedRequest
 
 
@@ -38,12 +35,16 @@ class MoveProposer:
         self.last_chunk_size_tokens = max_batch_tokens
         self.configure(
             ConfigureCommand(
-                generation=0, role=Role.DECODE_HEAVY, chunk_size_tokens=max_batch_tokens, strategy="aggregated"
+                generation=0,
+                role=Role.DECODE_HEAVY,
+                chunk_size_tokens=max_batch_tokens,
+                strategy=INITIAL_STRATEGY.name,
             )
         )
 
     plan: ConfigureCommand
     role: Role
+    policy: EnginePolicy
 
     def configure(self, plan: ConfigureCommand) -> ConfigureAnswer:
         """Puts a plan in force, from the next iteration on.
@@ -68,17 +69,15 @@ class MoveProposer:
         role = Role(plan.role)
         if not 0 <= plan.chunk_size_tokens <= self._max_batch_tokens:
             raise ValueError(f"chunk size {plan.chunk_size_tokens} is not in 0..{self._max_batch_tokens}")
-        policy = get_strategy(plan.strategy).make_flow(_read_parameters(plan.parameters), random.Random(0))  # noqa: S311
-        self.plan, self.role, self._policy = plan, role, policy
+        strategy = get_strategy(plan.strategy)
+        strategy.check_capabilities(CAPABILITIES)
+        policy = strategy.make_engine(strategy.read_parameters(plan.parameters))
+        policy.observe_chunk_sizes(plan.chunk_sizes_tokens)
+        self.plan, self.role, self.policy = plan, role, policy
         if plan.chunk_size_tokens:
             self.last_chunk_size_tokens = plan.chunk_size_tokens
         self._decodes.role = role
         self._decodes.is_draining = plan.is_draining
-
-    @property
-    def watermark(self) -> float:
-        """M, a share of KV blocks."""
-        return self.plan.parameters.watermark
 
     def join(self, tracked: TrackedRequest, now_s: float) -> None:
         """Adds a decode that has just got its first token here."""
@@ -122,13 +121,5 @@ class MoveProposer:
                 num_output_tokens=move.output_tokens,
                 num_blocks=move.num_blocks,
             )
-            for move in self._policy.propose(now_s, self._decodes)
+            for move in self.policy.propose(now_s, self._decodes)
         ]
-
-
-def _read_parameters(parameters: StrategyParameters) -> FlowParameters:
-    return FlowParameters(
-        watermark=parameters.watermark,
-        approaching_factor=parameters.approaching_factor,
-        min_tokens_between_moves=parameters.min_tokens_between_moves,
-    )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-    from sluice_core.scheduling.batching import BatchPolicy
+    from sluice_core.scheduling.batching import EnginePolicy
     from sluice_engine.core_messages import RequestExtras
 
 # Classes whose tokens count as queued prefill.
@@ -86,7 +86,7 @@ class RequestTracker:
         decode_context_tokens: Sum of the decodes' contexts in the newest iteration, without those that have left since.
     """
 
-    def __init__(self, policy: BatchPolicy) -> None:
+    def __init__(self, policy: EnginePolicy) -> None:
         self.policy = policy
         self.queued_prefill_tokens = 0
         self.queued_attention_work = 0.0

@@ -18,8 +18,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from sluice_core.kv import blocks_for_tokens
+from sluice_core.records import MoveCause
 from sluice_core.scheduling.batching import RequestKind
-from sluice_core.strategies import get_strategy
 from sluice_engine import core_messages, vllm_check
 from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
 from sluice_engine.kv_transfer.resume import GrammarReplayError, replay_grammar, restore_output
@@ -60,17 +60,17 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         vllm_check.check_scheduler(self)
         die_with_parent()
         manager = self.kv_cache_manager
-        self._tracker = RequestTracker(get_strategy("taichi").make_batching())
-        self._grants = GrantTable(manager.block_pool)
-        self._hand_offs = OutgoingHandOffs(self.connector, self.max_model_len)
-        self._pulls = IncomingPulls(self.connector, self._tracker)
-        self._kv_usage = KvUsage(manager, self._grants, self._hand_offs)
-        self._allocator = GrantAllocator(manager, self._grants, self._kv_usage)
         self._moves = MoveProposer(
             max_batch_tokens=self.max_num_scheduled_tokens,
             block_size_tokens=self.block_size,
             max_num_seqs=self.max_num_running_reqs,
         )
+        self._tracker = RequestTracker(self._moves.policy)
+        self._grants = GrantTable(manager.block_pool)
+        self._hand_offs = OutgoingHandOffs(self.connector, self.max_model_len)
+        self._pulls = IncomingPulls(self.connector, self._tracker)
+        self._kv_usage = KvUsage(manager, self._grants, self._hand_offs)
+        self._allocator = GrantAllocator(manager, self._grants, self._kv_usage)
         self._prefill_room = PrefillRoom(
             self._tracker,
             manager,
@@ -111,15 +111,28 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
 
     def _configure(self, command: core_messages.ConfigureCommand) -> core_messages.ConfigureAnswer:
         answer = self._moves.configure(command)
+        if self._moves.policy is not self._tracker.policy:
+            self._adopt_policy()
         if self._recorder is not None:
             self._recorder.note_plan(answer)
         return answer
 
+    def _adopt_policy(self) -> None:
+        """Puts every request into the order of the policy in force; the heap holds none while its place changes."""
+        self._tracker.policy = self._moves.policy
+        for queue in (self.waiting, self.kv_holding_waiting):
+            requests = list(queue)
+            queue.remove_requests(requests)
+            for request in requests:
+                self._tracker.place(self._tracker.by_id[request.request_id])
+                queue.add_request(request)
+        for request in self.running:
+            self._tracker.place_running(self._tracker.by_id[request.request_id])
+
     def _grant(self, command: core_messages.GrantCommand) -> core_messages.GrantAnswer:
         room = EngineRoom(
             is_draining=self._moves.plan.is_draining,
-            role=self._moves.role,
-            watermark=self._moves.watermark,
+            share=self._moves.policy.share_for(self._moves.role, MoveCause(command.cause)),
             has_seat=self._has_seat(),
             kv=self._kv_usage.measure(),
             num_prefill_blocks=self._inflight_prefill_reserved_blocks(),

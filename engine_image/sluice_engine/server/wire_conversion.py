@@ -12,6 +12,7 @@ from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2, sampling_pb2
 from sluice.wire_fields import names_by_value
 from sluice_core.records import MoveCause, Role
+from sluice_core.strategies import get_strategy
 from sluice_engine import core_messages
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ ROLES = {
     plan_pb2.ROLE_UNSPECIFIED: Role.DECODE_HEAVY.value,
     **{value: role for role, value in WIRE_ROLES.items()},
 }
-STRATEGIES = {value: name.lower() for value, name in names_by_value(plan_pb2.Strategy).items()}
 CAUSES = {value: MoveCause[name].value for value, name in names_by_value(wire.MoveCause).items()}
 WIRE_CAUSES = {name: cause for cause, name in CAUSES.items()}
 # vllm.v1.engine.FinishReason: STOP, LENGTH, ABORT, ERROR, REPETITION.
@@ -64,24 +64,19 @@ def configure_command(message: wire.Configure, generation: int, is_leaving: bool
     Raises:
         ValueError: A field has no meaning here.
     """
-    if message.strategy not in STRATEGIES:
-        raise ValueError(f"strategy: {message.strategy} is none of {sorted(STRATEGIES)}")
+    strategy = get_strategy(message.strategy)
+    strategy.check_capabilities(core_messages.CAPABILITIES)
+    strategy.read_parameters(message.strategy_parameters)
     if message.role not in ROLES:
         raise ValueError(f"role: {message.role} is none of {sorted(ROLES)}")
-    parameters = core_messages.StrategyParameters()
-    if message.HasField("parameters"):
-        parameters = core_messages.StrategyParameters(
-            watermark=message.parameters.watermark_percent / 100,
-            approaching_factor=message.parameters.approaching_factor_percent / 100,
-            min_tokens_between_moves=message.parameters.min_tokens_between_moves,
-        )
     return core_messages.ConfigureCommand(
         generation=generation,
         role=ROLES[message.role],
         chunk_size_tokens=message.chunk_size_tokens,
         is_draining=message.is_draining or is_leaving,
-        strategy=STRATEGIES[message.strategy],
-        parameters=parameters,
+        strategy=strategy.name,
+        parameters=dict(message.strategy_parameters),
+        chunk_sizes_tokens=list(message.chunk_sizes_tokens),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice_core.records import Role
+from sluice_core.strategies import get_strategy
 
 if TYPE_CHECKING:
     from sluice_operator.api.spec import SpecFields
@@ -50,13 +51,11 @@ def find_mix_limits(sliders: Sliders, replicas: int, num_engines: int) -> tuple[
 def resolve_sliders(spec: SpecFields) -> Sliders:
     """Resolves the sliders that a spec asks for.
 
-    Both baselines are settings of the sliders: aggregation is S_P = S_D, disaggregation is S_P = maximum and S_D = 0.
+    The strategy says what they mean: aggregation is S_P = S_D, disaggregation is S_P = maximum and S_D = 0.
     """
-    prefill_tokens, decode_tokens = spec.chunk_sizes.prefill_heavy, spec.chunk_sizes.decode_heavy
-    if spec.strategy == "Aggregated":
-        decode_tokens = prefill_tokens
-    elif spec.strategy == "Disaggregated":
-        prefill_tokens, decode_tokens = spec.engine.max_batch_tokens, 0
+    prefill_tokens, decode_tokens = get_strategy(spec.strategy).sliders.resolve(
+        spec.chunk_sizes.prefill_heavy, spec.chunk_sizes.decode_heavy, spec.engine.max_batch_tokens
+    )
     return Sliders(
         num_prefill_heavy=count_prefill_heavy(spec.prefill_heavy, spec.replicas, needs_both_roles=decode_tokens == 0),
         prefill_heavy_tokens=prefill_tokens,

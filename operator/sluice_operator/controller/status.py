@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from sluice_core.records import Role
 from sluice_core.slo import SloCounts
+from sluice_core.strategies import get_strategy
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import ConditionType, Reason
-from sluice_operator.api.proto_enums import STRATEGY_NAMES
 from sluice_operator.controller.conditions import (
     MAX_MESSAGE_CHARACTERS,
     MEASURED_CONDITION,
@@ -103,7 +103,7 @@ def _render_effective(inputs: StatusInputs, old: Object) -> Object:
         "draining": len(inputs.scale.victims),
     }
     if all(status.generation >= plan.generation for status in inputs.statuses.values()):
-        effective["strategy"] = STRATEGY_NAMES[plan.strategy]
+        effective["strategy"] = get_strategy(plan.strategy).title
     elif "strategy" in old:
         effective["strategy"] = old["strategy"]
     sizes = dict(old.get("chunkSizes") or {})

@@ -68,7 +68,8 @@ def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
     data = config_map.get("data") or {}
     text = data.get(names.PLAN_FILE, "")
     try:
-        plan = json_format.ParseDict(json.loads(text), plan_pb2.Plan())
+        # Fields of another release are left out, so that its plan still says which engine has which role.
+        plan = json_format.ParseDict(json.loads(text), plan_pb2.Plan(), ignore_unknown_fields=True)
     except (ValueError, json_format.ParseError):
         return StoredPlan(generation=generation)
     if plan.cluster_uid != cluster_uid:

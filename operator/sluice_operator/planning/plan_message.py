@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import plan_pb2
+from sluice_core.strategies import get_strategy
 from sluice_operator.api.field_types import percent
-from sluice_operator.api.proto_enums import PROTO_EARLY_REJECTIONS, PROTO_ROLES, PROTO_STRATEGIES
+from sluice_operator.api.proto_enums import PROTO_ROLES
 from sluice_operator.api.sliders import resolve_sliders
 
 if TYPE_CHECKING:
@@ -35,17 +36,12 @@ def render_plan(
     """
     spec = cluster.spec
     sliders = resolve_sliders(spec)
-    parameters = spec.parameters
+    strategy = get_strategy(spec.strategy)
     return plan_pb2.Plan(
         cluster_uid=cluster_uid,
         generation=generation,
-        strategy=PROTO_STRATEGIES[spec.strategy],
-        parameters=plan_pb2.Parameters(
-            watermark_percent=parameters.watermark_percent,
-            approaching_factor_percent=parameters.approaching_factor_percent,
-            early_rejection=PROTO_EARLY_REJECTIONS[parameters.early_rejection],
-            min_tokens_between_moves=parameters.min_tokens_between_moves,
-        ),
+        strategy=strategy.name,
+        strategy_parameters={row.name: str(getattr(spec.parameters, row.name)) for row in strategy.parameters},
         slo_classes=[
             plan_pb2.SloClass(
                 ttft_milliseconds=spec.slo.ttft_milliseconds, tpot_milliseconds=spec.slo.tpot_milliseconds

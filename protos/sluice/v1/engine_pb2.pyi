@@ -409,13 +409,34 @@ class Configure(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class StrategyParametersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CLUSTER_UID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     CHUNK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
-    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRATEGY_PARAMETERS_FIELD_NUMBER: _builtins.int
+    CHUNK_SIZES_TOKENS_FIELD_NUMBER: _builtins.int
     cluster_uid: _builtins.str
     """Uid of the ServingCluster."""
     generation: _builtins.int
@@ -426,11 +447,15 @@ class Configure(_message.Message):
     """Tokens per iteration, decodes included; 0: no new prompts."""
     is_draining: _builtins.bool
     """True: drain."""
-    strategy: _plan_pb2.Strategy.ValueType
-    """Strategy in force."""
+    strategy: _builtins.str
+    """Strategy in force; see Plan."""
     @_builtins.property
-    def parameters(self) -> _plan_pb2.Parameters:
-        """Its parameters."""
+    def strategy_parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Its parameters; see Plan."""
+
+    @_builtins.property
+    def chunk_sizes_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Chunk sizes of the plan's engines that do not drain, each once: whether roles differ at all is the strategy's affair."""
 
     def __init__(
         self,
@@ -440,12 +465,13 @@ class Configure(_message.Message):
         role: _plan_pb2.Role.ValueType = ...,
         chunk_size_tokens: _builtins.int = ...,
         is_draining: _builtins.bool = ...,
-        strategy: _plan_pb2.Strategy.ValueType = ...,
-        parameters: _plan_pb2.Parameters | None = ...,
+        strategy: _builtins.str = ...,
+        strategy_parameters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        chunk_sizes_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_size_tokens", b"chunk_size_tokens", "cluster_uid", b"cluster_uid", "generation", b"generation", "is_draining", b"is_draining", "parameters", b"parameters", "role", b"role", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_size_tokens", b"chunk_size_tokens", "chunk_sizes_tokens", b"chunk_sizes_tokens", "cluster_uid", b"cluster_uid", "generation", b"generation", "is_draining", b"is_draining", "role", b"role", "strategy", b"strategy", "strategy_parameters", b"strategy_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

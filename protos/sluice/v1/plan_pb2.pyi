@@ -43,96 +43,6 @@ ROLE_DECODE_HEAVY: Role.ValueType  # 2
 """D-heavy, small chunks: prefills slow decodes down little."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
-class _Strategy:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _StrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Strategy.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    STRATEGY_UNSPECIFIED: _Strategy.ValueType  # 0
-    """Never valid in a plan."""
-    STRATEGY_TAICHI: _Strategy.ValueType  # 1
-    """Hybrid: length-aware prefill placement, flowing decode (TaiChi, sections 3.3 and 3.4)."""
-    STRATEGY_AGGREGATED: _Strategy.ValueType  # 2
-    """All engines are alike, and requests decode where they were prefilled."""
-    STRATEGY_DISAGGREGATED: _Strategy.ValueType  # 3
-    """Prefill only on P-heavy engines, decode only on D-heavy ones."""
-
-class Strategy(_Strategy, metaclass=_StrategyEnumTypeWrapper):
-    """A named combination of placement, batching and flow policies."""
-
-STRATEGY_UNSPECIFIED: Strategy.ValueType  # 0
-"""Never valid in a plan."""
-STRATEGY_TAICHI: Strategy.ValueType  # 1
-"""Hybrid: length-aware prefill placement, flowing decode (TaiChi, sections 3.3 and 3.4)."""
-STRATEGY_AGGREGATED: Strategy.ValueType  # 2
-"""All engines are alike, and requests decode where they were prefilled."""
-STRATEGY_DISAGGREGATED: Strategy.ValueType  # 3
-"""Prefill only on P-heavy engines, decode only on D-heavy ones."""
-Global___Strategy: _TypeAlias = Strategy  # noqa: Y015
-
-class _EarlyRejection:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _EarlyRejectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyRejection.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    EARLY_REJECTION_UNSPECIFIED: _EarlyRejection.ValueType  # 0
-    """Never valid in a plan."""
-    EARLY_REJECTION_OFF: _EarlyRejection.ValueType  # 1
-    """Place it where the predicted TTFT is smallest."""
-    EARLY_REJECTION_RANDOM: _EarlyRejection.ValueType  # 2
-    """Place it on a uniformly random engine (TaiChi, section 3.4)."""
-    EARLY_REJECTION_REJECT: _EarlyRejection.ValueType  # 3
-    """Answer HTTP 429 with Retry-After."""
-
-class EarlyRejection(_EarlyRejection, metaclass=_EarlyRejectionEnumTypeWrapper):
-    """What happens to a request that no engine can serve within its TTFT objective."""
-
-EARLY_REJECTION_UNSPECIFIED: EarlyRejection.ValueType  # 0
-"""Never valid in a plan."""
-EARLY_REJECTION_OFF: EarlyRejection.ValueType  # 1
-"""Place it where the predicted TTFT is smallest."""
-EARLY_REJECTION_RANDOM: EarlyRejection.ValueType  # 2
-"""Place it on a uniformly random engine (TaiChi, section 3.4)."""
-EARLY_REJECTION_REJECT: EarlyRejection.ValueType  # 3
-"""Answer HTTP 429 with Retry-After."""
-Global___EarlyRejection: _TypeAlias = EarlyRejection  # noqa: Y015
-
-@_typing.final
-class Parameters(_message.Message):
-    """Strategy parameters, all live."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WATERMARK_PERCENT_FIELD_NUMBER: _builtins.int
-    APPROACHING_FACTOR_PERCENT_FIELD_NUMBER: _builtins.int
-    EARLY_REJECTION_FIELD_NUMBER: _builtins.int
-    MIN_TOKENS_BETWEEN_MOVES_FIELD_NUMBER: _builtins.int
-    watermark_percent: _builtins.int
-    """Watermark M: share of KV blocks (or of max_num_seqs) above which a D-heavy engine degrades, in percent."""
-    approaching_factor_percent: _builtins.int
-    """Alpha: share of the TPOT objective above which a decode on a P-heavy engine flows back, in percent."""
-    early_rejection: Global___EarlyRejection.ValueType
-    """Policy for infeasible requests."""
-    min_tokens_between_moves: _builtins.int
-    """Output tokens between two moves of one request, unless its objective is at stake."""
-    def __init__(
-        self,
-        *,
-        watermark_percent: _builtins.int = ...,
-        approaching_factor_percent: _builtins.int = ...,
-        early_rejection: Global___EarlyRejection.ValueType = ...,
-        min_tokens_between_moves: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approaching_factor_percent", b"approaching_factor_percent", "early_rejection", b"early_rejection", "min_tokens_between_moves", b"min_tokens_between_moves", "watermark_percent", b"watermark_percent"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Parameters: _TypeAlias = Parameters  # noqa: Y015
-
 @_typing.final
 class SloClass(_message.Message):
     """A latency objective. The class with the empty name is the default."""
@@ -211,10 +121,30 @@ class Plan(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class StrategyParametersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CLUSTER_UID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
-    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRATEGY_PARAMETERS_FIELD_NUMBER: _builtins.int
     SLO_CLASSES_FIELD_NUMBER: _builtins.int
     ATTAINMENT_PERCENT_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
@@ -226,8 +156,8 @@ class Plan(_message.Message):
     """Uid of the ServingCluster. A plan of another uid is refused."""
     generation: _builtins.int
     """Monotonic number of the plan within the cluster."""
-    strategy: Global___Strategy.ValueType
-    """Strategy in force."""
+    strategy: _builtins.str
+    """Strategy in force, by its name in the core (sluice_core/strategies)."""
     attainment_percent: _builtins.int
     """Share of requests that should meet their objectives, in percent."""
     unnamed_chunk_size_tokens: _builtins.int
@@ -239,8 +169,8 @@ class Plan(_message.Message):
     num_routers: _builtins.int
     """Routers that share the engines; per-process limits are divided by it."""
     @_builtins.property
-    def parameters(self) -> Global___Parameters:
-        """Its parameters."""
+    def strategy_parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Its parameters, by their names in the strategy's row; whole numbers or words. One that is missing has its default."""
 
     @_builtins.property
     def slo_classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SloClass]:
@@ -255,8 +185,8 @@ class Plan(_message.Message):
         *,
         cluster_uid: _builtins.str = ...,
         generation: _builtins.int = ...,
-        strategy: Global___Strategy.ValueType = ...,
-        parameters: Global___Parameters | None = ...,
+        strategy: _builtins.str = ...,
+        strategy_parameters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         slo_classes: _abc.Iterable[Global___SloClass] | None = ...,
         attainment_percent: _builtins.int = ...,
         engines: _abc.Iterable[Global___EnginePlan] | None = ...,
@@ -265,9 +195,9 @@ class Plan(_message.Message):
         model_fingerprint: _builtins.str = ...,
         num_routers: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment_percent", b"attainment_percent", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "model_fingerprint", b"model_fingerprint", "num_routers", b"num_routers", "parameters", b"parameters", "served_model_name", b"served_model_name", "slo_classes", b"slo_classes", "strategy", b"strategy", "unnamed_chunk_size_tokens", b"unnamed_chunk_size_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment_percent", b"attainment_percent", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "model_fingerprint", b"model_fingerprint", "num_routers", b"num_routers", "served_model_name", b"served_model_name", "slo_classes", b"slo_classes", "strategy", b"strategy", "strategy_parameters", b"strategy_parameters", "unnamed_chunk_size_tokens", b"unnamed_chunk_size_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from sluice_core.records import Hold, Place, PrefillRequest, Slo
-from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_router.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
     from sluice_core.records import EngineId, Plan, SloClass
     from sluice_core.scheduling.engine_table import EngineTable
-    from sluice_core.scheduling.placement import PlacementPolicy, PlacementRecord
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
     from sluice_router.scheduling.state import RequestQueues, RouterState
 
@@ -80,14 +77,14 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
 
 def assign(state: RouterState, now: float) -> None:
     """Places what waits, in the order that the policy sees fit."""
-    placement = state.active.placement
-    if placement is None or not state.requests.waiting:
+    policy = state.active.policy
+    if policy is None or not state.requests.waiting:
         return
     state.requests.last_assign_s = now
     free = _find_placeable(state.requests)
     prefills = [_describe(state.engines.table, request) for request in _select_urgent(free)]
-    decisions = placement.assign(now, prefills, state.engines.table)
-    for decision, record in zip(decisions, _take_records(placement, len(decisions)), strict=True):
+    decisions = policy.assign(now, prefills, state.engines.table)
+    for decision, record in zip(decisions, policy.take_records(len(decisions)), strict=True):
         request = state.requests.waiting[decision.request_id]
         if isinstance(decision, Hold):
             if decision.reason != request.wait_reason:
@@ -189,14 +186,6 @@ def _register(state: RouterState, request: LiveRequest, now: float) -> None:
         new.slo_class,
         request.priority,
     )
-
-
-def _take_records(placement: PlacementPolicy, number: int) -> list[PlacementRecord | None]:
-    """Returns what the policy kept about its last decisions, in their order; None for one that it did not keep."""
-    if not isinstance(placement, LengthAwarePlacement):
-        return [None] * number
-    newest = list(islice(reversed(placement.records), number))
-    return [*[None] * (number - len(newest)), *reversed(newest)]
 
 
 def _find_placeable(queues: RequestQueues) -> Collection[LiveRequest]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_core.kv import blocks_for_tokens
-from sluice_core.records import EngineId, MoveCause, Role
+from sluice_core.records import EngineId, MoveCause
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_router.errors import EngineProtocolError
 from sluice_router.scheduling import dispatch, wire_conversion
@@ -21,7 +21,6 @@ from sluice_router.scheduling.entities import Migration, MigrationPhase
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
-    from sluice_core.records import FlowParameters
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
     from sluice_router.scheduling.state import EnginePool, RouterOutbox, RouterState
 
@@ -57,11 +56,9 @@ def propose(
 
 
 def propose_first_decode(state: RouterState, submission: Submission, now: float) -> None:
-    """Proposes the migration of a request whose prefill has just completed on a P-heavy engine."""
-    flow = state.active.flow
-    if flow is None or not flow.moves_first_decodes or submission.engine.role is not Role.PREFILL_HEAVY:
-        return
-    if not state.engines.table.has_uniform_chunk_size:
+    """Proposes the migration of a request whose prefill has just completed, if its strategy wants that."""
+    policy = state.active.policy
+    if policy is not None and policy.moves_first_decode(submission.engine.role, state.engines.table):
         propose(state, submission, MoveCause.PREFILL_DONE, now)
 
 
@@ -252,12 +249,13 @@ def _pick_target(
     """Picks the engine to ask; or says why there is none."""
     request, source = submission.request, submission.engine
     assert request is not None
-    if state.active.flow is None or state.active.plan is None:
+    if state.active.policy is None or state.active.plan is None:
         return None, "no_plan"
     cap = max(1, state.limits.max_moves_per_engine // state.active.plan.num_routers)
     if source.migrations_out >= cap:
         return None, "source_busy"
-    if _is_too_soon(request, cause, state.active.plan.parameters):
+    since_move = len(request.output_token_ids) - request.moved_at_tokens if request.num_hand_offs else None
+    if state.active.policy.is_too_soon(cause, since_move):
         return None, "too_soon"
     if target_id is None:
         unfit = {
@@ -272,7 +270,7 @@ def _pick_target(
             num_blocks=blocks_for_tokens(request.num_tokens + 1, source.spec.block_size_tokens),
             excluded=frozenset(unfit | request.died_on),
         )
-        target_id = state.active.flow.target(now, flow_request, state.engines.table)
+        target_id = state.active.policy.target(now, flow_request, state.engines.table)
     target = None if target_id is None else state.engines.connected.get(target_id)
     if target is None:
         return None, "no_target"
@@ -293,14 +291,6 @@ def _recompute_elsewhere(state: RouterState, submission: Submission, request: Li
     dispatch.withdraw(state, submission, request, "fingerprint", now)
     state.metrics.count("recoveries", "fingerprint")
     dispatch.enqueue(state.requests, request, now)
-
-
-def _is_too_soon(request: LiveRequest, cause: MoveCause, parameters: FlowParameters) -> bool:
-    """Whether a degradation follows the last migration too closely: requests must not go back and forth."""
-    if cause is not MoveCause.DEGRADE or request.num_hand_offs == 0:
-        return False
-    since_move = len(request.output_token_ids) - request.moved_at_tokens
-    return since_move < parameters.min_tokens_between_moves
 
 
 def _ask_for_grant(

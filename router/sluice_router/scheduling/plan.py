@@ -45,7 +45,7 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
     if plan == state.active.plan:
         return
     state.metrics.count("plans", "applied")
-    _set_policies(state.active, plan, state.rng)
+    _set_policy(state.active, plan, state.rng)
     state.active.plan = plan
     for engine in state.engines.connected.values():
         check_model(state, engine)
@@ -59,9 +59,7 @@ def configure(state: RouterState, engine: ConnectedEngine) -> None:
     if plan is None or engine.status == control_pb2.ENGINE_STATE_REFUSED:
         return
     part = engine_plan_for(plan, engine)
-    # Where roles are void nothing shall be proposed.
-    strategy = "aggregated" if _has_uniform_chunk_size(plan) else plan.strategy
-    state.outbox.message_to(engine).configure.CopyFrom(wire_conversion.configure_message(plan, part, strategy=strategy))
+    state.outbox.message_to(engine).configure.CopyFrom(wire_conversion.configure_message(plan, part))
     if part.is_draining and not engine.is_draining:
         begin_drain(state, engine)
 
@@ -178,15 +176,8 @@ def _note_model_length(active: ActivePlan, engines: EnginePool) -> None:
         active.max_model_len_tokens = min(lengths)
 
 
-def _set_policies(active: ActivePlan, plan: Plan, rng: random.Random) -> None:
-    strategy = get_strategy(plan.strategy)
-    active.placement = strategy.make_placement(plan.parameters, rng)
-    active.flow = strategy.make_flow(plan.parameters, rng)
-
-
-def _has_uniform_chunk_size(plan: Plan) -> bool:
-    """Whether all engines that do not drain have one chunk size."""
-    return len({part.chunk_size_tokens for part in plan.engines.values() if not part.is_draining}) == 1
+def _set_policy(active: ActivePlan, plan: Plan, rng: random.Random) -> None:
+    active.policy = get_strategy(plan.strategy).make_router(plan.parameters, rng)
 
 
 def _check_newer(in_force: Plan | None, message: plan_pb2.Plan) -> None:
@@ -207,9 +198,10 @@ def _check_plan(in_force: Plan | None, message: plan_pb2.Plan) -> None:
     if not message.cluster_uid:
         raise PlanRefusedError("cluster_uid is empty")
     _check_range("generation", message.generation, 1, 2**63 - 1)
-    if message.strategy not in wire_conversion.STRATEGY_NAMES:
-        raise PlanRefusedError(f"strategy is {message.strategy}, known are {sorted(wire_conversion.STRATEGY_NAMES)}")
-    _check_parameters(message.parameters)
+    try:
+        get_strategy(message.strategy).read_parameters(message.strategy_parameters)
+    except ValueError as error:
+        raise PlanRefusedError(str(error)) from error
     _check_classes(message)
     _check_range("attainment_percent", message.attainment_percent, 1, 100)
     _check_engines(message)
@@ -219,14 +211,6 @@ def _check_plan(in_force: Plan | None, message: plan_pb2.Plan) -> None:
         and wire_conversion.plan_from(message) != in_force
     ):
         raise PlanRefusedError(f"generation is {message.generation}, which is in force with other contents")
-
-
-def _check_parameters(parameters: plan_pb2.Parameters) -> None:
-    _check_range("parameters.watermark_percent", parameters.watermark_percent, 1, 100)
-    _check_range("parameters.approaching_factor_percent", parameters.approaching_factor_percent, 1, 100)
-    if parameters.early_rejection not in wire_conversion.EARLY_REJECTIONS:
-        known = sorted(wire_conversion.EARLY_REJECTIONS)
-        raise PlanRefusedError(f"parameters.early_rejection is {parameters.early_rejection}, known are {known}")
 
 
 def _check_classes(message: plan_pb2.Plan) -> None:

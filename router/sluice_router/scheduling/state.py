@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from sluice_core.latency import LatencyModel
     from sluice_core.records import EngineId, Plan
-    from sluice_core.scheduling.decode_flow import FlowPolicy
-    from sluice_core.scheduling.placement import PlacementPolicy
+    from sluice_core.strategies.interface import RouterPolicy
     from sluice_router.errors import RouterError
     from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, Submission
     from sluice_router.scheduling.requests import Finish, ResponseStream
@@ -78,15 +77,13 @@ class ActivePlan:
 
     Args:
         plan: The plan; None: none yet.
-        placement: Placement policy of its strategy.
-        flow: Flow policy of its strategy.
+        policy: The router's policy of its strategy.
         model: Model that the engines agree on; empty: none yet.
         max_model_len_tokens: Longest prompt + output, the smallest over the engines; 0: no engine yet.
     """
 
     plan: Plan | None = None
-    placement: PlacementPolicy | None = None
-    flow: FlowPolicy | None = None
+    policy: RouterPolicy | None = None
     model: str = ""
     max_model_len_tokens: int = 0
 
@@ -259,8 +256,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "engine": ("engine_registry", ""),
     # ActivePlan, and fields of the same name that hellos fix
     "plan": ("plan", ""),
-    "placement": ("plan", ""),
-    "flow": ("plan", ""),
+    "policy": ("plan", ""),
     "model": ("plan", ""),
     "max_model_len_tokens": ("plan", ""),
     # RouterStatus

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 from sluice.v1 import engine_pb2, plan_pb2
 from sluice.wire_fields import names_by_value
 from sluice_core.records import (
-    EarlyRejection,
     EngineId,
     EngineLoad,
     EnginePlan,
-    FlowParameters,
     IterationShape,
     MoveCause,
     Plan,
@@ -20,6 +18,7 @@ from sluice_core.records import (
     SloClass,
 )
 from sluice_core.scheduling.engine_table import EngineConfig
+from sluice_core.strategies import get_strategy
 
 if TYPE_CHECKING:
     from sluice.v1 import sampling_pb2
@@ -27,12 +26,8 @@ if TYPE_CHECKING:
 
 # The core's enums by the wire's: members of one name.
 ROLES = {value: Role[name] for value, name in names_by_value(plan_pb2.Role).items()}
-STRATEGY_NAMES = {value: name.lower() for value, name in names_by_value(plan_pb2.Strategy).items()}
-EARLY_REJECTIONS = {value: EarlyRejection[name] for value, name in names_by_value(plan_pb2.EarlyRejection).items()}
 CAUSES = {value: MoveCause[name] for value, name in names_by_value(engine_pb2.MoveCause).items()}
 ROLE_VALUES = {role: value for value, role in ROLES.items()}
-STRATEGY_VALUES = {name: value for value, name in STRATEGY_NAMES.items()}
-EARLY_REJECTION_VALUES = {policy: value for value, policy in EARLY_REJECTIONS.items()}
 CAUSE_VALUES = {cause: value for value, cause in CAUSES.items()}
 
 
@@ -88,17 +83,12 @@ def load_from(report: engine_pb2.LoadReport, iteration_remaining_s: float) -> En
 
 def plan_from(plan: plan_pb2.Plan) -> Plan:
     """Reads a plan that ``plan.check_plan`` has accepted."""
-    parameters = plan.parameters
+    strategy = get_strategy(plan.strategy)
     return Plan(
         cluster_uid=plan.cluster_uid,
         generation=plan.generation,
-        strategy=STRATEGY_NAMES[plan.strategy],
-        parameters=FlowParameters(
-            watermark=parameters.watermark_percent / 100,
-            approaching_factor=parameters.approaching_factor_percent / 100,
-            early_rejection=EARLY_REJECTIONS[parameters.early_rejection],
-            min_tokens_between_moves=parameters.min_tokens_between_moves,
-        ),
+        strategy=strategy.name,
+        parameters=strategy.read_parameters(plan.strategy_parameters),
         slo_classes=tuple(
             SloClass(
                 name=item.name,
@@ -121,28 +111,22 @@ def plan_from(plan: plan_pb2.Plan) -> Plan:
     )
 
 
-def configure_message(plan: Plan, part: EnginePlan, *, strategy: str) -> engine_pb2.Configure:
+def configure_message(plan: Plan, part: EnginePlan) -> engine_pb2.Configure:
     """Writes an engine's part of a plan.
 
     Args:
         plan: The plan.
         part: The engine's part.
-        strategy: Strategy that the engine shall follow; ``aggregated`` where roles are void.
     """
-    parameters = plan.parameters
     return engine_pb2.Configure(
         cluster_uid=plan.cluster_uid,
         generation=plan.generation,
         role=ROLE_VALUES[part.role],
         chunk_size_tokens=part.chunk_size_tokens,
         is_draining=part.is_draining,
-        strategy=STRATEGY_VALUES[strategy],
-        parameters=plan_pb2.Parameters(
-            watermark_percent=round(parameters.watermark * 100),
-            approaching_factor_percent=round(parameters.approaching_factor * 100),
-            early_rejection=EARLY_REJECTION_VALUES[parameters.early_rejection],
-            min_tokens_between_moves=parameters.min_tokens_between_moves,
-        ),
+        strategy=plan.strategy,
+        strategy_parameters=get_strategy(plan.strategy).format_parameters(plan.parameters),
+        chunk_sizes_tokens=sorted({item.chunk_size_tokens for item in plan.engines.values() if not item.is_draining}),
     )
 
 

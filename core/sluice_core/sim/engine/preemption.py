@@ -108,7 +108,7 @@ def _find_victim(engine: SchedulerState) -> SimRequest:
 
 def _make_key(engine: SchedulerState) -> Callable[[SimRequest], tuple[float, int]]:
     """Order requests for preemption: the last one goes first, and of equals the one that arrived last."""
-    victim_key = engine.batching.victim_key
+    victim_key = engine.policy.victim_key
     return lambda request: (victim_key(request.arrival_s, request.priority), request.index)
 
 

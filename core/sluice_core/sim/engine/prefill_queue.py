@@ -10,7 +10,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from sluice_core.scheduling.batching import RECOMPUTE_TOKENS, BatchLimits, BatchPolicy, EngineBatch, RequestKind
+from sluice_core.scheduling.batching import RECOMPUTE_TOKENS, BatchLimits, EngineBatch, EnginePolicy, RequestKind
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.prefix_cache import PrefixCache
@@ -25,7 +25,7 @@ class PrefillQueue:
 
     Args:
         setup: What the engine is.
-        batching: What an iteration may hold.
+        policy: What an iteration may hold, and what should leave.
         cache: The engine's blocks, with prefix reuse; None: without.
         takes_by_chunk: A prompt takes blocks chunk by chunk; False: it reserves them all at its first one.
 
@@ -49,10 +49,10 @@ class PrefillQueue:
 
     __slots__ = (
         "_batch_number",
-        "_batching",
         "_block_size",
         "_cache",
         "_deferred",
+        "_policy",
         "_started",
         "_takes_by_chunk",
         "_waiting",
@@ -76,7 +76,7 @@ class PrefillQueue:
     def __init__(
         self,
         setup: EngineSetup,
-        batching: BatchPolicy,
+        policy: EnginePolicy,
         cache: PrefixCache | None = None,
         *,
         takes_by_chunk: bool = False,
@@ -98,7 +98,7 @@ class PrefillQueue:
         self.deferred_blocks = 0
         self.deferred_cached_blocks = 0
         self.freed: FreedBlocks | None = None
-        self._batching = batching
+        self._policy = policy
         self._cache = cache
         self._block_size = setup.block_size_tokens
         self._waiting: list[_Waiting] = []
@@ -121,7 +121,7 @@ class PrefillQueue:
         request.kind = kind
         request.num_computed_tokens = request.num_cached_tokens = 0
         request.prefill_tokens = tokens = request.prompt_tokens + request.generated_tokens
-        first, second = self._batching.order_key(kind, request.arrival_s, request.priority)
+        first, second = self._policy.order_key(kind, request.arrival_s, request.priority)
         request.order = (first, second, request.index)
         entry = (first, second, request.index, request)
         if is_deferred:
@@ -197,7 +197,7 @@ class PrefillQueue:
     def find_limits(self, now: float, num_decodes: int) -> BatchLimits:
         """Ask the batch policy what an iteration may hold."""
         self.batch.num_decodes = num_decodes
-        return self._batching.limits(now, self.batch)
+        return self._policy.limits(now, self.batch)
 
     def list_started(self) -> list[SimRequest]:
         """List the prefills that have started, in the order in which they are served."""
@@ -303,7 +303,7 @@ class PrefillQueue:
                 self._count_kind(RequestKind.NEW_PROMPT, -1)
                 self._count_kind(RequestKind.STARTED_PREFILL, 1)
                 request.kind = RequestKind.STARTED_PREFILL
-                first, second = self._batching.order_key(request.kind, request.arrival_s, request.priority)
+                first, second = self._policy.order_key(request.kind, request.arrival_s, request.priority)
                 request.order = (first, second, request.index)
             self._started.append(request)
         return after * after - before * before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice_core.records import EngineId
-from sluice_core.scheduling.batching import BatchPolicy, RequestKind
+from sluice_core.scheduling.batching import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.decode_batch import DecodeBatch
@@ -21,14 +21,14 @@ class SchedulerState:
 
     Args:
         setup: What the engine is.
-        batching: What an iteration may hold.
+        policy: What an iteration may hold, and what should leave.
         changed: Where it puts its name when its load has changed since the last report.
         schedules_ahead: What an iteration may hold was decided when the one before it began: requests that came and
             blocks that became free since then are not in it.
         hash_block_tokens: See ``SimOptions``.
 
     Attributes:
-        batching: As given.
+        policy: As given.
         cache: Its blocks, with prefix reuse; None: without.
         counters: What it has done.
         prefills: Its prefills.
@@ -45,7 +45,6 @@ class SchedulerState:
     __slots__ = (
         "_changed",
         "batch",
-        "batching",
         "cache",
         "counters",
         "ending",
@@ -56,6 +55,7 @@ class SchedulerState:
         "is_running",
         "joined",
         "pinned_blocks",
+        "policy",
         "prefills",
         "schedules_ahead",
         "schedules_late",
@@ -67,7 +67,7 @@ class SchedulerState:
     def __init__(
         self,
         setup: EngineSetup,
-        batching: BatchPolicy,
+        policy: EnginePolicy,
         changed: list[EngineId],
         *,
         schedules_ahead: bool,
@@ -75,13 +75,13 @@ class SchedulerState:
     ) -> None:
         self.setup = setup
         self.engine_id: EngineId = setup.engine_id
-        self.batching = batching
+        self.policy = policy
         self.schedules_ahead = schedules_ahead
         self.counters = EngineCounters()
         self.cache: PrefixCache | None = None
         if hash_block_tokens is not None:
             self.cache = PrefixCache(setup.kv_blocks_total, setup.block_size_tokens, hash_block_tokens)
-        self.prefills = PrefillQueue(setup, batching, self.cache, takes_by_chunk=schedules_ahead)
+        self.prefills = PrefillQueue(setup, policy, self.cache, takes_by_chunk=schedules_ahead)
         self.batch = DecodeBatch(setup)
         self.total_blocks = setup.kv_blocks_total
         self.used_blocks = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice_core.records import EngineId, EngineLoad, RequestId, Role
-from sluice_core.scheduling.batching import BatchPolicy, RequestKind
+from sluice_core.scheduling.batching import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.preemption import make_room_for_chunks, make_room_for_decodes, make_room_in_step
@@ -20,7 +20,7 @@ class SimEngine(SchedulerState):
 
     Args:
         setup: What it is.
-        batching: What an iteration may hold.
+        policy: What an iteration may hold, and what should leave.
         gaps: Where gaps between tokens are counted.
         changed: See ``SchedulerState``.
         joins_end_ttft: TTFT ends when a request joins its first decode batch.
@@ -51,7 +51,7 @@ class SimEngine(SchedulerState):
     def __init__(
         self,
         setup: EngineSetup,
-        batching: BatchPolicy,
+        policy: EnginePolicy,
         gaps: GapHistogram,
         changed: list[EngineId],
         *,
@@ -59,7 +59,7 @@ class SimEngine(SchedulerState):
         schedules_ahead: bool = False,
         hash_block_tokens: int | None = None,
     ) -> None:
-        super().__init__(setup, batching, changed, schedules_ahead=schedules_ahead, hash_block_tokens=hash_block_tokens)
+        super().__init__(setup, policy, changed, schedules_ahead=schedules_ahead, hash_block_tokens=hash_block_tokens)
         self.role: Role = setup.role
         self.is_draining = False
         self.is_dead = False

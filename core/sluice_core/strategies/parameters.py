@@ -1,0 +1,98 @@
+"""Parameters of strategies as rows: one source for the manifest's bounds, the wire's checks and the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sluice_core.records import EarlyRejection, FlowParameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One live parameter, a whole number or a word.
+
+    Args:
+        name: On the wire; the manifest writes it in camel case.
+        default: As on the wire.
+        low: Least number.
+        high: Largest number.
+        choices: The words; empty: it is a number.
+        unit: Of the number.
+        source: Paper and section of the default; empty: it is ours.
+    """
+
+    name: str
+    default: str
+    low: int = 0
+    high: int = 0
+    choices: tuple[str, ...] = ()
+    unit: str = ""
+    source: str = ""
+
+    def check(self, value: str) -> None:
+        """Check a value as on the wire.
+
+        Raises:
+            ValueError: Names the parameter, the value and the limit.
+        """
+        if self.choices:
+            if value not in self.choices:
+                raise ValueError(f"parameters.{self.name} is {value!r}, known are {', '.join(self.choices)}")
+        elif not (value.isascii() and value.isdigit() and self.low <= int(value) <= self.high):
+            raise ValueError(f"parameters.{self.name} is {value}, allowed are {self.low} to {self.high}")
+
+
+WATERMARK = Parameter(
+    name="watermark_percent", default="95", low=50, high=99, unit="percent", source="TaiChi, section 3.3"
+)
+APPROACHING_FACTOR = Parameter(
+    name="approaching_factor_percent", default="96", low=50, high=100, unit="percent", source="TaiChi, section 4.1"
+)
+EARLY_REJECTION = Parameter(name="early_rejection", default="Off", choices=tuple(EarlyRejection))
+MIN_TOKENS_BETWEEN_MOVES = Parameter(name="min_tokens_between_moves", default="16", low=0, high=65_536, unit="tokens")
+
+
+def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], strategy: str) -> FlowParameters:
+    """Check and read parameters; what is missing has its default.
+
+    Args:
+        rows: What there is.
+        values: As on the wire, by name.
+        strategy: Whose they are, for messages.
+
+    Raises:
+        ValueError: An unknown name, or a value out of bounds.
+    """
+    known = {row.name: row for row in rows}
+    for name in sorted(values):
+        if name not in known:
+            raise ValueError(f"parameters.{name} is unknown to strategy {strategy!r}; known are {', '.join(known)}")
+    read = format_parameters(
+        (WATERMARK, APPROACHING_FACTOR, EARLY_REJECTION, MIN_TOKENS_BETWEEN_MOVES), FlowParameters()
+    )
+    for row in rows:
+        read[row.name] = values.get(row.name, row.default)
+        row.check(read[row.name])
+    return FlowParameters(
+        watermark=int(read[WATERMARK.name]) / 100,
+        approaching_factor=int(read[APPROACHING_FACTOR.name]) / 100,
+        early_rejection=EarlyRejection(read[EARLY_REJECTION.name]),
+        min_tokens_between_moves=int(read[MIN_TOKENS_BETWEEN_MOVES.name]),
+    )
+
+
+def format_parameters(rows: tuple[Parameter, ...], parameters: FlowParameters) -> dict[str, str]:
+    """Write parameters as on the wire, by name.
+
+    Args:
+        rows: Those that are written.
+        parameters: Their values.
+    """
+    values = {
+        WATERMARK.name: str(round(parameters.watermark * 100)),
+        APPROACHING_FACTOR.name: str(round(parameters.approaching_factor * 100)),
+        EARLY_REJECTION.name: str(parameters.early_rejection.value),
+        MIN_TOKENS_BETWEEN_MOVES.name: str(parameters.min_tokens_between_moves),
+    }
+    return {row.name: values[row.name] for row in rows}

@@ -1,0 +1,15 @@
+"""TaiChi: engines with large and with small chunks, between which decodes flow (TaiChi, sections 3.1 to 3.4)."""
+
+from __future__ import annotations
+
+from sluice_core.strategies.interface import SliderUse, Strategy
+from sluice_core.strategies.parameters import APPROACHING_FACTOR, EARLY_REJECTION, MIN_TOKENS_BETWEEN_MOVES, WATERMARK
+from sluice_core.strategies.roles import FlowRules
+
+TAICHI = Strategy(
+    name="taichi",
+    title="TaiChi",
+    parameters=(APPROACHING_FACTOR, EARLY_REJECTION, MIN_TOKENS_BETWEEN_MOVES, WATERMARK),
+    sliders=SliderUse(varies_ratio=True, varies_prefill_tokens=True, varies_decode_tokens=True),
+    policies=FlowRules(moves_first_decodes=True, degrades=True, flows_back=True),
+)
