@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from kubectl_cluster import wait_for
 from testbed.errors import TestbedError
 from testbed.settings import ROOT
 from verdicts import make_manifest
@@ -173,11 +174,19 @@ def test_kubectl_prints_the_refusals(client: Client, namespace: str) -> None:
         ("slc.spec.strategy", "ENUM: TaiChi Aggregated Disaggregated"),
         ("slc.spec.network.rdma", "-required-"),
         ("slc.spec.engine.podTemplate", "Merged over the pod template that the operator renders"),
-        ("slc.status.conditions.reason", "Degraded: AsExpected, ImagePullBackOff"),
+        ("slc.status.conditions.reason", "Degraded: AsExpected, SpecInvalid, ImagePullBackOff"),
     ],
 )
 def test_kubectl_explains(client: Client, field: str, words: str) -> None:
+    # The API server publishes descriptions some time after it serves the resource.
+    wait_for(lambda: is_published(client), "the descriptions of the CRD")
     assert words in " ".join(client.kubectl("explain", field).split())
+
+
+def is_published(client: Client) -> bool:
+    """Says whether the API server publishes the CRD's schema."""
+    answer = client.request("GET", "/openapi/v3/apis/sluice.dev/v1alpha1")
+    return answer.is_ok and "ServingCluster" in json.dumps(answer.content)
 
 
 def test_kubectl_explains_every_field(client: Client) -> None:

@@ -25,7 +25,7 @@ from testbed.fake_nodes import is_ready, make_node
 
 from sluice_operator.controller.manager import format_now
 from sluice_operator.controller.reconciler import Reconciler
-from sluice_operator.kubernetes.interface import DEPLOYMENTS
+from sluice_operator.kubernetes.interface import DEPLOYMENTS, InvalidError
 from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:
@@ -93,10 +93,16 @@ async def test_no_pod_template_reaches_the_host_or_another_namespace(
 ) -> None:
     # Only the operator can refuse here: the namespace allows everything.
     namespace = make_namespace("privileged")
+    # Of the API server: the schema declares the fields of a pod that belong to Sluice.
+    refusals: list[str] = []
     async with connect(client) as kubernetes:
 
         async def try_one(number: int, template: Any) -> None:
-            cluster = await create_with_template(kubernetes, namespace, f"h{number:03}", template)
+            try:
+                cluster = await create_with_template(kubernetes, namespace, f"h{number:03}", template)
+            except InvalidError as error:
+                refusals.append(str(error))
+                return
             engines = await kubernetes.get(DEPLOYMENTS, namespace, f"h{number:03}-engine")
             refused = [await read_condition(cluster, kind) for kind in ("SpecValid", "Degraded")]
             assert "PodTemplateRefused" in {item["reason"] for item in refused}, refused
@@ -106,6 +112,8 @@ async def test_no_pod_template_reaches_the_host_or_another_namespace(
         async with asyncio.TaskGroup() as group:
             for number, template in enumerate(HATCHES.values()):
                 group.create_task(try_one(number, template))
+    assert refusals
+    assert all("spec.engine.podTemplate" in refusal for refusal in refusals)
 
 
 async def test_allowed_host_access_is_rendered_and_pod_security_still_applies(
