@@ -21,6 +21,7 @@ from sluice_core.records import (
     Role,
     Slo,
 )
+from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.scheduling.engine_table import (
     PROVEN_OBSERVATIONS,
     RECOVERY_BURST_S,
@@ -604,14 +605,18 @@ def test_expected_prefix_hits_shorten_the_prefill_not_the_kv():
     assert slow.execute_s > 3 * quick.execute_s
 
 
-def test_priority_then_arrival_order_waiting_requests():
+def test_waiting_requests_go_by_arrival_and_a_level_of_priority_is_a_head_start_of_10_s_as_on_engines():
     waiting = [
-        make_request(0, arrival_s=1.0),
-        make_request(1, arrival_s=0.0),
-        make_request(2, arrival_s=2.0, priority=1),
+        make_request(0, arrival_s=10.0),
+        make_request(1, arrival_s=9.0),
+        make_request(2, arrival_s=18.5, priority=1),
+        make_request(3, arrival_s=20.5, priority=1),
     ]
-    decisions = make_policy().assign(3.0, waiting, make_table({}))
-    assert [d.request_id for d in decisions] == ["r2", "r1", "r0"]
+    decisions = make_policy().assign(21.0, waiting, make_table({}))
+    assert [d.request_id for d in decisions] == ["r2", "r1", "r0", "r3"]
+    order = ChunkedPrefillPolicy().order_key
+    on_engine = sorted(waiting, key=lambda r: order(RequestKind.NEW_PROMPT, r.arrival_s, r.priority))
+    assert [request.request_id for request in on_engine] == ["r2", "r1", "r0", "r3"]
 
 
 def test_two_waiting_requests_are_ordered_too():

@@ -393,3 +393,33 @@ def test_every_request_ends_whatever_happens_to_the_cluster(name, data, seed, no
     )
     simulation = run(cell, make_arrivals(random.Random(seed), number=60, rate=10.0))
     assert all(request.state is RequestState.FINISHED for request in simulation.requests)
+
+
+OPEN_AT_2_S = ConfigureEvent(at_s=2.0, engine_id=EngineId("P96-0"), role=Role.PREFILL_HEAVY, chunk_size_tokens=96)
+
+
+def test_what_waits_in_an_overfull_queue_goes_by_urgency_as_at_the_router():
+    """One pass looks at 256 requests; the most urgent of 301 came last."""
+    arrivals = [Arrival(at_s=0.001 * n, prompt_tokens=96, output_tokens=1, slo=SLO) for n in range(300)]
+    arrivals.append(Arrival(at_s=1.0, prompt_tokens=96, output_tokens=1, slo=SLO, priority=1))
+    engines = [replace(make_engines(((1, 96),), blocks=7)[0], chunk_size_tokens=0)]
+    cell = Cell(engines=engines, strategy=get_strategy("aggregated"), events=[OPEN_AT_2_S])
+    requests = run(cell, arrivals).requests
+    assert min(requests, key=lambda request: request.first_token_s) is requests[-1]
+
+
+def test_a_request_that_came_back_waits_its_time_anew_as_at_the_router():
+    """The engine gives the second prompt back at 0.5 s or a little later, and takes it again at 2 s."""
+    arrivals = [
+        Arrival(at_s=at_s, prompt_tokens=tokens, output_tokens=1, slo=SLO) for at_s, tokens in ((0.0, 4000), (0.1, 96))
+    ]
+    close = replace(OPEN_AT_2_S, at_s=0.5, chunk_size_tokens=0)
+    cell = Cell(
+        engines=make_engines(((1, 96),), blocks=400),
+        strategy=get_strategy("aggregated"),
+        events=[close, OPEN_AT_2_S],
+        options=SimOptions(wait_limit_s=1.8),
+    )
+    second = run(cell, arrivals).requests[1]
+    assert second.state is RequestState.FINISHED
+    assert second.first_token_s > 2.0

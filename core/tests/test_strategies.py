@@ -2,10 +2,18 @@ import random
 from dataclasses import replace
 
 import pytest
+from test_simulation import SLO, make_engines
 
 from sluice_core.records import EarlyRejection, FlowParameters, MoveCause, Role
+from sluice_core.scheduling.baselines import RoundRobinPlacement
+from sluice_core.scheduling.batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.decode_flow import FlowPolicy
+from sluice_core.sim.cell import Arrival, Cell
+from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import DEFAULT_STRATEGY, INITIAL_STRATEGY, STRATEGIES, get_strategy
-from sluice_core.strategies.interface import Need
+from sluice_core.strategies.interface import Need, SliderUse, Strategy
+from sluice_core.strategies.parameters import WATERMARK
+from sluice_core.strategies.roles import RoleRouter
 
 ROWS = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 
@@ -76,3 +84,33 @@ def test_names_are_found_as_the_manifest_writes_them():
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'tai-chi' is unknown; known are taichi, aggregated, disaggregated"):
         get_strategy("tai-chi")
+
+
+class ByTurns:
+    """Policies of a strategy that has neither roles nor moves."""
+
+    def make_router(self, strategy, parameters, rng, num_records):
+        return RoleRouter(
+            RoundRobinPlacement(parameters, rng, num_records), FlowPolicy(parameters, rng, degrades=False)
+        )
+
+    def make_engine(self, strategy, parameters, *, counts_decodes):
+        return ChunkedPrefillPolicy(counts_decodes=counts_decodes)
+
+
+def test_a_seventh_strategy_is_a_row_that_the_simulator_runs():
+    toy = Strategy(
+        name="by_turns",
+        title="By_Turns",
+        parameters=(WATERMARK,),
+        sliders=SliderUse(varies_ratio=False, varies_prefill_tokens=True, varies_decode_tokens=False),
+        policies=ByTurns(),
+    )
+    parameters = toy.read_parameters({"watermark_percent": "60"})
+    with pytest.raises(ValueError, match="early_rejection is unknown to strategy 'by_turns'; known are watermark"):
+        toy.read_parameters({"early_rejection": "Off"})
+    arrivals = [Arrival(at_s=float(n), prompt_tokens=64, output_tokens=4, slo=SLO) for n in range(6)]
+    simulation = Simulation(Cell(engines=make_engines(((3, 96),)), strategy=toy, parameters=parameters), arrivals)
+    assert simulation.run()
+    assert [engine.counters.num_output_tokens for engine in simulation.engines] == [8, 8, 8]
+    assert sum(simulation.num_moves.values()) == 0

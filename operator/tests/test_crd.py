@@ -12,8 +12,10 @@ from crd_schema import CRD, read_crd, read_schema, schema_of_the_model, without_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
 from verdicts import Case, make_manifest, merge, read_table, validate
 
+from sluice_core.strategies import DEFAULT_STRATEGY, STRATEGIES
 from sluice_operator.api import names, validation
 from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.api.manifest import ManifestError, check_manifest
@@ -25,6 +27,21 @@ if TYPE_CHECKING:
     from crd_schema import Schema
 
 TABLE = read_table()
+
+
+def test_strategies_and_their_parameters_are_those_of_the_cores_rows():
+    spec = read_schema()["properties"]["spec"]["properties"]
+    assert spec["strategy"]["enum"] == [strategy.title for strategy in STRATEGIES.values()]
+    assert spec["strategy"]["default"] == DEFAULT_STRATEGY.title
+    rows = {to_camel(row.name): row for strategy in STRATEGIES.values() for row in strategy.parameters}
+    assert set(spec["parameters"]["properties"]) == set(rows)
+    for name, row in rows.items():
+        field = spec["parameters"]["properties"][name]
+        assert str(field["default"]) == row.default, name
+        if row.choices:
+            assert field["enum"] == list(row.choices)
+        else:
+            assert (field["minimum"], field["maximum"]) == (row.low, row.high), name
 
 
 def walk(schema: Schema, path: str) -> Iterator[tuple[str, Schema]]:

@@ -7,6 +7,7 @@ from data_plane_harness import CheckingResponseStream, Harness, make_request
 from fake_engine import PARAMETERS, expected_output, make_plan
 
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
+from sluice_core.scheduling.holding import MAX_ASSIGNED_AT_ONCE
 from sluice_router.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -16,7 +17,6 @@ from sluice_router.errors import (
     ShuttingDownError,
     SloInfeasibleError,
 )
-from sluice_router.scheduling.admission import MAX_ASSIGNED_AT_ONCE
 from sluice_router.settings import Limits
 
 ONE = {"d0": "D"}

@@ -11,13 +11,8 @@ from collections.abc import Callable, Iterable
 
 from sluice_core.records import Decision, FlowParameters, Hold, Place, PrefillRequest
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
-from sluice_core.scheduling.placement import (
-    NUM_RECORDS,
-    CachedTokens,
-    LengthAwarePlacement,
-    PlacementPolicy,
-    get_urgency,
-)
+from sluice_core.scheduling.holding import get_urgency
+from sluice_core.scheduling.placement import NUM_RECORDS, CachedTokens, LengthAwarePlacement, PlacementPolicy
 
 
 class _SloBlindPlacement:

@@ -28,6 +28,7 @@ from sluice_core.records import (
 )
 from sluice_core.scheduling.engine_state import EngineView, Entry, get_queue_rank, get_view
 from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable
+from sluice_core.scheduling.holding import get_urgency
 
 CachedTokens = Callable[[PrefillRequest, EngineId], int]
 """Prompt tokens expected in an engine's prefix cache; the seam for prefix-aware routing."""
@@ -495,10 +496,3 @@ def _estimate(now: float, prompt_tokens: int, view: EngineView, cached: int) -> 
 def _uncached(prompt_tokens: int, cached: int) -> int:
     """Count the tokens to compute: the last one always is, for its logits."""
     return max(1, prompt_tokens - cached)
-
-
-def get_urgency(request: PrefillRequest) -> tuple[int, float, float]:
-    """Order waiting requests: recoveries by TPOT debt, then priority, then arrival."""
-    if request.is_recovery:
-        return 0, request.next_token_due_s, request.arrival_s
-    return 1, -request.priority, request.arrival_s

@@ -84,6 +84,7 @@ class SimCluster:
     def hold(self, request: SimRequest) -> None:
         """Keep a request at the router until it is placed."""
         request.state = RequestState.WAITING
+        request.held_since_s = self.now
         request.target = request.table = None
         self._held[request.request_id] = request.describe_prefill()
 

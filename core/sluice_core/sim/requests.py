@@ -42,6 +42,7 @@ class SimRequest:
         is_leaving: While it decodes: a move was proposed and not yet begun or given up.
         first_token_s: End of TTFT; -1 before.
         has_missed_ttft: TTFT was over before the first token, as ``TtftDeadlines`` noticed.
+        held_since_s: When it last began to wait at the router.
         last_token_s: When its last token came, as of the last time it left a decode batch or finished.
     """
 
@@ -53,6 +54,7 @@ class SimRequest:
         "first_token_s",
         "generated_tokens",
         "has_missed_ttft",
+        "held_since_s",
         "index",
         "is_leaving",
         "is_moved_in",
@@ -105,6 +107,7 @@ class SimRequest:
         self.num_blocks = 0
         self.first_token_s = -1.0
         self.has_missed_ttft = False
+        self.held_since_s = 0.0
         self.last_token_s = -1.0
         self.is_leaving = False
         self.is_moved_in = False
@@ -200,8 +203,9 @@ def find_expired(
     late: list[SimRequest] = []
     if wait_limit_s is not None:
         for request_id, prefill in held.items():
-            if prefill.arrival_s > now - wait_limit_s:
+            request = requests[int(request_id)]
+            if request.held_since_s > now - wait_limit_s:
                 break
             if not prefill.is_recovery:
-                late.append(requests[int(request_id)])
+                late.append(request)
     return late

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from itertools import islice
-from typing import Final
 
 from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, Role
 from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.holding import get_urgency, select_urgent
 from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ClusterEvent, ConfigureEvent, FailEvent, NoGrant
 from sluice_core.sim.cluster import (
     ASSIGN_INTERVAL_S,
@@ -33,8 +32,6 @@ from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.hand_offs import SimHandOffs, SimMove
 from sluice_core.sim.requests import RequestState, SimRequest, find_expired
 from sluice_core.sim.timeline import Timeline
-
-MAX_ASSIGNED_AT_ONCE: Final = 256  # requests of one call of the placement policy
 
 
 class Simulation(SimCluster):
@@ -160,7 +157,7 @@ class Simulation(SimCluster):
             return
         self._last_assign_s = self.now
         self._report_loads()
-        waiting = list(islice(self._held.values(), MAX_ASSIGNED_AT_ONCE))
+        waiting = select_urgent(list(self._held.values()), get_urgency)
         for decision in self._policy.assign(self.now, waiting, self.table):
             if isinstance(decision, Hold):
                 continue

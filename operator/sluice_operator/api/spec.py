@@ -54,7 +54,8 @@ class SloClassSpec(ManifestModel):
     tpot_milliseconds: Annotated[int, Field(strict=True, ge=1, le=60_000)]
     """Objective for the time per output token, in milliseconds."""
     priority: Annotated[int, Field(strict=True, ge=-1000, le=1000)] = 0
-    """Requests of a higher priority go first."""
+    """Requests of a higher priority go first: a level is worth 10 s of earlier arrival, so that nobody waits for
+    ever."""
 
 
 class SloSpec(ManifestModel):

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from sluice_core.records import Hold, Place, PrefillRequest, Slo
+from sluice_core.scheduling.holding import compute_urgency, select_urgent
 from sluice_router.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -19,16 +20,14 @@ from sluice_router.scheduling import completion, dispatch, wire_conversion
 from sluice_router.scheduling.entities import LiveRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
     from sluice_core.records import EngineId, Plan, SloClass
     from sluice_core.scheduling.engine_table import EngineTable
+    from sluice_core.scheduling.holding import Urgency
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
     from sluice_router.scheduling.state import RequestQueues, RouterState
 
 # Shortest time between two placements of the whole queue, and most requests placed at once: bounds the loop's pauses.
 ASSIGN_INTERVAL_S = 0.005
-MAX_ASSIGNED_AT_ONCE = 256
 # Least Retry-After.
 MIN_RETRY_S = 1.0
 
@@ -82,7 +81,7 @@ def assign(state: RouterState, now: float) -> None:
         return
     state.requests.last_assign_s = now
     free = _find_placeable(state.requests)
-    prefills = [_describe(state.engines.table, request) for request in _select_urgent(free)]
+    prefills = [_describe(state.engines.table, request) for request in select_urgent(free, _get_urgency)]
     decisions = policy.assign(now, prefills, state.engines.table)
     for decision, record in zip(decisions, policy.take_records(len(decisions)), strict=True):
         request = state.requests.waiting[decision.request_id]
@@ -188,27 +187,20 @@ def _register(state: RouterState, request: LiveRequest, now: float) -> None:
     )
 
 
-def _find_placeable(queues: RequestQueues) -> Collection[LiveRequest]:
+def _find_placeable(queues: RequestQueues) -> list[LiveRequest]:
     """What any engine may take: all that waits, but for those that wait for the engine whose stream they lost."""
     if not queues.awaiting_resume:
-        return queues.waiting.values()
+        return list(queues.waiting.values())
     return [request for request_id, request in queues.waiting.items() if request_id not in queues.awaiting_resume]
 
 
-def _select_urgent(waiting: Collection[LiveRequest]) -> Iterable[LiveRequest]:
-    """Selects what is placed at once: all, or the most urgent recoveries and new prefills; the policy orders them."""
-    if len(waiting) <= MAX_ASSIGNED_AT_ONCE:
-        return waiting
-    share = MAX_ASSIGNED_AT_ONCE // 2
-    recoveries = [request for request in waiting if request.first_token_s is not None]
-    prefills = [request for request in waiting if request.first_token_s is None]
-    urgent = heapq.nsmallest(share, recoveries, key=lambda request: request.next_token_due_s)
-    urgent += heapq.nsmallest(
-        MAX_ASSIGNED_AT_ONCE - len(urgent),
-        prefills,
-        key=lambda request: (-request.priority, request.new.arrival_s),
+def _get_urgency(request: LiveRequest) -> Urgency:
+    return compute_urgency(
+        is_recovery=request.first_token_s is not None,
+        next_token_due_s=request.next_token_due_s,
+        priority=request.priority,
+        arrival_s=request.new.arrival_s,
     )
-    return urgent
 
 
 def _describe(table: EngineTable, request: LiveRequest) -> PrefillRequest:
