@@ -59,10 +59,12 @@ def check(project: dict[str, Any]) -> list[str]:
         if "://" in text:
             problems.append(f"{name}.txt names a registry")
         locked = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", text, re.MULTILINE))
-        for package, version in (dependency.split("==") for dependency in _direct_dependencies(project, name)):
+        for dependency in _direct_dependencies(project, name):
+            # Without a version: whichever another package names.
+            package, _, version = dependency.partition("==")
             found = locked.get(package.lower(), "nothing")
-            if found != version:
-                problems.append(f"{name}.txt holds {found} of {package}, pyproject.toml asks for {version}")
+            if found not in ((version,) if version else locked.values()):
+                problems.append(f"{name}.txt holds {found} of {package}, pyproject.toml asks for {version or 'one'}")
         # What is left out without a GPU stands in the lock for GPUs, and in no other.
         excludes = project["tool"]["sluice"]["locks-without-gpu"]["excludes"]
         wrong = [package for package in excludes if (package in locked) != (name == GPU)]
