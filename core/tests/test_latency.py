@@ -104,7 +104,8 @@ def test_one_iteration_of_decodes_puts_prefills_in_the_right_magnitude(coefficie
     shape = IterationShape(num_decodes=32, decode_context_tokens=32_000)
     model.observe(shape, measure(coefficients, shape))
     prefill = IterationShape(prefill_tokens=2048, attention_work=2048 * 1024, num_chunks=1)
-    assert 0.1 < model.estimate_shape_s(prefill) / measure(coefficients, prefill) < 10
+    # Of the first guess, those for the slowest and for the fastest engine are wrong by more than this.
+    assert 1 / 3 < model.estimate_shape_s(prefill) / measure(coefficients, prefill) < 3
 
 
 def test_stalls_do_not_move_the_estimate():

@@ -302,4 +302,4 @@ def test_heads_that_were_not_measured_have_plausible_attention(heads, kv_heads, 
         found.profile.decode_base_s + 200 * found.profile.decode_request_s + contexts * found.profile.decode_context_s
     )
     # The fit errs by some 10 % around times that are never faster than the memory.
-    assert 0.2 * bytes_per_s < contexts * found.kv_bytes_per_token / attention_s < 1.15 * bytes_per_s
+    assert 0.55 * bytes_per_s < contexts * found.kv_bytes_per_token / attention_s < 1.15 * bytes_per_s

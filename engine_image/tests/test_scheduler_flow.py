@@ -110,3 +110,8 @@ def test_preempted_request_that_was_to_hand_off_is_refused_and_goes_on(small_pai
         if part.handed_off is not None:
             engine.command(core_messages.ReleaseCommand(request_id=part.request_id))
     wait(small_pair, lambda: all(part.is_over for part in parts))
+    refused = {no.request_id for no in engine.refused}
+    moved = {part.request_id for part in following if part.handed_off is not None}
+    assert not refused & moved
+    # What has not moved ends here, with all its tokens.
+    assert all(len(part.tokens) == 200 for part in parts if part.request_id not in moved)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -24,9 +23,6 @@ from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.search_process import SearchError, SearchRunner
 from sluice_operator.autotune.workload import WorkloadSample, has_shifted, read_workload
 from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BOUNDS = {
     "prefillHeavy": {"min": 1, "max": 3},
@@ -503,22 +499,18 @@ async def test_a_search_that_cannot_be_made_says_why() -> None:
 
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_a_search_is_killed_when_it_is_late_or_not_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_late: bool
+    monkeypatch: pytest.MonkeyPatch, *, is_late: bool
 ) -> None:
-    pid_file = tmp_path / "pid"
-    program = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    program = "import time; time.sleep(600)"
     if is_late:
         monkeypatch.setattr(search_process, "LIMIT_S", 1.0)
         monkeypatch.setattr(search_process, "LIMIT_PER_ENGINE_S", 0.0)
     task = asyncio.create_task(SearchRunner((sys.executable, "-c", program)).run(make_question()))
-    if is_late:
-        with pytest.raises(SearchError, match="took more than 1 s"):
-            await task
-    else:
-        while not (pid_file.exists() and pid_file.read_text()):  # noqa: ASYNC110 - another process makes it
-            await asyncio.sleep(0.01)
+    while not (searches := psutil.Process().children()):  # noqa: ASYNC110 - it is another process
+        await asyncio.sleep(0.01)
+    if not is_late:
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    if pid_file.exists() and pid_file.read_text():
-        assert not psutil.pid_exists(int(pid_file.read_text()))
+    error = pytest.raises(SearchError, match="took more than 1 s") if is_late else pytest.raises(asyncio.CancelledError)
+    with error:
+        await task
+    assert [search.is_running() for search in searches] == [False]

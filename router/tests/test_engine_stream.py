@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc
 import pytest
+from data_plane_harness import until
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import RequestReceived
@@ -116,8 +117,8 @@ async def test_burst_is_handled_one_message_per_loop_iteration():
 
     async with serving(burst) as address, calling(address) as stream:
         await stream.read_first()
-        # Let the rest arrive, so that it lies in the stream's queue.
-        await asyncio.sleep(0.2)
+        # The rest has arrived, and lies in the stream's queue.
+        await until(lambda: len(stream._messages) == 49)
         turns = itertools.count()
         is_over = False
 
@@ -151,8 +152,8 @@ async def test_engines_with_bursts_are_handled_round_robin():
     ):
         await one.read_first()
         await other.read_first()
-        # Let the rest arrive, so that it lies in the streams' queues.
-        await asyncio.sleep(0.2)
+        # The rest has arrived, and lies in the streams' queues.
+        await until(lambda: [len(stream._messages) for stream in (one, other)] == [9, 9])
         seen: list[str] = []
         async with asyncio.timeout(20):
             await asyncio.gather(
