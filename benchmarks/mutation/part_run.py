@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter, defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -70,8 +71,11 @@ class PartRun:
     def work(self, server: ForkServer) -> None:
         """Measures the tests, and tests the mutants that no earlier run has settled."""
         files = [module.file for module in self._modules.values()]
-        for file in files:
-            _import_file(file)
+        # What libraries warn of when they are imported is their own affair.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for file in files:
+                _import_file(file)
         functions = find_functions(files)
         self._measure(server)
         mutants = [mutant for module in self._modules.values() for mutant in module.mutants]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sluice_core.kv import KvBlocks
-from sluice_engine.core_messages import ConfigureCommand, RequestExtras
+from sluice_engine.core_messages import ConfigureCommand, RequestExtras, StrategyParameters
 from sluice_engine.scheduling.move_proposals import MoveProposer
 
 NOW_S = 100.0
@@ -56,3 +56,113 @@ def test_the_longest_output_since_its_last_backflow_is_degraded_first(since_rese
     proposer.join(track("long", 500, output_tokens_since_reset=since_reset), NOW_S)
     proposer.join(track("short", 50, output_tokens_since_reset=49), NOW_S)
     assert propose(proposer, 955)[0] == (first, "degrade")
+
+
+def configure(proposer: MoveProposer, generation: int, **changes: Any) -> tuple[int, str, int, str]:
+    fields = {"role": "P-heavy", "chunk_size_tokens": 256, "strategy": "TaiChi"} | changes
+    answer = proposer.configure(ConfigureCommand(generation=generation, **fields))
+    return answer.generation, str(answer.role), answer.chunk_size_tokens, answer.error
+
+
+def test_before_the_first_plan_the_largest_chunk_is_in_force() -> None:
+    proposer = MoveProposer(max_batch_tokens=512, block_size_tokens=16, max_num_seqs=64)
+    assert (proposer.plan.generation, proposer.plan.chunk_size_tokens, proposer.last_chunk_size_tokens) == (0, 512, 512)
+    assert proposer.role == "D-heavy"
+
+
+def test_a_plan_with_an_older_number_changes_nothing() -> None:
+    proposer = make_proposer("D-heavy")
+    assert configure(proposer, 5, chunk_size_tokens=128) == (5, "P-heavy", 128, "")
+    assert configure(proposer, 4, role="D-heavy") == (5, "P-heavy", 128, "")
+    # The same number again is in force: it may say the same, or what was corrected.
+    assert configure(proposer, 5, role="D-heavy") == (5, "D-heavy", 256, "")
+    assert proposer.role == "D-heavy"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"chunk_size_tokens": 513}, "chunk size 513 is not in 0..512"),
+        ({"chunk_size_tokens": -1}, "chunk size -1 is not in 0..512"),
+        ({"strategy": "unheard of"}, "unheard of"),
+        ({"role": "no role"}, "no role"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_leaves_the_one_before_it_in_force(
+    changes: dict[str, Any], error: str
+) -> None:
+    proposer = make_proposer("D-heavy")
+    *in_force, message = configure(proposer, 2, **changes)
+    assert in_force == [1, "D-heavy", 256]
+    assert error in message
+    assert proposer.last_chunk_size_tokens == 256
+
+
+def test_chunk_size_0_keeps_the_size_that_started_prefills_end_with() -> None:
+    proposer = make_proposer("D-heavy")
+    assert configure(proposer, 2, chunk_size_tokens=512)[2] == 512
+    assert configure(proposer, 3, chunk_size_tokens=0)[2] == 0
+    assert (proposer.plan.chunk_size_tokens, proposer.last_chunk_size_tokens) == (0, 512)
+
+
+def test_a_draining_engine_sends_its_decodes_away() -> None:
+    proposer = make_proposer("D-heavy")
+    proposer.join(track("a", 20), NOW_S)
+    proposer.join(track("gone", 20), NOW_S)
+    proposer.leave("gone")
+    proposer.leave("never here")
+    assert propose(proposer, 0) == []
+    configure(proposer, 2, role="D-heavy", is_draining=True)
+    assert propose(proposer, 0) == [("a", "drain")]
+
+
+def test_the_plan_sets_watermark_factor_and_tokens_between_moves() -> None:
+    proposer = make_proposer("D-heavy")
+    parameters = StrategyParameters(watermark=0.5, approaching_factor=0.7, min_tokens_between_moves=9)
+    configure(proposer, 2, role="D-heavy", parameters=parameters)
+    assert proposer.watermark == 0.5
+    proposer.join(track("a", 160), NOW_S)
+    # 260 tokens are 17 blocks of 16: more than half of all are in use.
+    (proposal,) = proposer.propose(NOW_S, KvBlocks(total=1000, used=501))
+    assert (proposal.request_id, proposal.cause) == ("a", "degrade")
+    assert (proposal.num_output_tokens, proposal.num_blocks) == (160, 17)
+
+
+@pytest.mark.parametrize(("factor", "names"), [(0.7, ["a"]), (0.96, [])])
+def test_a_decode_flows_back_at_the_planned_share_of_its_objective(factor: float, names: list[str]) -> None:
+    proposer = make_proposer("P-heavy")
+    configure(proposer, 2, parameters=StrategyParameters(approaching_factor=factor))
+    # 40 ms per token, where 50 ms are allowed.
+    proposer.join(track("a", 20, first_token_s=NOW_S - 19 * 0.04), NOW_S)
+    assert [name for name, cause in propose(proposer, 0) if cause == "backflow"] == names
+
+
+@pytest.mark.parametrize(("num_tokens", "names"), [(2, ["a"]), (3, [])])
+def test_a_decode_that_moved_in_stays_for_the_planned_number_of_tokens(num_tokens: int, names: list[str]) -> None:
+    proposer = make_proposer("D-heavy")
+    configure(proposer, 2, role="D-heavy", parameters=StrategyParameters(min_tokens_between_moves=num_tokens))
+    tracked = track("a", 160)
+    tracked.is_moved_in = True
+    proposer.join(tracked, NOW_S)
+    for _ in range(2):
+        proposer.advance({"a": 1})
+    assert [name for name, _ in propose(proposer, 1000)] == names
+
+
+def test_a_decode_that_sits_an_iteration_out_has_no_more_output() -> None:
+    proposer = make_proposer("D-heavy")
+    configure(proposer, 2, is_draining=True)
+    for name in ("runs", "waits"):
+        proposer.join(track(name, 160), NOW_S)
+    proposer.advance({"runs": 1, "another": 1})
+    proposer.advance({"runs": 1})
+    proposals = proposer.propose(NOW_S, KvBlocks(total=100, used=50))
+    assert {str(each.request_id): each.num_output_tokens for each in proposals} == {"runs": 162, "waits": 160}
+
+
+def test_the_first_token_is_now_unless_it_came_before() -> None:
+    proposer = make_proposer("P-heavy")
+    fresh, resumed = track("fresh", 1, first_token_s=None), track("resumed", 20, first_token_s=NOW_S - 2.0)
+    for tracked in (fresh, resumed):
+        proposer.join(tracked, NOW_S)
+    assert (fresh.first_token_s, resumed.first_token_s) == (NOW_S, NOW_S - 2.0)
