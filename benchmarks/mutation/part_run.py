@@ -155,13 +155,13 @@ class PartRun:
         by_line = self._tests[str(self._root / mutant.path)]
         found = {nodeid for line in range(mutant.lines[0], mutant.lines[1] + 1) for nodeid in by_line.get(line, ())}
         kills = self._kills[mutant.function]
-        return sorted(found, key=lambda nodeid: (-kills[nodeid], self._runs[nodeid].wall_s, nodeid))
+        return sorted(found, key=lambda nodeid: (-kills[nodeid], self._runs[nodeid].cpu_s, nodeid))
 
     def _limit_tests(self, nodeids: list[str]) -> list[str]:
         kept: list[str] = []
         total_s = 0.0
         for nodeid in nodeids:
-            total_s += self._runs[nodeid].wall_s
+            total_s += self._runs[nodeid].cpu_s
             if kept and total_s > self._options.budget:
                 break
             kept.append(nodeid)
@@ -284,7 +284,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--since", metavar="REV", help="only lines that differ from this revision")
     parser.add_argument("--anew", action="store_true", help="test all again, not only what changed")
     parser.add_argument(
-        "--budget", type=float, default=20.0, help="tests of one mutant may take as many seconds without a mutant"
+        "--budget",
+        type=float,
+        default=20.0,
+        help="tests of one mutant may take as many seconds of CPU without a mutant",
     )
     parser.add_argument("--parts", type=Path, default=here.with_name("parts.toml"), help="the table of parts")
     parser.add_argument(

@@ -118,6 +118,11 @@ def test_chunk_size_zero_ends_what_has_started_and_begins_nothing(started, recom
     assert limits.hides(RequestKind.RECOMPUTE) == (room == 0)
 
 
+def test_a_started_prefill_of_an_engine_that_never_had_a_chunk_ends_as_recompute_does():
+    batch = make_batch(chunk_size_tokens=0, last_chunk_size_tokens=0, num_decodes=40, num_started_prefills=1)
+    assert POLICY.limits(NOW, batch).prefill_room_tokens == RECOMPUTE_TOKENS - 40
+
+
 def test_draining_returns_new_prompts_and_ends_started_ones():
     limits = POLICY.limits(NOW, make_batch(is_draining=True, num_started_prefills=1, num_new_prompts=1))
     assert limits.returns_new_prompts

@@ -479,6 +479,15 @@ def test_a_decode_proposed_while_it_was_fresh_keeps_its_standing_proposal():
     assert names(policy.propose(PROPOSAL_BACKOFF_S, decodes)) == ["r"]
 
 
+def test_a_decode_that_is_proposed_twice_counts_as_released_once():
+    decodes = make_decodes(used=950)
+    join(decodes, "a")
+    (decode,) = decodes.list_without_proposal(9)
+    for until_s in (1.0, 2.0):
+        decodes.propose(decode, until_s)
+    assert (decodes.num_proposed, decodes.proposed_blocks) == (1, 10)
+
+
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 4])
 def test_slow_decodes_are_listed_up_to_the_limit(limit):
     decodes = make_decodes(P)
@@ -615,6 +624,7 @@ DONE, DEGRADE, BACKFLOW, DRAIN, MANUAL = MoveCause
         (DONE, [(P, 0, {}), (D, 0, {"running_decodes": 10})], None),
         (DONE, [(P, 0, {}), (D, 0, {"running_decodes": 9})], "e1"),
         (DONE, [(P, 0, {}), (D, 0, {"is_draining": True}), (P, 0, {})], None),
+        (DONE, [(P, 0, {}), (D, 0, {"is_draining": True}), (D, 50, {})], "e2"),
         (DONE, [(P, 0, {}), (P, 0, {})], None),
         (DONE, [(D, 0, {}), (D, 0, {}), (P, 0, {})], None),
         (DONE, [(P, 0, {"chunk": 512}), (D, 0, {"chunk": 512})], None),
@@ -641,6 +651,7 @@ DONE, DEGRADE, BACKFLOW, DRAIN, MANUAL = MoveCause
         "first decode: granted blocks are no room",
         "first decode: no seat",
         "first decode: last seat",
+        "first decode: nobody but a draining engine",
         "first decode: not to a draining engine",
         "first decode: no D-heavy engine",
         "first decode: stays on D-heavy",
@@ -684,5 +695,6 @@ def test_equally_used_targets_are_picked_at_random():
     assert min(counts["e1"], counts["e2"]) > 60
 
 
-def test_a_source_that_is_gone_still_finds_a_target():
-    assert find_target(make_table((P, 0, {}), (D, 0, {})), DRAIN, source="gone") is not None
+@pytest.mark.parametrize(("cause", "expected"), [(DRAIN, {"e0", "e1"}), (DONE, {"e1"}), (DEGRADE, {"e0"})])
+def test_a_source_that_is_gone_still_finds_a_target(cause, expected):
+    assert find_target(make_table((P, 0, {}), (D, 0, {})), cause, source="gone") in expected

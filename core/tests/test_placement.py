@@ -535,12 +535,13 @@ def test_the_share_of_recoveries_is_open_from_its_very_moment():
     assert decide(table, make_request(is_recovery=True), now=open_s).reason == "recovery"
 
 
-def test_recoveries_behind_one_that_waits_for_its_share_wait_too():
+@pytest.mark.parametrize("rejection", [OFF, REJECT])
+def test_recoveries_behind_one_that_waits_for_its_share_wait_too(rejection):
     """One walk, not one for each: the second would fit into the engine that is open, which the first does not."""
     table = make_table({"queued_prefill_tokens": 500}, {"kv_blocks_used": 9900})
     use_up_recovery_share(table, "e0")
     waiting = [make_request(n, tokens=tokens, is_recovery=True) for n, tokens in enumerate((2000, 100))]
-    assert [d.reason for d in make_policy().assign(0.0, waiting, table)] == ["recovery_cap"] * 2
+    assert [d.reason for d in make_policy(rejection).assign(0.0, waiting, table)] == ["recovery_cap"] * 2
     assert decide(table, waiting[1]).engine_id == "e1"
 
 
@@ -692,6 +693,87 @@ def test_a_recovery_without_kv_stops_new_prefills_only_when_it_has_waited_long(n
     recovery = make_request(0, tokens=5000, is_recovery=True, next_token_due_s=1.5)
     new = make_request(1, tokens=100, arrival_s=now)
     assert [type(d) for d in make_policy().assign(now, [recovery, new], table)] == [Hold, kind]
+
+
+def test_a_late_recovery_stops_prompts_and_no_other_recovery():
+    table = make_table({"kv_blocks_used": 9950})
+    late = make_request(0, tokens=5000, is_recovery=True, next_token_due_s=1.0)
+    small = [make_request(1, tokens=100, is_recovery=True, next_token_due_s=2.0), make_request(2, tokens=100)]
+    assert [type(d) for d in make_policy().assign(9.0, [late, *small], table)] == [Hold, Place, Hold]
+
+
+def test_a_prompt_behind_one_that_waits_too_long_does_not_open_the_way():
+    table = make_table({"kv_blocks_used": 9950})
+    waiting = [make_request(0, tokens=5000, ttft_s=1.0)]
+    waiting += [make_request(number, tokens=100 - number, ttft_s=9.0, arrival_s=0.1 * number) for number in (1, 2)]
+    assert [(type(d), d.reason) for d in make_policy().assign(1.5, waiting, table)] == [(Hold, "kv")] * 3
+
+
+def test_a_prompt_that_fits_one_engine_of_several_waits_for_it():
+    table = make_table({"kv_blocks_used": 9950}, {"kv_blocks_total": 100})
+    waiting = [make_request(0, tokens=5000, ttft_s=1.0), make_request(1, tokens=100, ttft_s=9.0)]
+    assert [type(d) for d in make_policy().assign(1.5, waiting, table)] == [Hold, Hold]
+
+
+def test_an_engine_behind_one_that_is_too_slow_is_seen():
+    """In the order of queues: late, later by any bound, in time."""
+    table = make_table(
+        {"queued_prefill_tokens": 10, "iteration_remaining_s": 20.0},
+        {"queued_prefill_tokens": 20, "iteration_remaining_s": 60.0},
+        {"queued_prefill_tokens": 30},
+    )
+    assert decide(table, make_request()).engine_id == "e2"
+
+
+def test_a_transfer_alone_can_make_an_engine_late_in_the_walk():
+    engines = ({"role": P}, {"role": D, "queued_prefill_tokens": 700})
+    policy = make_policy()
+    decision = decide(make_table(*engines), make_request(), policy)
+    (chosen,) = (each for each in explain(policy.records[0]) if each.engine_id == decision.engine_id)
+    assert decision.engine_id == "e0"
+    late = decide(make_table(*engines), make_request(ttft_s=decision.predicted_ttft_s - 0.1 * chosen.transfer_s))
+    assert not (late.engine_id == "e0" and late.is_feasible)
+
+
+def test_a_tied_engine_without_kv_is_not_drawn():
+    """The one that is drawn first is feasible; of the other only its emptiness speaks."""
+    full = {"kv_blocks_used": 9950}
+    for seed in range(30):
+        table = make_table({"kv_blocks_used": 9000}, full, full, full)
+        assert decide(table, make_request(tokens=2000), make_policy(seed=seed)).engine_id == "e0"
+
+
+def test_the_predicted_ttft_counts_from_arrival():
+    early, late = (decide(make_table({}), make_request(arrival_s=arrival_s), now=7.0) for arrival_s in (3.0, 7.0))
+    assert early.predicted_ttft_s == pytest.approx(late.predicted_ttft_s + 4.0)
+    assert early.predicted_ttft_s > 4.0
+
+
+def test_a_transfer_takes_its_latency_and_its_bytes():
+    policy = make_policy()
+    decide(make_table({"role": P}, {"role": D}), make_request(tokens=3000), policy)
+    (transfer_s,) = (each.transfer_s for each in explain(policy.records[0]) if each.engine_id == "e0")
+    assert transfer_s == pytest.approx(TRANSFER_LATENCY_S + 3000 * 200_000 / 10e9)
+
+
+def test_a_recovery_is_explained_as_feasible_though_it_is_late():
+    policy = make_policy()
+    assert decide(make_table(BUSY), make_request(is_recovery=True, ttft_s=GONE), policy).engine_id == "e0"
+    assert explain(policy.records[0])[0].reason == "feasible"
+    decide(make_table(BUSY), make_request(1, ttft_s=GONE), policy)
+    assert explain(policy.records[1])[0].reason == "ttft"
+
+
+def test_a_prompt_that_is_cached_whole_computes_its_last_token():
+    table = make_table({})
+    decide(table, make_request(), cached_tokens=lambda _request, _engine_id: 1000)
+    assert table[EngineId("e0")].queued_prefill_tokens == 1
+
+
+def test_a_chosen_engine_among_as_many_as_are_recorded_is_recorded_once():
+    policy = make_policy()
+    decide(make_table(*[{}] * MAX_RECORDED_ENGINES), make_request(), policy)
+    assert len(explain(policy.records[0])) == MAX_RECORDED_ENGINES
 
 
 def test_a_prompt_waits_from_its_arrival():

@@ -288,7 +288,8 @@ def test_decodes_and_arrivals_leave_the_rest_of_the_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "num_computed_tokens", "num_ending"), [(0, 1000, 0), (1, 298, 1), (1, 297, 0), (2, 299, 1), (2, 298, 0)]
+    ("in_flight", "num_computed_tokens", "num_ending"),
+    [(0, 1000, 0), (1, 298, 1), (1, 297, 0), (2, 299, 1), (2, 298, 0)],
 )
 def test_a_decode_whose_last_token_is_under_way_is_left_out(
     in_flight: int, num_computed_tokens: int, num_ending: int
