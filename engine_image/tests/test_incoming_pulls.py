@@ -1,4 +1,4 @@
-"""Requests that arrive with KV elsewhere: which class each gets, which pulls are late, what is counted; without vLLM."""
+"""Requests that arrive with KV elsewhere: their classes, which pulls are late, what is counted; without vLLM."""
 
 from __future__ import annotations
 

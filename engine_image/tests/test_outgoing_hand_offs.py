@@ -133,7 +133,7 @@ def test_a_cancelled_hand_off_gives_the_request_its_length_back(hand_offs: Any) 
     ],
 )
 def test_a_request_that_ends_of_itself_is_not_handed_off(
-    fields: dict[str, int], status: str, is_handed_off: bool, hand_offs: Any
+    fields: dict[str, int], status: str, *, is_handed_off: bool, hand_offs: Any
 ) -> None:
     request = make_request(**fields)
     hand_offs.settle(request)
