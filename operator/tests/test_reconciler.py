@@ -8,7 +8,9 @@ import pytest
 from cluster_harness import COST, KEY, World
 from fake_kubernetes import make_cluster
 
-from sluice.v1 import control_pb2
+from sluice.v1 import control_pb2, plan_pb2
+from sluice_operator.controller.cluster_state import DEFER_S
+from sluice_operator.controller.plan_step import DRAIN_MARGIN_S
 from sluice_operator.kubernetes.interface import (
     CLUSTERS,
     CONFIG_MAPS,
@@ -18,6 +20,7 @@ from sluice_operator.kubernetes.interface import (
     SERVICES,
     BusyError,
     ForbiddenError,
+    InvalidError,
 )
 
 
@@ -189,14 +192,47 @@ async def test_an_engine_that_never_drains_goes_when_its_time_is_over() -> None:
     await world.settle()
     world.routers.stuck = set(world.engine_uids)
     world.edit(replicas=3)
-    for _ in range(3):
-        after_s = await world.reconcile()
-    assert world.deployment()["spec"]["replicas"] == 4
-    assert after_s is not None
-    assert 0 < after_s <= 35
-    world.now += after_s
+    limit_s = 30.0 + DRAIN_MARGIN_S
+    assert await world.reconcile() == DEFER_S
+    started_s = world.now
+    for passed_s in (0.0, 10.0, 20.0, 34.0):
+        world.now = started_s + passed_s
+        assert await world.reconcile() == pytest.approx(limit_s - passed_s)
+        assert world.deployment()["spec"]["replicas"] == 4
+    world.now = started_s + limit_s
     await world.settle()
     assert len(world.engines) == 3
+
+
+async def test_the_next_reconcile_comes_when_the_first_victim_is_out_of_time() -> None:
+    world = World()
+    await world.settle()
+    world.routers.stuck = set(world.engine_uids)
+    world.edit(replicas=3)
+    await world.reconcile()
+    await world.reconcile()
+    world.now += 10.0
+    world.edit(replicas=2)
+    await world.reconcile()
+    assert await world.reconcile() == pytest.approx(20.0 + DRAIN_MARGIN_S)
+
+
+async def test_an_engine_counts_as_drained_once_every_router_has_the_newest_plan() -> None:
+    world = World()
+    await world.settle()
+    world.edit(replicas=3)
+    for _ in range(2):
+        await world.reconcile()
+    # The plan drains an engine and the engine is marked; one router has not got so far.
+    address, plan = next(iter(world.routers.plans.items()))
+    older = plan_pb2.Plan()
+    older.CopyFrom(plan)
+    older.generation -= 1
+    world.routers.plans[address] = older
+    await world.reconcile()
+    assert world.deployment()["spec"]["replicas"] == 4
+    await world.reconcile()
+    assert world.deployment()["spec"]["replicas"] == 3
 
 
 async def test_a_reverted_scale_down_leaves_no_deletion_cost() -> None:
@@ -363,6 +399,17 @@ async def test_a_plan_damaged_by_hand_is_made_again_and_its_number_grows(damage)
     assert all(plan == world.plan for plan in world.routers.plans.values())
 
 
+@pytest.mark.parametrize("text", [None, "{"], ids=["emptied", "garbled"])
+async def test_the_number_of_a_damaged_plan_is_known_without_the_routers(text: str | None) -> None:
+    world = World()
+    await world.settle()
+    generation = world.plan.generation
+    world.routers.is_silent = True
+    world.kubernetes.edit(CONFIG_MAPS, "tiny-plan", {"data": {"plan.json": text}})
+    await world.reconcile()
+    assert world.plan.generation == generation + 1
+
+
 async def test_a_cluster_deleted_while_it_is_created_leaves_nothing() -> None:
     world = World()
     num_applied = 0
@@ -447,6 +494,20 @@ async def test_while_a_spec_is_refused_the_last_accepted_one_stays_in_force(*, r
     assert world.plan.slo_classes[0].ttft_milliseconds == 1
 
 
+async def test_routers_that_start_while_a_spec_is_refused_get_the_plan_in_force() -> None:
+    world = World()
+    await world.settle()
+    world.edit(prefillHeavy=9)
+    await world.settle()
+    plan = world.plan
+    world.start_operator()
+    world.routers.plans.clear()
+    await world.settle()
+    assert len(world.routers.plans) == 2
+    assert all(found == plan for found in world.routers.plans.values())
+    assert world.conditions["SLOMet"] == ("Unknown", "NoTraffic")
+
+
 async def test_a_new_process_says_nothing_of_routers_before_they_had_time_to_answer() -> None:
     world = World()
     await world.settle()
@@ -478,6 +539,125 @@ async def test_forbidden_writes_are_reported_and_the_rest_is_applied() -> None:
     assert world.conditions["Degraded"] == ("True", "Forbidden")
     assert world.conditions["Ready"] == ("True", "Serving")
     assert await world.reconcile() == 30.0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "reason"),
+    [
+        (("apply", "deployments"), InvalidError("spec.template: unknown"), "PodTemplateRefused"),
+        (("apply", "services"), InvalidError("spec.ports: invalid"), "Forbidden"),
+        (("apply", "deployments"), ForbiddenError("deployments is forbidden"), "Forbidden"),
+        (("apply", "services"), ForbiddenError("exceeded quota: services=1"), "QuotaExceeded"),
+        (("apply", "deployments"), InvalidError("exceeded quota: cpu=1"), "QuotaExceeded"),
+    ],
+    ids=["invalid pods", "invalid service", "forbidden", "quota", "quota of pods"],
+)
+async def test_each_refused_write_is_reported_by_its_cause(call, error, reason: str) -> None:
+    world = World()
+
+    def refuse(*called: str) -> None:
+        if called == call:
+            raise error
+
+    world.kubernetes.before = refuse
+    await world.settle()
+    assert world.conditions["Degraded"] == ("True", reason)
+    assert str(error) in world.message("Degraded")
+    world.kubernetes.before = lambda *_: None
+    await world.settle()
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+
+
+async def test_a_lost_event_is_no_reason_to_reconcile_again() -> None:
+    world = World()
+
+    def forbid(verb: str, plural: str) -> None:
+        if (verb, plural) == ("create", "events"):
+            raise ForbiddenError("events is forbidden")
+
+    world.kubernetes.before = forbid
+    await world.settle()
+    assert world.kubernetes.events == []
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+
+
+async def test_a_foreign_object_that_carries_our_labels_is_not_deleted() -> None:
+    world = World()
+    await world.settle()
+    labels = world.kubernetes.find(DISRUPTION_BUDGETS, "tiny-engine")["metadata"]["labels"]
+    foreign = {
+        "apiVersion": DISRUPTION_BUDGETS.api_version,
+        "kind": DISRUPTION_BUDGETS.name,
+        "metadata": {"name": "mine", "namespace": "default", "labels": labels},
+    }
+    world.kubernetes.put(foreign)
+    world.edit(replicas=1)
+    await world.settle()
+    names = [item["metadata"]["name"] for item in world.kubernetes.select(DISRUPTION_BUDGETS)]
+    assert names == ["mine", "tiny-router"]
+
+
+async def test_an_object_that_takes_a_childs_name_meanwhile_is_left_alone() -> None:
+    world = World()
+    await world.settle()
+    is_taken = False
+
+    def take(verb: str, plural: str) -> None:
+        nonlocal is_taken
+        if (verb, plural) == ("apply", "services") and not is_taken:
+            is_taken = True
+            world.kubernetes.remove(SERVICES, "default", "tiny-router")
+            world.kubernetes.put(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Service",
+                    "metadata": {"name": "tiny-router", "namespace": "default"},
+                    "spec": {"mine": 1},
+                }
+            )
+
+    world.kubernetes.before = take
+    world.edit(router={"service": {"type": "NodePort"}})
+    await world.settle()
+    assert is_taken
+    assert world.kubernetes.find(SERVICES, "tiny-router")["spec"] == {"mine": 1}
+    assert world.conditions["Degraded"] == ("True", "NameConflict")
+
+
+async def test_a_field_that_the_spec_drops_is_dropped_from_the_child() -> None:
+    world = World(router={"replicas": 2, "service": {"annotations": {"a/b": "c"}}})
+    await world.settle()
+    assert world.kubernetes.find(SERVICES, "tiny-router")["metadata"]["annotations"]["a/b"] == "c"
+    world.edit(router={"service": None})
+    await world.settle()
+    assert "a/b" not in world.kubernetes.find(SERVICES, "tiny-router")["metadata"]["annotations"]
+
+
+async def test_the_status_of_one_cluster_is_not_written_to_the_next_of_its_name() -> None:
+    world = World()
+    await world.settle()
+    counters = control_pb2.ClassCounters(num_finished=10, num_met_ttft=9, num_met_tpot=9, num_met_both=8)
+    for finished in (0, 10):
+        counters.num_finished = finished
+        world.routers.counters[:] = [counters]
+        for status in world.routers.statuses(KEY).values():
+            world.reconciler.record_status(KEY, status)
+    world.now += 20.0
+
+    def replace_cluster(verb: str, plural: str) -> None:
+        if (verb, plural) == ("patch_status", "servingclusters"):
+            world.kubernetes.before = lambda *_: None
+            world.kubernetes.remove(CLUSTERS, "default", "tiny")
+            world.kubernetes.put(make_cluster())
+
+    world.kubernetes.before = replace_cluster
+    assert await world.reconcile() == 0.5
+    assert world.status == {}
+    world.routers.counters.clear()
+    await world.settle()
+    # Nor is what the routers of the former one counted.
+    assert "attainment" not in world.status
 
 
 @pytest.mark.parametrize("plural", ["pods", "deployments", "services"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
@@ -139,13 +139,16 @@ def _scale(
     deployment = observed.deployment(names.ENGINE)
     limit_s = drain_limit_s(cluster)
     started = state.drain_started_s
+    # A router with an older plan says nothing of a drain: the newer plan may have given the engine work in between.
+    has_plan = all(status.generation >= stored.generation for status in reported.statuses.values())
+    reports = reported.reports.items()
     scale = decide_scale(
         cluster.spec.replicas,
         deployment["spec"]["replicas"] if deployment else None,
         observed.engines,
         roles=stored.roles,
         num_prefill_heavy=resolve_sliders(cluster.spec).num_prefill_heavy,
-        reports=reported.reports,
+        reports={name: replace(report, is_drained=report.is_drained and has_plan) for name, report in reports},
         drain_expired={engine_id for engine_id, since_s in started.items() if now - since_s >= limit_s},
     )
     state.drain_started_s = {engine_id: started.get(engine_id, now) for engine_id in scale.victims}
