@@ -107,7 +107,12 @@ async def test_a_decision_log_is_fetched_through_tls_with_a_key(tmp_path: Path) 
         return web.json_response(log)
 
     application = web.Application()
+
+    async def refuse(_request: web.Request) -> web.Response:
+        return web.json_response({"error": "unknown"}, status=404)
+
     application.router.add_get("/debug/requests/r", answer)
+    application.router.add_get("/debug/requests/x", refuse)
     runner = web.AppRunner(application)
     await runner.setup()
     context = make_server_context(CertificateFolder(folder, is_mutual=False).current)
@@ -116,6 +121,8 @@ async def test_a_decision_log_is_fetched_through_tls_with_a_key(tmp_path: Path) 
     router = RouterStatusRow(name="router-0", url=url, front_tls=str(folder), needs_key=True)
     try:
         assert await fetch_decision_log([router], "r", "sk-1") == log
+        with pytest.raises(UnknownRequestError, match="no router knows request 'x'"):
+            await fetch_decision_log([router], "x", "sk-1")
         with pytest.raises(UnknownRequestError, match="asks for a valid API key"):
             await fetch_decision_log([router], "r")
         other = mount_secret(tmp_path / "other", make_files(trustme.CA(), "elsewhere.example.com"))
@@ -205,6 +212,8 @@ def status(state: control_pb2.EngineState.ValueType, used: int) -> control_pb2.G
         kv_blocks_used=used,
         kv_blocks_granted=5,
         num_moved_in=7,
+        num_moved_out=2,
+        waiting_requests=4,
     )
     counters = control_pb2.ClassCounters(num_finished=10, num_met_ttft=9, num_met_tpot=10, num_met_both=9)
     return control_pb2.GetStatusResponse(engines=[engine], classes=[counters], is_ready=True, generation=4)
@@ -231,7 +240,8 @@ def test_the_status_prefers_live_links_to_lost_ones_and_sums_attainment() -> Non
     console = Console(file=io.StringIO(), width=150)
     console.print(make_cluster_table(view))
     shown = console.file.getvalue()
-    assert "75/20/100" in shown
+    row = next(line for line in shown.splitlines() if "engine-0" in line)
+    assert row.replace("│", " ").split() == ["engine-0", "D-heavy", "ready", "64", "3", "4", "75/20/100", "7/2", "0"]
     assert "20 finished, TTFT 90 %, TPOT 100 %, both 90 %" in shown
     assert "http://127.0.0.1:8000/v1/chat/completions" in make_curl_line(view)
 

@@ -280,6 +280,53 @@ def test_refuted_sliders_may_be_tried_again_for_another_workload() -> None:
     assert plant.sliders == FOR_LONG
 
 
+def test_a_trial_lasts_as_long_as_the_cool_down() -> None:
+    plant = Plant()
+    plant.run(13)
+    assert plant.reason is Reason.ON_TRIAL
+    plant.run(COOLDOWN_S / 2)
+    assert plant.reason is Reason.ON_TRIAL
+    plant.attainment = lambda sliders: 0.3
+    plant.run(30)
+    assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS]
+
+
+def test_a_trial_begins_when_every_engine_has_the_sliders() -> None:
+    plant = Plant()
+    while not plant.changes:
+        plant.step()
+    plant.is_settled, plant.attainment = False, lambda sliders: 0.0
+    plant.run(40)
+    plant.is_settled, plant.attainment = True, lambda sliders: 0.95
+    plant.run(3 * COOLDOWN_S)
+    assert [sliders for _, sliders in plant.changes] == [FOR_LONG]
+    assert plant.reason is Reason.TUNED
+
+
+def test_all_sliders_whose_trial_failed_stay_rejected() -> None:
+    best = FOR_LONG
+    plant = Plant(best=lambda _: best, attainment=lambda sliders: 0.95 if sliders == SPECS else 0.5)
+    plant.run(100)
+    for best, num_rows in ((FOR_SHORT, 400), (FOR_LONG, 1600)):
+        plant.rows = (LONG,) * num_rows
+        plant.run(1000, step_s=20.0)
+    assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS, FOR_SHORT, SPECS]
+    assert plant.reason is Reason.RETURNED
+
+
+@pytest.mark.parametrize(("search_s", "rest_s"), [(1.0, 5.0), (30.0, 30.0), (300.0, 60.0)])
+def test_after_a_search_the_next_one_waits_as_long_as_it_took_within_bounds(search_s: float, rest_s: float) -> None:
+    plant = Plant(make_spec(autotune={"mode": "Recommend", "bounds": BOUNDS}), search_s=search_s)
+    plant.run(2)
+    while plant.state.is_searching:
+        plant.step()
+    ended_s = plant.state.search_ended_s
+    plant.rows = (SHORT,) * 100
+    while plant.num_asked == 1:
+        plant.step()
+    assert plant.now - ended_s == rest_s
+
+
 def test_nothing_is_changed_or_evaluated_while_engines_come_and_go() -> None:
     plant = Plant(is_settled=False)
     plant.run(300)
@@ -430,6 +477,10 @@ def test_attainment_falls_only_beyond_chance() -> None:
     assert not has_attainment_fallen(before, SloCounts(num_finished=40, num_met_both=37))
     assert has_attainment_fallen(before, SloCounts(num_finished=40, num_met_both=30))
     assert not has_attainment_fallen(before, SloCounts(num_finished=200, num_met_both=200))
+    # Where chance is small, a fall must still be large enough to matter.
+    many = SloCounts(num_finished=100_000, num_met_both=95_000)
+    assert not has_attainment_fallen(many, SloCounts(num_finished=100_000, num_met_both=94_000))
+    assert has_attainment_fallen(many, SloCounts(num_finished=100_000, num_met_both=92_000))
 
 
 @settings(max_examples=25, deadline=None)

@@ -12,6 +12,7 @@ from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.names import COMPONENT_LABEL, ROUTER
 from sluice_operator.controller.preconditions import check_cluster
 from sluice_operator.kubernetes.interface import CERTIFICATES, CLUSTERS, DEPLOYMENTS, PODS, kind_of
+from sluice_operator.resources.desired import RenderInputs, key_of, render_children
 from sluice_operator.settings import OperatorSettings
 
 KEYS = {"mode": "APIKey", "apiKey": {"secretName": "keys"}}
@@ -119,6 +120,19 @@ def test_an_issuer_or_a_name_is_changed_without_a_restart() -> None:
     # The front's matters to routers alone.
     assert hashes(GIVEN, {})[0] == engine
     assert hashes(GIVEN, {})[1] != router
+
+
+def test_routers_restart_when_they_are_to_trust_another_operator() -> None:
+    def digest(namespace: str, **spec: Any) -> str:
+        settings = SETTINGS.model_copy(update={"namespace": namespace})
+        inputs = RenderInputs(engine_replicas=1, has_monitors=False, live={})
+        children = {key_of(child): child for child in render_children(check(**spec), inputs, settings)}
+        template = children["Deployment", "tiny-router"]["spec"]["template"]
+        text: str = template["metadata"]["annotations"]["sluice.dev/restart-hash"]
+        return text
+
+    assert digest("here", network={"tls": GIVEN}) != digest("there", network={"tls": GIVEN})
+    assert digest("here") == digest("there")
 
 
 def body(**spec: Any) -> Any:

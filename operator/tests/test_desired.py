@@ -213,6 +213,21 @@ def test_restarting_fields_change_the_hash_of_those_that_they_restart(edit, is_e
     assert (digest(router_template(**edit)) != digest(router_template())) == is_router
 
 
+def test_pods_of_a_manifest_that_names_no_image_restart_with_the_operators_own() -> None:
+    def digests(**images: str) -> list[str]:
+        settings = SETTINGS.model_copy(update=images)
+        inputs = RenderInputs(engine_replicas=1, has_monitors=False, live={})
+        children = {key_of(child): child for child in render_children(check(), inputs, settings)}
+        templates = (children["Deployment", f"tiny-{name}"]["spec"]["template"] for name in ("engine", "router"))
+        return [template["metadata"]["annotations"][RESTART_HASH_ANNOTATION] for template in templates]
+
+    engine, router = digests()
+    assert digests(engine_image="other:1")[0] != engine
+    assert digests(engine_image="other:1")[1] == router
+    assert digests(router_image="other:1")[0] == engine
+    assert digests(router_image="other:1")[1] != router
+
+
 def test_an_operator_that_renders_differently_keeps_the_template_until_something_restarts() -> None:
     live = render()["Deployment", "tiny-engine"]
     changed = copy.deepcopy(live)

@@ -84,6 +84,8 @@ def test_only_objects_of_ours_are_watched_and_nothing_is_written() -> None:
     settings = make_settings()
     assert not settings.posting.enabled
     assert settings.scanning.disabled
+    # A watch that says nothing for longer than the server's bookmarks take is opened again.
+    assert 60.0 < settings.watching.inactivity_timeout <= 90.0
     assert len(settings.watching.label_selectors) == len(WATCHED) - 1
     assert set(settings.watching.label_selectors.values()) == {"app.kubernetes.io/managed-by=sluice-operator"}
     assert CLUSTERS in WATCHED

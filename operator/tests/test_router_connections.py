@@ -32,6 +32,14 @@ class Router(control_pb2_grpc.ControlServicer):
         self.refusal = ""
         self.port = 0
         self.news = asyncio.Event()
+        self.server: grpc.aio.Server
+
+    async def serve(self) -> None:
+        """Serves, at the port of before if there was one."""
+        self.server = grpc.aio.server()
+        control_pb2_grpc.add_ControlServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self.server.start()
 
     def change(self, **fields: object) -> None:
         self.status = control_pb2.GetStatusResponse(version=self.status.version + 1, router_id="r", **fields)
@@ -53,12 +61,9 @@ class Router(control_pb2_grpc.ControlServicer):
 @pytest.fixture
 async def router() -> AsyncIterator[Router]:
     made = Router()
-    server = grpc.aio.server()
-    control_pb2_grpc.add_ControlServicer_to_server(made, server)
-    made.port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    await made.serve()
     yield made
-    await server.stop(0)
+    await made.server.stop(0)
 
 
 class Following:
@@ -219,6 +224,37 @@ async def test_a_refused_plan_is_reported(router) -> None:
         router.refusal = ""
         following.connections.set_plan(KEY, plan_pb2.Plan(generation=6))
         assert following.connections.refusals(KEY) == {}
+
+
+async def test_a_router_that_starts_again_gets_the_plan_again_even_one_that_it_had_refused(router) -> None:
+    router.refusal = "engines[0].chunk_size_tokens is 9, allowed are 0 to 8"
+    async with Following(router) as following:
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_plan(KEY, plan_pb2.Plan(generation=5))
+        while not following.connections.refusals(KEY):
+            await following.wait()
+        for restart in range(2):
+            await router.server.stop(0)
+            # What it said last is not what it does now.
+            while following.connections.statuses(KEY):
+                await following.wait()
+            assert following.connections.refusals(KEY) == {}
+            router.refusal = ""
+            router.status = control_pb2.GetStatusResponse(version=1, router_id=f"r{restart}")
+            await router.serve()
+            await until_following(following, 5)
+
+
+async def test_a_router_whose_pod_has_another_address_is_another_router(router) -> None:
+    async with Following(router) as following:
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_plan(KEY, plan_pb2.Plan(generation=5))
+        await until_following(following, 5)
+        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        assert set(following.connections.statuses(KEY)) == {"pod"}
+        following.connections.set_routers(KEY, {"pod": "127.0.0.2"})
+        assert following.connections.statuses(KEY) == {}
+        assert following.connections.count() == 1
 
 
 async def test_counters_are_recorded_and_enqueue_nothing(router) -> None:

@@ -22,7 +22,7 @@ from sluice_operator.autotune.search import compute_least_gain, make_effort, mak
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
 from sluice_operator.autotune.search_process import SearchError, SearchRunner
 from sluice_operator.autotune.workload import WorkloadSample, has_shifted, read_workload
-from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS
+from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, ForbiddenError
 
 BOUNDS = {
     "prefillHeavy": {"min": 1, "max": 3},
@@ -302,6 +302,23 @@ async def test_the_condition_names_bounds_that_leave_no_choice() -> None:
     assert tuned.condition == ("False", "NothingToTune")
 
 
+async def test_sliders_stay_while_the_number_of_engines_is_another_than_the_specs() -> None:
+    tuned = Tuned(autotune=APPLY)
+    await tuned.world.settle()
+
+    def forbid(verb: str, plural: str) -> None:
+        if (verb, plural) == ("apply", "deployments"):
+            raise ForbiddenError("exceeded quota")
+
+    tuned.world.kubernetes.before = forbid
+    tuned.world.edit(replicas=5)
+    await tuned.run(40)
+    assert tuned.chunks == [64, 64, 512, 512]
+    tuned.world.kubernetes.before = lambda *_: None
+    await tuned.run(40)
+    assert tuned.chunks == [128, 128, 1024, 1024, 1024]
+
+
 async def test_the_tuner_of_a_deleted_cluster_ends_its_search() -> None:
     tuned, ended = Tuned(autotune=APPLY), asyncio.Event()
 
@@ -369,6 +386,12 @@ def test_fits_of_engines_are_averaged_by_what_they_have_seen() -> None:
     facts, _ = find_engine_facts(spec, views)
     assert isinstance(facts, MeasuredEngineFacts)
     assert facts.coefficients[0] == pytest.approx(0.015)
+    # A fit forgets: what an engine ran long ago gives it no more weight.
+    veteran = make_status([], latency=fast, num_fitted_iterations=100_000, **known)
+    regular = make_status([], latency=slow, num_fitted_iterations=500, **known)
+    equal, _ = find_engine_facts(spec, [regular, veteran])
+    assert isinstance(equal, MeasuredEngineFacts)
+    assert equal.coefficients[0] == pytest.approx(0.02)
     assert not facts.differs(facts)
     slower, _ = find_engine_facts(spec, views[:1] * 2)
     assert slower is not None
