@@ -304,11 +304,10 @@ def test_a_trial_begins_when_every_engine_has_the_sliders() -> None:
 
 
 def test_all_sliders_whose_trial_failed_stay_rejected() -> None:
-    best = FOR_LONG
-    plant = Plant(best=lambda _: best, attainment=lambda sliders: 0.95 if sliders == SPECS else 0.5)
+    plant = Plant(attainment=lambda sliders: 0.95 if sliders == SPECS else 0.5)
     plant.run(100)
     for best, num_rows in ((FOR_SHORT, 400), (FOR_LONG, 1600)):
-        plant.rows = (LONG,) * num_rows
+        plant.best, plant.rows = lambda _, best=best: best, (LONG,) * num_rows
         plant.run(1000, step_s=20.0)
     assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS, FOR_SHORT, SPECS]
     assert plant.reason is Reason.RETURNED
