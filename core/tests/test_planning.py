@@ -191,14 +191,14 @@ def test_resizing_keeps_the_share_and_the_bounds() -> None:
 
 
 def test_a_cell_has_the_candidates_engines() -> None:
-    cell = build_cell(make_problem(), make_taichi(watermark=0.9), seed=3, kv_scale=0.5)
+    cell = build_cell(make_problem(), make_taichi(watermark=0.9, approaching_factor=0.8), seed=3, kv_scale=0.5)
     assert [(e.engine_id, e.role, e.chunk_size_tokens, e.kv_blocks_total) for e in cell.engines] == [
         ("p0", Role.PREFILL_HEAVY, 512, 2000),
         ("p1", Role.PREFILL_HEAVY, 512, 2000),
         ("d0", Role.DECODE_HEAVY, 128, 2000),
         ("d1", Role.DECODE_HEAVY, 128, 2000),
     ]
-    assert (cell.parameters.watermark, cell.seed) == (0.9, 3)
+    assert (cell.parameters.watermark, cell.parameters.approaching_factor, cell.seed) == (0.9, 0.8, 3)
 
 
 # --- curves and intervals ------------------------------------------------------------------------------------------
@@ -388,12 +388,12 @@ def list_everything(space: SearchSpace) -> list[SliderCandidate]:
 @pytest.mark.parametrize(
     ("problem", "prefill_heavy_tokens", "effort"),
     [
-        (make_problem(), (256, 512, 1024), EFFORT),
+        (make_problem(), (256, 1024), replace(EFFORT, duration_s=10.0)),
         # Answers of half a second, 200 requests/s.
         (
             make_problem(lengths=CHATS, max_num_seqs=32),
-            (64, 256, 1024),
-            SearchEffort(seeds=(1,), num_requests=300, most_requests=900),
+            (64, 1024),
+            SearchEffort(seeds=(1,), num_requests=150, most_requests=450),
         ),
     ],
     ids=["reports", "chats"],
