@@ -357,8 +357,7 @@ class NaiveAheadSimulation(NaiveSimulation):
     def end(self, engine):
         engine.end(self.now)
         if engine.decodes:
-            flow = self.void_flow if self.table.has_uniform_chunk_size else self.flow
-            for proposal in flow.propose(self.now, engine.members):
+            for proposal in self.choose_leaving(engine):
                 self.propose_move(engine, proposal)
         self.do_errands(engine, [errand for errand in engine.errands if errand[0] <= engine.num_ended])
         self.start_engine(engine)
@@ -388,7 +387,7 @@ class NaiveAheadSimulation(NaiveSimulation):
         blocks = blocks_for_tokens(request.kv_tokens, source.block)
         name = source.setup.engine_id
         asked = FlowRequest(request_id=request.name, cause=proposal.cause, source=name, num_blocks=blocks)
-        target = self.flow.target(self.now, asked, self.table)
+        target = self.router.target(self.now, asked, self.table)
         if target is None:
             self.num_blocked += 1
             return

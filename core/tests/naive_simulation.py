@@ -418,13 +418,15 @@ class NaiveSimulation:
                 self.retry_later()
 
     def propose(self, engine):
-        flow = engine.policy
-        flow.observe_chunk_sizes({state.chunk_size_tokens for state in self.table if not state.is_draining})
-        proposals = flow.propose(self.now, engine.members)
+        proposals = self.choose_leaving(engine)
         while proposals:
             gone = sum(self.move(engine, proposal) for proposal in proposals)
             waits = self.options.no_grant is NoGrant.WAIT and gone
-            proposals = flow.propose(self.now, engine.members) if waits else []
+            proposals = self.choose_leaving(engine) if waits else []
+
+    def choose_leaving(self, engine):
+        engine.policy.observe_chunk_sizes({state.chunk_size_tokens for state in self.table if not state.is_draining})
+        return engine.policy.propose(self.now, engine.members)
 
     def move(self, engine, proposal):
         request = self.requests[int(proposal.request_id)]

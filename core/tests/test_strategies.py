@@ -78,9 +78,8 @@ def test_an_engine_without_a_plan_has_nothing_to_move():
 
 
 def test_a_variant_without_flow_moves_nothing_and_flow_cannot_be_added():
-    varied = get_strategy("taichi").vary(flows=False)
-    assert (varied.moves_first_decodes, varied.degrades, varied.flows_back) == (False,) * 3
-    assert varied.vary(placement="round_robin").placement == "round_robin"
+    varied = get_strategy("taichi").vary(flows=False, placement="round_robin")
+    assert (varied.has_flow, varied.placement) == (False, "round_robin")
     with pytest.raises(ValueError, match="'aggregated' has no flow to switch on"):
         get_strategy("aggregated").vary(flows=True)
 
