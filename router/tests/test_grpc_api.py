@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import grpc
 import pytest
-from edge_fakes import ANSWER, LENGTH, STOP
+from edge_fakes import ANSWER, LENGTH, STOP, write_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -15,8 +16,10 @@ from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.grpc_api import GrpcApi
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import EngineFaultError, SloInfeasibleError
+from sluice_router.text.tokenizer import ModelText
 
 Sampling = sampling_pb2.SamplingParams
+USER = router_pb2.ChatMessage(role="user", content="hi")
 
 
 @pytest.fixture
@@ -96,10 +99,79 @@ async def test_sampling_and_objectives_reach_the_data_plane(router, plane):
     assert deltas[-1].finish_reason == LENGTH
 
 
-async def test_stop_strings_cut(router):
-    deltas = [delta async for delta in router.Generate(router_pb2.GenerateRequest(text="hi", stop=["world"]))]
-    assert "".join(delta.text for delta in deltas) == "hello "
+@pytest.mark.parametrize(("is_included", "answer"), [(False, "hello "), (True, "hello world")])
+async def test_stop_strings_cut(router, is_included, answer):
+    request = router_pb2.GenerateRequest(text="hi", stop=["world"], include_stop_str_in_output=is_included)
+    deltas = [delta async for delta in router.Generate(request)]
+    assert "".join(delta.text for delta in deltas) == answer
     assert deltas[-1].finish_reason == STOP
+
+
+@pytest.mark.parametrize(("skips", "answer"), [(None, "hello"), (True, "hello"), (False, "<|im_start|>hello")])
+async def test_special_tokens_are_skipped_unless_asked_for(router, plane, text, skips, answer):
+    plane.script = lambda _: [*text.encode_now("<|im_start|>hello", add_special_tokens=False), 2]
+    request = router_pb2.GenerateRequest(text="hi", skip_special_tokens=skips)
+    assert "".join([delta.text async for delta in router.Generate(request)]) == answer
+
+
+async def test_tools_documents_and_arguments_reach_the_template(plane, tmp_path):
+    write_model(tmp_path)
+    template = "{{ [messages, tools, documents, mood] | tojson }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    model = ModelText.load(tmp_path)
+    tool, document = {"type": "function", "function": {"name": "f"}}, {"title": "one"}
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = router_pb2.ChatMessages(
+        values=[
+            router_pb2.ChatMessage(role="assistant", tool_calls=[json.dumps(call)]),
+            router_pb2.ChatMessage(role="tool", content="2", tool_call_id="1"),
+        ],
+        tools=[json.dumps(tool)],
+        documents=[json.dumps(document)],
+        template_arguments='{"mood": 3}',
+    )
+    api = GrpcApi(plane, model, EdgeMetrics(SlowReaders(SlowReaderLimits())))
+    port = await api.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        [_ async for _ in router_pb2_grpc.RouterStub(channel).Generate(router_pb2.GenerateRequest(messages=messages))]
+    await api.close(0)
+    detokenizer = model.make_detokenizer()
+    prompt = "".join(map(detokenizer.step, plane.admitted[0].prompt_token_ids))
+    opened = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
+    assert json.loads(prompt) == [
+        [
+            {"tool_calls": [opened], "role": "assistant", "content": ""},
+            {"tool_call_id": "1", "role": "tool", "content": "2"},
+        ],
+        [tool],
+        [document],
+        3,
+    ]
+    model.close()
+
+
+@pytest.mark.parametrize("method", ["Generate", "ListModels"])
+async def test_bytes_that_are_no_message_are_refused(channel, method, caplog):
+    kind = channel.unary_stream if method == "Generate" else channel.unary_unary
+    call = kind(f"/sluice.v1.Router/{method}")(b"\xff\xff\xff")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (call.read() if method == "Generate" else call)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(caught.value.trailing_metadata())["x-sluice-reason"] == "malformed_message"
+    assert "Traceback" not in caplog.text
+
+
+async def test_objectives_may_be_metadata_as_over_http(router, plane):
+    metadata = (("x-sluice-slo-ttft-ms", "250"),)
+    [_ async for _ in router.Generate(router_pb2.GenerateRequest(text="hi"), metadata=metadata)]
+    assert plane.admitted[0].ttft_slo_s == 0.25
+    with pytest.raises(grpc.aio.AioRpcError, match="x-sluice-slo-ttft is no header"):
+        [
+            _
+            async for _ in router.Generate(
+                router_pb2.GenerateRequest(text="hi"), metadata=(("x-sluice-slo-ttft", "2"),)
+            )
+        ]
 
 
 @pytest.mark.parametrize(
@@ -110,13 +182,13 @@ async def test_stop_strings_cut(router):
         pytest.param(
             {"text": "x", "sampling": Sampling(temperature=3)},
             grpc.StatusCode.INVALID_ARGUMENT,
-            ["temperature", "3", "2"],
+            ["sampling.temperature", "3", "2"],
             id="temperature",
         ),
         pytest.param(
             {"text": "x", "sampling": Sampling(temperature=float("nan"))},
             grpc.StatusCode.INVALID_ARGUMENT,
-            ["temperature", "finite"],
+            ["sampling.temperature", "finite"],
             id="nan",
         ),
         pytest.param(
@@ -132,16 +204,42 @@ async def test_stop_strings_cut(router):
             id="slo",
         ),
         pytest.param({"text": "x", "slo_class": "gold"}, grpc.StatusCode.INVALID_ARGUMENT, ["gold"], id="class"),
+        pytest.param({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, ["text:", "empty"], id="empty"),
+        pytest.param(
+            {"text": "x", "sampling": Sampling(structured_output=sampling_pb2.StructuredOutput(json_schema="{"))},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            ["sampling.structured_output.json_schema", "JSON"],
+            id="schema",
+        ),
+        pytest.param(
+            {"text": "x", "sampling": Sampling(max_tokens=3, min_tokens=4)},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            ["sampling.min_tokens", "3", "4"],
+            id="min-tokens",
+        ),
+        *[
+            pytest.param(
+                {"messages": router_pb2.ChatMessages(values=[USER], **fields)},
+                grpc.StatusCode.INVALID_ARGUMENT,
+                words,
+                id=words[0],
+            )
+            for fields, words in (
+                ({"tools": ["{}", "["]}, ["messages.tools[1]", "JSON"]),
+                ({"documents": ["7"]}, ["messages.documents[0]", "7"]),
+                ({"template_arguments": "[1]"}, ["messages.template_arguments", "[1]"]),
+            )
+        ],
         pytest.param(
             {"token_ids": router_pb2.TokenIds(values=[1, 400])},
             grpc.StatusCode.INVALID_ARGUMENT,
-            ["prompt[1]", "400"],
+            ["token_ids.values[1]:", "400"],
             id="token-id",
         ),
         pytest.param(
             {"token_ids": router_pb2.TokenIds(values=[1] * 600)},
             grpc.StatusCode.INVALID_ARGUMENT,
-            ["600", "512"],
+            ["token_ids.values:", "600", "512"],
             id="too-long",
         ),
         pytest.param(
@@ -150,7 +248,7 @@ async def test_stop_strings_cut(router):
         pytest.param(
             {"messages": router_pb2.ChatMessages(values=[router_pb2.ChatMessage(role="boss", content="x")])},
             grpc.StatusCode.INVALID_ARGUMENT,
-            ["messages[0].role", "boss"],
+            ["messages.values[0].role", "boss"],
             id="role",
         ),
     ],

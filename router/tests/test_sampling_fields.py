@@ -11,7 +11,7 @@ from edge_fakes import FakePlane
 from sluice.v1 import router_pb2, sampling_pb2
 from sluice.wire_fields import constraint_names, optional_numbers, read_sampling
 from sluice_core.records import RequestId
-from sluice_router.api import grpc_api
+from sluice_router.api import grpc_fields
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.objectives import RequestObjectives
 from sluice_router.api.openai_requests import (
@@ -85,7 +85,7 @@ async def test_field_of_a_grpc_call_arrives(field, text):
     value = {3: 0.5} if field.name == "logit_bias" else sample(field)
     sampling = sampling_pb2.SamplingParams(**{"max_tokens": 9, "ignore_eos": True, field.name: value})
     request = router_pb2.GenerateRequest(text="x", sampling=sampling)
-    body = check(CompletionBody, {**grpc_api._read_fields(request), "prompt": "x"})
+    body = check(CompletionBody, {**grpc_fields.read_fields(request), "prompt": "x"})
     assert read_sampling(await prepare(body, text))[field.name] == value
 
 
@@ -102,7 +102,7 @@ def test_constraint_of_an_http_body_arrives_and_is_the_grpc_calls_own(kind, valu
     message = check_constraint(constraint)
     assert message.WhichOneof("constraint") == constraint_names()[kind]
     sampling = sampling_pb2.SamplingParams(structured_output=message)
-    fields = grpc_api._read_fields(router_pb2.GenerateRequest(text="x", sampling=sampling))
+    fields = grpc_fields.read_fields(router_pb2.GenerateRequest(text="x", sampling=sampling))
     assert fields["structured_outputs"] == {kind: value}
 
 

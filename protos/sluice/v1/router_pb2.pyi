@@ -36,6 +36,8 @@ class GenerateRequest(_message.Message):
     SLO_CLASS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name; empty: the only one."""
     text: _builtins.str
@@ -50,6 +52,10 @@ class GenerateRequest(_message.Message):
     """Higher goes first; absent: the class's."""
     request_id: _builtins.str
     """The caller's id, echoed; at most 128 characters."""
+    skip_special_tokens: _builtins.bool
+    """Whether special tokens have no text; absent: true."""
+    include_stop_str_in_output: _builtins.bool
+    """Whether the stop string that ended the output stays in its text."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -80,17 +86,23 @@ class GenerateRequest(_message.Message):
         slo_class: _builtins.str = ...,
         priority: _builtins.int | None = ...,
         request_id: _builtins.str = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+        include_stop_str_in_output: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "messages", b"messages", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_skip_special_tokens", b"_skip_special_tokens", "messages", b"messages", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tpot_slo_milliseconds", b"tpot_slo_milliseconds", "ttft_slo_milliseconds", b"ttft_slo_milliseconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_skip_special_tokens", b"_skip_special_tokens", "include_stop_str_in_output", b"include_stop_str_in_output", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "slo_class", b"slo_class", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tpot_slo_milliseconds", b"tpot_slo_milliseconds", "ttft_slo_milliseconds", b"ttft_slo_milliseconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -127,18 +139,34 @@ class ChatMessages(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    template_arguments: _builtins.str
+    """More variables for the template (chat_template_kwargs of HTTP), an object as JSON text; empty: none."""
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """In order."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tools for the template to describe, each OpenAI's object as JSON text; calls are not parsed."""
+
+    @_builtins.property
+    def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Documents for the template, each an object as JSON text."""
 
     def __init__(
         self,
         *,
         values: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
+        documents: _abc.Iterable[_builtins.str] | None = ...,
+        template_arguments: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "template_arguments", b"template_arguments", "tools", b"tools", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -153,22 +181,32 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """system, user, assistant or tool."""
     content: _builtins.str
     """Its text."""
     name: _builtins.str
     """Optional name of the speaker."""
+    tool_call_id: _builtins.str
+    """The call that a tool's message answers; empty: none."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tools that an assistant called, each OpenAI's object as JSON text."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
         name: _builtins.str = ...,
+        tool_calls: _abc.Iterable[_builtins.str] | None = ...,
+        tool_call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sluice.grpc_credentials import make_server_credentials
 from sluice.v1 import router_pb2, router_pb2_grpc
-from sluice.wire_fields import read_constraint, read_sampling
+from sluice_router.api import grpc_fields
 from sluice_router.api.objectives import read_objectives
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, SluiceOptions, check
 from sluice_router.api.request_preparation import (
@@ -23,12 +25,14 @@ from sluice_router.api.request_preparation import (
     to_router_error,
 )
 from sluice_router.api.response_streams import GrpcResponseStream
-from sluice_router.errors import RouterError, error_status_of
+from sluice_router.errors import InvalidRequestError, RouterError, error_status_of
 from sluice_router.scheduling.requests import Finish
 from sluice_router.security.access_control import OPEN_ACCESS
 from sluice_router.text.output import Output
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
     from sluice_core.records import RequestId
     from sluice_router.api.edge_metrics import EdgeMetrics
     from sluice_router.scheduling.requests import DataPlane, Usage
@@ -41,13 +45,6 @@ if TYPE_CHECKING:
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 HEALTH_INTERVAL_S = 0.2
-# Where the names of the shared checks differ from this API's.
-FIELD_NAMES = {
-    "logprobs": "sampling.num_logprobs",
-    "top_logprobs": "sampling.num_logprobs",
-    "slo_ttft_ms": "ttft_slo_milliseconds",
-    "slo_tpot_ms": "tpot_slo_milliseconds",
-}
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -67,27 +64,33 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._metrics = metrics
         self._preparer = RequestPreparer(plane, text, metrics)
 
-    async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802 - gRPC's name
+    async def Generate(self, request: router_pb2.GenerateRequest | DecodeError, context: Context) -> None:  # type: ignore[override]  # noqa: N802 - gRPC's name
         """Generates; see router.proto."""
         arrival_s, request_id = self._plane.now(), self._plane.make_request_id()
+        if isinstance(request, DecodeError):
+            await self._abort(context, _describe_garbage(request), request_id)
+            return
+        shown_id = choose_shown_id(request.request_id, request_id)
         try:
             prepared = await self._prepare(request, context, arrival_s, request_id, self._find_owner(context))
             await self._run(prepared, context)
             self._metrics.count_answer("grpc", "OK", "")
         except FieldError as error:
-            await self._abort(context, to_router_error(_rename(error)), choose_shown_id(request.request_id, request_id))
+            await self._abort(context, grpc_fields.rename(to_router_error(error), request), shown_id)
         except RouterError as error:
-            await self._abort(context, error, choose_shown_id(request.request_id, request_id))
+            await self._abort(context, grpc_fields.rename(error, request), shown_id)
         except asyncio.CancelledError:
             self._metrics.count_answer("grpc", "CANCELLED", "client_gone")
             raise
 
     async def ListModels(  # noqa: N802 - gRPC's name
         self,
-        request: router_pb2.ListModelsRequest,  # noqa: ARG002 - gRPC's signature
+        request: router_pb2.ListModelsRequest | DecodeError,
         context: grpc.aio.ServicerContext[router_pb2.ListModelsRequest, router_pb2.ListModelsResponse],
     ) -> router_pb2.ListModelsResponse:
         """Lists the models; see router.proto."""
+        if isinstance(request, DecodeError):
+            await self._abort(context, _describe_garbage(request))
         try:
             self._find_owner(context)
         except RouterError as error:
@@ -107,20 +110,21 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def _prepare(
         self, request: router_pb2.GenerateRequest, context: Context, arrival_s: float, request_id: RequestId, owner: str
     ) -> PreparedRequest:
-        options = check(SluiceOptions, _read_options(request))
+        options = check(SluiceOptions, grpc_fields.read_options(request))
+        metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
         remaining_s = context.time_remaining()
         caller = Caller(
             arrival_s=arrival_s,
-            objectives=read_objectives({}, options),
+            objectives=read_objectives(metadata, options),
             request_id=request_id,
             client_request_id=check_request_id("request_id", request.request_id),
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
             owner=owner,
         )
-        fields = _read_fields(request)
+        fields = grpc_fields.read_fields(request)
         kind = request.WhichOneof("prompt")
         if kind == "messages":
-            fields |= {"messages": [_read_message(message) for message in request.messages.values]}
+            fields |= grpc_fields.read_chat(request.messages)
             self._preparer.check_size(fields)
             return (await self._preparer.prepare_chat(check(ChatBody, fields), caller))[0]
         if kind is None:
@@ -204,7 +208,7 @@ class GrpcApi:
         self._health = health.aio.HealthServicer()
         self._watch: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
-        router_pb2_grpc.add_RouterServicer_to_server(RouterService(plane, text, metrics, access.keys), self._server)
+        self._server.add_generic_rpc_handlers((_make_handlers(RouterService(plane, text, metrics, access.keys)),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
@@ -262,44 +266,32 @@ class GrpcApi:
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
 
-def _rename(error: FieldError) -> FieldError:
-    name = FIELD_NAMES.get(error.field, error.field)
-    return FieldError(name, str(error).replace(error.field, name, 1), error.code)
-
-
-def _read_options(request: router_pb2.GenerateRequest) -> dict[str, Any]:
-    return {
-        "slo_ttft_ms": request.ttft_slo_milliseconds or None,
-        "slo_tpot_ms": request.tpot_slo_milliseconds or None,
-        "slo_class": request.slo_class or None,
-        "priority": request.priority if request.HasField("priority") else None,
+def _make_handlers(service: RouterService) -> grpc.GenericRpcHandler:
+    """Makes the service's handlers. They also take bytes that are no message, which gRPC answers with a traceback."""
+    handlers = {
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            service.Generate,
+            request_deserializer=partial(_parse, router_pb2.GenerateRequest),
+            response_serializer=router_pb2.GenerateResponse.SerializeToString,
+        ),
+        "ListModels": grpc.unary_unary_rpc_method_handler(
+            service.ListModels,
+            request_deserializer=partial(_parse, router_pb2.ListModelsRequest),
+            response_serializer=router_pb2.ListModelsResponse.SerializeToString,
+        ),
     }
+    return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
-def _read_message(message: router_pb2.ChatMessage) -> dict[str, Any]:
-    named = {"name": message.name} if message.name else {}
-    return {"role": message.role, "content": message.content, **named}
+def _parse(kind: type[Message], data: bytes) -> Message | DecodeError:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        return error
 
 
-def _read_fields(request: router_pb2.GenerateRequest) -> dict[str, Any]:
-    """Reads a request into the fields of the HTTP bodies."""
-    sampling = read_sampling(request.sampling)
-    constraint = read_constraint(request.sampling.structured_output)
-    num_logprobs = sampling.pop("num_logprobs", None)
-    fields: dict[str, Any] = {
-        **sampling,
-        "model": request.model or None,
-        # 0 asks for the default; JSON, which HTTP bodies are, has texts for keys.
-        "max_tokens": sampling["max_tokens"] or None,
-        "logit_bias": {str(token_id): bias for token_id, bias in sampling["logit_bias"].items()},
-        "stop": list(request.stop),
-        "structured_outputs": None if constraint is None else dict([constraint]),
-        "return_token_ids": True,
-    }
-    if num_logprobs is not None:
-        is_chat = request.WhichOneof("prompt") == "messages"
-        fields |= {"logprobs": True, "top_logprobs": num_logprobs} if is_chat else {"logprobs": num_logprobs}
-    return fields
+def _describe_garbage(error: DecodeError) -> InvalidRequestError:
+    return InvalidRequestError(f"the request is not the method's message: {error}", code="malformed_message")
 
 
 def _format(request_id: str, delta: Delta, end: Finish | None) -> router_pb2.GenerateResponse:

@@ -28,7 +28,7 @@ from sluice_router.api.info_endpoints import (
     refuse,
 )
 from sluice_router.api.objectives import read_objectives
-from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion
+from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion, quote
 from sluice_router.api.request_preparation import (
     Caller,
     RequestPreparer,
@@ -69,6 +69,8 @@ ACCEPT_BACKLOG = 4096
 # uvloop accepts one connection per listener and loop iteration, which takes milliseconds under load: with one listener
 # a thousand new clients would wait for seconds.
 NUM_ACCEPTORS = 16
+# What bodies may be packed with; nothing is the usual case.
+ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 # How long handlers have to notice that they are cut.
 CUT_S = 0.5
 
@@ -309,6 +311,7 @@ class HttpApi:
         limit = self._settings.max_body_bytes
         if (request.content_length or 0) > limit:
             raise BodyTooLargeError(f"the body has {request.content_length} bytes; the limit is {limit}")
+        _check_encoding(request.headers.get("Content-Encoding", ""))
         _answer_expectation(request)
         parts, size = [], 0
         try:
@@ -336,6 +339,14 @@ def _listen(host: str, port: int) -> socket.socket:
 def _refuse_method(method: str, allowed: str) -> web.Response:
     error = InvalidRequestError(f"{method} is not allowed here; allowed is {allowed}", code="method_not_allowed")
     return refuse(error, status=405, headers={"Allow": allowed})
+
+
+def _check_encoding(encoding: str) -> None:
+    """Refuses a body that is packed in a way that aiohttp does not unpack: it would be read as plain."""
+    if encoding.strip().lower() not in ENCODINGS:
+        known = ", ".join(sorted(ENCODINGS - {""}))
+        message = f"Content-Encoding: known are {known}, not {quote(encoding)}"
+        raise FieldError("Content-Encoding", message, "unsupported_encoding")
 
 
 def _answer_expectation(request: web.BaseRequest) -> None:

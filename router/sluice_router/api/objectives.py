@@ -25,6 +25,8 @@ TTFT_HEADERS = ("x-sluice-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 TPOT_HEADERS = ("x-sluice-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 CLASS_HEADER = "x-sluice-slo-class"
 PRIORITY_HEADER = "x-sluice-priority"
+HEADER_PREFIX = "x-sluice-"
+HEADERS = frozenset({TTFT_HEADERS[0], TPOT_HEADERS[0], CLASS_HEADER, PRIORITY_HEADER})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +54,9 @@ def read_objectives(headers: Mapping[str, str], options: SluiceOptions | None) -
         options: The body's field ``sluice``.
 
     Raises:
-        FieldError: A header is not an integer, or out of bounds.
+        FieldError: A header is unknown, not an integer, or out of bounds.
     """
+    _refuse_unknown(headers)
     options = options or SluiceOptions()
     ttft_ms = _first(options.slo_ttft_ms, _read_integer(headers, TTFT_HEADERS, 1, MAX_TTFT_MS))
     tpot_ms = _first(options.slo_tpot_ms, _read_integer(headers, TPOT_HEADERS, 1, MAX_TPOT_MS))
@@ -68,6 +71,14 @@ def read_objectives(headers: Mapping[str, str], options: SluiceOptions | None) -
         slo_class=slo_class,
         priority=_first(options.priority, _read_integer(headers, (PRIORITY_HEADER,), -MAX_PRIORITY, MAX_PRIORITY)),
     )
+
+
+def _refuse_unknown(headers: Mapping[str, str]) -> None:
+    """Refuses what is ours by its name and nobody's by its meaning: an objective with a typo would not be met."""
+    for name in headers:
+        lower = name.lower()
+        if lower.startswith(HEADER_PREFIX) and lower not in HEADERS:
+            raise FieldError(lower, f"{lower} is no header of Sluice; known are {', '.join(sorted(HEADERS))}")
 
 
 def _first(*values: int | None) -> int | None:
