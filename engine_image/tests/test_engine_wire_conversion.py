@@ -205,8 +205,7 @@ def test_bad_words_become_tokens(builder):
         ({"json_schema": '{"type":"object"}'}, "json", '{"type":"object"}'),
         ({"regex": "[0-9]+"}, "regex", "[0-9]+"),
         ({"grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
-        # vLLM rewrites choices as a grammar.
-        ({"choices": sampling_pb2.StructuredOutput.Choices(values=["a", "b"])}, "grammar", 'root ::= "a" | "b"'),
+        ({"choices": sampling_pb2.StructuredOutput.Choices(values=["a", "b"])}, "choice", ["a", "b"]),
         ({"json_object": True}, "json_object", True),
     ],
     ids=["schema", "regex", "grammar", "choices", "object"],
@@ -215,7 +214,7 @@ def test_a_constraint_arrives_with_its_backend_chosen(builder, constraint, field
     message = sampling_pb2.StructuredOutput(**constraint)
     outputs = build(builder, structured_output=message).sampling_params.structured_outputs
     assert getattr(outputs, field) == value
-    assert outputs._backend
+    assert outputs._backend == "guidance"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +291,7 @@ def test_a_fingerprint_is_readable(vllm_side, builder):
     parts = vllm_side.identity.make_fingerprint(settings, builder._config).split("/")
     assert parts[0] == "LlamaForCausalLM"
     assert parts[2:4] == ["float32", "kv-auto"]
-    assert {"block32", "tp1", "vllm-0.32.0"} < set(parts)
+    assert {"block32", "tp1", "grammar-guidance", "vllm-0.32.0"} < set(parts)
 
 
 def test_no_two_starts_have_one_epoch(vllm_side):

@@ -110,6 +110,20 @@ WRONG_COMPLETIONS = [
     ("guided-json-list", {"guided_json": "[1]"}, "guided_json", ["[1]"]),
     ("guided-json-deep", {"guided_json": "[" * 4000}, "guided_json", ["nested"]),
     ("guided-regex", {"guided_regex": "(a"}, "guided_regex", ["(a"]),
+    *[
+        (f"cannot-compile-{value}", {"structured_outputs": {kind: value}}, f"structured_outputs.{kind}", words)
+        for kind, value, words in (
+            ("regex", "(?=a)b", ["look-around", "(?=a)b"]),
+            ("regex", r"(a)\1", ["backreferences"]),
+            ("grammar", "root ::= ", ["empty", "root ::="]),
+            ("grammar", "root ::= root", ["allows no output"]),
+            ("grammar", "root ::= foo", ["'foo' not found"]),
+            ("json", {"$ref": "#"}, ["allows no output"]),
+            ("json", {"type": "array", "uniqueItems": True}, ["uniqueItems"]),
+            ("json", {"type": "array", "minItems": 10_000_000}, ["minItems", "1e+07", "20000"]),
+            ("json", {"anyOf": [{"items": {"type": "array", "maxItems": 10_001}}] * 2}, ["20002", "20000"]),
+        )
+    ],
     ("guided-choice", {"guided_choice": []}, "guided_choice", ["1"]),
     ("guided-choice-empty", {"guided_choice": ["a", ""]}, "guided_choice", ["empty"]),
     (
@@ -346,6 +360,7 @@ async def test_all_sampling_fields_reach_the_data_plane(client, plane):
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
         ({"structured_outputs": {"choice": ["a"]}}, "choices", ["a"]),
         ({"structured_outputs": {"json_object": True}}, "json_object", True),
+        ({"structured_outputs": {"regex": "(?i)abc"}}, "regex", "(?i)abc"),
         ({"response_format": {"type": "text"}}, None, None),
     ],
 )

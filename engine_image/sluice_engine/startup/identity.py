@@ -1,8 +1,8 @@
 """The identity of an engine: its epoch and its fingerprint.
 
 KV moves only between engines of equal fingerprints. So a fingerprint holds whatever changes the bytes of the KV:
-weights, their type, block size and layout, the split over GPUs, vLLM itself. Its parts are readable; the model's part
-is a hash.
+weights, their type, block size and layout, the split over GPUs, vLLM itself. It also holds the grammars' backend, in
+whose grammar a moved request goes on. The parts are readable; the model's part is a hash.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_hello(settings: EngineSettings, config: VllmConfig, epoch: int) -> wire
 
 
 def make_fingerprint(settings: EngineSettings, config: VllmConfig) -> str:
-    """Model, revision, dtype, block size, layout and vLLM version, readable, with a hash of the model."""
+    """Model, revision, dtype, block size, layout, grammars and vLLM version, readable, with a hash of the model."""
     model = config.model_config
     layout = "emulated" if settings.emulation is not None else find_layout(config)
     parts = (
@@ -68,6 +68,7 @@ def make_fingerprint(settings: EngineSettings, config: VllmConfig) -> str:
         f"block{config.cache_config.block_size}",
         layout,
         f"tp{config.parallel_config.tensor_parallel_size}",
+        f"grammar-{config.structured_outputs_config.backend}",
         f"vllm-{vllm.__version__}",
     )
     return "/".join(parts)

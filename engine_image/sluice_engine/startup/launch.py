@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, StructuredOutputsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 CPU_BLOCK_SIZE = 32
 CPU_KV_CACHE_BYTES = 64 << 20
 EMULATED_BLOCK_SIZE = 16
+# By itself vLLM lets the first constrained request of an engine choose, and engines come to differ. The router compiles
+# constraints with the same library.
+GRAMMAR_BACKEND = "guidance"
 # Seconds after which a peer that vanished without a reset counts as gone; a pull of it hangs for minutes otherwise.
 PEER_TIMEOUT = "4s"
 
@@ -125,6 +128,7 @@ def vllm_arguments(settings: EngineSettings, epoch: int) -> dict[str, Any]:
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
+        "structured_outputs_config": StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
         "scheduler_cls": plugin.ASYNC_SCHEDULER,
         "kv_transfer_config": KVTransferConfig(
             **plugin.make_transfer_config(

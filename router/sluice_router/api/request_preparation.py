@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import sampling_pb2
-from sluice_router.api import prompt_limits
 from sluice_router.api.openai_requests import VLLM_DEFAULTS, FieldError, quote
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.errors import InvalidRequestError, ModelNotFoundError
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 # When not even the model's length is known.
 LAST_RESORT_OUTPUT_TOKENS = 16
 MAX_REQUEST_ID_CHARACTERS = 128
+# Validating and rendering so many takes the event loop about 20 ms.
+MAX_MESSAGES = 4096
 # Sampling fields that need more than the value of the body, the model or vLLM.
 _RESOLVED_FIELDS = frozenset({"max_tokens", "stop_token_ids", "logit_bias", "num_logprobs", "structured_output"})
 
@@ -132,7 +133,7 @@ class RequestPreparer:
         Raises:
             FieldError: It is too large.
         """
-        prompt_limits.check_size(fields, self._max_model_len_tokens)
+        check_prompt_size(fields, self._max_model_len_tokens)
 
     async def prepare_completion(self, body: CompletionBody, caller: Caller) -> list[PreparedRequest]:
         """Prepares a completion.
@@ -180,7 +181,7 @@ class RequestPreparer:
             )
 
     async def _encode(self, field: str, prompt: str, *, add_special_tokens: bool) -> list[int]:
-        prompt_limits.check_num_characters(field, prompt, self._max_model_len_tokens, self._text.max_token_characters)
+        check_num_characters(field, prompt, self._max_model_len_tokens, self._text.max_token_characters)
         started_s = time.perf_counter()
         ids = await self._text.encode(prompt, add_special_tokens=add_special_tokens)
         self._metrics.tokenize_s.observe(time.perf_counter() - started_s)
@@ -276,11 +277,11 @@ class RequestPreparer:
         length = self._max_model_len_tokens
         if length is None:
             return wanted or default or LAST_RESORT_OUTPUT_TOKENS
-        prompt_limits.check_num_tokens(prompt_field, ids, length)
+        check_num_tokens(prompt_field, ids, length)
         room = length - len(ids)
         if wanted is not None and wanted > room:
             given = f"{len(ids)} tokens of prompt and max_tokens {wanted}, {len(ids) + wanted} in all"
-            raise prompt_limits.too_long(body.output_limit_field, length, given)
+            raise too_long(body.output_limit_field, length, given)
         return min(room, wanted or default or room)
 
     def _build_sampling(self, body: SamplingFields, max_tokens: int) -> sampling_pb2.SamplingParams:
@@ -348,6 +349,75 @@ def derive_seed(seed: int, sample: int) -> int:
     """
     moved = seed + sample if seed >= 0 else seed - sample
     return (moved + 2**63) % 2**64 - 2**63
+
+
+def check_prompt_size(fields: dict[str, Any], max_model_len_tokens: int | None) -> None:
+    """Checks the size of a body's prompt, which may otherwise be anything.
+
+    Args:
+        fields: The body, unchecked.
+        max_model_len_tokens: Longest prompt + output; None: not known.
+
+    Raises:
+        FieldError: There are too many messages or token ids.
+    """
+    messages = fields.get("messages")
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise FieldError("messages", f"messages: at most {MAX_MESSAGES} messages, not {len(messages)}")
+    prompt = fields.get("prompt")
+    if not isinstance(prompt, list):
+        return
+    check_num_tokens("prompt", prompt, max_model_len_tokens)
+    for index, item in enumerate(prompt):
+        if isinstance(item, list):
+            check_num_tokens(f"prompt[{index}]", item, max_model_len_tokens)
+
+
+def check_num_tokens(field: str, token_ids: list[Any], max_model_len_tokens: int | None) -> None:
+    """Checks that a prompt leaves room for one output token.
+
+    Args:
+        field: Path of the prompt.
+        token_ids: The prompt.
+        max_model_len_tokens: Longest prompt + output; None: not known.
+
+    Raises:
+        FieldError: It does not.
+    """
+    if max_model_len_tokens is not None and len(token_ids) >= max_model_len_tokens:
+        raise too_long(field, max_model_len_tokens, f"{len(token_ids)} tokens of prompt")
+
+
+def check_num_characters(field: str, prompt: str, max_model_len_tokens: int | None, max_token_characters: int) -> None:
+    """Checks that a prompt may fit, whatever its text: tokenizing one that cannot would take seconds.
+
+    Args:
+        field: Path of the prompt.
+        prompt: Its text.
+        max_model_len_tokens: Longest prompt + output; None: not known.
+        max_token_characters: Most characters that a token stands for.
+
+    Raises:
+        FieldError: It cannot.
+    """
+    if max_model_len_tokens is None:
+        return
+    limit = max_model_len_tokens * max_token_characters
+    if len(prompt) > limit:
+        given = f"{len(prompt)} characters of prompt, and no more than {limit} can fit"
+        raise too_long(field, max_model_len_tokens, given)
+
+
+def too_long(field: str, max_model_len_tokens: int, given: str) -> FieldError:
+    """Makes the error for a request that is longer than the model's limit.
+
+    Args:
+        field: What is to blame.
+        max_model_len_tokens: The limit.
+        given: What the request has.
+    """
+    limit = f"the model's limit is {max_model_len_tokens} tokens for prompt and output"
+    return FieldError(field, f"{field}: {limit}; the request has {given}", "context_length_exceeded")
 
 
 async def _read_structure(body: SamplingFields) -> sampling_pb2.StructuredOutput | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -11,10 +10,13 @@ import jsonschema
 from sluice.v1 import sampling_pb2
 from sluice.wire_fields import constraint_names
 from sluice_router.api.openai_requests import MAX_STRUCTURE_CHARACTERS, FieldError, quote
+from sluice_router.text.grammar_check import GrammarError, check_expansion, check_grammar
 
 if TYPE_CHECKING:
     from sluice_router.api.openai_requests import SamplingFields
 
+# Of the library's reason for a refusal.
+MAX_REASON_CHARACTERS = 200
 Constraint = tuple[str, str, Any]
 _WIRE_NAMES = constraint_names()
 
@@ -44,11 +46,13 @@ def check_constraint(constraint: Constraint) -> sampling_pb2.StructuredOutput:
     field, kind, value = constraint
     if kind == "json":
         value = _check_schema(field, value)
-    elif kind == "regex":
-        value = _check_regex(field, value)
-    elif kind == "choice":
-        if not all(value):
-            raise FieldError(field, f"{field}: a choice is empty")
+    elif kind == "choice" and not all(value):
+        raise FieldError(field, f"{field}: a choice is empty")
+    try:
+        check_grammar(kind, value)
+    except GrammarError as error:
+        raise FieldError(field, f"{field}: cannot be compiled: {_shorten(error)}, in {quote(value)}") from error
+    if kind == "choice":
         value = sampling_pb2.StructuredOutput.Choices(values=value)
     return sampling_pb2.StructuredOutput(**{_WIRE_NAMES[kind]: value})
 
@@ -92,9 +96,12 @@ def _check_schema(field: str, value: str | dict[str, Any]) -> str:
     if len(text) > MAX_STRUCTURE_CHARACTERS:
         raise FieldError(field, f"{field}: at most {MAX_STRUCTURE_CHARACTERS} characters, not {len(text)}")
     try:
+        check_expansion(schema)
         jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
     except jsonschema.SchemaError as error:
         raise FieldError(field, f"{field}: not a JSON schema, at {error.json_path}: {quote(error.message)}") from error
+    except GrammarError as error:
+        raise FieldError(field, f"{field}: {error}") from error
     except RecursionError as error:
         raise FieldError(field, f"{field}: the schema is nested too deeply") from error
     return text
@@ -111,9 +118,6 @@ def _read_schema(field: str, value: str | dict[str, Any]) -> Any:
         raise FieldError(field, f"{field}: the JSON is nested too deeply") from error
 
 
-def _check_regex(field: str, value: str) -> str:
-    try:
-        re.compile(value)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise FieldError(field, f"{field}: not a regular expression: {error}, in {quote(value)}") from error
-    return value
+def _shorten(error: GrammarError) -> str:
+    """Returns a reason on one line; the library shows the whole grammar in further ones."""
+    return " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
