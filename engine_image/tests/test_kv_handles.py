@@ -40,6 +40,21 @@ def test_reads_the_tokens_that_exist_but_never_the_last(num_tokens: int, wanted:
     assert params["do_remote_prefill"] is True
 
 
+def test_vllm_gets_where_the_tokens_lie_and_nothing_else() -> None:
+    assert read(make_handle(), 34) == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "sluice_num_tokens": 33,
+        "remote_block_ids": [[5, 9]],
+        "remote_num_tokens": 33,
+        "remote_engine_id": "a-1",
+        "remote_request_id": "r1",
+        "remote_host": "127.0.0.1",
+        "remote_port": 21000,
+        "tp_size": 1,
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -84,6 +84,32 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(log: TransportLog
     assert log.read() == "rc_mlx5"
 
 
+def test_what_has_been_read_is_not_passed_on_again(
+    log: TransportLog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "ucx-1.log"
+    written = b"UCX  WARN  one \xff\nUCX  WARN  two\nUCX  WARN  thr"
+    path.write_bytes(written)
+    log.read()
+    log.read()
+    path.write_bytes(written + b"ee\n")
+    for _ in range(2):
+        log.read()
+    assert [record.message.split()[-1][:5] for record in caplog.records] == ["\ufffd", "two", "three"]
+
+
+def test_transports_without_remote_memory_move_kv_by_messages() -> None:
+    assert find_data_transports("am(tcp/eth0 self/memory)  ka(sysv/memory)") == {"tcp"}
+
+
+def test_a_refusal_names_what_the_environment_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SETTINGS.model_copy(update={"require_rdma": True})
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
+    with pytest.raises(RdmaError, match="'UCX_TLS': 'tcp,self', 'UCX_NET_DEVICES': 'eth7'"):
+        check_transport(settings, "cma,tcp")
+
+
 def test_warnings_of_ucx_are_passed_on(log: TransportLog, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "ucx-1.log").write_text(
         "[1.0] [vm:5559 :1] ib_md.c:1 UCX  ERROR ibv_reg_mr() failed: Cannot allocate\n"
