@@ -78,7 +78,7 @@ def scale(case: SimulatorCase, factor: int, duration_s: float) -> SimulatorCase:
 
 def list_cases() -> dict[str, SimulatorCase]:
     """List the cells by name."""
-    shapes = {
+    shapes: dict[str, tuple[str, dict[str, tuple[tuple[int, int, Role], ...]]]] = {
         "taichi": ("length_aware", {"arxiv": ((2, 1024, P), (2, 256, D)), "chat": ((2, 1024, P), (2, 512, D))}),
         "aggregated": ("round_robin", {"arxiv": ((4, 512, P),), "chat": ((4, 1024, P),)}),
         "disaggregated": ("round_robin", dict.fromkeys(TRACES, ((2, 16_384, P), (2, 0, D)))),

@@ -1,0 +1,46 @@
+"""Benchmarks run in their smallest form, and write the figures that documents cite."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """Runs a benchmark; returns the figures that it wrote."""
+    report = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, *arguments, "--json", report], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures: dict[str, Any] = json.loads(report.read_text())
+    return figures
+
+
+@pytest.mark.parametrize("cell", ["arxiv taichi", "chat disaggregated"])
+def test_simulator_counts_requests_and_iterations(tmp_path: Path, cell: str) -> None:
+    figures = run(tmp_path, "benchmarks/simulator/run.py", "--quick", "--cell", cell)
+    assert set(figures["cells"]) == {cell}
+    found = figures["cells"][cell]
+    assert found["requests"] > 100
+    assert found["iterations"] > found["requests"]
+    assert found["requests_per_s"] == pytest.approx(found["requests"] / found["cpu_s"])
+    assert found["iterations_per_s"] == pytest.approx(found["iterations"] / found["cpu_s"])
+    assert 0.5 < found["attainment"] <= 1.0
+
+
+def test_placement_measures_each_number_of_engines(tmp_path: Path) -> None:
+    figures = run(tmp_path, "benchmarks/placement/run.py", "--decisions", "20", "--repeats", "1")
+    cells = [(row["engines"], row["case"]) for row in figures["placement"]]
+    assert len(set(cells)) == len(cells) == 12
+    assert {engines for engines, _ in cells} == {int(number) for number in figures["target_p99_us"]} | {8, 256}
+    for row in figures["placement"]:
+        assert 0 < row["decision_us"]["p50"] <= row["decision_us"]["p99"]
+    assert len(figures["flow"]) == 6
