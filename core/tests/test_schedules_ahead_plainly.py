@@ -115,6 +115,11 @@ def test_every_event_is_as_the_plain_simulator_has_it(name, seed, blocks, **opti
     assert_equal_to_plain(*make_cell(random.Random(seed), name, blocks=blocks, number=40, **options))
 
 
+def test_decodes_left_out_come_before_prompts_when_nothing_was_scheduled_ahead():
+    """Prompts once took the blocks that had just become free, iteration after iteration."""
+    assert_equal_to_plain(*make_cell(random.Random(13), "taichi", blocks=26, number=60))
+
+
 @pytest.mark.parametrize("name", ["taichi", "disaggregated", "aggregated"])
 def test_a_long_run_is_as_the_plain_simulator_has_it(name):
     """150 requests each; among what is compared are moves of every cause, preemptions and refusals."""
