@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import time
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -15,6 +16,7 @@ from test_exactness import check
 
 from sluice.v1 import control_pb2
 from sluice_core.records import IterationShape
+from sluice_core.strategies import STRATEGIES
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune.engine_facts import MeasuredEngineFacts, find_engine_facts
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
     from cluster import Cluster
     from workload import Answer, Request
+
+    from sluice_core.strategies import Strategy
 
 pytestmark = pytest.mark.engine
 
@@ -94,6 +98,46 @@ async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[
     for result, (_, answer) in zip(results + later, asked + asked[:4], strict=True):
         check(result, answer)
     assert {e["pid"] for e in after["engines"]} == {e["pid"] for e in before["engines"]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), list(permutations(STRATEGIES.values(), 2)), ids=lambda strategy: strategy.title
+)
+async def test_a_switch_of_strategy_breaks_no_stream(
+    cluster: Cluster, known: list[tuple[Request, Answer]], before: Strategy, after: Strategy
+) -> None:
+    loop = asyncio.get_running_loop()
+
+    async def switch(strategy: Strategy) -> dict[str, Any]:
+        generation = max(router["generation"] for router in cluster.status()["routers"])
+
+        def is_reached(status: dict[str, Any]) -> bool:
+            engines, routers = status["engines"], status["routers"]
+            is_acknowledged = all(r["acknowledged_generation"] > generation for r in routers)
+            return is_acknowledged and not any(engine["last_fault"] for engine in engines)
+
+        await loop.run_in_executor(None, lambda: cluster.edit(lambda spec: spec.update(strategy=strategy.title)))
+        return await loop.run_in_executor(None, cluster.wait, f"{strategy.title} is in force", is_reached, IN_FORCE_S)
+
+    if cluster.manifest["spec"]["strategy"] != before.title:
+        await switch(before)
+    asked = known[:16]
+    results = [Result(name=request.name) for request, _ in asked]
+    async with cluster.client() as client:
+        streams = [
+            asyncio.create_task(client.generate(request, result=result))
+            for (request, _), result in zip(asked, results, strict=True)
+        ]
+        while not any(result.token_ids for result in results):  # noqa: ASYNC110  streams have no event for it
+            await asyncio.sleep(0.01)
+        pids = {engine["pid"] for engine in cluster.status()["engines"]}
+        now_in_force = await switch(after)
+        assert any(not stream.done() for stream in streams), "every stream ended before the switch"
+        await asyncio.wait_for(asyncio.gather(*streams), 120)
+        later = [await client.generate(request) for request, _ in asked[:4]]
+    for result, (_, answer) in zip(results + later, asked + asked[:4], strict=True):
+        check(result, answer)
+    assert {engine["pid"] for engine in now_in_force["engines"]} == pids
 
 
 async def test_routers_learn_the_latency_model_that_a_search_uses(
