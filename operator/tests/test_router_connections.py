@@ -33,13 +33,21 @@ class Router(control_pb2_grpc.ControlServicer):
         self.port = 0
         self.news = asyncio.Event()
         self.server: grpc.aio.Server
+        self.is_ending = False
 
     async def serve(self) -> None:
         """Serves, at the port of before if there was one."""
+        self.is_ending = False
         self.server = grpc.aio.server()
         control_pb2_grpc.add_ControlServicer_to_server(self, self.server)
         self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self.server.start()
+
+    async def end(self) -> None:
+        """Ends as a router does: calls that wait are answered first, and none is cancelled."""
+        self.is_ending = True
+        self.news.set()
+        await self.server.stop(1.0)
 
     def change(self, **fields: object) -> None:
         self.status = control_pb2.GetStatusResponse(version=self.status.version + 1, router_id="r", **fields)
@@ -52,9 +60,11 @@ class Router(control_pb2_grpc.ControlServicer):
         return control_pb2.ApplyPlanResponse(is_applied=True, generation=request.plan.generation)
 
     async def GetStatus(self, request, context):  # noqa: N802
-        while request.after_version == self.status.version:
+        while request.after_version == self.status.version and not self.is_ending:
             self.news.clear()
             await self.news.wait()
+        if self.is_ending:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "it ends")
         return self.status
 
 
@@ -63,7 +73,7 @@ async def router() -> AsyncIterator[Router]:
     made = Router()
     await made.serve()
     yield made
-    await made.server.stop(0)
+    await made.end()
 
 
 class Following:
@@ -234,7 +244,7 @@ async def test_a_router_that_starts_again_gets_the_plan_again_even_one_that_it_h
         while not following.connections.refusals(KEY):
             await following.wait()
         for restart in range(2):
-            await router.server.stop(0)
+            await router.end()
             # What it said last is not what it does now.
             while following.connections.statuses(KEY):
                 await following.wait()
