@@ -1,6 +1,7 @@
 """Probes and metrics of every replica, leader or not.
 
-Alive: the event loop is not blocked, and no cluster has been due for minutes. Ready: a leader watches, others stand by.
+Alive: the event loop is not blocked, and no cluster has been due or in work for minutes. Ready: a leader
+watches, and others reach the API server.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from sluice_operator.metrics import OperatorMetrics
 
 TICK_S = 0.5
-# A loop that lags so much is blocked; a key that waits so long has no worker.
+# A loop that lags so much is blocked; a key that waits so long has no worker, and one so long in work hangs.
 MAX_LAG_S = 10.0
 MAX_QUEUE_AGE_S = 600.0
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,7 +29,7 @@ class Health:
 
     Args:
         metrics: Shown on /metrics.
-        refresh: Sets gauges before a scrape, and returns the age of the queue's head in seconds.
+        refresh: Sets gauges before a scrape, and returns how long a cluster has been due or in work, in seconds.
         is_ready: Whether this replica is ready.
         now: Monotonic seconds.
 
@@ -90,5 +91,5 @@ class Health:
         if self._lag_s > MAX_LAG_S:
             return web.Response(status=500, text=f"the event loop lags by {self._lag_s:.1f} s\n")
         if age_s > MAX_QUEUE_AGE_S:
-            return web.Response(status=500, text=f"a cluster has been due for {age_s:.0f} s\n")
+            return web.Response(status=500, text=f"a cluster has been due or in work for {age_s:.0f} s\n")
         return web.Response(text="ok\n")

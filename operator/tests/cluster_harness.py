@@ -47,6 +47,7 @@ class World:
             self.settings,
             now=lambda: self.now,
             now_text=lambda: f"t{self.now:.0f}",
+            wall_s=lambda: self.now,
             enqueue=self.enqueued.append,
             run_search=self._run_search,
         )

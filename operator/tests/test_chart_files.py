@@ -98,7 +98,9 @@ def find_metrics() -> dict[str, set[str]]:
 
 
 def list_metrics(metrics: OperatorMetrics) -> list[Any]:
-    return [getattr(metrics, name) for name in OperatorMetrics.__slots__ if name != "registry"]
+    return [
+        getattr(metrics, name) for name in OperatorMetrics.__slots__ if name != "registry" and not name.startswith("_")
+    ]
 
 
 METRICS = find_metrics()

@@ -33,6 +33,17 @@ async def test_the_first_one_leads_and_the_second_waits() -> None:
     assert (a.is_leading, b.is_leading) == (True, False)
 
 
+async def test_a_replica_is_connected_while_the_api_server_shows_the_lease() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    a, b = (make_elector(kubernetes, name, clock) for name in "ab")
+    await a.try_acquire_or_renew()
+    assert not b.is_connected
+    await b.try_acquire_or_renew()
+    assert (b.is_connected, b.is_leading) == (True, False)
+    clock.now += LEASE_S
+    assert not b.is_connected
+
+
 async def test_a_lease_runs_out_by_the_watchers_own_clock() -> None:
     kubernetes, clock = FakeKubernetes(), Clock()
     a, b = (make_elector(kubernetes, name, clock) for name in "ab")

@@ -114,7 +114,7 @@ async def test_probes_and_metrics_are_served() -> None:
         age_s = MAX_QUEUE_AGE_S + 1
         status, text = await get("/livez")
         assert status == 500
-        assert "due for" in text
+        assert "due or in work for" in text
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -163,6 +163,7 @@ class StandInElector:
 
     def __init__(self, *, is_leading: bool = True) -> None:
         self.is_leading = is_leading
+        self.is_connected = True
         self.is_released = False
 
     async def acquire(self) -> None:
@@ -274,10 +275,31 @@ async def test_each_end_of_a_reconcile_schedules_the_next_one(operator: Operator
         assert pause_s[0] <= wait_s <= pause_s[1]
 
 
-async def test_a_leader_is_ready_once_it_watches_and_another_replica_at_once(operator: Operator) -> None:
+async def test_a_leader_is_ready_once_it_watches_and_another_replica_while_it_reaches_the_api(
+    operator: Operator,
+) -> None:
     assert not operator._is_ready()
     operator._is_watching.set()
     assert operator._is_ready()
     operator._is_watching.clear()
     operator._elector.is_leading = False
     assert operator._is_ready()
+    operator._elector.is_connected = False
+    assert not operator._is_ready()
+
+
+def test_the_conditions_of_a_cluster_are_metrics_while_they_hold() -> None:
+    metrics = OperatorMetrics()
+
+    def read() -> set[tuple[str, ...]]:
+        (family,) = metrics.conditions.collect()
+        return {tuple(sample.labels.values()) for sample in family.samples}
+
+    ready = {"type": "Ready", "status": "True", "reason": "Serving"}
+    metrics.record_conditions("n", "a", [ready, {"type": "Degraded", "status": "True", "reason": "CrashLoop"}])
+    metrics.record_conditions("n", "b", [ready])
+    metrics.record_conditions("n", "a", [ready, {"type": "Degraded", "status": "False", "reason": "AsExpected"}])
+    kept = {("n", "a", "Degraded", "False", "AsExpected"), ("n", "a", "Ready", "True", "Serving")}
+    assert read() == kept | {("n", "b", "Ready", "True", "Serving")}
+    metrics.record_conditions("n", "b", ())
+    assert read() == kept

@@ -221,9 +221,8 @@ async def test_an_engine_counts_as_drained_once_every_router_has_the_newest_plan
     world = World()
     await world.settle()
     world.edit(replicas=3)
-    for _ in range(2):
-        await world.reconcile()
-    # The plan drains an engine and the engine is marked; one router has not got so far.
+    await world.reconcile()
+    # The plan drains an engine; one router has not got so far.
     address, plan = next(iter(world.routers.plans.items()))
     older = plan_pb2.Plan()
     older.CopyFrom(plan)
@@ -231,8 +230,42 @@ async def test_an_engine_counts_as_drained_once_every_router_has_the_newest_plan
     world.routers.plans[address] = older
     await world.reconcile()
     assert world.deployment()["spec"]["replicas"] == 4
-    await world.reconcile()
+    for _ in range(2):
+        await world.reconcile()
     assert world.deployment()["spec"]["replicas"] == 3
+
+
+async def test_a_new_process_goes_on_with_the_time_that_a_drain_had() -> None:
+    world = World()
+    await world.settle()
+    world.routers.stuck = set(world.engine_uids)
+    world.edit(replicas=3)
+    for _ in range(3):
+        await world.reconcile()
+    world.now += 30.0
+    stuck = world.routers.stuck
+    world.start_operator()
+    world.routers.stuck = stuck
+    for _ in range(12):
+        world.kubernetes.run_controllers()
+        await world.reconcile()
+        world.now += 1.0
+    assert len(world.engines) == 3
+
+
+async def test_one_engine_that_does_not_drain_keeps_no_other_from_leaving() -> None:
+    world = World()
+    await world.settle()
+    stuck = next(iter(world.engine_uids))
+    world.routers.loads = dict.fromkeys(world.engine_uids - {stuck}, 10) | {stuck: 0}
+    world.routers.stuck = {stuck}
+    world.edit(replicas=1)
+    for _ in range(6):
+        world.kubernetes.run_controllers()
+        await world.reconcile()
+    assert stuck in world.engine_uids
+    assert len(world.engines) == 2
+    assert world.conditions["Progressing"] == ("True", "Draining")
 
 
 async def test_a_reverted_scale_down_leaves_no_deletion_cost() -> None:

@@ -61,6 +61,12 @@ def test_the_age_is_that_of_the_key_due_longest() -> None:
     schedule.add("b", 5.0)
     assert schedule.age_s(9.0) == 6.0
     assert schedule.age_s(1.0) == 0.0
+    assert schedule.take(9.0) == "a"
+    assert schedule.take(9.0) == "b"
+    assert schedule.age_s(700.0) == 691.0, "work that hangs"
+    schedule.finish("a")
+    schedule.finish("b")
+    assert schedule.age_s(700.0) == 0.0
 
 
 def fail_when_due(schedule: Schedule[str], now: float, num_failures: int) -> tuple[float, list[float]]:

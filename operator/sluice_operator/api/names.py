@@ -21,6 +21,8 @@ MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 NAME_LABEL = "app.kubernetes.io/name"
 # Kubernetes deletes the pods with the least cost first when a Deployment is scaled down.
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
+# When a pod that leaves began to drain, in seconds since 1970.
+DRAINING_SINCE_ANNOTATION = f"{GROUP}/draining-since"
 RESTART_HASH_ANNOTATION = f"{GROUP}/restart-hash"
 TEMPLATE_ANNOTATION = f"{GROUP}/pod-template"
 APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"

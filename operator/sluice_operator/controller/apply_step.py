@@ -29,6 +29,7 @@ async def apply_children(
     settings: OperatorSettings,
     reported: ObservedRouters,
     planned: PlanOutcome,
+    wall_s: float,
 ) -> list[Failure]:
     """Makes the children what they should be.
 
@@ -40,6 +41,7 @@ async def apply_children(
         settings: Default images, and where the operator runs.
         reported: What the routers say.
         planned: The number of engines, and who leaves.
+        wall_s: The time, in seconds since 1970.
 
     Returns:
         What could not be done, and is not cured by an immediate retry.
@@ -49,7 +51,7 @@ async def apply_children(
     """
     applier = ChildApplier(kubernetes, cluster, observed.live)
     # Deletion costs before replicas: Kubernetes chooses victims at the moment in which replicas are lowered.
-    for patch in render_pod_patches(observed.engines, planned.scale, reported.reports):
+    for patch in render_pod_patches(observed.engines, planned.scale, reported.reports, wall_s):
         await applier.try_write(_patch_pod(kubernetes, own_writes, observed, patch), f"pod {patch['metadata']['name']}")
     inputs = RenderInputs(
         engine_replicas=planned.scale.replicas, has_monitors=observed.has_monitors, live=observed.live

@@ -58,6 +58,7 @@ class LeaderElector:
         self._now_text = now_text
         self._sleep = sleep
         self._renewed_s = float("-inf")
+        self._reached_s = float("-inf")
         # The record of another holder, and when we first saw it as it is.
         self._observed_record: object = None
         self._observed_s = 0.0
@@ -67,6 +68,11 @@ class LeaderElector:
         """Whether the lease is held for certain: no write may begin without."""
         return self._now() - self._renewed_s < RENEW_DEADLINE_S
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the API server showed the lease within the time of a lease."""
+        return self._now() - self._reached_s < LEASE_S
+
     async def try_acquire_or_renew(self) -> bool:
         """Takes or renews the lease, if that is possible now; returns whether it was.
 
@@ -75,6 +81,7 @@ class LeaderElector:
         """
         started_s = self._now()
         lease = await self._kubernetes.get(LEASES, self._namespace, self._name)
+        self._reached_s = self._now()
         try:
             if lease is None:
                 await self._kubernetes.create(self._render())

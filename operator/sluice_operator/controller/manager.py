@@ -145,6 +145,7 @@ class Operator:
                 enqueue=self._queue.add,
                 is_edited=self._event_filter.is_edited,
                 own_writes=self._own_writes,
+                record_conditions=self._metrics.record_conditions,
             )
             for number in range(self._settings.workers):
                 group.create_task(self._run_worker(reconciler), name=f"worker {number}")
@@ -213,11 +214,11 @@ class Operator:
         self._event_filter.handle_event(key, body)
 
     def _is_ready(self) -> bool:
-        """A leader is ready once it watches, another replica at once."""
-        return self._is_watching.is_set() or not self._elector.is_leading
+        """A leader is ready once it watches, another replica while it could take over."""
+        return self._is_watching.is_set() or (self._elector.is_connected and not self._elector.is_leading)
 
     def _refresh(self) -> float:
-        """Sets the gauges; returns how long the next key has been due, in seconds."""
+        """Sets the gauges; returns how long the oldest key has been due or in work, in seconds."""
         metrics, age_s = self._metrics, self._queue.age_s()
         metrics.queue.set(len(self._queue))
         metrics.queue_age_s.set(age_s)

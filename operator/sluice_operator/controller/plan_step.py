@@ -55,6 +55,7 @@ async def reconcile_plan(
     stored: StoredPlan,
     state: ClusterState,
     now: float,
+    wall_s: float,
 ) -> PlanOutcome:
     """Makes the plan that should be in force, and stores it when it is another one than is stored.
 
@@ -67,6 +68,7 @@ async def reconcile_plan(
         stored: What is stored.
         state: The cluster's state; its tuner and drain times are updated.
         now: Monotonic seconds.
+        wall_s: The time, in seconds since 1970.
 
     Raises:
         KubernetesError: To be tried again.
@@ -75,7 +77,7 @@ async def reconcile_plan(
     if cluster is None:
         return PlanOutcome(scale=ScaleDecision(replicas=0), stored=stored)
     effective = _tune(cluster, observed, reported, stored, state)
-    scale = _scale(effective, observed, reported, stored, state=state, now=now)
+    scale = _scale(effective, observed, reported, stored, state=state, now=now, wall_s=wall_s)
     plan = make_plan(
         effective,
         stored,
@@ -134,11 +136,17 @@ def _scale(
     *,
     state: ClusterState,
     now: float,
+    wall_s: float,
 ) -> ScaleDecision:
     """Decides the number of engines, and starts the drain timeout of new victims."""
     deployment = observed.deployment(names.ENGINE)
     limit_s = drain_limit_s(cluster)
-    started = state.drain_started_s
+    # A drain that an earlier process began counts from then; while this one runs, by its own clock.
+    began = {pod.engine_id: pod.draining_since_s for pod in observed.engines if pod.draining_since_s is not None}
+    started = {
+        **{engine_id: now - min(max(wall_s - since_s, 0.0), limit_s) for engine_id, since_s in began.items()},
+        **state.drain_started_s,
+    }
     # A router with an older plan says nothing of a drain: the newer plan may have given the engine work in between.
     has_plan = all(status.generation >= stored.generation for status in reported.statuses.values())
     reports = reported.reports.items()

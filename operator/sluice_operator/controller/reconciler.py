@@ -6,6 +6,7 @@ it began. Only timing and counters are kept in between (``ClusterState``).
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from sluice_operator.controller.observation import observe_children, observe_pla
 from sluice_operator.controller.plan_step import drain_limit_s, read_stored_plan, reconcile_plan
 from sluice_operator.controller.preconditions import judge_spec
 from sluice_operator.controller.status_inputs import StatusInputs
-from sluice_operator.controller.status_step import MEASURE_INTERVAL_S, StatusWriter
+from sluice_operator.controller.status_step import MEASURE_INTERVAL_S, RecordConditions, StatusWriter
 from sluice_operator.kubernetes.interface import CLUSTERS, ForbiddenError, uid_of
 from sluice_operator.kubernetes.own_writes import OwnWrites
 
@@ -55,10 +56,12 @@ class Reconciler:
         settings: Default images, and where the operator runs.
         now: Monotonic seconds.
         now_text: The time, as Kubernetes writes it.
+        wall_s: The time, in seconds since 1970.
         enqueue: Called with a cluster that needs a reconcile.
         run_search: Runs searches for sliders; None: in processes of their own.
         is_edited: Whether a cluster changed since its present reconcile began, so that the next one is waiting.
         own_writes: Records writes whose events need no reconcile.
+        record_conditions: Takes the conditions of a cluster, for metrics; none when it is gone.
     """
 
     def __init__(
@@ -69,20 +72,31 @@ class Reconciler:
         *,
         now: Callable[[], float],
         now_text: Callable[[], str],
+        wall_s: Callable[[], float] = time.time,
         enqueue: Callable[[ClusterKey], None] | None = None,
         run_search: RunSearch | None = None,
         is_edited: Callable[[ClusterKey], bool] = lambda _: False,
         own_writes: OwnWrites | None = None,
+        record_conditions: RecordConditions = lambda *_: None,
     ) -> None:
         self._kubernetes = kubernetes
         self._routers = routers
         self._settings = settings
         self._now = now
+        self._wall_s = wall_s
         self._enqueue = enqueue or (lambda _: None)
         self._run_search: RunSearch = run_search or SearchRunner().run
         self._is_edited = is_edited
         self._own_writes = own_writes or OwnWrites()
-        self._status = StatusWriter(kubernetes, self._own_writes, settings.identity, now=now, now_text=now_text)
+        self._record_conditions = record_conditions
+        self._status = StatusWriter(
+            kubernetes,
+            self._own_writes,
+            settings.identity,
+            now=now,
+            now_text=now_text,
+            record_conditions=record_conditions,
+        )
         self._states: dict[ClusterKey, ClusterState] = {}
 
     async def reconcile(self, key: ClusterKey) -> float | None:
@@ -99,6 +113,7 @@ class Reconciler:
             # Its children go with it, by their owner references.
             self._routers.set_routers(key, {})
             self._forget(key)
+            self._record_conditions(key.namespace, key.name, ())
             return None
         state = self._get_state(key, uid_of(body))
         try:
@@ -125,6 +140,7 @@ class Reconciler:
             stored=stored,
             state=state,
             now=self._now(),
+            wall_s=self._wall_s(),
         )
         if planned.stored.plan is not None:
             self._routers.set_plan(key, planned.stored.plan)
@@ -173,6 +189,7 @@ class Reconciler:
             settings=self._settings,
             reported=reported,
             planned=planned,
+            wall_s=self._wall_s(),
         )
         return [*planned.failures, *failures]
 

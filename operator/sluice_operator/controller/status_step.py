@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sluice_operator.controller.conditions import list_transitions
@@ -11,13 +12,14 @@ from sluice_operator.controller.status import make_patch, render_forbidden_statu
 from sluice_operator.kubernetes.interface import CLUSTERS, KubernetesError, uid_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sluice_operator.api.names import ClusterKey
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.status_inputs import StatusInputs
     from sluice_operator.kubernetes.interface import Kubernetes, Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
+
+# Namespace and name of a cluster, and its conditions.
+RecordConditions = Callable[[str, str, Sequence[Mapping[str, str]]], None]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class StatusWriter:
         identity: Name of this replica, for Events.
         now: Monotonic seconds.
         now_text: The time, as Kubernetes writes it.
+        record_conditions: Takes the conditions of a cluster, for metrics.
     """
 
     def __init__(
@@ -44,12 +47,14 @@ class StatusWriter:
         *,
         now: Callable[[], float],
         now_text: Callable[[], str],
+        record_conditions: RecordConditions,
     ) -> None:
         self._kubernetes = kubernetes
         self._own_writes = own_writes
         self._identity = identity
         self._now = now
         self._now_text = now_text
+        self._record_conditions = record_conditions
 
     async def update(self, key: ClusterKey, inputs: StatusInputs, state: ClusterState) -> bool:
         """Writes the status if it changed; returns whether measurements wait for the end of their interval."""
@@ -69,6 +74,7 @@ class StatusWriter:
     async def _write(self, key: ClusterKey, body: Object, new: Object) -> bool:
         """Writes a status and the Events of its transitions; returns whether anything had changed."""
         old = body.get("status") or {}
+        self._record_conditions(key.namespace, key.name, new["conditions"])
         patch = make_patch(old, new)
         if patch:
             guarded = {"metadata": {"uid": uid_of(body)}, "status": patch}

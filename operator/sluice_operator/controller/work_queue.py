@@ -136,9 +136,9 @@ class Schedule(Generic[Key]):
         return max(0.0, min(due) - now) if due else None
 
     def age_s(self, now: float) -> float:
-        """How long the key that is due longest has waited, in seconds."""
+        """How long the oldest key has been due or in work, in seconds."""
         due = [due_s for key, due_s in self._due_s.items() if key not in self._processing]
-        return max(0.0, now - min(due)) if due else 0.0
+        return max(0.0, now - min([*due, *self._processing.values()], default=now))
 
     def __len__(self) -> int:
         return len(self._due_s)
@@ -192,7 +192,7 @@ class WorkQueue(Generic[Key]):
         return pause_s
 
     def age_s(self) -> float:
-        """How long the key that is due longest has waited, in seconds."""
+        """How long the oldest key has been due or in work, in seconds."""
         return self._schedule.age_s(self._clock())
 
     def __len__(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.names import DELETION_COST_ANNOTATION, ROLE_LABEL, ROLE_VALUES
-from sluice_operator.resources.pods.pod_status import DELETION_COST
+from sluice_operator.api.names import DELETION_COST_ANNOTATION, DRAINING_SINCE_ANNOTATION, ROLE_LABEL, ROLE_VALUES
+from sluice_operator.resources.pods.pod_status import DELETION_COST, DRAINED_DELETION_COST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def render_pod_patches(
-    pods: Sequence[Pod], scale: ScaleDecision, reports: Mapping[EngineId, EngineReport]
+    pods: Sequence[Pod], scale: ScaleDecision, reports: Mapping[EngineId, EngineReport], wall_s: float
 ) -> Iterator[Object]:
     """Yields the patch of each pod whose role label or deletion cost is not right.
 
@@ -26,6 +26,7 @@ def render_pod_patches(
         pods: Engine pods.
         scale: Who leaves.
         reports: What routers say; a role counts once the engine has acknowledged its chunk size.
+        wall_s: The time, in seconds since 1970.
     """
     for pod in pods:
         if not pod.is_present:
@@ -35,8 +36,21 @@ def render_pod_patches(
         role = ROLE_VALUES[report.role] if report and report.role else pod.role_label
         if role != pod.role_label:
             metadata["labels"] = {ROLE_LABEL: role}
-        is_victim = pod.engine_id in scale.victims
-        if is_victim != pod.has_deletion_cost:
-            metadata["annotations"] = {DELETION_COST_ANNOTATION: DELETION_COST if is_victim else None}
+        if annotations := _render_marks(pod, scale, wall_s):
+            metadata["annotations"] = annotations
         if metadata:
             yield {"metadata": {"name": pod.name, "uid": str(pod.engine_id), **metadata}}
+
+
+def _render_marks(pod: Pod, scale: ScaleDecision, wall_s: float) -> dict[str, str | None]:
+    """Renders the annotations of a pod that leaves, or stays after all, as far as they are not right."""
+    is_victim, is_drained = pod.engine_id in scale.victims, pod.engine_id in scale.drained
+    if (is_victim, is_drained) == (pod.has_deletion_cost, pod.goes_next):
+        return {}
+    if not is_victim:
+        return {DELETION_COST_ANNOTATION: None, DRAINING_SINCE_ANNOTATION: None}
+    since_s = wall_s if pod.draining_since_s is None else pod.draining_since_s
+    return {
+        DELETION_COST_ANNOTATION: DRAINED_DELETION_COST if is_drained else DELETION_COST,
+        DRAINING_SINCE_ANNOTATION: str(int(since_s)),
+    }

@@ -1,4 +1,4 @@
-"""Scale-down without a broken stream: give victims a deletion cost, drain them, then lower the replicas.
+"""Scale-down without a broken stream: mark victims, drain them, mark who has drained, then lower the replicas by those.
 
 Kubernetes deletes pods that are not ready first, then those with the least deletion cost; victims are chosen in that
 order. Every step follows from what is observed, so that it can be interrupted anywhere.
@@ -26,12 +26,14 @@ class ScaleDecision:
     Args:
         replicas: For the Deployment, now.
         victims: Engines that hand their work over and then go.
-        undrained: Those of them that have not drained yet.
+        undrained: Those of them that stay for now.
+        drained: Those of them that have drained, or had their time to.
     """
 
     replicas: int
     victims: frozenset[EngineId] = frozenset()
     undrained: frozenset[EngineId] = frozenset()
+    drained: frozenset[EngineId] = frozenset()
 
 
 def decide_scale(
@@ -60,21 +62,20 @@ def decide_scale(
     if current_replicas is None or current_replicas <= desired_replicas or num_victims <= 0:
         return ScaleDecision(replicas=desired_replicas)
     victims = frozenset(_choose_victims(present, num_victims, roles, num_prefill_heavy, reports))
-    undrained = frozenset(
-        pod.engine_id for pod in present if pod.engine_id in victims and not _may_delete(pod, reports, drain_expired)
+    leaving = [pod for pod in present if pod.engine_id in victims]
+    # A pod that serves goes once it is marked as drained, so that Kubernetes takes this one.
+    undrained = frozenset(pod.engine_id for pod in leaving if pod.is_ready and not pod.goes_next)
+    drained = frozenset(
+        pod.engine_id
+        for pod in leaving
+        if pod.goes_next or pod.engine_id in drain_expired or _is_empty(reports.get(pod.engine_id))
     )
-    return ScaleDecision(
-        replicas=current_replicas if undrained else desired_replicas, victims=victims, undrained=undrained
-    )
+    replicas = min(current_replicas, desired_replicas + len(undrained))
+    return ScaleDecision(replicas=replicas, victims=victims, undrained=undrained, drained=drained)
 
 
-def _may_delete(pod: Pod, reports: Mapping[EngineId, EngineReport], drain_expired: Collection[EngineId]) -> bool:
-    """A pod that serves goes when it is marked, so that Kubernetes takes this one, and drained or out of time."""
-    if not pod.is_ready:
-        return True
-    report = reports.get(pod.engine_id)
-    is_empty = report is not None and report.is_drained
-    return pod.has_deletion_cost and (is_empty or pod.engine_id in drain_expired)
+def _is_empty(report: EngineReport | None) -> bool:
+    return report is not None and report.is_drained
 
 
 def _choose_victims(

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.api.names import CONTROL_TLS_ANNOTATION, DELETION_COST_ANNOTATION, ROLE_LABEL
+from sluice_operator.api.names import (
+    CONTROL_TLS_ANNOTATION,
+    DELETION_COST_ANNOTATION,
+    DRAINING_SINCE_ANNOTATION,
+    ROLE_LABEL,
+)
 from sluice_operator.kubernetes.interface import annotations_of, labels_of, name_of, uid_of
 from sluice_operator.resources.pods.rdma import PREFLIGHT
 
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
 # A container that ended this often is not one that was moved or killed once.
 CRASH_LOOP_RESTARTS = 2
 DELETION_COST = "-1000"
+# Of a victim that has drained: it goes before those that have not.
+DRAINED_DELETION_COST = "-2000"
 # The engine's, where RDMA is required and KV would not go over it.
 NO_RDMA_EXIT_CODE = 6
 WAITING_REASONS = {
@@ -54,12 +61,14 @@ class Pod:
         engine_id: Its uid, by which engines go in plans.
         address: Its address; empty before it has one.
         role_label: Value of the role label; empty without one.
-        has_deletion_cost: Whether it is marked to go first.
+        has_deletion_cost: Whether it is marked to leave.
         is_ready: Whether it serves.
         is_ending: Whether it is being deleted.
         has_ended: Whether it failed or completed, and will not come back.
         failure: What is wrong with it.
         created: When it was created, as Kubernetes writes times, which sort as text.
+        goes_next: Whether it is marked to go before others that leave.
+        draining_since_s: When it began to drain, in seconds since 1970; None: it does not.
         control_tls: Name in the certificate of a router's control port; empty: the port is in the open.
     """
 
@@ -73,6 +82,8 @@ class Pod:
     has_ended: bool
     failure: Failure | None
     created: str = ""
+    goes_next: bool = False
+    draining_since_s: float | None = None
     control_tls: str = ""
 
     @property
@@ -84,18 +95,23 @@ class Pod:
 def read_pod(content: Object) -> Pod:
     """Reads a pod."""
     status = content.get("status") or {}
+    cost, since = (
+        annotations_of(content).get(name, "") for name in (DELETION_COST_ANNOTATION, DRAINING_SINCE_ANNOTATION)
+    )
     is_ready = any(item["type"] == "Ready" and item["status"] == "True" for item in status.get("conditions") or [])
     return Pod(
         name=name_of(content),
         engine_id=EngineId(uid_of(content)),
         address=status.get("podIP", ""),
         role_label=labels_of(content).get(ROLE_LABEL, ""),
-        has_deletion_cost=annotations_of(content).get(DELETION_COST_ANNOTATION) == DELETION_COST,
+        has_deletion_cost=cost in (DELETION_COST, DRAINED_DELETION_COST),
         is_ready=is_ready,
         is_ending="deletionTimestamp" in content["metadata"],
         has_ended=status.get("phase") in ("Failed", "Succeeded"),
         failure=next(_find_failure(content, status), None),
         created=content["metadata"].get("creationTimestamp") or "",
+        goes_next=cost == DRAINED_DELETION_COST,
+        draining_since_s=float(since) if since.isdecimal() else None,
         control_tls=annotations_of(content).get(CONTROL_TLS_ANNOTATION, ""),
     )
 
