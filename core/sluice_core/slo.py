@@ -15,6 +15,8 @@ from enum import StrEnum
 from sluice_core.records import Slo
 
 ATTAINMENT_WINDOW_S = 300.0  # met / finished over five minutes
+# Longest time that a router keeps a request which no engine takes; simulations that plan for it refuse it then too.
+ROUTER_WAIT_LIMIT_S = 30.0
 _STEP_S = 5.0  # resolution of the window
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -13,16 +14,19 @@ from test_operator_faults import Crash, CrashOnce
 
 from sluice.v1 import control_pb2
 from sluice_core.planning.search import SearchEffort
+from sluice_core.scheduling.engine_table import PROVEN_OBSERVATIONS
+from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.names import TUNED_ANNOTATION
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune import search_process
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, MeasuredEngineFacts, find_engine_facts
-from sluice_operator.autotune.search import compute_least_gain, make_effort, make_problem, search
+from sluice_operator.autotune.search import compute_least_gain, make_effort, make_engine, make_problem, search
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
 from sluice_operator.autotune.search_process import SearchError, SearchRunner
 from sluice_operator.autotune.workload import WorkloadSample, has_shifted, read_workload
 from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, ForbiddenError
+from sluice_router.settings import Limits
 
 BOUNDS = {
     "prefillHeavy": {"min": 1, "max": 3},
@@ -518,6 +522,31 @@ async def test_a_search_that_cannot_be_made_says_why() -> None:
         await SearchRunner((sys.executable, "-c", "import sys; sys.stdin.read(); print('[]')")).run(unknown)
     with pytest.raises(SearchError, match="exit status 3"):
         await SearchRunner((sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)")).run(unknown)
+
+
+async def test_a_search_that_eats_memory_ends_alone_and_says_so() -> None:
+    program = (
+        "from sluice_operator.autotune import search\n"
+        "search.search = lambda request: bytearray(search.MAX_MEMORY_BYTES)\n"
+        "search.main()"
+    )
+    with pytest.raises(SearchError, match="needs more than 384 MiB; narrow"):
+        await SearchRunner((sys.executable, "-c", program)).run(make_question())
+
+
+def test_a_search_on_measured_engines_rejects_and_refuses_as_their_routers_do() -> None:
+    request = replace(
+        make_question(),
+        engine=MeasuredEngineFacts(
+            coefficients=(1e-3, 2e-5, 0.0, 1e-4, 0.0, 1e-8),
+            kv_blocks_total=1000,
+            block_size_tokens=16,
+            kv_bytes_per_token=1,
+            max_num_seqs=8,
+        ),
+    )
+    assert make_engine(request).profile.num_observations >= PROVEN_OBSERVATIONS
+    assert make_problem(request).options.wait_limit_s == Limits().wait_limit_s == ROUTER_WAIT_LIMIT_S
 
 
 @pytest.mark.parametrize("is_late", [False, True])

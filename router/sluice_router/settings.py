@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
+from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ class Limits(BaseModel):
         description="longest wait of a request for the engine whose stream broke, before it goes elsewhere",
     )
     hello_timeout_s: float = Field(default=10.0, gt=0, description="longest wait for an engine's first message")
-    wait_limit_s: float = Field(default=30.0, gt=0, description="longest wait of a request for an engine")
+    wait_limit_s: float = Field(default=ROUTER_WAIT_LIMIT_S, gt=0, description="longest wait for an engine")
     max_waiting: int = Field(
         default=4096, ge=1, description="most requests that wait for an engine, in all routers of the plan together"
     )

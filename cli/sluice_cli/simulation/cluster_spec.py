@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from sluice_cli.simulation.simulation_settings import AHEAD, SimulationSettings, change_settings
 from sluice_core.latency.catalog import parse_gpus
 from sluice_core.records import EarlyRejection, Slo, SloClass
+from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_router.settings import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -144,7 +144,7 @@ def _make_settings(spec: ServingClusterSpec) -> SimulationSettings:
         min_tokens_between_moves=parameters.min_tokens_between_moves,
         max_batch_tokens=spec.engine.max_batch_tokens,
         scheduling=AHEAD,
-        wait_limit_s=Limits().wait_limit_s,  # a manifest cannot change it
+        wait_limit_s=ROUTER_WAIT_LIMIT_S,  # a manifest cannot change it
     )
 
 

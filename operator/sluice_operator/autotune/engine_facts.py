@@ -7,7 +7,7 @@ iterations, because a manifest does not name the GPU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2
@@ -83,8 +83,8 @@ class MeasuredEngineFacts:
 
     @property
     def profile(self) -> IterationProfile:
-        """How long its iterations take."""
-        return LinearCoefficients(*self.coefficients).make_profile()
+        """How long its iterations take; proven, so that the simulated routers reject by it as real ones do."""
+        return replace(LinearCoefficients(*self.coefficients).make_profile(), num_observations=MIN_ITERATIONS)
 
 
 EngineFacts = EmulatedEngineFacts | MeasuredEngineFacts

@@ -22,6 +22,7 @@ from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvalu
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import TraceRow
+from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_core.strategies import STRATEGIES
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
@@ -50,6 +51,8 @@ MAX_PREDICTED_REQUESTS = 10_000
 # Of the processor, beside engines and routers that share it.
 NICENESS = 10
 MAX_CPU_S = 600
+# Of the memory that it shares with the leader. Two searches and the operator fit into the chart's limit.
+MAX_MEMORY_BYTES = 384 << 20
 
 
 def search(request: SearchRequest, effort: SearchEffort | None = None) -> SearchResult:
@@ -160,7 +163,8 @@ def make_problem(request: SearchRequest) -> PlanningProblem:
             early_rejection=EarlyRejection(constraints.early_rejection),
             min_tokens_between_moves=constraints.min_tokens_between_moves,
         ),
-        options=SimOptions(schedules_ahead=True),  # as the engines that it plans for
+        # As the engines and routers that it plans for.
+        options=SimOptions(schedules_ahead=True, wait_limit_s=ROUTER_WAIT_LIMIT_S),
         classes=named,
     )
 
@@ -245,12 +249,16 @@ def main() -> None:
     os.nice(NICENESS)
     # The parent ends a late search; this limit holds when the parent was killed.
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+    # Without it, the kernel would end every process of the container.
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     gc.set_threshold(GC_THRESHOLD)
     request = SearchRequest.from_json(sys.stdin.read())
     try:
         result = search(request)
     except ValueError as error:
         raise SystemExit(str(error)) from error
+    except MemoryError as error:
+        raise SystemExit(f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB; narrow autotune.bounds") from error
     print(result.to_json())
 
 
