@@ -60,6 +60,7 @@ class World:
             spawner=self.spawn,
             report=self.lines.append,
             on_change=lambda: None,
+            refusals={7},
             clock=lambda: self.now_s,
             sleep=self.sleep,
         )
@@ -95,6 +96,25 @@ async def test_crashes_in_a_row_are_waited_for_longer_and_a_healthy_run_resets_t
     await world.program.stop(1.0)
     await task
     assert world.program.num_starts == 6
+
+
+async def test_a_refusal_is_said_in_one_line_and_not_tried_again(tmp_path: Path) -> None:
+    world = World()
+    world.program.launch = LaunchSpec(command=("x",), log=tmp_path / "engine-0.log")
+    world.program.launch.log.write_text("INFO loads\nsluice_engine: /m: sliding_window is 4096\nends\n")
+    task = asyncio.create_task(world.program.run())
+    await world.started.wait()
+    world.children[-1].end(7)
+    async with asyncio.timeout(10):
+        while not world.lines:  # noqa: ASYNC110 - it becomes true within the loop's next rounds
+            await asyncio.sleep(0)
+    assert world.lines == [
+        "engine-0 refuses to start: /m: sliding_window is 4096; it is tried again when the manifest changes it"
+    ]
+    assert world.program.refusal == "/m: sliding_window is 4096"
+    await world.program.stop(1.0)
+    await task
+    assert (world.sleeps, world.program.num_starts) == ([], 1)
 
 
 async def test_stop_ends_the_process_and_starts_no_other() -> None:

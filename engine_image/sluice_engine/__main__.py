@@ -14,6 +14,7 @@ from sluice_engine.errors import EngineError, UnsupportedVllmError
 from sluice_engine.kv_transfer.ucx_transport import TransportLog, check_devices
 from sluice_engine.processes import StopSignal, leave
 from sluice_engine.settings import parse_settings
+from sluice_engine.startup.model_check import check_model
 from sluice_engine.versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Settings and vLLM's version are checked without importing vLLM, which takes seconds.
         settings = parse_settings(sys.argv[1:] if arguments is None else arguments)
         check_vllm_version()
+        check_model(settings)
         check_devices(settings)
         with tempfile.TemporaryDirectory(prefix="sluice-ucx-") as folder:
             log = TransportLog(Path(folder))

@@ -7,6 +7,7 @@
       UnsupportedVllmError   another vLLM than the one the hooks are written against; exit status 3
       StartError             a port is taken, the model cannot be loaded; exit status 4
       RdmaError              RDMA is required and cannot be used; exit status 6
+      ModelRefusedError      the model cannot be served; exit status 7
       SubmitRefusedError     one request is wrong; answered by its slot's Finished with REFUSED
 
 Everything else that escapes ends the process, because a supervisor restarts it faster than it heals.
@@ -43,6 +44,12 @@ class RdmaError(EngineError):
     """RDMA is required and cannot be used; the message says what is missing. The operator knows the exit status."""
 
     exit_status = 6
+
+
+class ModelRefusedError(EngineError):
+    """The model cannot be served by this engine; the message says why. Launcher and operator know the exit status."""
+
+    exit_status = 7
 
 
 class SubmitRefusedError(EngineError):

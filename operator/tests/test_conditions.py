@@ -11,6 +11,7 @@ from fake_kubernetes import make_cluster
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import Role
 from sluice_core.slo import SloCounts
+from sluice_engine.errors import ModelRefusedError, RdmaError, SettingsError, UnsupportedVllmError
 from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders
@@ -25,7 +26,7 @@ from sluice_operator.controller.events import render_event
 from sluice_operator.controller.status import make_patch, render_status
 from sluice_operator.controller.status_inputs import StatusInputs
 from sluice_operator.planning.scale_down import ScaleDecision
-from sluice_operator.resources.pods.pod_status import Failure, read_pod
+from sluice_operator.resources.pods.pod_status import ENGINE_REFUSAL_EXIT_CODES, NO_RDMA_EXIT_CODE, Failure, read_pod
 from sluice_operator.routers.engine_reports import EngineReport
 
 
@@ -70,6 +71,11 @@ FAILURES: dict[str, tuple[dict[str, Any], Reason | None, str]] = {
         Reason.PREFLIGHT_FAILED,
         "KV would go over tcp",
     ),
+    "engine-refuses-its-model": (
+        waiting("CrashLoopBackOff", lastState={"terminated": {"exitCode": 7, "message": "sliding_window is 4096"}}),
+        Reason.ENGINE_REFUSED,
+        "sliding_window is 4096",
+    ),
     "engine-has-rdma-again": (
         {
             "containerStatuses": [
@@ -91,6 +97,12 @@ def test_a_pods_trouble_is_one_word_and_names_the_pod(status, reason, words) -> 
         assert "engine-1" in failure.message
 
 
+def test_the_exit_codes_of_refusals_are_the_engines() -> None:
+    refusals = (SettingsError, UnsupportedVllmError, ModelRefusedError)
+    assert {error.exit_status for error in refusals} == ENGINE_REFUSAL_EXIT_CODES
+    assert RdmaError.exit_status == NO_RDMA_EXIT_CODE
+
+
 REPORT = EngineReport(
     role=None, chunk_size_tokens=0, acknowledged_generation=7, is_drained=False, load=0, transport="tcp", fault=""
 )
@@ -108,7 +120,7 @@ def find(old: Any = None, **fields: Any) -> StatusInputs:
         "engines": (make_pod("e1"), make_pod("e2")),
         "routers": (make_pod("r1"),),
         "plan": plan_pb2.Plan(
-            generation=7, attainment_percent=90, strategy=1, engines=[plan_pb2.EnginePlan(engine_id="e1")]
+            generation=7, attainment_percent=90, strategy="taichi", engines=[plan_pb2.EnginePlan(engine_id="e1")]
         ),
         "reports": {"e1": REPORT, "e2": REPORT},
         "statuses": {"r1": control_pb2.GetStatusResponse(generation=7)},

@@ -40,6 +40,7 @@ class ProcessRecord:
         num_starts: How often it was started.
         ports: Ports by purpose.
         log: Its output.
+        refusal: Why it cannot start; empty: it can, as far as is known.
         front_tls: Folder of the certificate that clients see; empty: nothing is encrypted.
         needs_key: Requests must carry a key.
         peer_tls: Folder of the certificate of its control port; empty: nothing is encrypted.
@@ -53,6 +54,7 @@ class ProcessRecord:
     num_starts: int = 0
     ports: dict[str, int] = field(default_factory=dict)
     log: str = ""
+    refusal: str = ""
     front_tls: str = ""
     needs_key: bool = False
     peer_tls: str = ""

@@ -212,9 +212,14 @@ def name_state(state: control_pb2.EngineState.ValueType) -> str:
 def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None, phase: str) -> EngineStatusRow:
     if status is None or process.pid is None:
         state = "restarting" if process.pid is None and process.num_starts else "starting"
+        state = "refused" if process.refusal else state
         state = "stopping" if phase == "stopping" else state
         return EngineStatusRow(
-            engine_id=process.name, state=state, num_restarts=_count_restarts(process), pid=process.pid
+            engine_id=process.name,
+            state=state,
+            num_restarts=_count_restarts(process),
+            pid=process.pid,
+            last_fault=process.refusal,
         )
     return EngineStatusRow(
         engine_id=process.name,

@@ -155,4 +155,5 @@ def _record(name: str, kind: str, process: SupervisedProcess, ports: dict[str, i
         num_starts=process.num_starts,
         ports=ports,
         log=str(process.launch.log),
+        refusal=process.refusal,
     )

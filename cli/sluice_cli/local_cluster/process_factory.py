@@ -12,6 +12,7 @@ from sluice_cli.processes.child_processes import LaunchSpec
 from sluice_cli.processes.supervisor import SupervisedProcess
 from sluice_operator.api import names
 from sluice_operator.resources import commands
+from sluice_operator.resources.pods.pod_status import ENGINE_REFUSAL_EXIT_CODES
 from sluice_operator.routers.connection import RouterConnection
 
 if TYPE_CHECKING:
@@ -138,5 +139,6 @@ class ProcessFactory:
             spawner=self.spawn_engine if kind == "engine" else self.spawn_router,
             report=self.report,
             on_change=self.on_process_change,
+            refusals=ENGINE_REFUSAL_EXIT_CODES if kind == "engine" else (),
             clock=self.clock,
         )

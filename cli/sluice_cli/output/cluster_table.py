@@ -61,7 +61,8 @@ def _describe_service(status: ClusterStatus) -> str:
         if counters.num_finished
     )
     tuning = _describe_tuning(status.autotune) if status.autotune else ""
-    return "\n".join(filter(None, (attained, tuning)))
+    refused = [f"{engine.engine_id}: {engine.last_fault}" for engine in status.engines if engine.state == "refused"]
+    return "\n".join(filter(None, (*refused, attained, tuning)))
 
 
 def _describe_tuning(tuning: AutotuneSummary) -> str:

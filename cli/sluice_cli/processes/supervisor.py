@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Collection
+    from pathlib import Path
 
     from sluice_cli.processes.child_processes import ChildProcess, LaunchSpec, Spawner
 
@@ -16,6 +17,9 @@ FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 # A program that ran this long was healthy: the next crash counts as the first.
 STABLE_S = 60.0
+# How an engine's log begins the line that says why it ends, and how much of the log is searched for it.
+LAST_WORDS = "sluice_engine: "
+MAX_LAST_WORDS_BYTES = 65_536
 
 
 def backoff_s(num_failures: int) -> float:
@@ -33,6 +37,16 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
+def read_last_words(log: Path) -> str:
+    """The last line in which an engine says why it ends; empty: there is none."""
+    try:
+        lines = log.read_bytes()[-MAX_LAST_WORDS_BYTES:].decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line.removeprefix(LAST_WORDS) for line in lines if line.startswith(LAST_WORDS)]
+    return said[-1] if said else ""
+
+
 class SupervisedProcess:
     """A program that is started again when it ends.
 
@@ -42,6 +56,7 @@ class SupervisedProcess:
         spawner: Starts it.
         report: Takes a line for people.
         on_change: Called after each start and each end.
+        refusals: Exit codes after which another try would end the same.
         clock: Monotonic seconds.
         sleep: Waits that many seconds.
     """
@@ -54,6 +69,7 @@ class SupervisedProcess:
         spawner: Spawner,
         report: Callable[[str], None],
         on_change: Callable[[], None],
+        refusals: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -61,6 +77,9 @@ class SupervisedProcess:
         self.launch = launch
         self.num_starts = 0
         self.started_s = 0.0
+        # Why the program cannot start; empty: it can, as far as is known.
+        self.refusal = ""
+        self._refusals = refusals
         self._spawner = spawner
         self._report = report
         self._on_change = on_change
@@ -84,6 +103,9 @@ class SupervisedProcess:
                 code = await self._run_once()
                 if self._is_stopping:
                     break
+                if code in self._refusals:
+                    await self._rest(code)
+                    break
                 num_failures = 1 if self._clock() - self.started_s > STABLE_S else num_failures + 1
                 delay_s = backoff_s(num_failures)
                 self._report(
@@ -93,6 +115,13 @@ class SupervisedProcess:
                 await self._pause(delay_s)
         finally:
             self._ended.set()
+
+    async def _rest(self, code: int) -> None:
+        """Says why the program cannot start, and waits until it is stopped, as for an edit that replaces it."""
+        self.refusal = read_last_words(self.launch.log) or describe_exit(code)
+        self._report(f"{self.name} refuses to start: {self.refusal}; it is tried again when the manifest changes it")
+        self._on_change()
+        await self._stop.wait()
 
     async def stop(self, grace_s: float) -> None:
         """Ends the program: SIGTERM, then SIGKILL to its group when the grace is over.

@@ -47,6 +47,7 @@ class Reason(StrEnum):
     POD_TEMPLATE_REFUSED = "PodTemplateRefused"
     PLAN_REFUSED = "PlanRefused"
     ENGINE_FAULT = "EngineFault"
+    ENGINE_REFUSED = "EngineRefused"
     VALID = "Valid"
     REFUSED = "Refused"
     NOT_AVAILABLE = "NotAvailable"
@@ -106,6 +107,7 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.POD_TEMPLATE_REFUSED,
         Reason.PLAN_REFUSED,
         Reason.ENGINE_FAULT,
+        Reason.ENGINE_REFUSED,
     ),
     ConditionType.SPEC_VALID: (Reason.VALID, Reason.REFUSED, Reason.POD_TEMPLATE_REFUSED, Reason.NOT_AVAILABLE),
     ConditionType.ENGINES_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),

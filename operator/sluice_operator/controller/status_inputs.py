@@ -26,6 +26,7 @@ ROLLOUT_FAILURES = frozenset(
     {
         Reason.IMAGE_PULL_BACK_OFF,
         Reason.CRASH_LOOP,
+        Reason.ENGINE_REFUSED,
         Reason.UNSCHEDULABLE,
         Reason.MOUNT_FAILED,
         Reason.PREFLIGHT_FAILED,

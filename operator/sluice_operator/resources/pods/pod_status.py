@@ -11,6 +11,7 @@ from sluice_operator.api.names import (
     CONTROL_TLS_ANNOTATION,
     DELETION_COST_ANNOTATION,
     DRAINING_SINCE_ANNOTATION,
+    ENGINE,
     ROLE_LABEL,
 )
 from sluice_operator.kubernetes.interface import annotations_of, labels_of, name_of, uid_of
@@ -28,6 +29,8 @@ DELETION_COST = "-1000"
 DRAINED_DELETION_COST = "-2000"
 # The engine's, where RDMA is required and KV would not go over it.
 NO_RDMA_EXIT_CODE = 6
+# The engine's, where it cannot start whatever is tried: its command line, vLLM's version, the model.
+ENGINE_REFUSAL_EXIT_CODES = frozenset({2, 3, 7})
 WAITING_REASONS = {
     "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,
     "ErrImagePull": Reason.IMAGE_PULL_BACK_OFF,
@@ -136,6 +139,12 @@ def is_rdma_refusal(container: Object, ended: Object) -> bool:
     return not container.get("ready") and ended.get("exitCode") == NO_RDMA_EXIT_CODE
 
 
+def is_engine_refusal(container: Object, ended: Object) -> bool:
+    """Whether an engine ended because it cannot start, so that the next try ends the same."""
+    is_engine = container["name"] == ENGINE and not container.get("ready")
+    return is_engine and ended.get("exitCode") in ENGINE_REFUSAL_EXIT_CODES
+
+
 def _find_container_failure(pod: str, container: Object) -> Iterator[Failure]:
     waiting = (container.get("state") or {}).get("waiting") or {}
     reason = WAITING_REASONS.get(waiting.get("reason", ""))
@@ -144,6 +153,10 @@ def _find_container_failure(pod: str, container: Object) -> Iterator[Failure]:
     if ended and is_rdma_refusal(container, ended):
         what = ended.get("message") or f"exit code {ended.get('exitCode')}"
         yield Failure(reason=Reason.PREFLIGHT_FAILED, message=f"{where}: {what}")
+    elif ended and is_engine_refusal(container, ended):
+        what = ended.get("message") or f"exit code {ended.get('exitCode')}"
+        advice = "it starts when the spec or the model is another; see EngineRefused in the runbook"
+        yield Failure(reason=Reason.ENGINE_REFUSED, message=f"{where} refuses to start: {what}; {advice}")
     elif reason is Reason.CRASH_LOOP or (
         not container.get("ready") and ended and container.get("restartCount", 0) >= CRASH_LOOP_RESTARTS
     ):
