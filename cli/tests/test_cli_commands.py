@@ -111,8 +111,13 @@ async def test_a_decision_log_is_fetched_through_tls_with_a_key(tmp_path: Path) 
     async def refuse(_request: web.Request) -> web.Response:
         return web.json_response({"error": "unknown"}, status=404)
 
+    async def echo(request: web.Request) -> web.Response:
+        return web.json_response({"request_id": request.match_info["request_id"]})
+
     application.router.add_get("/debug/requests/r", answer)
     application.router.add_get("/debug/requests/x", refuse)
+    application.router.add_get("/debug/requests/{request_id}", echo)
+    application.router.add_get("/version", refuse)
     runner = web.AppRunner(application)
     await runner.setup()
     context = make_server_context(CertificateFolder(folder, is_mutual=False).current)
@@ -121,6 +126,8 @@ async def test_a_decision_log_is_fetched_through_tls_with_a_key(tmp_path: Path) 
     router = RouterStatusRow(name="router-0", url=url, front_tls=str(folder), needs_key=True)
     try:
         assert await fetch_decision_log([router], "r", "sk-1") == log
+        for request_id in ("a?b", "../../version", "a%2Fb", "a/b", "a#b"):
+            assert await fetch_decision_log([router], request_id, "sk-1") == {"request_id": request_id}
         with pytest.raises(UnknownRequestError, match="no router knows request 'x'"):
             await fetch_decision_log([router], "x", "sk-1")
         with pytest.raises(UnknownRequestError, match="asks for a valid API key"):
@@ -270,6 +277,8 @@ def test_a_decision_log_shows_candidates_and_every_event() -> None:
     assert "placement: hold (no_engine)" in shown
     assert "placement: engine-0 (feasible), predicted TTFT 24 ms" in shown
     assert "feasible (chosen)" in shown
+    assert "24.0" in shown, "1 + 20 + 3 ms"
+    assert "total: estimated wait" in shown
     assert "moved: source engine-0, target engine-2, cause backflow" in shown
 
 

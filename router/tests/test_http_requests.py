@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from urllib.parse import quote
 
 import harness_faults
 import httpx
@@ -560,6 +561,13 @@ async def test_pages(client, plane):
         plane.not_ready_reason = "no plan"
         response = await client.get(path)
         assert (response.status_code, response.json()["reason"]) == (503, "no plan")
+
+
+@pytest.mark.parametrize("request_id", ["a?b", "../../version", "a%2Fb", "a/b", "a#b", "a b"])
+async def test_any_id_is_explained(client, plane, request_id):
+    plane.stories[request_id] = {"events": [request_id]}
+    url = httpx.URL(f"{client.base_url}/debug/requests/{quote(request_id, safe='')}")
+    assert (await client.get(url)).json() == {"events": [request_id]}
 
 
 async def test_metrics_count_answers_by_status_and_reason(client, plane):

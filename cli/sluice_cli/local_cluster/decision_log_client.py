@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,9 @@ async def fetch_decision_log(routers: Sequence[RouterStatusRow], request_id: str
 async def _ask(session: aiohttp.ClientSession, router: RouterStatusRow, request_id: str) -> dict[str, Any] | None:
     trust = make_pinned_context(Path(router.front_tls)) if router.front_tls else True
     try:
-        async with session.get(f"{router.url}/debug/requests/{request_id}", ssl=trust) as response:
+        # An id is one segment of the path, whatever it holds.
+        url = f"{router.url}/debug/requests/{urllib.parse.quote(request_id, safe='')}"
+        async with session.get(url, ssl=trust) as response:
             if response.status == 401:
                 raise UnknownRequestError(
                     f"{router.url} asks for a valid API key; pass --api-key or set SLUICE_API_KEY"

@@ -13,13 +13,20 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+_PARTS = ("queue_s", "execute_s", "transfer_s")
+LEGEND = (
+    "total: estimated wait for the first token from here on, had this engine been chosen:\n"
+    "prompts before it (queue), its own prompt (execute), and the move of its KV (transfer)"
+)
+
+
 def render_decision_log(log: dict[str, Any]) -> Group:
     """Shows a decision log: one line per event, a table of candidates under each placement."""
     parts: list[RenderableType] = [Text(f"request {log['request_id']}", style="bold")]
     for event in log["events"]:
         parts.append(Text(f"{event['at_s']:10.4f} s  {describe_event(event)}"))
         if event.get("candidates"):
-            parts.append(Padding(_make_candidates(event), (0, 0, 0, 14)))
+            parts.append(Padding(Group(_make_candidates(event), Text(LEGEND, style="dim")), (0, 0, 0, 14)))
     return Group(*parts)
 
 
@@ -41,7 +48,7 @@ def describe_event(event: dict[str, Any]) -> str:
 
 def _make_candidates(event: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("candidate", "role", "queued tokens", "queue ms", "execute ms", "transfer ms", "verdict"):
+    for name in ("candidate", "role", "queued tokens", "queue ms", "execute ms", "transfer ms", "total ms", "verdict"):
         table.add_column(name, justify="left" if name in ("candidate", "role", "verdict") else "right")
     chosen = event["decision"].get("engine_id")
     for candidate in event["candidates"]:
@@ -49,7 +56,8 @@ def _make_candidates(event: dict[str, Any]) -> Table:
             candidate["engine_id"],
             candidate["role"],
             str(candidate["queued_prefill_tokens"]),
-            *(f"{1000 * candidate[part]:.1f}" for part in ("queue_s", "execute_s", "transfer_s")),
+            *(f"{1000 * candidate[part]:.1f}" for part in _PARTS),
+            f"{1000 * sum(candidate[part] for part in _PARTS):.1f}",
             candidate["reason"] + (" (chosen)" if candidate["engine_id"] == chosen else ""),
         )
     return table

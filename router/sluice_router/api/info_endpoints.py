@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import urllib.parse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +71,13 @@ class InfoEndpoints:
         self._hidden = hidden
 
     def find(self, path: str) -> Callable[[], web.Response] | None:
-        """Finds what answers ``path``, or None."""
+        """Finds what answers ``path``, as aiohttp has decoded it, or None."""
         if path in self._hidden or (self._paths is not None and path not in self._paths):
             return None
         if path.startswith(MODELS_PREFIX):
-            return partial(self._show_model, urllib.parse.unquote(path.removeprefix(MODELS_PREFIX)))
+            return partial(self._show_model, path.removeprefix(MODELS_PREFIX))
         if path.startswith(DEBUG_PREFIX):
-            return partial(self._explain, urllib.parse.unquote(path.removeprefix(DEBUG_PREFIX)))
+            return partial(self._explain, path.removeprefix(DEBUG_PREFIX))
         return self._handlers.get(path)
 
     def _list_models(self) -> web.Response:
