@@ -115,9 +115,13 @@ def test_every_event_is_as_the_plain_simulator_has_it(name, seed, blocks, **opti
     assert_equal_to_plain(*make_cell(random.Random(seed), name, blocks=blocks, number=40, **options))
 
 
-def test_decodes_left_out_come_before_prompts_when_nothing_was_scheduled_ahead():
-    """Prompts once took the blocks that had just become free, iteration after iteration."""
-    assert_equal_to_plain(*make_cell(random.Random(13), "taichi", blocks=26, number=60))
+@pytest.mark.parametrize(
+    ("seed", "blocks"),
+    [(13, 26), (15, 30)],
+    ids=["decodes left out come before prompts", "gaps of a decode left out twice"],
+)
+def test_runs_that_once_differed_agree(seed, blocks):
+    assert_equal_to_plain(*make_cell(random.Random(seed), "taichi", blocks=blocks, number=60))
 
 
 @pytest.mark.parametrize("name", ["taichi", "disaggregated", "aggregated"])

@@ -121,7 +121,8 @@ def _is_in_running_iteration(engine: SchedulerState, request: SimRequest) -> boo
     return request.state is RequestState.FINISHED or engine.prefills.was_in_last_batch(request)
 
 
-def _leave_decodes(engine: SchedulerState, victim: SimRequest, now: float) -> None:
+def leave_decodes(engine: SchedulerState, victim: SimRequest, now: float) -> None:
+    """Take a decode out whose last token came now, or before it was left out of an iteration."""
     is_new_here = victim in engine.joined
     engine.batch.leave(victim, victim.last_token_s if is_new_here else now)
     if is_new_here:
@@ -143,7 +144,7 @@ def _preempt(engine: SchedulerState, victim: SimRequest, now: float, *, has_grow
     if victim.state is RequestState.DECODING:
         num_grown = int(has_grown and engine.batch.is_growing(victim))
         has_decoded_here = engine.iteration - victim.start_iteration > victim.generated_tokens
-        _leave_decodes(engine, victim, now)
+        leave_decodes(engine, victim, now)
         num_tokens = num_cached_tokens = victim.num_kv_tokens
         if engine.schedules_ahead and has_decoded_here:
             # A block is cached by its tokens, and that of the last iteration was not known yet.

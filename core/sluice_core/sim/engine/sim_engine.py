@@ -6,7 +6,12 @@ from sluice_core.records import EngineId, EngineLoad, RequestId, Role
 from sluice_core.scheduling.batching import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cell import EngineSetup
-from sluice_core.sim.engine.preemption import make_room_for_chunks, make_room_for_decodes, make_room_in_step
+from sluice_core.sim.engine.preemption import (
+    leave_decodes,
+    make_room_for_chunks,
+    make_room_for_decodes,
+    make_room_in_step,
+)
 from sluice_core.sim.engine.scheduler_state import SchedulerState
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
@@ -160,7 +165,7 @@ class SimEngine(SchedulerState):
     def hand_off(self, request_id: RequestId, now: float) -> SimRequest:
         """End a decode's part here and pin its KV until ``release``."""
         request = self.batch[request_id]
-        self.batch.leave(request, now)
+        leave_decodes(self, request, now)
         self.pinned_blocks += request.num_blocks
         self.cache_filled_blocks(request)
         request.source_table, request.table = request.table, None
@@ -269,13 +274,7 @@ class SimEngine(SchedulerState):
         counters.kv_block_seconds += self.duration_s * self.used_blocks
         counters.num_output_tokens += num_decodes
         counters.num_prefill_tokens += self.prefills.num_tokens
-        self._gaps.add(self.duration_s, num_decodes - len(self.joined))
-        for request in self.joined:
-            self._gaps.add(now - request.last_token_s, 1)
-        self.joined = []
-        for request in self.batch.paused:
-            request.last_token_s = now - self.duration_s
-            self.joined.append(request)
+        self._count_gaps(now)
         self.finished = []
         ending = self.batch.advance()
         if ending is not None:
@@ -291,6 +290,19 @@ class SimEngine(SchedulerState):
             self.ending = list(self.finished)
         # Handed-off requests may share blocks of a common prefix, which are then pinned twice.
         self.batch.decodes.kv_blocks_held = max(0, self.used_blocks - self.pinned_blocks)
+
+    def _count_gaps(self, now: float) -> None:
+        """Count the gaps that end with the iteration; decodes that were left out go on with theirs."""
+        joined, paused = self.joined, self.batch.paused
+        self.joined = list(paused)
+        for request in paused:
+            if request not in joined:  # else it had none in the iteration before either
+                request.last_token_s = now - self.duration_s
+        if paused:
+            joined = [request for request in joined if request not in paused]
+        self._gaps.add(self.duration_s, self.batch.num_decodes - len(joined))
+        for request in joined:
+            self._gaps.add(now - request.last_token_s, 1)
 
     def report_load(self, now: float) -> EngineLoad:
         """Make the load report."""
