@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulation import SLO, make_arrivals, make_engines, run
 
@@ -81,6 +81,7 @@ def test_a_one_token_answer_has_no_tpot_and_meets_it():
     assert request.has_met_slo
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1), st.floats(0, 1))
 def test_percentiles_are_nearest_rank(values, share):
     found = compute_percentile(sorted(values), share)
@@ -177,6 +178,7 @@ def test_gaps_of_a_run_are_those_between_its_tokens(simulation):
     assert simulation.gaps.total_s == pytest.approx(total_s)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e-4, 50), min_size=1), st.sampled_from((0.01, 0.5, 0.9, 0.99, 1.0)))
 def test_gap_percentiles_are_close(gaps_s, share):
     histogram = GapHistogram()
