@@ -24,7 +24,15 @@ CONTAINER_SECURITY: Object = {
     "capabilities": {"drop": ["ALL"]},
     "readOnlyRootFilesystem": True,
 }
-POD_SECURITY: Object = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+# The images' user. Volumes belong to its group, so that a model cache that root made can be written.
+IMAGE_USER = 65532
+POD_SECURITY: Object = {
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+    "fsGroup": IMAGE_USER,
+    # Not file by file where the group is right already: a cache holds hundreds of gigabytes.
+    "fsGroupChangePolicy": "OnRootMismatch",
+}
 # The root is read-only: caches go to an emptyDir.
 TMP_MOUNT: Object = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108 - a volume of the pod's own
 TMP_VOLUME: Object = {"name": "tmp", "emptyDir": {}}
