@@ -34,7 +34,9 @@ ANSWER = "hello world, grüße 中文 🎉 the end"
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if documents %}{{ documents | tojson }}{% endif %}"
+    "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}{% if extra %}{{ extra }}{% endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -197,11 +199,11 @@ def make_usage(live: Live) -> Usage:
     return Usage(
         prompt_tokens=len(live.request.prompt_token_ids),
         output_tokens=live.num_tokens,
-        cached_tokens=0,
+        cached_tokens=3,
         ttft_s=0.0125,
         tpot_s=None if live.num_tokens < 2 else 0.005,
         num_hand_offs=1,
-        num_recoveries=0,
+        num_recoveries=2,
         is_slo_met=True,
     )
 

@@ -224,6 +224,7 @@ async def test_keys_go_to_no_engine_no_log_no_answer_and_no_metric(tmp_path, key
     assert b"canary" not in seen
     assert 'sluice_key_requests_total{owner="alice",result="length"} 2.0' in metrics
     assert 'sluice_key_tokens_total{kind="output",owner="alice"} 7.0' in metrics
+    assert 'sluice_key_tokens_total{kind="prompt",owner="alice"} 6.0' in metrics
     assert 'sluice_answers_total{protocol="http",reason="invalid_api_key",status="401"} 4.0' in metrics
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 
 import pytest
 
@@ -36,6 +37,28 @@ async def test_broken_file_leaves_what_was_known(tmp_path, text):
 
 async def test_name_is_resolved():
     assert "127.0.0.1:50051" in (await DnsDiscovery("localhost", 50051).find() or ())
+
+
+@pytest.mark.parametrize(
+    ("answer", "addresses"),
+    [
+        ([("10.0.0.1", 0), ("10.0.0.2", 0), ("10.0.0.1", 0)], {"10.0.0.1:50051", "10.0.0.2:50051"}),
+        ([("fd00::1", 0, 0, 0)], {"[fd00::1]:50051"}),
+        (socket.gaierror(socket.EAI_NONAME, "no such name"), frozenset()),
+        (socket.gaierror(socket.EAI_AGAIN, "the name server is away"), None),
+    ],
+    ids=["several", "IPv6", "a Service without pods", "nobody knows"],
+)
+async def test_answers_of_the_name_server(monkeypatch, answer, addresses):
+    class Loop:
+        async def getaddrinfo(self, host, port, *, type):  # noqa: A002 - asyncio's name
+            assert (host, port, type) == ("engines.ns.svc", 50051, socket.SOCK_STREAM)
+            if isinstance(answer, Exception):
+                raise answer
+            return [(socket.AF_INET, type, 6, "", address) for address in answer]
+
+    monkeypatch.setattr(asyncio, "get_running_loop", Loop)
+    assert await DnsDiscovery("engines.ns.svc", 50051).find() == addresses
 
 
 def test_kinds():

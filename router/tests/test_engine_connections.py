@@ -218,6 +218,39 @@ async def test_port_without_an_engine_is_reported(is_ready):
         assert "unavailable" in wired.router.describe().engines[0].last_fault
 
 
+class RudeEngine(FakeEngine):
+    """Says something else than hello, or nothing."""
+
+    def __init__(self, message: engine_pb2.AttachResponse | None) -> None:
+        super().__init__(FakeCore("rude"))
+        self._message = message
+
+    async def Attach(self, request_iterator, context) -> None:  # noqa: N802
+        self.num_streams += 1
+        if self._message is not None:
+            await context.write(self._message)
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        (None, "the engine did not say hello within 0.2 s"),
+        (engine_pb2.AttachResponse(load=engine_pb2.LoadReport()), "the engine did not say hello"),
+    ],
+    ids=["nothing", "something else"],
+)
+async def test_port_that_does_not_say_hello_is_reported_and_tried_again(message, fault):
+    engine = RudeEngine(message)
+    hello_timeout_s = 0.2 if message is None else 20.0
+    limits = LIMITS.model_copy(update={"hello_timeout_s": hello_timeout_s})
+    async with serving(engine), wiring(engine, limits=limits) as wired:
+        await until(lambda: wired.router.describe().engines[0].last_fault)
+        (status,) = wired.router.describe().engines
+        assert (status.last_fault, status.state) == (fault, control_pb2.ENGINE_STATE_CONNECTING)
+        await until(lambda: engine.num_streams > 1)
+
+
 async def test_drain_empties_an_engine_while_streams_go_on(is_ready):
     engines = engines_of(DD, step_s=0.02)
     async with serving(*engines), wiring(*engines) as wired:
@@ -275,6 +308,11 @@ async def test_status_poll_waits_for_news(is_ready):
         wired.router.apply_plan(make_plan(DD))
         await until(lambda: is_ready(wired, 2))
         status = await control.GetStatus(control_pb2.GetStatusRequest())
+        async with asyncio.timeout(5):
+            # A version of this router's predecessor, which had more to report, is news too.
+            for version in (status.version - 1, status.version + 100):
+                earlier = control_pb2.GetStatusRequest(after_version=version, timeout_s=30)
+                assert (await control.GetStatus(earlier)).version == status.version
         started_s = time.monotonic()
         same = await control.GetStatus(control_pb2.GetStatusRequest(after_version=status.version, timeout_s=0.2))
         assert same.version == status.version

@@ -7,6 +7,7 @@ import json
 
 import grpc
 import pytest
+from data_plane_harness import until
 from edge_fakes import ANSWER, LENGTH, STOP, write_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -23,8 +24,13 @@ USER = router_pb2.ChatMessage(role="user", content="hi")
 
 
 @pytest.fixture
-async def channel(plane, text):
-    api = GrpcApi(plane, text, EdgeMetrics(SlowReaders(SlowReaderLimits())))
+def metrics():
+    return EdgeMetrics(SlowReaders(SlowReaderLimits()))
+
+
+@pytest.fixture
+async def channel(plane, text, metrics):
+    api = GrpcApi(plane, text, metrics)
     port = await api.start("127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as made:
         yield made
@@ -36,7 +42,7 @@ async def router(channel):
     return router_pb2_grpc.RouterStub(channel)
 
 
-async def test_generate_streams_text_and_tokens_once(router, plane, text):
+async def test_generate_streams_text_and_tokens_once(router, plane, text, metrics):
     call = router.Generate(router_pb2.GenerateRequest(text="hi", request_id="mine"))
     deltas = [delta async for delta in call]
     ids = [token_id for delta in deltas for token_id in delta.token_ids]
@@ -46,9 +52,18 @@ async def test_generate_streams_text_and_tokens_once(router, plane, text):
         sum(len(d.token_ids) for d in deltas[:i]) for i in range(len(deltas))
     ]
     assert deltas[-1].finish_reason == STOP
-    assert deltas[-1].usage.output_tokens == len(ids)
+    assert deltas[-1].usage == router_pb2.Usage(
+        prompt_tokens=len(plane.admitted[0].prompt_token_ids),
+        output_tokens=len(ids),
+        cached_tokens=3,
+        ttft_ms=12.5,
+        tpot_ms=5,
+        num_hand_offs=1,
+        is_slo_met=True,
+    )
     assert all(delta.finish_reason == 0 for delta in deltas[:-1])
     assert {delta.request_id for delta in deltas} == {"mine"}
+    assert metrics.answers == {("grpc", "OK", ""): 1}
 
 
 async def test_absent_max_tokens_goes_up_to_the_models_length(router, plane):
@@ -253,15 +268,17 @@ async def test_objectives_may_be_metadata_as_over_http(router, plane):
         ),
     ],
 )
-async def test_wrong_requests_name_field_value_and_limit(router, plane, request_fields, status, words):
+async def test_wrong_requests_name_field_value_and_limit(router, plane, metrics, request_fields, status, words):
     call = router.Generate(router_pb2.GenerateRequest(**request_fields))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         [_ async for _ in call]
     assert caught.value.code() == status
     assert all(word in caught.value.details() for word in words), caught.value.details()
     metadata = dict(caught.value.trailing_metadata())
-    assert "x-sluice-reason" in metadata
     assert metadata["x-request-id"] == "req-1"
+    param = metadata["x-sluice-param"]
+    assert param in ("model", "slo_class") or param in caught.value.details()
+    assert metrics.answers == {("grpc", status.name, metadata["x-sluice-reason"]): 1}
     assert not plane.live
 
 
@@ -288,7 +305,7 @@ async def test_fault_after_the_first_delta_has_the_tables_status(router, plane):
     assert caught.value.code() == grpc.StatusCode.INTERNAL
 
 
-async def test_cancelled_call_is_cancelled_at_the_engine(router, plane):
+async def test_cancelled_call_is_cancelled_at_the_engine(router, plane, metrics):
     plane.script = None
     call = router.Generate(router_pb2.GenerateRequest(text="hi"))
     reading = asyncio.create_task(call.read())
@@ -298,6 +315,7 @@ async def test_cancelled_call_is_cancelled_at_the_engine(router, plane):
     assert plane.cancelled == [("req-1", "client_gone")]
     with pytest.raises(asyncio.CancelledError):
         await reading
+    await until(lambda: metrics.answers == {("grpc", "CANCELLED", "client_gone"): 1})
 
 
 async def test_passed_deadline_cancels_at_the_engine(router, plane):

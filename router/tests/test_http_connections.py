@@ -10,6 +10,7 @@ import socket
 import zlib
 
 import pytest
+from data_plane_harness import until
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 
 from sluice_router.api.http_api import HttpApi
@@ -172,10 +173,16 @@ async def test_body_that_does_not_come_times_out(start):
         assert json.loads(body)["error"]["code"] == "deadline_exceeded"
 
 
-async def test_answer_outlasts_header_and_idle_timeouts(start, plane):
+@pytest.mark.parametrize("is_divided", [False, True], ids=["at once", "body behind the headers"])
+async def test_answer_outlasts_header_and_idle_timeouts(start, plane, is_divided):
     _, port = await start(header_timeout_s=0.05, idle_timeout_s=0.05)
     async with connect(port) as (reader, writer):
-        writer.write(request_bytes("/v1/completions", STREAM))
+        data = request_bytes("/v1/completions", STREAM, {"Expect": "100-continue"} if is_divided else None)
+        head, _, body = data.partition(b"\r\n\r\n")
+        writer.write(head + b"\r\n\r\n")
+        if is_divided:
+            await read_until(reader, b"100 Continue\r\n\r\n")
+        writer.write(body)
         await plane.wait(lambda: bool(plane.live))
         await asyncio.sleep(0.15)
         plane.emit("req-1", [100])
@@ -283,12 +290,13 @@ async def test_interval_sends_every_kth_token_after_the_first(start, plane, text
 
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
 async def test_client_that_goes_while_queued_is_cancelled(start, plane, body):
-    _, port = await start()
+    api, port = await start()
     async with connect(port) as (_, writer):
         writer.write(request_bytes("/v1/completions", body))
         await plane.wait(lambda: bool(plane.live))
     await plane.wait(lambda: plane.cancelled == [("req-1", "client_gone")])
     assert not plane.live
+    await until(lambda: api.metrics.answers == {("http", "499", "client_gone"): 1})
 
 
 async def test_client_that_goes_while_nothing_is_sent_is_cancelled(start, plane):
@@ -502,6 +510,10 @@ async def test_answers_say_close_while_the_router_drains(start, plane, text):
         writer.write(request_bytes("/v1/completions", BODY))
         status, headers, _ = await _read_response(reader)
         assert (status, headers["connection"], headers["server"]) == (200, "close", "sluice")
+    async with connect(port) as (reader, writer):
+        writer.write(b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
+        status, _, body = await _read_response(reader)
+        assert (status, json.loads(body)) == (503, {"status": "not ready", "reason": "closing"})
 
 
 async def test_total_limit_sheds_the_largest_first(start, plane, text):

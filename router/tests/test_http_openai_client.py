@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import openai
 import pytest
 from edge_fakes import ANSWER
 
+from sluice.v1 import engine_pb2
 from sluice_router.api.http_api import HttpApi
 from sluice_router.errors import EngineFaultError, NoEngineError, SloInfeasibleError
 
@@ -107,9 +109,32 @@ async def test_completion_logprobs_stream_equals_whole(client, stop):
     asked = {"model": "tiny", "prompt": "hi", "max_tokens": 100, "logprobs": 2, "stop": stop}
     whole = (await client.completions.create(**asked)).choices[0].logprobs
     chunks = [chunk.choices[0].logprobs async for chunk in await client.completions.create(**asked, stream=True)]
-    assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
-    assert [offset for chunk in chunks for offset in chunk.text_offset] == whole.text_offset
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [value for chunk in chunks for value in getattr(chunk, name)] == getattr(whole, name), name
     assert len(whole.tokens) > 20
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+async def test_impossible_tokens_have_the_least_logprob_that_json_can_say(client, plane, text, is_chat):
+    plane.script = None
+    if is_chat:
+        messages = [{"role": "user", "content": "hi"}]
+        asking = client.chat.completions.create(model="tiny", messages=messages, logprobs=True, top_logprobs=1)
+    else:
+        asking = client.completions.create(model="tiny", prompt="hi", logprobs=1)
+    answer = asyncio.create_task(asking)
+    await plane.wait(lambda: bool(plane.live))
+    token_id, other_id = text.encode_now("xy", add_special_tokens=False)
+    impossible = engine_pb2.TokenLogprobs(logprob=-math.inf, top_token_ids=[other_id], top_logprobs=[-math.inf])
+    plane.emit("req-1", [token_id], logprobs=[impossible])
+    plane.finish("req-1")
+    logprobs = (await answer).choices[0].logprobs
+    if is_chat:
+        (entry,) = logprobs.content
+        assert (entry.logprob, entry.top_logprobs[0].logprob) == (-9999.0, -9999.0)
+    else:
+        assert logprobs.token_logprobs == [-9999.0]
+        assert logprobs.top_logprobs == [{"x": -9999.0, "y": -9999.0}]
 
 
 async def test_chat_logprobs_stream_equals_whole(client):

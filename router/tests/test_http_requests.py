@@ -363,6 +363,9 @@ async def test_all_sampling_fields_reach_the_data_plane(client, plane):
         ({"structured_outputs": {"json_object": True}}, "json_object", True),
         ({"structured_outputs": {"regex": "(?i)abc"}}, "regex", "(?i)abc"),
         ({"response_format": {"type": "text"}}, None, None),
+        ({"structured_outputs": {"json_object": False}}, None, None),
+        ({"structured_outputs": {"json_object": False, "regex": "[ab]"}}, "regex", "[ab]"),
+        ({"guided_json": {}}, "json_schema", {}),
     ],
 )
 async def test_constraints_reach_the_data_plane(client, plane, fields, kind, value):
@@ -440,12 +443,143 @@ async def test_tools_and_parts_are_rendered(client, plane, text):
     assert list(plane.admitted[0].prompt_token_ids) == text.encode_now(prompt, add_special_tokens=False)
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def _call_tool(arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rest"),
+    [
+        ({"tools": [TOOL], "tool_choice": "auto"}, json.dumps([TOOL]) + "<|im_start|>assistant\n"),
+        ({"tools": [TOOL], "tool_choice": "none"}, "<|im_start|>assistant\n"),
+        ({"add_generation_prompt": False}, ""),
+        ({"documents": [{"text": "d"}]}, '[{"text": "d"}]<|im_start|>assistant\n'),
+        ({"reasoning_effort": "low"}, "low<|im_start|>assistant\n"),
+        ({"chat_template_kwargs": {"extra": "more"}}, "more<|im_start|>assistant\n"),
+        (_call_tool('{"city": "Rome"}'), "Rome<|im_start|>assistant\n"),
+        (_call_tool({"city": "Rome"}), "Rome<|im_start|>assistant\n"),
+        (_call_tool("city: Rome"), "<|im_start|>assistant\n"),
+        (_call_tool(""), "<|im_start|>assistant\n"),
+    ],
+    ids=[
+        "tools",
+        "no tools wanted",
+        "no generation prompt",
+        "documents",
+        "effort",
+        "own variables",
+        "arguments as JSON",
+        "arguments as an object",
+        "arguments as text",
+        "no arguments",
+    ],
+)
+async def test_what_a_chat_gives_to_the_template_is_rendered(client, plane, text, fields, rest):
+    response = await client.post("/v1/chat/completions", json=_chat(**fields))
+    assert response.status_code == 200, response.text
+    prompt = "".join(text.decode_token(token_id)[0] for token_id in plane.admitted[0].prompt_token_ids)
+    assert prompt.partition("<|im_end|>\n")[2] == rest
+
+
+HELLO, SPECIAL, END_OF_TEXT = "hello world, hello there", 1, 0
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    ("fields", "shown", "stop_reason", "finish_reason"),
+    [
+        ({}, HELLO, None, "stop"),
+        ({"stop": "world"}, "hello ", "world", "stop"),
+        ({"stop": "world", "include_stop_str_in_output": True}, "hello world", "world", "stop"),
+        ({"stop": "hello"}, "", "hello", "stop"),
+        ({"stop": "hello", "min_tokens": 3}, "hello world, ", "hello", "stop"),
+        ({"skip_special_tokens": False}, HELLO + "<|im_start|>", None, "stop"),
+        ({"max_tokens": 1}, "he", None, "length"),
+        ({"stop_token_ids": [SPECIAL], "skip_special_tokens": False}, HELLO, SPECIAL, "stop"),
+    ],
+    ids=[
+        "to its end",
+        "stop string",
+        "stop string included",
+        "stop string at the start",
+        "stop string before min_tokens",
+        "special tokens shown",
+        "length",
+        "stop token",
+    ],
+)
+async def test_output_is_cut_and_shown_as_asked(client, plane, text, stream, fields, shown, stop_reason, finish_reason):
+    ids = [*text.encode_now(HELLO, add_special_tokens=False), SPECIAL, 2]
+    plane.script = lambda _: ids
+    response = await client.post("/v1/completions", json=_completion(**{"max_tokens": 50, "stream": stream, **fields}))
+    if stream:
+        events = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n")[:-2]]
+        choices = [event["choices"][0] for event in events]
+    else:
+        choices = [response.json()["choices"][0]]
+    assert "".join(choice["text"] for choice in choices) == shown
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [finish_reason]
+    assert choices[-1]["stop_reason"] == stop_reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({"max_completion_tokens": 7}, 7),
+        ({"max_tokens": 6}, 6),
+        ({"max_tokens": 6, "max_completion_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 6}, 6),
+    ],
+)
+async def test_newer_name_of_the_output_limit_wins(client, plane, fields, limit):
+    await client.post("/v1/chat/completions", json=_chat(**fields))
+    assert plane.admitted[0].sampling.max_tokens == limit
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+async def test_body_may_be_as_large_as_the_limit_and_no_larger(client, excess):
+    def body(padding):
+        return json.dumps(_completion(user="u" * padding)).encode()
+
+    data = body(20_000 + excess - len(body(0)))
+
+    async def in_parts():
+        yield data[:10_000]
+        yield data[10_000:]
+
+    for content in (data, in_parts()):
+        response = await client.post("/v1/completions", content=content)
+        assert response.status_code == (413 if excess else 200)
+
+
+async def test_stream_has_its_headers(client):
+    response = await client.post("/v1/completions", json=_completion(stream=True, user="me"))
+    names = ("content-type", "cache-control", "x-sluice-ignored", "server")
+    assert [response.headers[name] for name in names] == [
+        "text/event-stream; charset=utf-8",
+        "no-cache",
+        "user",
+        "sluice",
+    ]
+
+
 async def test_usage_tells_how_the_request_was_served(client):
-    usage = (await client.post("/v1/completions", json=_completion())).json()["usage"]
-    assert usage["ttft_ms"] == 12.5
-    assert usage["tpot_ms"] == 5.0
-    assert (usage["hand_offs"], usage["slo_met"]) == (1, True)
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    usage = (await client.post("/v1/completions", json=_completion(prompt=[5, 6, 7], max_tokens=2))).json()["usage"]
+    assert usage == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "ttft_ms": 12.5,
+        "tpot_ms": 5.0,
+        "hand_offs": 1,
+        "recoveries": 2,
+        "slo_met": True,
+    }
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
@@ -532,6 +666,7 @@ async def test_retry_after_is_rounded_up(client, plane):
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
+        ("PUT", "/livez", 405, "method_not_allowed"),
         ("POST", "/v1/embeddings", 404, "unsupported_endpoint"),
         ("POST", "/v1/responses", 404, "unsupported_endpoint"),
         ("GET", "/", 404, "unsupported_endpoint"),
@@ -546,6 +681,8 @@ async def test_other_paths_and_methods(client, method, path, status, code):
     response = await client.request(method, path)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert response.headers["x-sluice-reason"] == code
+    allowed = "POST" if path == "/v1/completions" else "GET, HEAD"
+    assert response.headers.get("allow") == (allowed if status == 405 else None)
 
 
 async def test_pages(client, plane):

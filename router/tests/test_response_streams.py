@@ -9,9 +9,10 @@ import pytest
 from edge_fakes import LENGTH, make_sse_response_stream
 
 from sluice_router.api import openai_responses
-from sluice_router.api.response_streams import AnswerProgress, SseResponseStream
+from sluice_router.api.response_streams import AnswerProgress, GrpcResponseStream, SseResponseStream
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.scheduling.requests import Finish, Usage
+from sluice_router.text.output import Output, OutputSettings
 
 if TYPE_CHECKING:
     from sluice_router.text.tokenizer import ModelText
@@ -134,3 +135,20 @@ async def test_choices_share_a_client_that_pauses(text, readers, room):
     for event in read_events(b"".join(pipe.events)):
         texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
     assert texts == {0: WORDS, 1: WORDS}
+
+
+@pytest.mark.parametrize(("now_s", "num_shed"), [(134.9, {}), (135.1, {"paused": 1})])
+async def test_grpc_client_is_paused_from_the_first_delta_that_it_keeps_waiting(text, readers, now_s, num_shed):
+    """It may stay so for 30 s, whatever comes meanwhile."""
+    cut: list[bool] = []
+    response_stream = GrpcResponseStream(
+        Output(text, OutputSettings()), slow_readers=readers, cancel=lambda: cut.append(True)
+    )
+    for arrival_s in (100.0, 105.0, 120.0):
+        response_stream.on_token(100, None)
+        response_stream.flush(arrival_s)
+        if arrival_s == 100.0:
+            await response_stream.next()  # and its write takes from here on
+    readers.sweep(now_s)
+    assert readers.num_shed == num_shed
+    assert cut == [True] * len(num_shed)

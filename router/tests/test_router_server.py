@@ -49,6 +49,8 @@ async def test_router_becomes_ready_serves_and_lets_answers_end_at_shutdown(sett
             refused = await session.post(url, json=body)
             assert refused.status == 503
             assert refused.headers["retry-after"]
+            # The client's next requests go elsewhere.
+            assert refused.headers["connection"] == "close"
             answer = await asking
             assert answer.status == 200
             usage = (await answer.json())["usage"]

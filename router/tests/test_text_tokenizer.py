@@ -44,6 +44,11 @@ def test_reads_ends_defaults_and_length(load):
     assert defaults.vocabulary_tokens == 400
 
 
+def test_most_output_tokens_of_the_model(load):
+    assert load().defaults.max_tokens is None
+    assert load(generation_config={"max_new_tokens": 33}).defaults.max_tokens == 33
+
+
 def test_length_of_a_text_model_inside_another(load):
     text = load(config={"text_config": {"max_position_embeddings": 99, "vocab_size": 500}})
     assert text.defaults.max_model_len_tokens == 99
