@@ -7,6 +7,7 @@ from data_plane_harness import CheckingResponseStream, Harness, make_request
 from fake_engine import PARAMETERS, expected_output, make_plan
 
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
+from sluice_core.latency import OnlineLatencyModel
 from sluice_core.scheduling.holding import MAX_ASSIGNED_AT_ONCE
 from sluice_router.errors import (
     DeadlineError,
@@ -17,7 +18,7 @@ from sluice_router.errors import (
     ShuttingDownError,
     SloInfeasibleError,
 )
-from sluice_router.settings import Limits
+from sluice_router.settings import Limits, load_profile
 
 ONE = {"d0": "D"}
 
@@ -213,6 +214,25 @@ def test_engine_of_another_routers_share_is_taken_when_ones_own_is_busier():
     harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
     engines = [harness.engine_of(harness.admit(200, 4, first=number)[0]) for number in range(3)]
     assert engines == ["d1", "d1", "d0"]
+
+
+def predict_ttft_s(age_s: float) -> float:
+    """TTFT that placement expects on an engine whose iteration under way began so long ago."""
+    profile = load_profile("qwen2.5-32b@a100-80g")
+    harness = Harness(ONE, make_latency_model=lambda _: OnlineLatencyModel(profile))
+    load = harness.cores["d0"].load()
+    load.running_decodes, load.decode_context_tokens, load.iteration_age_s = 1, 100, age_s
+    load.iteration.CopyFrom(engine_pb2.Iteration(number=1, num_decodes=1, decode_context_tokens=100))
+    harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+    story = harness.router.explain(harness.admit(20, 4)[0])
+    assert story is not None
+    return story["events"][1]["decision"]["predicted_ttft_s"]
+
+
+def test_expected_ttft_counts_the_rest_of_the_iteration_under_way():
+    assert predict_ttft_s(0) - predict_ttft_s(0.01) == pytest.approx(0.01)
+    # It is over any moment now.
+    assert predict_ttft_s(10) == predict_ttft_s(20)
 
 
 def test_prefills_go_where_the_fewest_tokens_are_queued():

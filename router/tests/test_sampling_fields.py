@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from edge_fakes import FakePlane
+from edge_fakes import FakePlane, write_model
+from tokenizers import Tokenizer, processors
 
 from sluice.v1 import router_pb2, sampling_pb2
 from sluice.wire_fields import constraint_names, optional_numbers, read_sampling
@@ -16,6 +17,7 @@ from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.objectives import RequestObjectives
 from sluice_router.api.openai_requests import (
     VLLM_DEFAULTS,
+    ChatBody,
     CompletionBody,
     SamplingFields,
     StructuredOutputs,
@@ -24,9 +26,14 @@ from sluice_router.api.openai_requests import (
 from sluice_router.api.request_preparation import Caller, RequestPreparer
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.api.structured_output import check_constraint, find_constraint
+from sluice_router.text.tokenizer import ModelText
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from google.protobuf.descriptor import FieldDescriptor
+
+    from sluice_router.scheduling.requests import NewRequest
 
 (API_PAGE,) = (Path(__file__).parents[2] / "docs").rglob("api.md")
 FIELDS = sampling_pb2.SamplingParams.DESCRIPTOR.fields
@@ -55,12 +62,56 @@ def sample(field: FieldDescriptor) -> object:
     return [value] if field.is_repeated else value
 
 
-async def prepare(body: CompletionBody, text) -> sampling_pb2.SamplingParams:
+async def prepare_request(body: CompletionBody | ChatBody, text) -> NewRequest:
     preparer = RequestPreparer(FakePlane(), text, EdgeMetrics(SlowReaders(SlowReaderLimits())))
-    prepared = await preparer.prepare_completion(
-        body, Caller(arrival_s=0.0, objectives=RequestObjectives(), request_id=RequestId("req-1"))
+    prepare = preparer.prepare_chat if isinstance(body, ChatBody) else preparer.prepare_completion
+    caller = Caller(
+        arrival_s=0.0, objectives=RequestObjectives(), request_id=RequestId("req-1"), default_output_tokens=16
     )
-    return prepared[0].request.sampling
+    return (await prepare(body, caller))[0].request
+
+
+async def prepare(body: CompletionBody, text) -> sampling_pb2.SamplingParams:
+    return (await prepare_request(body, text)).sampling
+
+
+@pytest.fixture
+def text_with_bos(tmp_path: Path) -> Iterator[ModelText]:
+    """Of a model whose tokenizer adds BOS, and that says how long outputs are."""
+    write_model(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.save(str(path))
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 33}')
+    model = ModelText.load(tmp_path)
+    yield model
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "has_bos"),
+    [
+        (CompletionBody, {"prompt": "x"}, True),
+        (CompletionBody, {"prompt": "x", "add_special_tokens": True}, True),
+        (CompletionBody, {"prompt": "x", "add_special_tokens": False}, False),
+        (ChatBody, {}, False),
+        (ChatBody, {"add_special_tokens": True}, True),
+        (ChatBody, {"add_special_tokens": False}, False),
+    ],
+)
+async def test_special_tokens_are_added_to_completions_and_templates_write_them(text_with_bos, kind, fields, has_bos):
+    body = check(kind, {"messages": [{"role": "user", "content": "x"}], **fields})
+    request = await prepare_request(body, text_with_bos)
+    assert (request.prompt_token_ids[0] == 0) is has_bos
+
+
+@pytest.mark.parametrize(("asked", "max_tokens"), [(None, 33), (40, 40)])
+async def test_model_says_how_long_outputs_are_unless_the_client_does(text_with_bos, asked, max_tokens):
+    body = check(CompletionBody, {"prompt": "x", "max_tokens": asked})
+    assert (await prepare(body, text_with_bos)).max_tokens == max_tokens
 
 
 def test_every_field_of_the_proto_is_one_of_the_openai_schema():
