@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 from data_plane_harness import until
 from edge_fakes import write_model
-from fake_engine import make_plan
+from fake_engine import FakeCore, FakeEngine, make_plan, serving
 from google.protobuf import json_format
 
 from sluice_router.server import RouterServer
@@ -19,8 +19,6 @@ from sluice_router.settings import RouterSettings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
-
-    from fake_engine import FakeEngine
 
 PD = {"p0": "P", "d0": "D"}
 
@@ -55,6 +53,16 @@ async def running(settings: RouterSettings) -> AsyncIterator[RouterServer]:
         server.stop()
         async with asyncio.timeout(30):
             await task
+
+
+@contextlib.asynccontextmanager
+async def serving_ready(folder: Path, *, step_s: float = 0.005, **changes: object) -> AsyncIterator[RouterServer]:
+    """A router that is ready, with the engines of its plan."""
+    engines = [FakeEngine(FakeCore(name), step_s=step_s) for name in PD]
+    async with serving(*engines), running(make_settings(folder, **changes)) as server:
+        write_engine_addresses(folder, *engines)
+        await until_ready(server)
+        yield server
 
 
 async def get(server: RouterServer, path: str, port: str = "metrics") -> tuple[int, str]:

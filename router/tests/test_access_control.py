@@ -19,7 +19,7 @@ from data_plane_harness import until
 from edge_fakes import FakePlane
 from fake_engine import FakeCore, FakeEngine, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from server_harness import PD, get, make_settings, running, until_ready, write_engine_addresses
+from server_harness import PD, get, make_settings, running, serving_ready, until_ready, write_engine_addresses
 
 from sluice.certificate_rotation import CertificateFolder
 from sluice.v1 import router_pb2, router_pb2_grpc
@@ -67,14 +67,7 @@ def client(server: RouterServer, **arguments: object) -> httpx.AsyncClient:
 
 
 async def test_requests_need_a_key_and_probes_do_not(tmp_path, keys):
-    engines = [FakeEngine(FakeCore(name)) for name in PD]
-    async with (
-        serving(*engines),
-        running(make_settings(tmp_path, api_keys=str(keys))) as server,
-        client(server) as http,
-    ):
-        write_engine_addresses(tmp_path, *engines)
-        await until_ready(server)
+    async with serving_ready(tmp_path, api_keys=str(keys)) as server, client(server) as http:
         assert (await http.post("/v1/completions", json=BODY, headers=bearing(KEY))).status_code == 200
         for header, code in ((None, "missing_api_key"), (bearing(WRONG_KEY), "invalid_api_key")):
             answer = await http.post("/v1/completions", json=BODY, headers=header)
@@ -97,10 +90,7 @@ async def test_requests_need_a_key_and_probes_do_not(tmp_path, keys):
 
 
 async def test_the_official_client_knows_what_is_wrong(tmp_path, keys):
-    engines = [FakeEngine(FakeCore(name)) for name in PD]
-    async with serving(*engines), running(make_settings(tmp_path, api_keys=str(keys))) as server:
-        write_engine_addresses(tmp_path, *engines)
-        await until_ready(server)
+    async with serving_ready(tmp_path, api_keys=str(keys)) as server:
         url = f"http://127.0.0.1:{server.ports['http']}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=KEY) as good:
             answer = await good.completions.create(
@@ -113,45 +103,37 @@ async def test_the_official_client_knows_what_is_wrong(tmp_path, keys):
 
 
 async def test_grpc_needs_a_key_and_its_health_does_not(tmp_path, keys):
-    engines = [FakeEngine(FakeCore(name)) for name in PD]
-    async with serving(*engines), running(make_settings(tmp_path, api_keys=str(keys))) as server:
-        write_engine_addresses(tmp_path, *engines)
-        await until_ready(server)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.ports['grpc']}") as channel:
-            stub = router_pb2_grpc.RouterStub(channel)
-            request = router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(values=[1, 2, 3]))
-            request.sampling.max_tokens = 4
-            request.sampling.ignore_eos = True
-            for metadata, code in (
-                ((), "missing_api_key"),
-                ((("authorization", f"Bearer {WRONG_KEY}"),), "invalid_api_key"),
+    async with (
+        serving_ready(tmp_path, api_keys=str(keys)) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.ports['grpc']}") as channel,
+    ):
+        stub = router_pb2_grpc.RouterStub(channel)
+        request = router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(values=[1, 2, 3]))
+        request.sampling.max_tokens = 4
+        request.sampling.ignore_eos = True
+        for metadata, code in (
+            ((), "missing_api_key"),
+            ((("authorization", f"Bearer {WRONG_KEY}"),), "invalid_api_key"),
+        ):
+            for call in (
+                aiter(stub.Generate(request, metadata=metadata)),
+                stub.ListModels(router_pb2.ListModelsRequest(), metadata=metadata),
             ):
-                for call in (
-                    aiter(stub.Generate(request, metadata=metadata)),
-                    stub.ListModels(router_pb2.ListModelsRequest(), metadata=metadata),
-                ):
-                    with pytest.raises(grpc.aio.AioRpcError) as caught:
-                        await (call if hasattr(call, "__await__") else anext(call))
-                    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-                    assert dict(caught.value.trailing_metadata())["x-sluice-reason"] == code
-                    assert "canary" not in caught.value.details()
-            good = (("authorization", f"Bearer {KEY}"),)
-            deltas = [delta async for delta in stub.Generate(request, metadata=good)]
-            assert deltas[-1].usage.output_tokens == 4
-            assert (await stub.ListModels(router_pb2.ListModelsRequest(), metadata=good)).models
-            health = health_pb2_grpc.HealthStub(channel)
-            assert (await health.Check(health_pb2.HealthCheckRequest())).status
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await (call if hasattr(call, "__await__") else anext(call))
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert dict(caught.value.trailing_metadata())["x-sluice-reason"] == code
+                assert "canary" not in caught.value.details()
+        good = (("authorization", f"Bearer {KEY}"),)
+        deltas = [delta async for delta in stub.Generate(request, metadata=good)]
+        assert deltas[-1].usage.output_tokens == 4
+        assert (await stub.ListModels(router_pb2.ListModelsRequest(), metadata=good)).models
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status
 
 
 async def test_a_change_of_keys_is_in_force_at_once_and_breaks_no_stream(tmp_path, keys):
-    engines = [FakeEngine(FakeCore(name), step_s=0.02) for name in PD]
-    async with (
-        serving(*engines),
-        running(make_settings(tmp_path, api_keys=str(keys))) as server,
-        client(server) as http,
-    ):
-        write_engine_addresses(tmp_path, *engines)
-        await until_ready(server)
+    async with serving_ready(tmp_path, step_s=0.02, api_keys=str(keys)) as server, client(server) as http:
         body = {**BODY, "max_tokens": 200, "stream": True, "stream_options": {"include_usage": True}}
         async with http.stream("POST", "/v1/completions", json=body, headers=bearing(KEY)) as stream:
             lines = stream.aiter_lines()
@@ -229,14 +211,7 @@ async def test_keys_go_to_no_engine_no_log_no_answer_and_no_metric(tmp_path, key
 
 
 async def test_owners_who_are_gone_leave_the_metrics(tmp_path, keys):
-    engines = [FakeEngine(FakeCore(name)) for name in PD]
-    async with (
-        serving(*engines),
-        running(make_settings(tmp_path, api_keys=str(keys))) as server,
-        client(server) as http,
-    ):
-        write_engine_addresses(tmp_path, *engines)
-        await until_ready(server)
+    async with serving_ready(tmp_path, api_keys=str(keys)) as server, client(server) as http:
         await http.post("/v1/completions", json=BODY, headers=bearing(KEY))
         assert 'owner="alice"' in (await get(server, "/metrics"))[1]
         mount_secret(keys, {"bob": SECOND_KEY.encode()})
@@ -258,10 +233,7 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
 
 async def test_http_and_grpc_are_encrypted_and_nothing_else_is_spoken(tmp_path, authority):
     folder = mount_secret(tmp_path / "tls", make_files(authority, NAME, "localhost", "127.0.0.1"))
-    engines = [FakeEngine(FakeCore(name)) for name in PD]
-    async with serving(*engines), running(make_settings(tmp_path, front_tls=str(folder))) as server:
-        write_engine_addresses(tmp_path, *engines)
-        await until_ready(server)
+    async with serving_ready(tmp_path, front_tls=str(folder)) as server:
         url = f"https://127.0.0.1:{server.ports['http']}"
         async with httpx.AsyncClient(base_url=url, verify=trusting(authority), trust_env=False) as http:
             assert (await http.post("/v1/completions", json=BODY)).json()["usage"]["completion_tokens"] == 4
@@ -285,10 +257,7 @@ async def test_http_and_grpc_are_encrypted_and_nothing_else_is_spoken(tmp_path, 
 async def test_a_new_certificate_is_shown_to_new_clients_while_a_stream_goes_on(tmp_path, authority):
     folder = mount_secret(tmp_path / "tls", make_files(authority, "127.0.0.1"))
     second = trustme.CA()
-    engines = [FakeEngine(FakeCore(name), step_s=0.02) for name in PD]
-    async with serving(*engines), running(make_settings(tmp_path, front_tls=str(folder))) as server:
-        write_engine_addresses(tmp_path, *engines)
-        await until_ready(server)
+    async with serving_ready(tmp_path, step_s=0.02, front_tls=str(folder)) as server:
         url = f"https://127.0.0.1:{server.ports['http']}"
         grpc_address = f"127.0.0.1:{server.ports['grpc']}"
 

@@ -20,7 +20,7 @@ from sluice_router.scheduling.state import RouterState
 from sluice_router.settings import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
 # Generous where a busy machine could be taken for a fault, short where the fault itself is awaited.
 LIMITS = Limits(silence_limit_s=1.5, iteration_age_floor_s=2.0, hello_timeout_s=5.0, max_deaths=9, max_recoveries=9)
@@ -49,6 +49,12 @@ class Wired:
         self.response_streams.append(response_stream)
         self.router.admit(request, response_stream)
         return response_stream
+
+    async def start_streams(self, number: int, max_tokens: int) -> None:
+        """Admits requests, and waits until all of them have some tokens."""
+        for first in range(number):
+            self.admit(max_tokens, first=first)
+        await until(lambda: all(len(response_stream.token_ids) > 3 for response_stream in self.response_streams))
 
     def state_of(self, engine_id: str) -> control_pb2.EngineState.ValueType:
         states = {engine.engine_id: engine.state for engine in self.router.describe().engines}
@@ -87,9 +93,20 @@ PD = {"p0": "P", "d0": "D"}
 DD = {"d0": "D", "d1": "D"}
 
 
-@pytest.fixture(name="is_ready")
-def _is_ready() -> Callable[[Wired, int], bool]:
-    return lambda wired, number: len(wired.router.state.engines.table) == number
+def is_ready(wired: Wired, number: int) -> bool:
+    return len(wired.router.state.engines.table) == number
+
+
+@contextlib.asynccontextmanager
+async def connecting(
+    roles: dict[str, str], *, limits: Limits = LIMITS, **fields: object
+) -> AsyncIterator[tuple[Wired, list[FakeEngine]]]:
+    """A data plane whose engines have all acknowledged a plan."""
+    engines = engines_of(roles, **fields)
+    async with serving(*engines), wiring(*engines, limits=limits) as wired:
+        wired.router.apply_plan(make_plan(roles))
+        await until(lambda: is_ready(wired, len(roles)))
+        yield wired, engines
 
 
 async def finish_all(wired: Wired) -> None:
@@ -102,11 +119,8 @@ async def finish_all(wired: Wired) -> None:
         )
 
 
-async def test_requests_stream_and_move_between_engines(is_ready):
-    engines = engines_of(PD)
-    async with serving(*engines), wiring(*engines) as wired:
-        wired.router.apply_plan(make_plan(PD))
-        await until(lambda: is_ready(wired, 2))
+async def test_requests_stream_and_move_between_engines():
+    async with connecting(PD) as (wired, engines):
         for number in range(8):
             wired.admit(first=number)
         await finish_all(wired)
@@ -115,14 +129,9 @@ async def test_requests_stream_and_move_between_engines(is_ready):
 
 
 @pytest.mark.parametrize("fault", ["kill", "silence", "hang"])
-async def test_fault_in_mid_stream_costs_no_token(is_ready, fault):
-    engines = engines_of(DD, step_s=0.02)
-    async with serving(*engines), wiring(*engines) as wired:
-        wired.router.apply_plan(make_plan(DD))
-        await until(lambda: is_ready(wired, 2))
-        for number in range(6):
-            wired.admit(40, first=number)
-        await until(lambda: all(len(response_stream.token_ids) > 3 for response_stream in wired.response_streams))
+async def test_fault_in_mid_stream_costs_no_token(fault):
+    async with connecting(DD, step_s=0.02) as (wired, engines):
+        await wired.start_streams(6, 40)
         victim = engines[0]
         assert victim.core.running
         if fault == "kill":
@@ -144,14 +153,9 @@ async def test_fault_in_mid_stream_costs_no_token(is_ready, fault):
         )
 
 
-async def test_stream_that_breaks_is_taken_up_again_by_the_same_engine(is_ready):
-    engines = engines_of(DD, step_s=0.02)
-    async with serving(*engines), wiring(*engines, limits=PATIENT) as wired:
-        wired.router.apply_plan(make_plan(DD))
-        await until(lambda: is_ready(wired, 2))
-        for number in range(6):
-            wired.admit(60, first=number)
-        await until(lambda: all(len(response_stream.token_ids) > 3 for response_stream in wired.response_streams))
+async def test_stream_that_breaks_is_taken_up_again_by_the_same_engine():
+    async with connecting(DD, step_s=0.02, limits=PATIENT) as (wired, engines):
+        await wired.start_streams(6, 60)
         victim = engines[0]
         running = len(victim.core.running)
         victim.end_stream()
@@ -163,7 +167,7 @@ async def test_stream_that_breaks_is_taken_up_again_by_the_same_engine(is_ready)
         await until(lambda: all(engine.core.is_idle for engine in engines))
 
 
-async def test_restarted_engine_is_found_again(is_ready):
+async def test_restarted_engine_is_found_again():
     (engine,) = engines_of({"d0": "D"})
     address = await engine.start()
     port = int(address.rsplit(":", 1)[1])
@@ -182,7 +186,7 @@ async def test_restarted_engine_is_found_again(is_ready):
         await again.kill()
 
 
-async def test_engine_that_starts_late_is_used(is_ready):
+async def test_engine_that_starts_late_is_used():
     early, late = engines_of(DD)
     async with serving(early), wiring(early) as wired:
         wired.router.apply_plan(make_plan(DD))
@@ -196,14 +200,9 @@ async def test_engine_that_starts_late_is_used(is_ready):
         assert late.core.submitted
 
 
-async def test_address_that_leaves_the_discovery_serves_until_its_stream_ends(is_ready):
-    engines = engines_of(DD, step_s=0.02)
-    async with serving(*engines), wiring(*engines) as wired:
-        wired.router.apply_plan(make_plan(DD))
-        await until(lambda: is_ready(wired, 2))
-        for number in range(4):
-            wired.admit(40, first=number)
-        await until(lambda: all(len(response_stream.token_ids) > 3 for response_stream in wired.response_streams))
+async def test_address_that_leaves_the_discovery_serves_until_its_stream_ends():
+    async with connecting(DD, step_s=0.02) as (wired, engines):
+        await wired.start_streams(4, 40)
         wired.use(engines[1].address)
         assert is_ready(wired, 2)
         await engines[0].kill()
@@ -211,7 +210,7 @@ async def test_address_that_leaves_the_discovery_serves_until_its_stream_ends(is
         await until(lambda: len(wired.router.describe().engines) == 1)
 
 
-async def test_port_without_an_engine_is_reported(is_ready):
+async def test_port_without_an_engine_is_reported():
     async with wiring() as wired:
         wired.use("127.0.0.1:1")
         await until(lambda: wired.router.describe().engines[0].last_fault)
@@ -251,14 +250,9 @@ async def test_port_that_does_not_say_hello_is_reported_and_tried_again(message,
         await until(lambda: engine.num_streams > 1)
 
 
-async def test_drain_empties_an_engine_while_streams_go_on(is_ready):
-    engines = engines_of(DD, step_s=0.02)
-    async with serving(*engines), wiring(*engines) as wired:
-        wired.router.apply_plan(make_plan(DD))
-        await until(lambda: is_ready(wired, 2))
-        for number in range(6):
-            wired.admit(100, first=number)
-        await until(lambda: all(len(response_stream.token_ids) > 3 for response_stream in wired.response_streams))
+async def test_drain_empties_an_engine_while_streams_go_on():
+    async with connecting(DD, step_s=0.02) as (wired, _):
+        await wired.start_streams(6, 100)
         wired.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
         await until(lambda: wired.state_of("d0") == control_pb2.ENGINE_STATE_DRAINED)
         assert not any(response_stream.is_over for response_stream in wired.response_streams)
@@ -278,7 +272,7 @@ async def controlling(router: Router) -> AsyncIterator[control_pb2_grpc.ControlA
         await server.stop(None)
 
 
-async def test_control_applies_plans_tells_status_and_moves(is_ready):
+async def test_control_applies_plans_tells_status_and_moves():
     engines = engines_of(DD, step_s=0.02)
     async with serving(*engines), wiring(*engines) as wired, controlling(wired.router) as control:
         answer = await control.ApplyPlan(control_pb2.ApplyPlanRequest(plan=make_plan(DD, generation=3)))
@@ -302,7 +296,7 @@ async def test_control_applies_plans_tells_status_and_moves(is_ready):
         assert status.acknowledged_generation == 3
 
 
-async def test_status_poll_waits_for_news(is_ready):
+async def test_status_poll_waits_for_news():
     engines = engines_of(DD)
     async with serving(*engines), wiring(*engines) as wired, controlling(wired.router) as control:
         wired.router.apply_plan(make_plan(DD))
@@ -329,11 +323,8 @@ async def test_status_poll_waits_for_news(is_ready):
         assert news.generation == 2
 
 
-async def test_message_out_of_order_costs_the_stream_and_no_token(is_ready):
-    engines = engines_of(DD, step_s=0.02)
-    async with serving(*engines), wiring(*engines) as wired:
-        wired.router.apply_plan(make_plan(DD))
-        await until(lambda: is_ready(wired, 2))
+async def test_message_out_of_order_costs_the_stream_and_no_token():
+    async with connecting(DD, step_s=0.02) as (wired, engines):
         response_stream = wired.admit(40)
         await until(lambda: len(response_stream.token_ids) > 3)
         victim = next(engine for engine in engines if engine.core.running)

@@ -7,7 +7,7 @@ from data_plane_harness import Harness
 from fake_engine import PARAMETERS, expected_output, make_plan
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2, sampling_pb2
-from sluice_core.records import EngineId
+from sluice_core.records import EngineId, RequestId
 from sluice_router.scheduling.entities import MigrationPhase
 from sluice_router.settings import Limits
 
@@ -221,14 +221,8 @@ def test_request_that_ends_before_its_hand_off_gives_the_grant_back():
     check_end(harness, response_stream, 2)
 
 
-@pytest.mark.parametrize("phase", list(MigrationPhase))
-@pytest.mark.parametrize("victim", ["p0", "d0"])
-def test_death_in_any_phase_of_a_move_loses_no_token(phase, victim):
-    harness = Harness(PDD)
-    request_id, response_stream = start_on(harness, "p0")
-    harness.kill("d1")  # so that the target is known
-    harness.attach("d1", epoch=2)
-    harness.state.engines.table.remove(EngineId("d1"))
+def advance_to(harness: Harness, request_id: RequestId, phase: MigrationPhase) -> None:
+    """Lets a request that was placed on p0 get as far in its move to d0."""
     harness.step("p0")
     harness.deliver_up("p0")
     if phase >= MigrationPhase.HANDING_OFF:
@@ -242,6 +236,17 @@ def test_death_in_any_phase_of_a_move_loses_no_token(phase, victim):
     move = harness.state.requests.live[request_id].migration
     assert move is not None
     assert move.phase is phase
+
+
+@pytest.mark.parametrize("phase", list(MigrationPhase))
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_death_in_any_phase_of_a_move_loses_no_token(phase, victim):
+    harness = Harness(PDD)
+    request_id, response_stream = start_on(harness, "p0")
+    harness.kill("d1")  # so that the target is known
+    harness.attach("d1", epoch=2)
+    harness.state.engines.table.remove(EngineId("d1"))
+    advance_to(harness, request_id, phase)
     harness.kill(victim)
     harness.router.apply_plan(make_plan(PDD, generation=2))
     check_end(harness, response_stream)
@@ -295,16 +300,7 @@ def test_request_that_pulls_from_an_engine_that_stands_still_is_recomputed(fault
 def test_client_gone_in_any_phase_of_a_move_frees_everything(phase):
     harness = Harness(PD)
     request_id, response_stream = start_on(harness, "p0")
-    harness.step("p0")
-    harness.deliver_up("p0")
-    if phase >= MigrationPhase.HANDING_OFF:
-        harness.deliver_down("d0")
-        harness.deliver_up("d0")
-    if phase >= MigrationPhase.SUBMITTED:
-        harness.deliver_down("p0")
-        harness.step("p0")
-        harness.deliver_up("p0")
-        harness.deliver_up("p0")
+    advance_to(harness, request_id, phase)
     response_stream.is_cancelled = True
     harness.router.cancel(request_id)
     harness.deliver()
