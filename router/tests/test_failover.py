@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from data_plane_harness import Harness
-from fake_engine import expected_output
+from fake_engine import expected_output, make_plan
 
 from sluice.v1 import control_pb2, engine_pb2, sampling_pb2
 from sluice_core.latency import OnlineLatencyModel
@@ -131,7 +131,10 @@ def test_request_goes_on_where_it_was_when_only_the_stream_broke(steps_meanwhile
     assert len(core.submitted) == 1
     assert [resume.next_output_index for resume in core.resumed] == [4]
     assert harness.count("resumed") == 1
-    assert sum(harness.state.metrics.recovery_stall_s["link"].counts) == 1
+    stalls = harness.state.metrics.recovery_stall_s
+    assert {reason: (sum(stall.counts), stall.total) for reason, stall in stalls.items()} == {
+        "link": (1, pytest.approx(0.01 * steps_meanwhile))
+    }
     harness.assert_idle()
 
 
@@ -299,13 +302,15 @@ def tick_with(harness: Harness, *names: str, age_s: float | None = None) -> None
     harness.router.tick()
 
 
-@pytest.mark.parametrize("is_running", [True, False], ids=["decodes", "takes no submit up"])
-def test_engine_that_stands_still_with_work_is_lost(is_running):
+@pytest.mark.parametrize("work", ["decode", "prefill", "submit that it does not take up"])
+def test_engine_that_stands_still_with_work_is_lost(work):
     harness = Harness(TWO, limits=Limits(iteration_age_floor_s=3))
     request_id, response_stream = harness.admit(20, 30)
     stuck = harness.engine_of(request_id)
-    if is_running:
+    if work == "decode":
         harness.step_all()
+    elif work == "prefill":
+        harness.deliver()
     for _ in range(29):
         tick_with(harness, *TWO)
     assert stuck in harness.engines
@@ -403,6 +408,37 @@ def test_engine_that_a_request_died_on_is_avoided_while_there_are_others():
     harness.clock.advance(0.01)
     harness.router.tick()
     assert (harness.engine_of(request_id), harness.engine_of(fresh)) == (other, died_on)
+    harness.run()
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
+    harness.assert_idle()
+
+
+def test_engine_that_a_request_died_on_is_used_if_the_others_only_drain():
+    harness = Harness(TWO)
+    request_id, response_stream = harness.admit(20, 30)
+    died_on = harness.engine_of(request_id)
+    (other,) = TWO.keys() - {died_on}
+    harness.router.apply_plan(make_plan({died_on: "D", other: "D-drain"}, generation=2))
+    harness.deliver()
+    harness.attach(died_on, epoch=2)
+    harness.run()
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
+    assert not harness.cores[other].submitted
+    harness.assert_idle()
+
+
+def test_request_that_an_engine_gives_up_goes_on_elsewhere():
+    harness = Harness(TWO)
+    request_id, response_stream = harness.admit(20, 30)
+    harness.step_all()
+    name = harness.engine_of(request_id)
+    core = harness.cores[name]
+    ((slot, request),) = core.running.items()
+    del core.running[slot]
+    message = engine_pb2.AttachResponse(load=core.load())
+    message.finished.add(slot=slot, reason=sampling_pb2.FINISH_REASON_ABORTED, num_output_tokens=request.num_output)
+    harness.router.handle_message(harness.engines[name], message)
+    assert harness.count("recoveries", "aborted") == 1
     harness.run()
     assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
     harness.assert_idle()

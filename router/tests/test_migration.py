@@ -56,6 +56,10 @@ def test_finished_prefill_moves_to_a_decode_heavy_engine():
     assert submits[0].kv.engine_id == "p0"
     assert submits[0].kv.num_tokens == len(submits[0].prompt_token_ids) + len(submits[0].output_token_ids) - 1
     assert submits[0].grant_id
+    (asked,) = [item for message in harness.cores["d0"].commands for item in message.grant_requests]
+    # Room for the next token too.
+    assert asked.num_tokens == len(submits[0].prompt_token_ids) + 1 + 1
+    assert asked.cause == engine_pb2.MOVE_CAUSE_PREFILL_DONE
     assert not submits[0].is_recovery
     assert submits[0].since_first_token_s > 0
     assert response_stream.finish.usage.num_hand_offs == 1
@@ -324,6 +328,32 @@ def test_moves_in_flight_are_capped_per_engine_for_all_routers_together(num_rout
     assert harness.count("flow_blocked", "prefill_done", "source_busy") == 3
     harness.run()
     harness.assert_idle()
+
+
+def test_moves_in_flight_are_capped_per_target_too():
+    roles = {"p0": "P", "p1": "P", "d0": "D"}
+    harness = Harness(roles, limits=Limits(max_moves_per_engine=2))
+    for name in ("p0", "p0", "p1", "p1"):
+        start_on(harness, name)
+    for name in ("p0", "p1"):
+        harness.step(name)
+        harness.deliver_up(name)
+    assert harness.engines["d0"].migrations_in == 2
+    assert harness.count("flow_blocked", "prefill_done", "no_target") == 2
+    harness.run()
+    harness.assert_idle()
+
+
+def test_engine_with_a_submit_on_the_way_is_not_drained():
+    harness = Harness(TWO)
+    harness.admit(20, 4)
+    harness.admit(20, 4)
+    harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
+    idle = engine_pb2.AttachResponse(load=harness.cores["d0"].load())
+    harness.router.handle_message(harness.engines["d0"], idle)
+    assert harness.engines["d0"].status == control_pb2.ENGINE_STATE_DRAINING
+    harness.run()
+    assert harness.engines["d0"].status == control_pb2.ENGINE_STATE_DRAINED
 
 
 def test_draining_engine_is_emptied_and_gets_nothing_new():

@@ -319,6 +319,11 @@ def test_model_of_the_plan_decides():
     refused, ready = control_pb2.ENGINE_STATE_REFUSED, control_pb2.ENGINE_STATE_READY
     assert states == {"p0": refused, "d0": refused, "d1": ready}
     assert [engine.engine_id for engine in harness.state.engines.table] == ["d1"]
+    harness.router.apply_plan(make_plan(PD, generation=3, model_fingerprint="fp"))
+    harness.deliver()
+    engines = {item.engine_id: item for item in harness.router.describe().engines}
+    assert [(engines[name].state, engines[name].last_fault) for name in ("p0", "d0")] == [(ready, "")] * 2
+    assert engines["d1"].state == refused
 
 
 def test_plan_change_between_two_messages_breaks_no_stream():

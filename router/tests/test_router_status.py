@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from data_plane_harness import Harness
-from fake_engine import make_plan, make_rng
+from fake_engine import FakeCore, make_plan, make_rng
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.v1 import control_pb2, engine_pb2
+from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EngineId
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
@@ -239,6 +239,78 @@ def test_address_without_a_stream_says_why():
     (missing,) = [engine for engine in harness.router.describe().engines if not engine.engine_id]
     assert missing.state == control_pb2.ENGINE_STATE_CONNECTING
     assert missing.last_fault == "unavailable: refused"
+
+
+def test_report_of_an_engine_is_passed_on_until_its_stream_is_lost():
+    harness = Harness({"d0": "D"})
+    names = {
+        "running_decodes": "running_decodes",
+        "queued_requests": "waiting_requests",
+        "queued_prefill_tokens": "queued_prefill_tokens",
+        "kv_blocks_total": "kv_blocks_total",
+        "kv_blocks_used": "kv_blocks_used",
+        "kv_blocks_granted": "kv_blocks_granted",
+        "kv_blocks_pinned": "kv_blocks_pinned",
+        "num_moved_in": "num_moved_in",
+        "num_moved_out": "num_moved_out",
+    }
+    values = dict(zip(names, range(1, 10), strict=True))
+    load = engine_pb2.LoadReport(**values)
+    harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+    for expected in (list(values.values()), [0] * len(names)):
+        (engine,) = harness.router.describe().engines
+        assert [getattr(engine, shown) for shown in names.values()] == expected
+        harness.kill("d0")
+
+
+def test_attainment_is_of_its_own_class():
+    harness = Harness(PD)
+    classes = [plan_pb2.SloClass(name=name, ttft_milliseconds=5000, tpot_milliseconds=500) for name in ("", "gold")]
+    harness.router.apply_plan(make_plan(PD, generation=2, slo_classes=classes))
+    harness.deliver()
+    harness.admit(20, 6)
+    for ttft_slo_s in (0.0001, 5):
+        harness.admit(20, 6, slo_class="gold", ttft_slo_s=ttft_slo_s)
+    harness.run()
+    samples = read_samples(harness)
+    assert samples["sluice_attainment_ratio", ""] == 1
+    assert samples["sluice_attainment_ratio", "gold"] == 0.5
+
+
+@pytest.mark.parametrize("change", ["shutdown", "fault"])
+def test_router_that_can_serve_no_longer_says_so_at_once(change):
+    harness = Harness(PD)
+    version = harness.state.status.version
+    if change == "shutdown":
+        harness.router.stop_accepting()
+    else:
+        harness.router.set_edge_fault("no API keys")
+    status = harness.router.describe()
+    assert status.version > version
+    assert not status.is_ready
+    assert harness.router.not_ready_reason == {"shutdown": "shutting down", "fault": "no API keys"}[change]
+
+
+def test_fault_of_an_address_is_over_with_its_next_stream():
+    harness = Harness({"d0": "D"})
+    (address,) = harness.state.engines.endpoints
+    harness.kill("d0")
+    harness.router.note_fault(address, "unavailable: refused")
+    assert harness.router.describe().engines[0].last_fault
+    hello = FakeCore("d0", epoch=2).hello().hello
+    harness.router.attach(address, hello, lambda _: None)
+    (engine,) = harness.router.describe().engines
+    assert (engine.last_fault, engine.epoch) == ("", 2)
+
+
+def test_address_without_a_stream_leaves_with_the_discoverys():
+    harness = Harness({"d0": "D"})
+    known = frozenset(harness.state.engines.endpoints)
+    harness.router.set_addresses(known | {"127.0.0.1:9"})
+    version = harness.state.status.version
+    harness.router.set_addresses(known)
+    assert {engine.address for engine in harness.router.describe().engines} == known
+    assert harness.state.status.version > version
 
 
 def test_address_that_left_the_discovery_is_forgotten_after_its_stream():
