@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import engine_harness as harness
 import pytest
+from engine_ports import PORTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engine_harness import Engine
-
-_ports = itertools.count(harness.FIRST_PORT)
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +32,7 @@ def start_engine(tiny_model: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def start(name: str, **options: Any) -> Engine:
-        engine = harness.Engine(name, tiny_model, next(_ports), **options)
+        engine = harness.Engine(name, tiny_model, next(PORTS), **options)
         engines.append(engine)
         return engine
 

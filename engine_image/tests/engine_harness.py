@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-FIRST_PORT = 21000
-LAST_PORT = 21999
 BLOCK_SIZE = 32
 MAX_BATCH_TOKENS = 512
 DEADLINE_S = 20.0
@@ -149,6 +147,8 @@ class Engine:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
+        from sluice_engine.startup.launch import GRAMMAR_BACKEND
+
         self._num_requests += 1
         request_id = f"{self.name}-{self._num_requests}"
         parameters = SamplingParams(
@@ -156,7 +156,7 @@ class Engine:
         )
         parameters.extra_args = (extras or core_messages.RequestExtras()).encode()
         if parameters.structured_outputs is not None:
-            parameters.structured_outputs._backend = "xgrammar"
+            parameters.structured_outputs._backend = GRAMMAR_BACKEND
         self.parts[request_id] = Part(request_id)
         self.client.add_request(
             EngineCoreRequest(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import harness_faults
 import psutil
+from engine_ports import PORTS
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import engine_pb2_grpc, sampling_pb2
@@ -25,11 +26,8 @@ from sluice.v1 import engine_pb2_grpc, sampling_pb2
 if TYPE_CHECKING:
     from pathlib import Path
 
-FIRST_PORT = 22100
 START_TIMEOUT_S = 240.0  # a start takes 12 s, unless the machine is overcommitted
 ANSWER_TIMEOUT_S = 30.0
-
-_ports = itertools.count(FIRST_PORT)
 
 
 class EngineProcess:
@@ -44,7 +42,7 @@ class EngineProcess:
 
     def __init__(self, engine_id: str, model: Path, log: Path, *arguments: str) -> None:
         self.engine_id = engine_id
-        self.port, self.metrics_port, self.kv_port = (next(_ports) for _ in range(3))
+        self.port, self.metrics_port, self.kv_port = (next(PORTS) for _ in range(3))
         self.log = log
         command = [sys.executable, "-m", "sluice_engine", "--engine-id", engine_id, "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--metrics-port", str(self.metrics_port)]

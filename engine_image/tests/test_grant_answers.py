@@ -10,7 +10,6 @@ import pytest
 from test_scheduler_grant_table import Pool
 
 from sluice_core.kv import KvBlocks
-from sluice_core.records import Role
 from sluice_engine.core_messages import GrantAnswer, GrantCommand
 from sluice_engine.scheduling.grant_table import GrantTable
 from sluice_engine.scheduling.grants import EngineRoom, GrantAllocator, answer_grant, find_refusal
@@ -18,39 +17,32 @@ from sluice_engine.scheduling.grants import EngineRoom, GrantAllocator, answer_g
 # 30 of 100 blocks are free; a grant of 20 beside prefills that need 10 just fits.
 ROOM = EngineRoom(
     is_draining=False,
-    role=Role.DECODE_HEAVY,
-    watermark=0.8,
+    share=1.0,
     has_seat=True,
     kv=KvBlocks(total=100, used=55, granted=15),
     num_prefill_blocks=10,
     is_recompute_waiting=False,
 )
-P_HEAVY = {"role": Role.PREFILL_HEAVY, "num_prefill_blocks": 0}
+BELOW_WATERMARK = {"share": 0.8, "num_prefill_blocks": 0}
 
 
 @pytest.mark.parametrize(
-    ("changes", "cause", "num_blocks", "reason"),
+    ("changes", "num_blocks", "reason"),
     [
-        ({}, "degrade", 20, ""),
-        ({}, "degrade", 21, "kv"),
-        ({"num_prefill_blocks": 11}, "backflow", 20, "kv"),
-        ({"is_recompute_waiting": True}, "backflow", 1, "kv"),
-        ({"is_draining": True}, "backflow", 1, "draining"),
-        ({"has_seat": False}, "backflow", 1, "seqs"),
+        ({}, 20, ""),
+        ({}, 21, "kv"),
+        ({"num_prefill_blocks": 11}, 20, "kv"),
+        ({"is_recompute_waiting": True}, 1, "kv"),
+        ({"is_draining": True}, 1, "draining"),
+        ({"has_seat": False}, 1, "seqs"),
         # 55 used + 15 granted + 10 = 0.8 * 100.
-        (P_HEAVY, "degrade", 10, ""),
-        (P_HEAVY, "degrade", 11, "watermark"),
-        (P_HEAVY | {"watermark": 0.7}, "degrade", 1, "watermark"),
-        (P_HEAVY | {"watermark": 0.7}, "backflow", 1, ""),
-        (P_HEAVY | {"watermark": 0.7}, "drain", 1, ""),
-        ({"watermark": 0.7}, "degrade", 1, ""),
+        (BELOW_WATERMARK, 10, ""),
+        (BELOW_WATERMARK, 11, "watermark"),
+        (BELOW_WATERMARK | {"share": 0.7}, 1, "watermark"),
     ],
 )
-def test_a_grant_needs_room_beside_what_is_promised(
-    changes: dict[str, Any], cause: str, num_blocks: int, reason: str
-) -> None:
-    command = GrantCommand(key="one", num_tokens=320, cause=cause, ttl_s=2.0)
-    assert find_refusal(command, num_blocks, replace(ROOM, **changes)) == reason
+def test_a_grant_needs_room_beside_what_is_promised(changes: dict[str, Any], num_blocks: int, reason: str) -> None:
+    assert find_refusal(num_blocks, replace(ROOM, **changes)) == reason
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from sluice_core.records import FlowParameters
 from sluice_core.scheduling.batching import RequestKind
-from sluice_core.strategies import get_strategy
+from sluice_core.strategies import DEFAULT_STRATEGY
 from sluice_engine.core_messages import RequestExtras
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
 from sluice_engine.scheduling.incoming_pulls import PULL_START_S, IncomingPulls
@@ -37,7 +38,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.connector: Any = Connector()
-        self.tracker = RequestTracker(get_strategy("taichi").make_batching())
+        self.tracker = RequestTracker(DEFAULT_STRATEGY.make_engine(FlowParameters()))
         self.pulls = IncomingPulls(self.connector, self.tracker)
 
     def arrive(self, name: str, now_s: float = NOW_S, **extras: Any) -> TrackedRequest:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sluice_core.kv import KvBlocks
-from sluice_engine.core_messages import ConfigureCommand, RequestExtras, StrategyParameters
+from sluice_core.records import MoveCause, Role
+from sluice_engine.core_messages import ConfigureCommand, RequestExtras
 from sluice_engine.scheduling.move_proposals import MoveProposer
 
 NOW_S = 100.0
@@ -59,7 +60,13 @@ def test_the_longest_output_since_its_last_backflow_is_degraded_first(since_rese
 
 
 def configure(proposer: MoveProposer, generation: int, **changes: Any) -> tuple[int, str, int, str]:
-    fields = {"role": "P-heavy", "chunk_size_tokens": 256, "strategy": "TaiChi"} | changes
+    fields: dict[str, Any] = {
+        "role": "P-heavy",
+        "chunk_size_tokens": 256,
+        "strategy": "TaiChi",
+        "chunk_sizes_tokens": [256, 512],
+    }
+    fields |= changes
     answer = proposer.configure(ConfigureCommand(generation=generation, **fields))
     return answer.generation, str(answer.role), answer.chunk_size_tokens, answer.error
 
@@ -116,11 +123,10 @@ def test_a_draining_engine_sends_its_decodes_away() -> None:
     assert propose(proposer, 0) == [("a", "drain")]
 
 
-def test_the_plan_sets_watermark_factor_and_tokens_between_moves() -> None:
+def test_the_plan_sets_the_watermark() -> None:
     proposer = make_proposer("D-heavy")
-    parameters = StrategyParameters(watermark=0.5, approaching_factor=0.7, min_tokens_between_moves=9)
-    configure(proposer, 2, role="D-heavy", parameters=parameters)
-    assert proposer.watermark == 0.5
+    configure(proposer, 2, role="D-heavy", parameters={"watermark_percent": "50"})
+    assert proposer.policy.share_for(Role.PREFILL_HEAVY, MoveCause.DEGRADE) == 0.5
     proposer.join(track("a", 160), NOW_S)
     # 260 tokens are 17 blocks of 16: more than half of all are in use.
     (proposal,) = proposer.propose(NOW_S, KvBlocks(total=1000, used=501))
@@ -128,19 +134,19 @@ def test_the_plan_sets_watermark_factor_and_tokens_between_moves() -> None:
     assert (proposal.num_output_tokens, proposal.num_blocks) == (160, 17)
 
 
-@pytest.mark.parametrize(("factor", "names"), [(0.7, ["a"]), (0.96, [])])
-def test_a_decode_flows_back_at_the_planned_share_of_its_objective(factor: float, names: list[str]) -> None:
+@pytest.mark.parametrize(("factor", "names"), [("70", ["a"]), ("96", [])])
+def test_a_decode_flows_back_at_the_planned_share_of_its_objective(factor: str, names: list[str]) -> None:
     proposer = make_proposer("P-heavy")
-    configure(proposer, 2, parameters=StrategyParameters(approaching_factor=factor))
+    configure(proposer, 2, parameters={"approaching_factor_percent": factor})
     # 40 ms per token, where 50 ms are allowed.
     proposer.join(track("a", 20, first_token_s=NOW_S - 19 * 0.04), NOW_S)
     assert [name for name, cause in propose(proposer, 0) if cause == "backflow"] == names
 
 
-@pytest.mark.parametrize(("num_tokens", "names"), [(2, ["a"]), (3, [])])
-def test_a_decode_that_moved_in_stays_for_the_planned_number_of_tokens(num_tokens: int, names: list[str]) -> None:
+@pytest.mark.parametrize(("num_tokens", "names"), [("2", ["a"]), ("3", [])])
+def test_a_decode_that_moved_in_stays_for_the_planned_number_of_tokens(num_tokens: str, names: list[str]) -> None:
     proposer = make_proposer("D-heavy")
-    configure(proposer, 2, role="D-heavy", parameters=StrategyParameters(min_tokens_between_moves=num_tokens))
+    configure(proposer, 2, role="D-heavy", parameters={"min_tokens_between_moves": num_tokens})
     tracked = track("a", 160)
     tracked.is_moved_in = True
     proposer.join(tracked, NOW_S)

@@ -9,8 +9,9 @@ import pytest
 from test_scheduler_grant_table import Pool
 
 from sluice_core.kv import KvBlocks
+from sluice_core.records import FlowParameters
 from sluice_core.scheduling.batching import RequestKind
-from sluice_core.strategies import get_strategy
+from sluice_core.strategies import DEFAULT_STRATEGY
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras, SchedulerLoad
 from sluice_engine.scheduling.grant_table import GrantTable
 from sluice_engine.scheduling.iteration_timer import IterationTimer
@@ -39,7 +40,7 @@ def make_request(name: str, num_tokens: int = 300, num_computed_tokens: int = 0,
 
 
 def make_tracker() -> RequestTracker:
-    return RequestTracker(get_strategy("taichi").make_batching())
+    return RequestTracker(DEFAULT_STRATEGY.make_engine(FlowParameters()))
 
 
 def add(
