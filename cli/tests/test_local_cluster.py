@@ -345,11 +345,23 @@ async def test_a_restart_class_edit_rolls_one_engine_at_a_time(running: Running)
 async def test_a_roll_that_fails_stops_at_the_first_engine_until_the_manifest_is_mended(running: Running) -> None:
     before = running.pids()
     running.edit("engine: {", "engine: {extraArgs: [--fail], ")
-    await running.until(lambda: sum("engine-0 ended (exit code 3)" in line for line in running.lines) >= 2)
+    await running.until(lambda: sum("engine-0 ended (exit code 4)" in line for line in running.lines) >= 2)
     assert {name for name, pid in running.pids().items() if pid != before[name]} == {"engine-0"}
     running.edit("extraArgs: [--fail], ", "")
     await running.until(running.is_ready)
     assert {name for name, pid in running.pids().items() if pid != before[name]} == {"engine-0"}
+
+
+async def test_an_engine_that_refuses_its_model_is_started_again_only_for_an_edit(running: Running) -> None:
+    running.edit("engine: {", "engine: {extraArgs: [--refuse], ")
+    refusal = "/model: sliding_window is 4096"
+    await running.until(lambda: any(engine.state == "refused" for engine in running.cluster.status().engines))
+    (refused,) = (engine for engine in running.cluster.status().engines if engine.state == "refused")
+    assert (refused.engine_id, refused.last_fault, refused.pid) == ("engine-0", refusal, None)
+    assert len([line for line in running.lines if f"engine-0 refuses to start: {refusal}" in line]) == 1
+    running.edit("extraArgs: [--refuse], ", "")
+    await running.until(running.is_ready)
+    assert not any(line.startswith("engine-0 ended") for line in running.lines)
 
 
 async def test_a_roll_waits_for_the_new_process_and_not_for_what_a_router_says_of_the_old_one(

@@ -228,6 +228,17 @@ def test_a_trial_without_a_verdict_is_lost_after_some_cool_downs(*, is_settled: 
     assert FOR_LONG in plant.state.rejected
 
 
+def test_a_trial_with_short_cool_downs_has_time_for_its_verdict() -> None:
+    plant = Plant(make_spec(autotune={"mode": "Apply", "bounds": BOUNDS, "cooldownSeconds": 1}))
+    plant.run(20)
+    assert plant.reason is Reason.ON_TRIAL
+    # The state is looked at every few seconds only.
+    plant.now += decision.MAX_TRIAL_COOLDOWNS + 1.0
+    plant.state = decision.decide(plant.state, plant.observe())
+    plant.run(10)
+    assert (plant.sliders, plant.reason) == (FOR_LONG, Reason.TUNED)
+
+
 def test_a_new_process_goes_on_with_a_trial() -> None:
     old = Plant()
     old.run(20)

@@ -9,10 +9,9 @@ from sluice.wire_fields import constraint_names, names_by_value, optional_number
 
 
 def test_names_lack_the_enums_prefix_and_the_unspecified_value():
-    assert names_by_value(plan_pb2.EarlyRejection) == {
-        plan_pb2.EARLY_REJECTION_OFF: "OFF",
-        plan_pb2.EARLY_REJECTION_RANDOM: "RANDOM",
-        plan_pb2.EARLY_REJECTION_REJECT: "REJECT",
+    assert names_by_value(plan_pb2.Role) == {
+        plan_pb2.ROLE_PREFILL_HEAVY: "PREFILL_HEAVY",
+        plan_pb2.ROLE_DECODE_HEAVY: "DECODE_HEAVY",
     }
     assert names_by_value(engine_pb2.MoveCause)[engine_pb2.MOVE_CAUSE_PREFILL_DONE] == "PREFILL_DONE"
 

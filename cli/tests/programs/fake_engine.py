@@ -1,6 +1,7 @@
 """Stands in for an engine: listens on its port and ends on SIGTERM.
 
-In vLLM's arguments ``--fail`` has it end at once, ``--stubborn`` ignore SIGTERM, and ``--deaf`` listen nowhere.
+In vLLM's arguments ``--fail`` has it end at once, ``--refuse`` say that it cannot serve its model, ``--stubborn``
+ignore SIGTERM, and ``--deaf`` listen nowhere.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def main() -> None:
     parser.add_argument("--engine-id")
     options, others = parser.parse_known_args()
     if "--fail" in others:
-        sys.exit(3)
+        sys.exit(4)
+    if "--refuse" in others:
+        print("sluice_engine: /model: sliding_window is 4096", flush=True)
+        sys.exit(7)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, signal.SIG_IGN if "--stubborn" in others else lambda *_: stop.set())
     if "--deaf" in others:

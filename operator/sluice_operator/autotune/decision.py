@@ -28,8 +28,9 @@ MIN_MEASURED_REQUESTS = 20
 # Of attainment, beyond chance.
 MIN_FALL = 0.02
 _CHANCE = 2.0  # standard errors
-# A trial that has no verdict after so many cool-downs is lost.
+# A trial that has no verdict after so many cool-downs, and so many seconds, is lost.
 MAX_TRIAL_COOLDOWNS = 4
+MIN_TRIAL_S = 30.0
 # Each change within so many cool-downs doubles the wait, so that a flapping workload does not flap the sliders.
 HISTORY_COOLDOWNS = 24
 # After a search nothing but an edit causes the next one for so many times as long as it took, within these limits.
@@ -358,18 +359,18 @@ def _start_search(state: TunerState, request: SearchRequest, observation: TunerO
 
 def _evaluate_trial(state: TunerState, trial: AutotuneTrial, observation: TunerObservation) -> TunerState:
     age_s = observation.now - trial.started_s
-    if age_s >= MAX_TRIAL_COOLDOWNS * observation.cooldown_s:
+    is_late = age_s >= max(MAX_TRIAL_COOLDOWNS * observation.cooldown_s, MIN_TRIAL_S)
+    if observation.is_settled and trial.start is not None:
+        after = observation.counts - trial.start
+        if has_attainment_fallen(trial.before, after):
+            return _take_back(state, trial, observation)
+        if after.num_finished >= MIN_MEASURED_REQUESTS and age_s >= observation.cooldown_s:
+            return replace(state, trial=None, baseline=trial.start)
+    if is_late:
         # Too few requests finished, or engines never came to rest: nothing speaks for these sliders.
         return _take_back(state, trial, observation)
-    if not observation.is_settled:
-        return state
-    if trial.start is None:
+    if observation.is_settled and trial.start is None:
         return replace(state, trial=replace(trial, start=observation.counts))
-    after = observation.counts - trial.start
-    if has_attainment_fallen(trial.before, after):
-        return _take_back(state, trial, observation)
-    if after.num_finished >= MIN_MEASURED_REQUESTS and age_s >= observation.cooldown_s:
-        return replace(state, trial=None, baseline=trial.start)
     return state
 
 
