@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.batching import (
     MIN_PROGRESS_INTERVAL_S,
     MIN_PROGRESS_TOKENS,
@@ -10,8 +11,10 @@ from sluice_core.scheduling.batching import (
     BatchLimits,
     ChunkedPrefillPolicy,
     EngineBatch,
+    EnginePolicy,
     RequestKind,
 )
+from sluice_core.scheduling.decode_order import DecodeSet
 
 POLICY = ChunkedPrefillPolicy()
 NOW = 100.0
@@ -215,3 +218,11 @@ def test_the_request_served_first_is_the_last_victim(requests):
     first = min(requests, key=lambda r: POLICY.order_key(RequestKind.DECODE, *r))
     victims = sorted(requests, key=lambda r: POLICY.victim_key(*r), reverse=True)
     assert POLICY.victim_key(*victims[-1]) == POLICY.victim_key(*first)
+
+
+@pytest.mark.parametrize("policy", [EnginePolicy(), POLICY])
+def test_a_policy_of_its_own_moves_nothing_and_fills_all_of_its_kv(policy):
+    decodes = DecodeSet(block_size_tokens=16, max_num_seqs=8)
+    decodes.is_draining = True
+    assert policy.propose(NOW, decodes) == []
+    assert {policy.share_for(role, cause) for role in Role for cause in MoveCause} == {1.0}

@@ -378,6 +378,17 @@ def test_a_draining_engine_proposes_everything(role):
     assert len(proposed) == 20
 
 
+@pytest.mark.parametrize("role", [P, D])
+def test_without_roles_only_a_draining_engine_proposes(role):
+    policy = make_policy(min_tokens_between_moves=0)
+    policy.has_roles = False
+    decodes = make_decodes(role, used=1000)
+    join(decodes, "slow", tpot_s=2 * TAU, output_tokens=100)
+    assert policy.propose(10.0, decodes) == []
+    decodes.is_draining = True
+    assert [proposal.cause for proposal in policy.propose(10.0, decodes)] == [MoveCause.DRAIN]
+
+
 def test_a_live_alpha_is_in_force_at_the_next_iteration():
     decodes, policy = make_decodes(P), make_policy(approaching_factor=0.96, moves_first_decodes=False)
     join(decodes, "r", output_tokens=100, tpot_s=0.9 * TAU)
