@@ -16,6 +16,7 @@ from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, write_plan
 from sluice_operator.planning.scale_down import ScaleDecision, decide_scale
+from sluice_operator.planning.victims import RemovableEngine, choose_victims
 from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.routers.engine_reports import EngineReport
 
@@ -250,3 +251,27 @@ def test_the_highest_number_that_a_config_map_names_counts(
     stored = read_plan({"metadata": {"annotations": annotations}, "data": {names.PLAN_FILE: text}}, "u")
     assert stored.generation == number
     assert (stored.plan is not None) == (generation is not None and uid == "u")
+
+
+@pytest.mark.parametrize(
+    ("changes", "victim"),
+    [
+        pytest.param({}, "b", id="the role that has too many"),
+        pytest.param({"a": {"is_victim": True}}, "a", id="a choice stays, whatever the roles are now"),
+        pytest.param({"a": {"is_victim": True}, "c": {"is_serving": False}}, "c", id="but none that serves goes first"),
+        pytest.param({"c": {"load": 1}, "b": {"load": 2}}, "c", id="the least loaded of that role"),
+        pytest.param({"b": {"load": 1}, "c": {"load": 1}}, "c", id="the youngest of equally loaded ones"),
+    ],
+)
+def test_the_next_victim_by_rank(changes: dict[str, dict[str, Any]], victim: str) -> None:
+    roles = {"a": Role.PREFILL_HEAVY, "b": Role.DECODE_HEAVY, "c": Role.DECODE_HEAVY}
+    defaults = {"a": {"load": 0}, "b": {"load": 0}, "c": {"load": 5}}
+    engines = [
+        RemovableEngine(
+            engine_id=EngineId(name),
+            role=role,
+            **{"is_serving": True, **defaults[name], **changes.get(name, {})},
+        )
+        for name, role in roles.items()
+    ]
+    assert choose_victims(engines, 1, num_prefill_heavy=1) == [victim]
