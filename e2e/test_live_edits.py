@@ -39,6 +39,8 @@ Edit = dict[str, Any]
 # A generous limit for shared machines; the test prints the measured time.
 IN_FORCE_S = 15.0
 ANOTHER_PORT = 26900
+# Of the example manifest.
+MAX_BATCH_TOKENS = 2048
 ONE_DECODE = IterationShape(num_decodes=1, decode_context_tokens=100)
 TUNED = {
     "mode": "Apply",
@@ -109,12 +111,14 @@ async def test_a_switch_of_strategy_breaks_no_stream(
     loop = asyncio.get_running_loop()
 
     async def switch(strategy: Strategy) -> dict[str, Any]:
-        generation = max(router["generation"] for router in cluster.status()["routers"])
+        sizes = cluster.manifest["spec"]["chunkSizes"]
+        prefill, decode = strategy.sliders.resolve(sizes["prefillHeavy"], sizes["decodeHeavy"], MAX_BATCH_TOKENS)
 
+        # Each strategy has chunk sizes of its own. The launcher makes no plan where it is in force already.
         def is_reached(status: dict[str, Any]) -> bool:
-            engines, routers = status["engines"], status["routers"]
-            is_acknowledged = all(r["acknowledged_generation"] > generation for r in routers)
-            return is_acknowledged and not any(engine["last_fault"] for engine in engines)
+            is_acknowledged = all(r["acknowledged_generation"] == r["generation"] for r in status["routers"])
+            is_taken = chunk_sizes(status) == sorted([prefill, prefill, decode, decode])
+            return is_acknowledged and is_taken and not any(engine["last_fault"] for engine in status["engines"])
 
         await loop.run_in_executor(None, lambda: cluster.edit(lambda spec: spec.update(strategy=strategy.title)))
         return await loop.run_in_executor(None, cluster.wait, f"{strategy.title} is in force", is_reached, IN_FORCE_S)
