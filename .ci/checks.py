@@ -39,8 +39,10 @@ UNIT_TESTS = (
     "benchmarks/tests",
 )
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
-# These tests start engines, which need a core each, so they run one at a time.
-ENGINE_TESTS = ("engine_image/tests", "e2e", "docs/tests")
+# These start engines by the file, on two cores; each worker has ports of its own.
+ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
+# These start clusters, which need every core, so they run one at a time.
+CLUSTER_TESTS = ("e2e", "docs/tests")
 # Limits of steps, several times what they take on two quiet cores.
 CHECK_LIMIT_S = 900.0
 UNIT_TESTS_LIMIT_S = 1200.0
@@ -138,8 +140,9 @@ def main() -> None:
         for folder in UNIT_TESTS:
             counts.add(run_tests([*ON_ALL_CORES, folder], limit_s=UNIT_TESTS_LIMIT_S))
         counts.add(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
-        # One process for each part: the engines' tests fork, which is unsafe in a process that has used gRPC.
-        for folder in ENGINE_TESTS:
+        # Processes of their own: the engines' tests fork, which is unsafe in a process that has used gRPC.
+        counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
+        for folder in CLUSTER_TESTS:
             counts.add(run_tests([folder], limit_s=ENGINE_TESTS_LIMIT_S))
     print(*(f"skipped  {skip}" for skip in counts.skips), sep="\n")
     print(counts)
