@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +17,7 @@ import psutil
 import pytest
 from testbed.certificates import CLIENTS
 from testbed.cleanup import clean
+from testbed.client import send
 from testbed.errors import MissingError, TestbedError
 from testbed.images import Image, make_python_image, write_image
 from testbed.packages import install_packages
@@ -137,6 +141,22 @@ def test_an_image_has_the_libraries_of_its_programs(tmp_path: Path) -> None:
     names = subprocess.run(["tar", "-tf", "layer.tar"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert {"bin/ls", "etc/passwd", "tmp/"} <= set(names.split())
     assert any(name.endswith("/libc.so.6") for name in names.split())
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"HTTP/1.1 2", b""], ids=repr)
+def test_answer_that_breaks_off_is_a_connection_error(answer: bytes) -> None:
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(OSError, match=r"."):
+            send(urllib.request.Request(f"http://127.0.0.1:{server.getsockname()[1]}/readyz"))
+        thread.join()
 
 
 def test_private_keys_are_private(testbed: object) -> None:

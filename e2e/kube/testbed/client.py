@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import ssl
@@ -62,15 +63,14 @@ class Client:
             path: Path and query.
             content: Sent as JSON.
             media: Type of ``content``, such as ``application/apply-patch+yaml``.
+
+        Raises:
+            OSError: The API server cannot be reached, or ended in the middle of its answer.
         """
         body = None if content is None else json.dumps(content).encode()
-        request = urllib.request.Request(f"{self._url}{path}", body, {"Content-Type": media}, method=method)
-        try:
-            with urllib.request.urlopen(request, context=self._tls, timeout=30) as answer:
-                return Answer(answer.status, _read_json(answer.read()))
-        except urllib.error.HTTPError as error:
-            with error:
-                return Answer(error.code, _read_json(error.read()))
+        return send(
+            urllib.request.Request(f"{self._url}{path}", body, {"Content-Type": media}, method=method), self._tls
+        )
 
     def read_changes(self, collection: str, since: str) -> list[dict[str, Any]]:
         """Reads how the objects of a collection changed, oldest change first, as a watch reports it.
@@ -146,6 +146,22 @@ class Client:
     def apply(self, *objects: dict[str, Any]) -> None:
         """Applies objects."""
         self.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
+
+
+def send(request: urllib.request.Request, tls: ssl.SSLContext | None = None) -> Answer:
+    """Sends one request over HTTP, and reads the whole answer.
+
+    Raises:
+        OSError: The server cannot be reached, or ended in the middle of its answer.
+    """
+    try:
+        with urllib.request.urlopen(request, context=tls, timeout=30) as answer:
+            return Answer(answer.status, _read_json(answer.read()))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, _read_json(error.read()))
+    except http.client.HTTPException as error:  # not an OSError, though the connection is what failed
+        raise ConnectionError(f"{request.full_url}: the answer broke off: {error!r}") from error
 
 
 def _read_json(body: bytes) -> dict[str, Any]:

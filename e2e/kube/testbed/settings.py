@@ -128,14 +128,14 @@ def make_settings(
     """Makes the settings of a cluster of this checkout.
 
     Args:
-        folder: Its folder; ``.sluice/kube`` of the checkout by default.
+        folder: Its folder; SLUICE_KUBE_FOLDER or ``.sluice/kube`` of the checkout by default.
         first_port: First of its ports; SLUICE_KUBE_PORT or 16400 by default.
         num_fake_nodes: Nodes that kwok plays.
         has_real_node: Whether this machine is a node.
     """
     port = first_port or int(os.environ.get("SLUICE_KUBE_PORT", FIRST_PORT))
     return Settings(
-        folder=folder or ROOT / ".sluice" / "kube",
+        folder=folder or Path(os.environ.get("SLUICE_KUBE_FOLDER", ROOT / ".sluice" / "kube")),
         address=find_address(),
         ports=Ports.starting_at(port),
         num_fake_nodes=num_fake_nodes,
