@@ -12,7 +12,7 @@ import time
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +98,12 @@ def end_steps_with_this_process() -> None:
 
 
 def run_pytest(
-    arguments: Sequence[str], *, limit_s: float, folder: Path, environment: dict[str, str] | None = None
+    arguments: Sequence[str],
+    *,
+    limit_s: float,
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    output: IO[bytes] | None = None,
 ) -> Counts:
     """Runs tests and shows their progress; at the limit it says which of them ran, and counts a failure.
 
@@ -107,6 +112,7 @@ def run_pytest(
         limit_s: Seconds.
         folder: Where it runs.
         environment: Further environment variables.
+        output: Where it prints; on standard output if None.
     """
     with tempfile.TemporaryDirectory() as scratch:
         report, running = Path(scratch) / "report.xml", Path(scratch) / "running"
@@ -115,6 +121,7 @@ def run_pytest(
             limit_s=limit_s,
             environment={**os.environ, **(environment or {}), RUNNING_TESTS: str(running)},
             cwd=folder,
+            stdout=output,
         )
         if status != 0 and running.is_file() and (tests := running.read_text()):
             print(f"tests that had begun and not ended:\n{tests}", flush=True)

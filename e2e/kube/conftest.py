@@ -33,6 +33,21 @@ NUMBERS = itertools.count()
 FAILED = pytest.StashKey[bool]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option by which the two halves of the tests run side by side, each on a cluster of its own."""
+    parser.addoption("--nodes", choices=["real", "played"], help="only modules with, or without, pods on this machine")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the modules that belong to the half which ``--nodes`` names."""
+    if (half := config.getoption("--nodes")) is None:
+        return
+    real = {item.path for item in items if "node" in getattr(item, "fixturenames", ())}
+    left_out = [item for item in items if (item.path in real) != (half == "real")]
+    items[:] = [item for item in items if (item.path in real) == (half == "real")]
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(scope="session")
 def testbed(request: pytest.FixtureRequest) -> Iterator[Testbed]:
     """The cluster: control plane, two fake nodes, and this machine as a node (root) if any test asks for one."""

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import signal
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -60,18 +63,35 @@ def up(*, node: bool, fake_nodes: int, port: int | None) -> None:
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def test(arguments: tuple[str, ...]) -> None:
-    """Runs the tests. The last line counts what passed, failed and was skipped."""
+    """Runs the tests. The last line counts what passed, failed and was skipped.
+
+    Without arguments two clusters run side by side: one makes this machine a node, one has nodes that kwok plays.
+    """
     from steps import Counts, end_steps_with_this_process, run_pytest  # noqa: PLC0415 - .ci, which only `make` names
 
+    def run_half(half: str, **options: Any) -> Counts:
+        return run_pytest(["--durations=5", f"--nodes={half}", str(TESTS)], limit_s=LIMIT_S, folder=ROOT, **options)
+
     end_steps_with_this_process()
+    settings = [make_settings()]
     try:
         install_packages()
         build()
-        counts = run_pytest(["--durations=5", *(arguments or [str(TESTS)])], limit_s=LIMIT_S, folder=ROOT)
+        if arguments:
+            counts = run_pytest(["--durations=5", *arguments], limit_s=LIMIT_S, folder=ROOT)
+        else:
+            settings.append(_settings_of_played_nodes(settings[0]))
+            place = {"SLUICE_KUBE_FOLDER": str(settings[1].folder), "SLUICE_KUBE_PORT": str(settings[1].ports.api)}
+            with tempfile.TemporaryFile() as output, ThreadPoolExecutor(1) as thread:
+                played = thread.submit(run_half, "played", environment=place, output=output)
+                counts = run_half("real")
+                counts.add(played.result())
+                output.seek(0)
+                print(output.read().decode(errors="replace"), flush=True)
     except TestbedError as error:
         print(f"testbed: {error}")
         counts = Counts(failed=1)
-    leftovers = find_leftovers(make_settings())
+    leftovers = [leftover for one in settings for leftover in find_leftovers(one)]
     for leftover in leftovers:
         print(f"left behind: {leftover}")
     counts.failed += bool(leftovers)
@@ -80,10 +100,18 @@ def test(arguments: tuple[str, ...]) -> None:
     sys.exit(1 if counts.failed else 0)
 
 
+def _settings_of_played_nodes(first: Settings) -> Settings:
+    """The cluster without a real node that runs beside another one."""
+    return make_settings(
+        folder=first.folder.with_name("kube-played"), first_port=first.ports.api + 20, has_real_node=False
+    )
+
+
 @main.command()
 def down() -> None:
     """Removes what a killed run left."""
-    clean(make_settings())
+    for settings in (first := make_settings(), _settings_of_played_nodes(first)):
+        clean(settings)
 
 
 @main.command(hidden=True)
