@@ -17,6 +17,11 @@ PACKAGES = (
     "cli/sluice_cli",
 )
 MODULES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if "_pb2" not in path.name]
+TESTS = [
+    path for folder in ("*/tests", ".ci/tests", "e2e") for place in ROOT.glob(folder) for path in place.rglob("*.py")
+]
+# What fails a test without an assertion in it: of pytest, and checks of the product that raise.
+REFUSALS = ("raises", "fail", "warns", "check_transport", "check_installed")
 # A document's name with an optional folder, as comments and docstrings cite it.
 DOCUMENT = re.compile(r"(?<![\w/.*-])((?:[\w.-]+/)*[\w-]+\.md)\b")
 
@@ -46,3 +51,35 @@ def test_folders_stay_small_enough_to_read() -> None:
         for folder in {path.parent for path in MODULES}
     }
     assert {folder: count for folder, count in counts.items() if count > 18} == {}
+
+
+def test_every_test_can_fail() -> None:
+    """A test asserts something, itself or by what it calls; helpers are known by their bare names."""
+    functions = [
+        node
+        for path in TESTS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    calls = {id(function): find_calls(function) for function in functions}
+    asserting = set(REFUSALS)
+    while more := {
+        function.name
+        for function in functions
+        if function.name not in asserting and (asserts(function) or calls[id(function)] & asserting)
+    }:
+        asserting |= more
+    idle = [function.name for function in functions if function.name.startswith("test_")]
+    assert [name for name in idle if name not in asserting] == []
+
+
+def asserts(function: ast.AST) -> bool:
+    """Whether a function has an assertion of its own that something can make fail."""
+    found = [node for node in ast.walk(function) if isinstance(node, ast.Assert)]
+    return any(not isinstance(node.test, ast.Constant) for node in found)
+
+
+def find_calls(function: ast.AST) -> set[str]:
+    """Lists the bare names of what a function calls, and of the functions that it hands on."""
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    return names | {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
