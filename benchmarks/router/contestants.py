@@ -6,6 +6,7 @@ Sluice gets emulated engines over the engine stream, and a plan. The peers get t
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -210,10 +211,14 @@ class Sluice:
     Args:
         strategy: One of ``STRATEGIES``.
         is_text_off: Pass raw pieces, once the router has a setting for it.
+        checkout: Root of the checkout that it runs from.
+        split: File for the CPU of its stages (``traced_router.py``); None: it runs as it is.
     """
 
     strategy: str = "aggregated"
     is_text_off: bool = False
+    checkout: Path = natives.REPOSITORY
+    split: Path | None = None
     backend: Backend = "attach"
     is_router: bool = True
 
@@ -224,7 +229,7 @@ class Sluice:
 
     def version(self) -> str:
         """Reads the commit, and whether the tree differs from it."""
-        command = ["git", "-C", str(natives.REPOSITORY), "describe", "--always", "--dirty"]
+        command = ["git", "-C", str(self.checkout), "describe", "--always", "--dirty"]
         answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=10)
         return answer.stdout.strip() or metadata.version("sluice-serve")
 
@@ -234,20 +239,31 @@ class Sluice:
         engines = site.folder / "engines.json"
         site.folder.mkdir(parents=True, exist_ok=True)
         engines.write_text(json.dumps(site.engine_addresses()))
+        program = ["-m", "sluice_router"]
+        if self.split is not None:
+            program = [str(natives.SOURCES / "traced_router.py"), "--split", str(self.split)]
         command = [
-            *(sys.executable, "-m", "sluice_router", "--host", "127.0.0.1", "--http-port", str(site.port)),
+            *(sys.executable, *program, "--host", "127.0.0.1", "--http-port", str(site.port)),
             *("--grpc-port", str(site.port + 1), "--control-port", str(site.port + 2)),
             *("--metrics-port", str(site.port + 3)),
             *("--model", str(site.model), "--engines", f"file:{engines}"),
             *(RAW_PIECES_ARGUMENTS if self.is_text_off else ()),
         ]
-        with run_program(command, core=site.core, log=site.folder / "sluice.log") as program:
+        with run_program(
+            command, core=site.core, log=site.folder / "sluice.log", environment=self._environment()
+        ) as program:
             with grpc.insecure_channel(f"127.0.0.1:{site.port + 2}") as channel:
                 control = control_pb2_grpc.ControlStub(channel)
                 plan = make_plan(site, self.strategy)
                 program.wait_until(lambda: _apply(control, plan), timeout_s=START_TIMEOUT_S)
                 program.wait_until(lambda: _is_ready(control, site.num_engines), timeout_s=START_TIMEOUT_S)
             yield program
+
+    def _environment(self) -> dict[str, str]:
+        """Names the checkout's parts; first what the caller names, such as the compiled core, for our own."""
+        parts = [str(self.checkout / part) for part in ("core", "protos", "router")]
+        own = [os.environ.get("PYTHONPATH", "")] if self.checkout == natives.REPOSITORY else []
+        return {"PYTHONPATH": os.pathsep.join([*filter(None, own), *parts])}
 
 
 def make_plan(site: Site, strategy: str) -> plan_pb2.Plan:

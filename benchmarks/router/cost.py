@@ -1,19 +1,23 @@
 """CPU cost of Sluice's router per token and per request, without peers.
 
     .venv/bin/python benchmarks/router/cost.py [--seconds S] [--repeats N] [--json PATH]
+    .venv/bin/python benchmarks/router/cost.py --split --large-tokenizer
+    .venv/bin/python benchmarks/router/cost.py --against ../old        # another checkout in turn, and the ratio
 
 The router is measured idle (engines report, no requests come), under long streams at several widths, and under
 one-token requests. In each repeat, two trials give the cost of a token and of a request: the widest streams and the
-one-token streams. CPU above idle = tokens * cost of a token + requests * cost of a request.
+one-token streams. CPU above idle = tokens * cost of a token + requests * cost of a request. ``--split`` adds a trial
+of one-token streams to each repeat, whose router times its stages (``traced_router.py``).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +26,7 @@ import machine
 import natives
 import report
 import trial
+from large_tokenizer import NUM_ENTRIES, make_large_model
 from programs import ProgramStartError
 from run import add_common_options, make_site
 from traffic import TrafficWorkload
@@ -79,39 +84,50 @@ def make_cases(options: argparse.Namespace) -> Cases:
 
 
 class Costs:
-    """Collects the trials. Mutable.
+    """Collects the trials of one router. Mutable.
 
     Args:
+        router: The router.
         options: The command line.
         cases: The loads.
         site: Ports and folders.
         files: Shared files.
     """
 
-    def __init__(self, options: argparse.Namespace, cases: Cases, site: contestants.Site, files: trial.Files) -> None:
+    def __init__(
+        self,
+        router: contestants.Sluice,
+        options: argparse.Namespace,
+        cases: Cases,
+        site: contestants.Site,
+        files: trial.Files,
+    ) -> None:
         self._options = options
         self._cases = cases
         self._site = site
         self._files = files
-        self._router = contestants.Sluice(strategy=options.strategy)
+        self._router = router
+        self.name = router.version()
         self.idle: list[trial.Idle] = []
         self.repeats: report.Repeats = []
+        self.splits: list[dict[str, float]] = []
         self.failures: list[str] = []
 
-    def measure_all(self) -> None:
-        """Runs every load once per repeat."""
-        for number in range(self._options.repeats):
-            self.repeats.append({})
-            label = f"repeat {number + 1}/{self._options.repeats}"
-            try:
-                idle = trial.run_idle(self._router, self._idle_workload(), self._site, self._files)
-                self.idle.append(idle)
-                print(f"{label}: idle: router {idle.usage.router_cores:.3f} core", flush=True)
-                for name, workload in self._cases.all().items():
-                    self.repeats[-1][name] = self._measure(name, workload, label)
-            except ProgramStartError as error:
-                self.failures.append(f"{label}: {error}")
-                print(f"{label}: FAILED: {error}", flush=True)
+    def measure(self, number: int) -> None:
+        """Runs every load once."""
+        self.repeats.append({})
+        label = f"{self.name}, repeat {number + 1}/{self._options.repeats}"
+        try:
+            idle = trial.run_idle(self._router, self._idle_workload(), self._site, self._files)
+            self.idle.append(idle)
+            print(f"{label}: idle: router {idle.usage.router_cores:.3f} core", flush=True)
+            for name, workload in self._cases.all().items():
+                self.repeats[-1][name] = self._measure(name, workload, label)
+            if self._options.split:
+                self.splits.append(self._measure_split(label))
+        except ProgramStartError as error:
+            self.failures.append(f"{label}: {error}")
+            print(f"{label}: FAILED: {error}", flush=True)
 
     def _idle_workload(self) -> TrafficWorkload:
         return next(iter(self._cases.streams.values()))
@@ -124,20 +140,39 @@ class Costs:
                 break
         return found
 
-    def split(self) -> tuple[report.Spread, report.Spread]:
-        """Splits CPU above idle into the costs of a token and of a request.
+    def _measure_split(self, label: str) -> dict[str, float]:
+        """Returns microseconds per one-token request by stage."""
+        path = self._site.folder / "split.json"
+        name, workload = self._cases.one_token_streams
+        found = trial.run_trial(replace(self._router, split=path), workload, self._site, self._files)
+        print(f"{label}: {name}, by stage: {trial.summarize(found)}", flush=True)
+        split: dict[str, float] = json.loads(path.read_text())["us_per_request"]
+        return split
+
+    def solve(self) -> tuple[list[float], list[float]]:
+        """Splits CPU above idle into the costs of a token and of a request, for each repeat.
 
         Returns:
             Microseconds per token, microseconds per request (prompt and one stream included, its tokens not).
         """
         wide, short = list(self._cases.streams)[-1], self._cases.one_token_streams[0]
-        per_token, per_request = [], []
         complete = [(idle, found) for idle, found in zip(self.idle, self.repeats, strict=False) if short in found]
-        for idle, found in complete:
-            costs = solve_costs([found[wide], found[short]], idle.usage.router_cores)
-            per_token.append(costs[0])
-            per_request.append(costs[1])
-        return report.Spread.of(per_token), report.Spread.of(per_request)
+        costs = [solve_costs([found[wide], found[short]], idle.usage.router_cores) for idle, found in complete]
+        return [token for token, _ in costs], [request for _, request in costs]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the values for the result file."""
+        per_token, per_request = self.solve()
+        return {
+            "version": self.name,
+            "us_per_token": report.Spread.of(per_token).as_json(),
+            "us_per_request": report.Spread.of(per_request).as_json(),
+            "us_per_request_by_stage": self.splits,
+            "idle_cores": [idle.usage.router_cores for idle in self.idle],
+            "idle_pss_bytes": [idle.pss_bytes for idle in self.idle],
+            "repeats": [{name: found.as_json() for name, found in repeat.items()} for repeat in self.repeats],
+            "failures": self.failures,
+        }
 
 
 def solve_costs(pair: Sequence[trial.Measurement], idle_cores: float) -> tuple[float, float]:
@@ -197,6 +232,36 @@ def format_costs(costs: Costs, names: Sequence[str]) -> str:
     return report.format_table(header, rows)
 
 
+def format_split(splits: Sequence[dict[str, float]]) -> str:
+    """Makes the table of stages, costliest first."""
+    stages = {stage for split in splits for stage in split}
+    spreads = {stage: report.Spread.of([split.get(stage, 0.0) for split in splits]) for stage in stages}
+    total = sum(spread.median for spread in spreads.values())
+    rows = [
+        [stage, spreads[stage].format(0), f"{spreads[stage].median / total:.0%}"]
+        for stage in sorted(stages, key=lambda stage: -spreads[stage].median)
+    ]
+    header = ("stage of a one-token stream", "CPU us/request", "share")
+    return report.format_table(header, [*rows, ["all, idle work and the clock included", f"{total:.0f}", "100%"]])
+
+
+def format_costs_above_idle(costs: Sequence[Costs]) -> str:
+    """Names the costs of each router, and the first one's shares of the others'."""
+    lines = []
+    solved = [found.solve() for found in costs]
+    for found, (per_token, per_request) in zip(costs, solved, strict=True):
+        token, request = report.Spread.of(per_token), report.Spread.of(per_request)
+        line = f"{found.name}: CPU above idle: {token.format(1)} us per token + {request.format(0)} us per request"
+        if found is not costs[0]:
+            ratios = [
+                report.Spread.of([new / old for new, old in zip(mine, others, strict=False)])
+                for mine, others in zip(solved[0], (per_token, per_request), strict=True)
+            ]
+            line += f"; {costs[0].name} needs {ratios[0].format(2)} of it per token, {ratios[1].format(2)} per request"
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def parse_options() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -204,8 +269,28 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--request-rate", type=float, default=200.0, help="one-token requests per second")
     parser.add_argument("--repeats", type=int, default=3, help="trials of each load (default %(default)s)")
     parser.add_argument("--json", type=Path, default=natives.BUILD / "router-cost.json", help="result file")
+    parser.add_argument("--split", action="store_true", help="times the stages of a one-token stream, too")
+    parser.add_argument("--against", type=Path, action="append", default=[], help="root of another checkout, in turn")
+    parser.add_argument(
+        "--large-tokenizer", action="store_true", help=f"of {NUM_ENTRIES} entries, which is trained at the first use"
+    )
     add_common_options(parser)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.large_tokenizer:
+        options.model = make_large_model(options.model)
+    return options
+
+
+def measure_all(options: argparse.Namespace, cases: Cases, files: trial.Files, folder: Path) -> list[Costs]:
+    """Measures our router and those of other checkouts in turn."""
+    site = make_site(options, folder)
+    checkouts = [natives.REPOSITORY, *(path.resolve() for path in options.against)]
+    routers = [contestants.Sluice(strategy=options.strategy, checkout=checkout) for checkout in checkouts]
+    everyone = [Costs(router, options, cases, site, files) for router in routers]
+    for number in range(options.repeats):
+        for costs in everyone if number % 2 == 0 else everyone[::-1]:
+            costs.measure(number)
+    return everyone
 
 
 def main() -> int:
@@ -217,38 +302,32 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder,
         trial.make_files(options.model, options.tokens) as files,
     ):
-        costs = Costs(options, cases, make_site(options, (options.logs or Path(folder)).resolve()), files)
         before = machine.calibrate(load, trial.ROUTER_CORE)
-        costs.measure_all()
+        everyone = measure_all(options, cases, files, (options.logs or Path(folder)).resolve())
         after = machine.calibrate(load, trial.ROUTER_CORE)
-    per_token, per_request = costs.split()
-    version = contestants.Sluice().version()
-    print(
-        f"\nsluice {version}, {options.strategy}; {next(iter(cases.streams.values())).describe()}; "
-        f"{options.repeats} repeats\n"
-    )
-    print(format_costs(costs, list(cases.all())))
-    print(f"\nCPU above idle: {per_token.format(1)} us per token + {per_request.format(0)} us per request")
+    for costs in everyone:
+        print(
+            f"\nsluice {costs.name}, {options.strategy}; {next(iter(cases.streams.values())).describe()}; "
+            f"tokenizer of {options.model.name}; {options.repeats} repeats\n"
+        )
+        print(format_costs(costs, list(cases.all())))
+        if costs.splits:
+            print("\n" + format_split(costs.splits))
+    print("\n" + format_costs_above_idle(everyone))
     print(report.format_calibration(before, after))
     print("machine: " + ", ".join(f"{key} {value}" for key, value in machine.describe().items()))
     result = {
         "benchmark": "router cost",
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": sys.argv,
-        "version": version,
         "machine": machine.describe(),
         "calibration": {"before": before, "after": after},
-        "us_per_token": per_token.as_json(),
-        "us_per_request": per_request.as_json(),
-        "idle_cores": [idle.usage.router_cores for idle in costs.idle],
-        "idle_pss_bytes": [idle.pss_bytes for idle in costs.idle],
         "workloads": {name: workload.as_json() for name, workload in cases.all().items()},
-        "repeats": [{name: found.as_json() for name, found in repeat.items()} for repeat in costs.repeats],
-        "failures": costs.failures,
+        "routers": [costs.as_json() for costs in everyone],
     }
     report.write_json(options.json, result)
     print(f"written to {options.json}")
-    return 1 if costs.failures else 0
+    return 1 if any(costs.failures for costs in everyone) else 0
 
 
 if __name__ == "__main__":
