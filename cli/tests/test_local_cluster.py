@@ -307,6 +307,22 @@ async def test_only_routers_restart_when_api_keys_are_required(running: Running)
     assert running.cluster.status().url == "http://127.0.0.1:25400"
 
 
+@pytest.mark.parametrize(
+    "field",
+    ["drainTimeoutSeconds: 7", "env: [{name: A, value: b}]"],
+    ids=["drain timeout", "environment"],
+)
+async def test_only_routers_restart_for_a_field_of_theirs(running: Running, field: str) -> None:
+    before = running.pids()
+    running.edit("service: {port: 25400}", f"service: {{port: 25400}}, {field}")
+    await running.until(lambda: running.pids().get("router-0") not in (None, before["router-0"]) and running.is_ready())
+    assert {name for name, pid in running.pids().items() if pid != before[name]} == {"router-0"}
+    process = psutil.Process(running.pids()["router-0"])
+    command = process.cmdline()
+    assert command[command.index("--grace-s") + 1] == ("7" if "drain" in field else "300")
+    assert ("A" in process.environ()) == ("env" in field)
+
+
 async def test_a_port_in_use_is_said_and_the_router_stays_until_another_is_named(running: Running) -> None:
     before = running.pids()
     with socket.create_server(("127.0.0.1", 25420)):

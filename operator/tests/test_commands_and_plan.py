@@ -134,7 +134,7 @@ def test_the_router_command() -> None:
         host="h", http_port=1, grpc_port=2, control_port=3, metrics_port=4, model_directory="/m", engines="dns:x:8010"
     )
     command = "python -m sluice_router --host h --http-port 1 --grpc-port 2 --control-port 3 --metrics-port 4"
-    command += " --model /m --engines dns:x:8010"
+    command += " --model /m --engines dns:x:8010 --grace-s 300"
     assert " ".join(render_router_command(make().spec, site)) == command
     emulated = make(emulation={"gpu": "a100-80gx2", "model": "qwen2.5-32b"}).spec
     assert " ".join(render_router_command(emulated, site)) == f"{command} --latency-profile qwen2.5-32b@a100-80gx2"

@@ -138,6 +138,7 @@ def test_routers_run_the_very_command_of_sluice_up() -> None:
     assert " ".join(container["command"]) == (
         "python -m sluice_router --host 0.0.0.0 --http-port 8000 --grpc-port 8001 --control-port 8002"
         " --metrics-port 9090 --model /model --engines dns:tiny-engines:8010 --plan /etc/sluice/plan/plan.json"
+        " --grace-s 300"
     )
 
 
@@ -168,6 +169,14 @@ def test_an_engine_has_time_to_start_and_to_drain() -> None:
     pre_stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     # The API server refuses a sleep that fills the grace period.
     assert template["spec"]["terminationGracePeriodSeconds"] == pre_stop + 77 + 15
+
+
+def test_a_router_has_time_to_end_its_answers() -> None:
+    template = router_template(router={"drainTimeoutSeconds": 600})
+    container = template["spec"]["containers"][0]
+    assert container["command"][container["command"].index("--grace-s") + 1] == "600"
+    pre_stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert template["spec"]["terminationGracePeriodSeconds"] == pre_stop + 600 + 15
 
 
 LIVE_EDITS: list[dict[str, Any]] = [

@@ -56,6 +56,7 @@ DEFAULTS = {
     "network.mode": "TCP",
     "network.kvPort": 5600,
     "router.replicas": 2,
+    "router.drainTimeoutSeconds": 300,
     "autotune.mode": "Off",
     "autotune.cooldownSeconds": 300,
 }

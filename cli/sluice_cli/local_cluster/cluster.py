@@ -220,7 +220,7 @@ class LocalCluster:
     async def _remove_engines(self, engine_ids: tuple[EngineId, ...]) -> None:
         self._report(f"{', '.join(engine_ids)}: handing requests over, then stopping")
         await self._drain(engine_ids, is_leaving=True)
-        await asyncio.gather(*(self._stop_process(self._engines[engine_id].process) for engine_id in engine_ids))
+        await asyncio.gather(*(self._stop_engine(self._engines[engine_id]) for engine_id in engine_ids))
         for engine_id in engine_ids:
             self._forget_engine(engine_id)
         self._publish()
@@ -229,7 +229,7 @@ class LocalCluster:
         engine = self._engines[engine_id]
         self._report(f"{engine_id}: handing requests over, then restarting with its new settings")
         await self._drain((engine_id,), is_leaving=False)
-        await self._stop_process(engine.process)
+        await self._stop_engine(engine)
         self._factory.replace_engine(self.manifest, engine, desired.engine_hash, self._group)
         self._plan.undrain(engine_id)
         self._publish()
@@ -257,7 +257,7 @@ class LocalCluster:
 
     async def _remove_router(self, name: str) -> None:
         # It stays in the table until it has ended: a stop of the whole cluster meanwhile must find it.
-        await self._stop_process(self._routers[name].process)
+        await self._stop_router(self._routers[name])
         self._forget_router(name)
         self._publish()
 
@@ -284,7 +284,7 @@ class LocalCluster:
                 # As if it were up to date: the rest of the manifest is followed, and another edit is tried again.
                 router.spec_hash = desired.router_hash
                 return
-        elif router.security == self._factory.describe_security(self.manifest, names.ROUTER):
+        elif self._factory.is_current_router(self.manifest, name, router):
             # The hash differs by the first router's port alone, which does not concern this one.
             router.spec_hash = desired.router_hash
             return
@@ -293,8 +293,13 @@ class LocalCluster:
         # It is missing then, so that the next step adds it.
         await self._remove_router(name)
 
-    async def _stop_process(self, process: SupervisedProcess, hurry: asyncio.Event | None = None) -> None:
-        drain_s = self.manifest.spec.engine.drain_timeout_seconds
+    async def _stop_engine(self, engine: ManagedEngine, hurry: asyncio.Event | None = None) -> None:
+        await self._stop_process(engine.process, self.manifest.spec.engine.drain_timeout_seconds, hurry)
+
+    async def _stop_router(self, router: ManagedRouter, hurry: asyncio.Event | None = None) -> None:
+        await self._stop_process(router.process, router.drain_timeout_s, hurry)
+
+    async def _stop_process(self, process: SupervisedProcess, drain_s: float, hurry: asyncio.Event | None) -> None:
         stopping = asyncio.create_task(process.stop(drain_s + self._stop_margin_s))
         hurrying = asyncio.create_task((hurry or asyncio.Event()).wait())
         await asyncio.wait({stopping, hurrying}, return_when=asyncio.FIRST_COMPLETED)
@@ -305,10 +310,10 @@ class LocalCluster:
 
     async def _stop_all(self, hurry: asyncio.Event) -> None:
         """Stops routers, which finish their streams, and then the engines that served them."""
-        await asyncio.gather(*(self._stop_process(router.process, hurry) for router in self._routers.values()))
+        await asyncio.gather(*(self._stop_router(router, hurry) for router in self._routers.values()))
         for name in list(self._routers):
             self._forget_router(name)
-        await asyncio.gather(*(self._stop_process(engine.process, hurry) for engine in self._engines.values()))
+        await asyncio.gather(*(self._stop_engine(engine, hurry) for engine in self._engines.values()))
         for engine_id in list(self._engines):
             self._forget_engine(engine_id)
         self._notify()

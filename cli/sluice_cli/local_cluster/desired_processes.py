@@ -41,7 +41,12 @@ def make_desired_processes(
         # Processes that encrypt cannot talk to processes that do not, so TLS is part of it.
         compatibility_key=spec.model.model_dump_json() + spec.network.tls.model_dump_json(),
         engine_hash=_digest(*engine),
-        router_hash=_digest(http_port, asdict(router_security), commands.render_values(spec.router)),
+        router_hash=_digest(
+            http_port,
+            asdict(router_security),
+            spec.router.drain_timeout_seconds,
+            commands.render_values(spec.router),
+        ),
         num_engines=spec.replicas,
         num_routers=spec.router.replicas,
         num_prefill_heavy=resolve_sliders(effective_spec).num_prefill_heavy,

@@ -54,6 +54,7 @@ class ManagedRouter:
         link: Our link to it.
         link_task: Runs the link.
         security: Where its keys and certificates are.
+        drain_timeout_s: Longest time that its answers under way take to end once it stops, in seconds.
     """
 
     site: commands.RouterSite
@@ -62,6 +63,7 @@ class ManagedRouter:
     link: RouterConnection
     link_task: asyncio.Task[None]
     security: commands.Security
+    drain_timeout_s: float
 
 
 def count_loads(

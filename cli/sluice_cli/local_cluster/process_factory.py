@@ -99,13 +99,7 @@ class ProcessFactory:
         is_first = name == "router-0"
         site = self.endpoints.make_first_router(port, model) if is_first else self.endpoints.make_further_router(model)
         security = self.describe_security(manifest, names.ROUTER)
-        command = commands.render_router_command(manifest.spec, site, security)
-        launch = LaunchSpec(
-            command=tuple(command),
-            environment=commands.render_values(manifest.spec.router),
-            log=self.directory.log_path(name),
-        )
-        process = self._supervise(name, launch, "router")
+        process = self._supervise(name, self._make_router_launch(manifest, name, site), "router")
         tls = make_control_tls(security)
         address = f"{HOST}:{site.control_port}"
         link = RouterConnection(name, address, log=self.report, on_status=self.on_status, tls=tls)
@@ -117,11 +111,24 @@ class ProcessFactory:
             link=link,
             link_task=group.create_task(keep_link(link, tls), name=f"link to {name}"),
             security=security,
+            drain_timeout_s=manifest.spec.router.drain_timeout_seconds,
         )
+
+    def is_current_router(self, manifest: ServingCluster, name: str, router: ManagedRouter) -> bool:
+        """Whether a router runs as the manifest says, at the ports that it has."""
+        return router.process.launch == self._make_router_launch(manifest, name, router.site)
 
     def describe_security(self, manifest: ServingCluster, component: str) -> commands.Security:
         """Says where a component finds its keys and certificates."""
         return describe_local_security(manifest, component, self.find_secret)
+
+    def _make_router_launch(self, manifest: ServingCluster, name: str, site: commands.RouterSite) -> LaunchSpec:
+        security = self.describe_security(manifest, names.ROUTER)
+        return LaunchSpec(
+            command=tuple(commands.render_router_command(manifest.spec, site, security)),
+            environment=commands.render_values(manifest.spec.router),
+            log=self.directory.log_path(name),
+        )
 
     def _supervise_engine(self, manifest: ServingCluster, site: commands.EngineSite) -> SupervisedProcess:
         security = self.describe_security(manifest, names.ENGINE)

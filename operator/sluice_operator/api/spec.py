@@ -369,6 +369,8 @@ class RouterSpec(PodFields):
     """Container image; the router image that the operator was installed with when absent."""
     resources: Resources = Resources()
     """Resources of the router container; requests 200m of cpu where requests and limits name no cpu."""
+    drain_timeout_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] = 300
+    """Longest time that answers under way may take to end when a router stops."""
     service: ServiceSpec = ServiceSpec()
     """The Service in front of them."""
     auth: AuthSpec = AuthSpec()

@@ -173,6 +173,7 @@ def render_router_command(spec: ServingClusterSpec, site: RouterSite, security: 
         "--model": site.model_directory,
         "--engines": site.engines,
         "--plan": site.plan_file,
+        "--grace-s": spec.router.drain_timeout_seconds,
         "--latency-profile": f"{emulation.model}@{emulation.gpu}" if emulation else None,
         "--api-keys": security.api_keys,
         "--front-tls": security.front_tls,

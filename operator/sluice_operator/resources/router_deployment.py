@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 PLAN_DIRECTORY = "/etc/sluice/plan"
 PLAN_VOLUME = "plan"
-# The router's own default for --grace-s: how long streams may take to finish at shutdown.
-GRACE_S = 30
 # Reading a tokenizer from a slow volume.
 STARTUP_S = 120
 # A pod without a CPU request gets what others leave: nothing while an engine on its node imports vLLM. Routers took
@@ -55,7 +53,7 @@ def render_routers(cluster: ServingCluster, default_image: str, control_name: st
 def _render_template(cluster: ServingCluster, image: str, control_name: str) -> Object:
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ROUTER)
-    lifecycle, grace_s = containers.render_termination(GRACE_S)
+    lifecycle, grace_s = containers.render_termination(spec.router.drain_timeout_seconds)
     model = mount_model(spec.model, files=ROUTER_FILES)
     plan = {
         "name": PLAN_VOLUME,
