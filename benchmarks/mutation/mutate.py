@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.mutation.mutants import Mutant, MutatedModule
-from benchmarks.mutation.part_run import make_parser
+from benchmarks.mutation.part_run import draw_sample, make_parser
 from benchmarks.mutation.results import NOTICED, Outcome, Part, ResultFile, read_equivalent, read_parts
 
 ROOT = Path(__file__).parents[2]
@@ -73,20 +73,22 @@ def report(part: Part, options: argparse.Namespace) -> PartReport:
     counts: Counter[str] = Counter()
     holes: list[tuple[Mutant, Outcome]] = []
     found: set[tuple[str, str, str]] = set()
-    for path in part.list_modules(root):
-        for mutant in MutatedModule(root, str(path.relative_to(root))).mutants:
-            result = results.get(mutant.identity)
-            if result is None:
-                counts["open"] += 1
-                found.add(mutant.key)
-            elif result.outcome in NOTICED:
-                counts["noticed"] += 1
-            elif result.outcome is not Outcome.SAME:
-                found.add(mutant.key)
-                if mutant.key in equivalent:
-                    counts["listed"] += 1
-                else:
-                    holes.append((mutant, result.outcome))
+    paths = part.list_modules(root)
+    mutants = [mutant for path in paths for mutant in MutatedModule(root, str(path.relative_to(root))).mutants]
+    drawn = draw_sample(mutants, options)
+    for mutant in mutants:
+        result = results.get(mutant.identity)
+        if mutant.identity not in drawn or result is None:
+            counts["open"] += mutant.identity in drawn
+            found.add(mutant.key)
+        elif result.outcome in NOTICED:
+            counts["noticed"] += 1
+        elif result.outcome is not Outcome.SAME:
+            found.add(mutant.key)
+            if mutant.key in equivalent:
+                counts["listed"] += 1
+            else:
+                holes.append((mutant, result.outcome))
     num_mutants = counts["open"] + counts["noticed"] + counts["listed"] + len(holes)
     stale = [key for key in equivalent if key not in found]
     return PartReport(part, num_mutants, counts["noticed"], counts["listed"], holes, counts["open"], stale)

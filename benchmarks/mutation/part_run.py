@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -80,11 +81,13 @@ class PartRun:
         self._measure(server)
         mutants = [mutant for module in self._modules.values() for mutant in module.mutants]
         self._results.keep({mutant.identity for mutant in mutants})
+        drawn = draw_sample(mutants, self._options)
         changed = _list_changed_lines(self._root, self._options.since) if self._options.since else None
         pending = [
             mutant
             for mutant in mutants
-            if not self._is_settled(mutant)
+            if mutant.identity in drawn
+            and not self._is_settled(mutant)
             and (self._options.function is None or self._options.function in mutant.function)
             and (changed is None or changed.get(mutant.path, set()) & set(range(mutant.lines[0], mutant.lines[1] + 1)))
         ]
@@ -204,6 +207,14 @@ class PartRun:
         return True
 
 
+def draw_sample(mutants: Iterable[Mutant], options: argparse.Namespace) -> set[str]:
+    """Draws the identities of ``options.sample`` mutants at random, by the seed ``options.draw``; all without."""
+    identities = sorted({mutant.identity for mutant in mutants})
+    if options.sample is None or options.sample >= len(identities):
+        return set(identities)
+    return set(random.Random(options.draw).sample(identities, options.sample))
+
+
 def _import_file(file: Path) -> None:
     """Imports a module of a part, and makes sure that it is this one.
 
@@ -282,6 +293,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--function", help="only functions whose name contains this, as module.Class.method")
     parser.add_argument("--since", metavar="REV", help="only lines that differ from this revision")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N mutants of a part, drawn at random")
+    parser.add_argument("--draw", type=int, default=1, metavar="SEED", help="which mutants a sample has")
     parser.add_argument("--anew", action="store_true", help="test all again, not only what changed")
     parser.add_argument(
         "--budget",

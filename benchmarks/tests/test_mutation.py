@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING
 
 import pytest
 from benchmarks.mutation.mutants import MutatedModule
 from benchmarks.mutation.mutate import main
+from benchmarks.mutation.part_run import draw_sample
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -163,6 +165,20 @@ def test_what_no_test_notices_is_reported_until_one_does_or_it_is_listed(
     assert "noticed or gone: toy room.hold" in capfd.readouterr().out
     (toy / "equivalent.toml").write_text("")
     assert mutate(toy, "--function", "hold") == 0
+
+
+def test_a_sample_is_drawn_by_its_seed(toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert mutate(toy, "--sample", "3", "--draw", "1") == 0
+    first = capfd.readouterr()
+    assert "3 to test" in first.err
+    assert read_row(first.out)["mutants"] == "3"
+    assert mutate(toy, "--sample", "3", "--draw", "1") == 0
+    assert "0 to test" in capfd.readouterr().err
+    drawn = {
+        tuple(sorted(draw_sample(MutatedModule(toy, "toy/room.py").mutants, argparse.Namespace(sample=3, draw=draw))))
+        for draw in range(8)
+    }
+    assert len(drawn) > 1
 
 
 def test_messages_are_no_decisions(toy: Path) -> None:
