@@ -33,8 +33,8 @@ Bands that say *about* are 5 to 10 % around that, and 30 % in Figure 17. *Overlo
 or more with twice the run.
 
 Nothing but kernel measurements is fitted ([latency profiles](latency-profiles.md)). Semantics are the paper's:
-`no_grant=wait`, `ttft_end=decode_join`, `early_rejection=random`, `min_tokens_between_moves=0`
-([simulator](../reference/simulator.md#parameters)).
+`no_grant=wait`, `ttft_end=decode_join`, `early_rejection=random`, `min_tokens_between_moves=0`,
+`prefill_batch_tokens=0` ([simulator](../reference/simulator.md#parameters)).
 """
 _COLUMNS = ("setting", "quantity", "unit", "paper", "ours", "ours / paper", "band", "in band")
 

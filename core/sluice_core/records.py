@@ -240,12 +240,15 @@ class FlowParameters:
         approaching_factor: Alpha, share of the TPOT SLO.
         early_rejection: Policy for infeasible requests.
         min_tokens_between_moves: Output tokens between two moves of a request unless its SLO is at stake.
+        prefill_batch_tokens: L_m, prefill tokens that saturate a GPU: a prefill engine batches whole prompts up to so
+            many, and a longer one alone. 0: it fills its chunk (DistServe, section 4.3).
     """
 
     watermark: float = 0.95
     approaching_factor: float = 0.96
     early_rejection: EarlyRejection = EarlyRejection.OFF
     min_tokens_between_moves: int = 16
+    prefill_batch_tokens: int = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -251,6 +251,8 @@ class AheadEngine(NaiveEngine):
                 break
             if not request.is_started:
                 continue
+            if not limits.has_place_for(request.to_compute - request.computed, room):
+                break
             tokens = min(room, limits.max_tokens_per_prefill, request.to_compute - request.computed)
             need = blocks_for_tokens(request.computed + tokens, self.block) - len(self.pool.tables[request])
             if self.find_blocks(request, need, plan, number):
@@ -265,11 +267,14 @@ class AheadEngine(NaiveEngine):
         for request in sorted(self.queue, key=self.key):
             if room <= 0:
                 break
-            if not request.is_started:
-                if is_blocked or request.first_iteration > number or not self.admit(request, plan, limits, number):
-                    is_blocked = is_blocked or request.first_iteration <= number
-                    continue
-            elif request not in fed:
+            if not request.is_started and (is_blocked or request.first_iteration > number):
+                continue
+            if request.is_started and request not in fed:
+                continue
+            if not limits.has_place_for(request.to_compute - request.computed, room + plan.lost_tokens):
+                break
+            if not request.is_started and not self.admit(request, plan, limits, number):
+                is_blocked = True
                 continue
             most = (len(self.pool.tables[request]) + self.free_for(number)) * self.block - request.computed
             tokens = min(room, limits.max_tokens_per_prefill, request.to_compute - request.computed, most)

@@ -222,7 +222,7 @@ class NaiveEngine:
         )
         room, is_blocked, chunks = limits.prefill_room_tokens, False, []
         for request in sorted(self.queue, key=self.key):
-            if room == 0:
+            if room == 0 or not limits.has_place_for(request.to_compute - request.computed, room):
                 break
             if not request.blocks:
                 blocks = blocks_for_tokens(request.to_compute, self.block)

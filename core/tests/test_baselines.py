@@ -1,10 +1,22 @@
-"""Round robin and least work, as baselines of Algorithm 2."""
+"""Round robin, least work and the shortest queue, as baselines of Algorithm 2."""
 
 import random
 
 import pytest
 
-from sluice_core.records import EngineId, EngineLoad, FlowParameters, Hold, PrefillRequest, RequestId, Role, Slo
+from sluice_core.records import (
+    EarlyRejection,
+    EngineId,
+    EngineLoad,
+    FlowParameters,
+    Hold,
+    IterationShape,
+    PrefillRequest,
+    Reject,
+    RequestId,
+    Role,
+    Slo,
+)
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.strategies import get_strategy
@@ -54,18 +66,46 @@ def test_least_work_prefers_the_emptier_engine_among_equal_queues():
     assert place("least_work", make_table(0, 0, used=(20, 10)), make_requests(1)) == ["e1"]
 
 
-@pytest.mark.parametrize("name", ["round_robin", "least_work"])
+def test_the_shortest_queue_takes_what_it_cannot_serve_in_time_and_what_it_has_no_kv_for():
+    table = make_table(900_000, 800_000, used=(0, 1000))
+    policy = PLACEMENTS["shortest_queue"](FlowParameters(), random.Random(0))
+    (decision,) = policy.assign(0.0, make_requests(1), table)
+    assert (decision.engine_id, decision.reason, decision.is_feasible) == ("e1", "shortest_queue", False)
+    assert [record.decision for record in policy.records] == [decision]
+
+
+def test_of_equally_short_queues_the_one_with_the_most_kv_left_is_taken_and_placements_count():
+    assert place("shortest_queue", make_table(0, 0, 90, used=(20, 10, 0)), make_requests(3)) == ["e1", "e0", "e2"]
+
+
+def test_the_shortest_queue_is_first_come_first_served():
+    policy = PLACEMENTS["shortest_queue"](FlowParameters(), random.Random(0))
+    decisions = policy.assign(0.0, reversed(make_requests(3)), make_table(0))
+    assert [decision.request_id for decision in decisions] == ["r0", "r1", "r2"]
+
+
+def test_the_shortest_queue_rejects_early_only_if_it_may():
+    late, table = FlowParameters(early_rejection=EarlyRejection.REJECT), make_table(900_000, 800_000)
+    for state in list(table.list_loads()):
+        for _ in range(200):
+            table.observe_iteration(state.engine_id, IterationShape(prefill_tokens=512, num_chunks=1), 0.06)
+        table.report(state.engine_id, state.load, 0.0)
+    (decision,) = PLACEMENTS["shortest_queue"](late, random.Random(0)).assign(0.0, make_requests(1), table)
+    assert isinstance(decision, Reject)
+    assert decision.retry_after_s > 1.0
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_work", "shortest_queue"])
 def test_excluded_engines_are_avoided_and_no_engine_is_a_hold(name):
     table = make_table(0, 0)
     assert place(name, table, make_requests(2, excluded=frozenset({EngineId("e0")}))) == ["e1", "e1"]
     policy = PLACEMENTS[name](FlowParameters(), random.Random(0))
-    assert [decision.reason for decision in policy.assign(0.0, make_requests(1), make_table(0, chunk=0))] == [
-        "no_engine"
-    ]
+    (decision,) = policy.assign(0.0, make_requests(1), make_table(0, chunk=0))
+    assert decision.reason == ("room" if name == "shortest_queue" else "no_engine")
     assert isinstance(policy.assign(0.0, make_requests(1), EngineTable())[0], Hold)
 
 
-@pytest.mark.parametrize("name", ["round_robin", "least_work"])
+@pytest.mark.parametrize("name", ["round_robin", "least_work", "shortest_queue"])
 def test_placements_are_recorded_until_a_report_includes_them(name):
     table = make_table(0)
     place(name, table, make_requests(2))

@@ -26,6 +26,7 @@ from sluice_core.sim.cell import (
 )
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
+from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
@@ -138,7 +139,9 @@ def test_the_fast_simulator_agrees_with_the_plain_one(name, seed, rate, blocks, 
     cell = Cell(
         engines=make_engines(shape, blocks=blocks, link=link),
         strategy=strategy,
-        parameters=FlowParameters(early_rejection=rejection, watermark=rng.choice((0.5, 0.95))),
+        parameters=FlowParameters(
+            early_rejection=rejection, watermark=rng.choice((0.5, 0.95)), prefill_batch_tokens=8 * blocks
+        ),
         options=options,
         seed=seed,
     )
@@ -265,6 +268,23 @@ def test_without_a_grant_a_prefill_decodes_in_place_or_waits(no_grant):
     else:
         assert second.first_token_s < first.last_token_s
         assert simulation.num_blocked_moves > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("saturation", "batches"), [(400, [350, 300, 500, 60]), (0, [1210])])
+def test_prompts_are_batched_whole_until_the_gpu_is_saturated(ahead, saturation, batches):
+    """DistServe, section 4.3. The first prompt runs alone, so that the others wait together."""
+    sizes = (10, 150, 200, 300, 500, 60)
+    arrivals = [Arrival(at_s=0.001 * n, prompt_tokens=size, output_tokens=1, slo=SLO) for n, size in enumerate(sizes)]
+    cell = Cell(
+        engines=make_engines(((1, 2048), (1, 0))),
+        strategy=get_strategy("disaggregated"),
+        parameters=FlowParameters(prefill_batch_tokens=saturation),
+        options=SimOptions(schedules_ahead=ahead, message_s=0.0),
+    )
+    timeline = Timeline()
+    assert Simulation(cell, arrivals, timeline).run()
+    assert [iteration.prefill_tokens for iteration in timeline.iterations] == [10, *batches]
 
 
 def test_a_request_that_no_engine_can_hold_is_rejected():

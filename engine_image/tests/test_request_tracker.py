@@ -11,7 +11,7 @@ from test_scheduler_grant_table import Pool
 from sluice_core.kv import KvBlocks
 from sluice_core.records import FlowParameters
 from sluice_core.scheduling.batching import RequestKind
-from sluice_core.strategies import DEFAULT_STRATEGY
+from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras, SchedulerLoad
 from sluice_engine.scheduling.grant_table import GrantTable
 from sluice_engine.scheduling.iteration_timer import IterationTimer
@@ -323,11 +323,26 @@ def test_room_is_given_out_once_and_no_more_than_is_asked_for() -> None:
     add(room.tracker, "a", RequestKind.STARTED_PREFILL, 300, 10)
     add(room.tracker, "b", RequestKind.NEW_PROMPT, 300)
     room.renew()
-    assert room.room.take(RequestKind.STARTED_PREFILL, 100, None) == 100
-    assert room.room.take(RequestKind.NEW_PROMPT, 300, None) == 156
-    assert room.room.take(RequestKind.NEW_PROMPT, 300, None) == 0
+    assert room.room.take(RequestKind.STARTED_PREFILL, 100, 100, None) == 100
+    assert room.room.take(RequestKind.NEW_PROMPT, 300, 300, None) == 156
+    assert room.room.take(RequestKind.NEW_PROMPT, 300, 300, None) == 0
     room.renew()
-    assert room.room.take(RequestKind.RECOMPUTE, 300, None) == 256
+    assert room.room.take(RequestKind.RECOMPUTE, 300, 300, None) == 256
+
+
+def test_prompts_are_batched_whole_up_to_what_saturates_the_gpu() -> None:
+    room = Room()
+    room.tracker.policy = get_strategy("disaggregated").make_engine(FlowParameters(prefill_batch_tokens=200))
+    room.renew()
+    assert room.room.take(RequestKind.NEW_PROMPT, 120, 120, None) == 120
+    # vLLM may have cut what it could use: what it has left counts.
+    assert room.room.take(RequestKind.NEW_PROMPT, 80, 90, None) == 0
+    assert room.room.take(RequestKind.NEW_PROMPT, 10, 10, None) == 0, "nobody goes ahead of the one that waits"
+    room.renew()
+    assert room.room.take(RequestKind.NEW_PROMPT, 80, 80, None) == 80
+    assert room.room.take(RequestKind.NEW_PROMPT, 120, 120, None) == 120
+    room.renew()
+    assert room.room.take(RequestKind.NEW_PROMPT, 900, 900, None) == 256, "a longer prompt alone, within the chunk"
 
 
 @pytest.mark.parametrize("plan", [{"is_draining": True}, {}], ids=["draining", "chunk size 0"])
@@ -335,8 +350,8 @@ def test_new_prompts_stay_out_of_an_engine_that_takes_none(plan: dict[str, Any])
     room = Room()
     add(room.tracker, "a", RequestKind.STARTED_PREFILL, 300, 10)
     room.renew(256 if plan else 0, **plan)
-    assert room.room.take(RequestKind.NEW_PROMPT, 300, None) == 0
-    assert room.room.take(RequestKind.STARTED_PREFILL, 300, None) == 256
+    assert room.room.take(RequestKind.NEW_PROMPT, 300, 300, None) == 0
+    assert room.room.take(RequestKind.STARTED_PREFILL, 300, 300, None) == 256
 
 
 @pytest.mark.parametrize(
@@ -366,8 +381,8 @@ def test_a_waiting_recompute_goes_ahead_of_running_prefills(
 
     room.renew()
     waiting = Waiting([next_one.request])
-    assert room.room.take(asks, 900, waiting) == left
-    assert room.room.take(RequestKind.RECOMPUTE, 100, Waiting()) == min(100, 256 - left)
+    assert room.room.take(asks, 900, 900, waiting) == left
+    assert room.room.take(RequestKind.RECOMPUTE, 100, 100, Waiting()) == min(100, 256 - left)
 
 
 def test_progress_is_due_a_quarter_second_after_the_last_prefill_or_since_prefills_wait() -> None:
@@ -378,7 +393,7 @@ def test_progress_is_due_a_quarter_second_after_the_last_prefill_or_since_prefil
     add(room.tracker, "a", RequestKind.NEW_PROMPT, 300)
     assert room.renew(now_s=NOW_S + 5.2) == 0
     assert room.renew(now_s=NOW_S + 5.25) == 128
-    assert room.room.take(RequestKind.NEW_PROMPT, 300, None) == 128
+    assert room.room.take(RequestKind.NEW_PROMPT, 300, 300, None) == 128
     room.room.note_prefill(NOW_S + 5.25)
     assert room.renew(now_s=NOW_S + 5.49) == 0
     assert room.renew(now_s=NOW_S + 5.5) == 128

@@ -48,6 +48,7 @@ DEFAULTS = {
     "parameters.approachingFactorPercent": 96,
     "parameters.earlyRejection": "Off",
     "parameters.minTokensBetweenMoves": 16,
+    "parameters.prefillBatchTokens": 2048,
     "engine.tensorParallelSize": 1,
     "engine.maxBatchTokens": 8192,
     "engine.maxModelLen": None,
@@ -76,6 +77,7 @@ BOUNDS = [
     ("spec.slo.tpotMilliseconds", 1, 60_000),
     ("spec.parameters.watermarkPercent", 50, 99),
     ("spec.parameters.approachingFactorPercent", 50, 100),
+    ("spec.parameters.prefillBatchTokens", 0, 1_048_576),
 ]
 
 

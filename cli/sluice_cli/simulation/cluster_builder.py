@@ -37,6 +37,7 @@ def build_cluster(spec: ClusterSpec, seed: int) -> Cell:
             approaching_factor=settings.approaching_factor,
             early_rejection=settings.early_rejection,
             min_tokens_between_moves=settings.min_tokens_between_moves,
+            prefill_batch_tokens=settings.prefill_batch_tokens,
         ),
         options=make_options(settings),
         seed=seed,

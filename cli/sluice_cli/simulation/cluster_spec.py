@@ -142,6 +142,7 @@ def _make_settings(spec: ServingClusterSpec) -> SimulationSettings:
         approaching_factor=parameters.approaching_factor_percent / 100,
         early_rejection=EarlyRejection(parameters.early_rejection),
         min_tokens_between_moves=parameters.min_tokens_between_moves,
+        prefill_batch_tokens=parameters.prefill_batch_tokens,
         max_batch_tokens=spec.engine.max_batch_tokens,
         scheduling=AHEAD,
         wait_limit_s=ROUTER_WAIT_LIMIT_S,  # a manifest cannot change it

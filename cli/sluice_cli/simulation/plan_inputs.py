@@ -127,7 +127,9 @@ def make_inputs(manifest: ServingCluster | None, flags: PlanFlags, rows: Sequenc
             for name in STRATEGIES
         },
         parameters=FlowParameters(
-            early_rejection=settings.early_rejection, min_tokens_between_moves=settings.min_tokens_between_moves
+            early_rejection=settings.early_rejection,
+            min_tokens_between_moves=settings.min_tokens_between_moves,
+            prefill_batch_tokens=settings.prefill_batch_tokens,
         ),
         options=make_options(settings),
         classes=spec.classes,

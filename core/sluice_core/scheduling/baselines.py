@@ -1,6 +1,7 @@
-"""Placements that ignore objectives: round robin, and the least prefill work. The baselines of the papers.
+"""Placements that ignore objectives: round robin, the least prefill work, and the shortest queue.
 
-A prompt goes to an engine whatever its KV blocks and its TTFT; there it waits in the queue.
+They are the baselines of the papers. A prompt goes to an engine whatever its KV blocks and its TTFT; there it waits in
+the queue.
 """
 
 from __future__ import annotations
@@ -9,10 +10,17 @@ import math
 import random
 from collections.abc import Callable, Iterable
 
-from sluice_core.records import Decision, FlowParameters, Hold, Place, PrefillRequest
+from sluice_core.records import Decision, EarlyRejection, FlowParameters, Hold, Place, PrefillRequest
+from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
 from sluice_core.scheduling.holding import get_urgency
-from sluice_core.scheduling.placement import NUM_RECORDS, CachedTokens, LengthAwarePlacement, PlacementPolicy
+from sluice_core.scheduling.placement import (
+    NUM_RECORDS,
+    AssignPass,
+    CachedTokens,
+    LengthAwarePlacement,
+    PlacementPolicy,
+)
 
 
 class _SloBlindPlacement:
@@ -90,6 +98,33 @@ class LeastWorkPlacement(_SloBlindPlacement):
         return min((state for state in engines if _accepts_prefills(state, request)), key=_compute_work, default=None)
 
 
+class ShortestQueuePlacement(LengthAwarePlacement):
+    """First come, first served: each prefill to the engine with the fewest queued tokens, whether it is in time or not.
+
+    Of equally short queues the one with the most KV left is taken. Beyond the paper: with ``EarlyRejection.REJECT`` a
+    request that this engine cannot serve in time is refused; a recovery goes where it is done first.
+
+    Source: DistServe, section 4.3.
+    """
+
+    def _place(self, assign_pass: AssignPass, request: PrefillRequest) -> Decision:
+        candidates = assign_pass.list_candidates(request)
+        if not candidates:
+            return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
+        queued_tokens = candidates[0][0]
+        shortest = candidates[0]
+        for entry in candidates[1:]:
+            if entry[0] > queued_tokens:
+                break
+            if get_view(entry).available_tokens > get_view(shortest).available_tokens:
+                shortest = entry
+        deadline_s = request.arrival_s + request.slo.ttft_s
+        is_feasible = assign_pass.estimate_done_s(request, get_view(shortest)) < deadline_s
+        if not is_feasible and self.parameters.early_rejection is EarlyRejection.REJECT:
+            return self._reject(assign_pass, request, [shortest], deadline_s)
+        return assign_pass.place(request, shortest, "shortest_queue", is_feasible=is_feasible)
+
+
 def _accepts_prefills(state: EngineState, request: PrefillRequest) -> bool:
     """Say whether an engine takes new prompts at all."""
     return (
@@ -132,4 +167,5 @@ PLACEMENTS: dict[str, Callable[[FlowParameters, random.Random, int], PlacementPo
     "length_aware": LengthAwarePlacement,
     "round_robin": RoundRobinPlacement,
     "least_work": LeastWorkPlacement,
+    "shortest_queue": ShortestQueuePlacement,
 }

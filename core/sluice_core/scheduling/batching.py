@@ -89,6 +89,8 @@ class BatchLimits:
         runs_new_prompts: New prompts may start.
         returns_new_prompts: Unstarted prompts go back to their router (recoveries do not).
         is_minimum_progress: The room comes from the minimum progress rule.
+        saturation_tokens: Prefill tokens from which on no further prompt starts in the iteration; 0: it fills the room,
+            and cuts the last prompt.
     """
 
     __slots__ = (
@@ -99,6 +101,7 @@ class BatchLimits:
         "runs_new_prompts",
         "runs_recompute",
         "runs_started_prefills",
+        "saturation_tokens",
         "token_budget",
     )
 
@@ -113,7 +116,9 @@ class BatchLimits:
         runs_new_prompts: bool,
         returns_new_prompts: bool,
         is_minimum_progress: bool = False,
+        saturation_tokens: int = 0,
     ) -> None:
+        self.saturation_tokens = saturation_tokens
         self.token_budget = token_budget
         self.prefill_room_tokens = prefill_room_tokens
         self.max_tokens_per_prefill = max_tokens_per_prefill
@@ -122,6 +127,18 @@ class BatchLimits:
         self.runs_new_prompts = runs_new_prompts
         self.returns_new_prompts = returns_new_prompts
         self.is_minimum_progress = is_minimum_progress
+
+    def has_place_for(self, num_tokens: int, room_tokens: int) -> bool:
+        """Say whether the next prefill in order still fits into the iteration; if not, none behind it goes first.
+
+        Args:
+            num_tokens: Tokens that it has left to compute.
+            room_tokens: What is left of the prefill room.
+
+        Source: DistServe, section 4.3: whole prompts up to what saturates the GPU, and a longer one alone.
+        """
+        taken = self.prefill_room_tokens - room_tokens
+        return taken == 0 or self.saturation_tokens == 0 or taken + num_tokens <= self.saturation_tokens
 
     def hides(self, kind: RequestKind) -> bool:
         """Say whether requests of ``kind`` stay out of this iteration (they keep blocks and position)."""

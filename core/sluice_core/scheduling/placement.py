@@ -127,7 +127,7 @@ class LengthAwarePlacement:
     ) -> list[Decision]:
         """See ``PlacementPolicy.assign``."""
         may_reject = self.parameters.early_rejection is EarlyRejection.REJECT
-        assign_pass = _AssignPass(now, engines, cached_tokens, may_reject=may_reject)
+        assign_pass = AssignPass(now, engines, cached_tokens, may_reject=may_reject)
         decisions: list[Decision] = []
         requests = list(waiting)
         if len(requests) > 1:
@@ -142,7 +142,7 @@ class LengthAwarePlacement:
             decisions.append(decision)
         return decisions
 
-    def _decide(self, assign_pass: _AssignPass, request: PrefillRequest) -> Decision:
+    def _decide(self, assign_pass: AssignPass, request: PrefillRequest) -> Decision:
         """Decide about one request."""
         hold = assign_pass.find_hold(request)
         if hold is not None:
@@ -154,7 +154,7 @@ class LengthAwarePlacement:
         return [record for record in self.records if record.request.request_id == request_id]
 
     def _record(
-        self, assign_pass: _AssignPass, request: PrefillRequest, decision: Decision, entries: tuple[Entry, ...]
+        self, assign_pass: AssignPass, request: PrefillRequest, decision: Decision, entries: tuple[Entry, ...]
     ) -> None:
         """Keep a decision for explanations."""
         chosen, assign_pass.chosen = assign_pass.chosen, None
@@ -168,7 +168,7 @@ class LengthAwarePlacement:
             cached = tuple(assign_pass.cached_tokens(request, view.engine_id) for view in views)
         self.records.append(PlacementRecord(assign_pass.now, request, decision, entries, blocked, cached))
 
-    def _place(self, assign_pass: _AssignPass, request: PrefillRequest) -> Decision:
+    def _place(self, assign_pass: AssignPass, request: PrefillRequest) -> Decision:
         """Place one new prefill (TaiChi, section 3.4, Algorithm 2)."""
         deadline_s = request.arrival_s + request.slo.ttft_s
         candidates = assign_pass.list_candidates(request)
@@ -196,7 +196,7 @@ class LengthAwarePlacement:
 
     def _break_tie(
         self,
-        assign_pass: _AssignPass,
+        assign_pass: AssignPass,
         request: PrefillRequest,
         candidates: Sequence[Entry],
         index: int,
@@ -221,7 +221,7 @@ class LengthAwarePlacement:
         return other if get_view(other).available_tokens > get_view(one).available_tokens else one
 
     def _draw_feasible(
-        self, assign_pass: _AssignPass, request: PrefillRequest, tied: Sequence[Entry], deadline_s: float
+        self, assign_pass: AssignPass, request: PrefillRequest, tied: Sequence[Entry], deadline_s: float
     ) -> Entry:
         """Draw uniformly among the feasible of tied engines, of which the first is feasible.
 
@@ -235,7 +235,7 @@ class LengthAwarePlacement:
         return feasible[int(self._rng.random() * len(feasible))]
 
     def _reject(
-        self, assign_pass: _AssignPass, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float
+        self, assign_pass: AssignPass, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float
     ) -> Decision:
         """Reject, unless an engine may do better than its estimate, or will once it has KV blocks."""
         views = [get_view(entry) for entry in candidates]
@@ -252,7 +252,7 @@ class LengthAwarePlacement:
             return Hold(request_id=request.request_id, reason="kv")
         return Reject(request_id=request.request_id, retry_after_s=least_done_s - deadline_s)
 
-    def _place_recovery(self, assign_pass: _AssignPass, request: PrefillRequest) -> Decision:
+    def _place_recovery(self, assign_pass: AssignPass, request: PrefillRequest) -> Decision:
         """Place a recovery where it is done first, among the engines that have not had their share of recoveries."""
         candidates = assign_pass.list_candidates(request)
         if not candidates:
@@ -268,7 +268,7 @@ class LengthAwarePlacement:
         return assign_pass.place(request, entry, "recovery", is_feasible=True)
 
 
-class _AssignPass:
+class AssignPass:
     """One call of ``assign``: its arguments, and what it has learned about holds so far.
 
     Within a call engines only fill up, so what did not fit once is not tried again: a long queue of waiting requests

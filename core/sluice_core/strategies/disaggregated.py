@@ -1,15 +1,67 @@
-"""Disaggregation: prefills on P-heavy engines only, decodes on D-heavy ones only."""
+"""Disaggregation: prefills on P-heavy engines only, decodes on D-heavy ones only.
+
+Source: DistServe: Disaggregating Prefill and Decoding for Goodput-optimized Large Language Model Serving
+(arXiv:2401.09670), section 4.3. Prompts go first come, first served to the prefill engine with the shortest queue. It
+batches whole prompts until they saturate the GPU. The first decode goes to the decode engine with the least KV in use.
+"""
 
 from __future__ import annotations
 
-from sluice_core.strategies.interface import SliderUse, Strategy
-from sluice_core.strategies.parameters import EARLY_REJECTION, WATERMARK
-from sluice_core.strategies.roles import FlowRules
+import random
+from dataclasses import dataclass
+
+from sluice_core.records import FlowParameters
+from sluice_core.scheduling.batching import BatchLimits, EngineBatch, EnginePolicy
+from sluice_core.scheduling.decode_flow import FlowPolicy
+from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
+from sluice_core.strategies.parameters import EARLY_REJECTION, PREFILL_BATCH_TOKENS, WATERMARK
+from sluice_core.strategies.roles import FlowRules, RoleEngine
+
+
+class DisaggregatedEngine(RoleEngine):
+    """Batches whole prompts until they saturate the GPU.
+
+    Args:
+        flow: Which decodes move.
+        prefill_batch_tokens: See ``FlowParameters``.
+        counts_decodes: See ``ChunkedPrefillPolicy``.
+    """
+
+    def __init__(self, flow: FlowPolicy, prefill_batch_tokens: int, *, counts_decodes: bool) -> None:
+        super().__init__(flow, counts_decodes=counts_decodes)
+        self._prefill_batch_tokens = prefill_batch_tokens
+
+    def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
+        """See ``EnginePolicy.limits``."""
+        limits = super().limits(now, engine)
+        limits.saturation_tokens = self._prefill_batch_tokens
+        return limits
+
+
+_RULES = FlowRules(moves_first_decodes=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DisaggregatedPolicies:
+    """Makes the policies; see ``PolicyMaker``."""
+
+    def make_router(
+        self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
+    ) -> RouterPolicy:
+        """See ``PolicyMaker.make_router``."""
+        return _RULES.make_router(strategy, parameters, rng, num_records)
+
+    def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
+        """See ``PolicyMaker.make_engine``."""
+        flow = _RULES.make_flow(strategy, parameters, random.Random(0))  # noqa: S311 - engines pick no targets
+        return DisaggregatedEngine(flow, parameters.prefill_batch_tokens, counts_decodes=counts_decodes)
+
 
 DISAGGREGATED = Strategy(
     name="disaggregated",
     title="Disaggregated",
-    parameters=(EARLY_REJECTION, WATERMARK),
+    parameters=(EARLY_REJECTION, PREFILL_BATCH_TOKENS, WATERMARK),
     sliders=SliderUse(varies_ratio=True, varies_prefill_tokens=False, varies_decode_tokens=False, decode_tokens=0),
-    policies=FlowRules(moves_first_decodes=True),
+    policies=DisaggregatedPolicies(),
+    placement="shortest_queue",
 )

@@ -51,6 +51,15 @@ APPROACHING_FACTOR = Parameter(
 )
 EARLY_REJECTION = Parameter(name="early_rejection", default="Off", choices=tuple(EarlyRejection))
 MIN_TOKENS_BETWEEN_MOVES = Parameter(name="min_tokens_between_moves", default="16", low=0, high=65_536, unit="tokens")
+PREFILL_BATCH_TOKENS = Parameter(
+    name="prefill_batch_tokens",
+    default="2048",
+    low=0,
+    high=1_048_576,
+    unit="tokens",
+    source="DistServe, section 4.3: L_m; the value: FlowPrefill, section 6.1",
+)
+_PARAMETERS = (WATERMARK, APPROACHING_FACTOR, EARLY_REJECTION, MIN_TOKENS_BETWEEN_MOVES, PREFILL_BATCH_TOKENS)
 
 
 def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], strategy: str) -> FlowParameters:
@@ -68,9 +77,7 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
     for name in sorted(values):
         if name not in known:
             raise ValueError(f"parameters.{name} is unknown to strategy {strategy!r}; known are {', '.join(known)}")
-    read = format_parameters(
-        (WATERMARK, APPROACHING_FACTOR, EARLY_REJECTION, MIN_TOKENS_BETWEEN_MOVES), FlowParameters()
-    )
+    read = format_parameters(_PARAMETERS, FlowParameters())
     for row in rows:
         read[row.name] = values.get(row.name, row.default)
         row.check(read[row.name])
@@ -79,6 +86,7 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
         approaching_factor=int(read[APPROACHING_FACTOR.name]) / 100,
         early_rejection=EarlyRejection(read[EARLY_REJECTION.name]),
         min_tokens_between_moves=int(read[MIN_TOKENS_BETWEEN_MOVES.name]),
+        prefill_batch_tokens=int(read[PREFILL_BATCH_TOKENS.name]),
     )
 
 
@@ -94,5 +102,6 @@ def format_parameters(rows: tuple[Parameter, ...], parameters: FlowParameters) -
         APPROACHING_FACTOR.name: str(round(parameters.approaching_factor * 100)),
         EARLY_REJECTION.name: str(parameters.early_rejection.value),
         MIN_TOKENS_BETWEEN_MOVES.name: str(parameters.min_tokens_between_moves),
+        PREFILL_BATCH_TOKENS.name: str(parameters.prefill_batch_tokens),
     }
     return {row.name: values[row.name] for row in rows}

@@ -103,14 +103,15 @@ class FlowRules:
     ) -> RouterPolicy:
         """See ``PolicyMaker.make_router``."""
         placement = PLACEMENTS[strategy.placement](parameters, rng, num_records)
-        return RoleRouter(placement, self._make_flow(strategy, parameters, rng))
+        return RoleRouter(placement, self.make_flow(strategy, parameters, rng))
 
     def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""
-        flow = self._make_flow(strategy, parameters, random.Random(0))  # noqa: S311 - engines pick no targets
+        flow = self.make_flow(strategy, parameters, random.Random(0))  # noqa: S311 - engines pick no targets
         return RoleEngine(flow, counts_decodes=counts_decodes)
 
-    def _make_flow(self, strategy: Strategy, parameters: FlowParameters, rng: random.Random) -> FlowPolicy:
+    def make_flow(self, strategy: Strategy, parameters: FlowParameters, rng: random.Random) -> FlowPolicy:
+        """Make the flow policy of a row or of a variant."""
         has_flow = strategy.has_flow  # a variant without flow moves nothing but what drains
         return FlowPolicy(
             parameters,

@@ -44,6 +44,7 @@ class PrefillRoom:
         self._last_prefill_s = now_s
         self._limits: BatchLimits
         self._remaining_tokens = 0
+        self._is_saturated = False
 
     def renew(self, plan: ConfigureCommand, last_chunk_size_tokens: int, now_s: float) -> BatchLimits:
         """Asks the batch policy for the limits of the next iteration.
@@ -73,14 +74,16 @@ class PrefillRoom:
             ),
         )
         self._remaining_tokens = self._limits.prefill_room_tokens
+        self._is_saturated = False
         return self._limits
 
-    def take(self, kind: RequestKind, num_tokens: int, waiting: Any) -> int:
+    def take(self, kind: RequestKind, num_tokens: int, num_left: int, waiting: Any) -> int:
         """Gives a prefill its chunk.
 
         Args:
             kind: Class of the request, no decode and not joining.
             num_tokens: Tokens that it could use.
+            num_left: Tokens that it has left to compute.
             waiting: vLLM's queue of waiting requests.
 
         Returns:
@@ -88,6 +91,9 @@ class PrefillRoom:
         """
         limits = self._limits
         if limits.hides(kind):
+            return 0
+        if self._is_saturated or not limits.has_place_for(num_left, self._remaining_tokens):
+            self._is_saturated = True  # whoever is behind must not go first
             return 0
         room = self._remaining_tokens
         if kind in (RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT):

@@ -229,14 +229,14 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             self._settle_batch(output, started_s, now_s)
         return output
 
-    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ARG002
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Hands out prefill room: vLLM calls this for every request before it gives it tokens."""
         kind = self._tracker.by_id[request.request_id].kind
         if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
             return num_new_tokens  # decodes are never cut; speculative decoding, the method's purpose, is refused
         if kind is RequestKind.NEW_PROMPT and not self._has_seat():
             return 0
-        return self._prefill_room.take(kind, num_new_tokens, self.waiting)
+        return self._prefill_room.take(kind, num_new_tokens, request.num_tokens - num_computed_tokens, self.waiting)
 
     def _settle_batch(self, output: SchedulerOutput, started_s: float, now_s: float) -> None:
         batch = describe_batch(output, self._tracker, started_s)

@@ -84,6 +84,9 @@ class ParametersSpec(ManifestModel):
     Quote "Off" in YAML."""
     min_tokens_between_moves: Annotated[int, Field(strict=True, ge=0, le=65_536)] = 16
     """Output tokens between two moves of one request, unless its objective is at stake."""
+    prefill_batch_tokens: Annotated[int, Field(strict=True, ge=0, le=1_048_576)] = 2048
+    """Disaggregated: prompt tokens that saturate a GPU, up to which a P-heavy engine batches whole prompts.
+    A longer prompt runs alone. 0: an iteration is filled to engine.maxBatchTokens."""
 
 
 class KeyRef(ManifestModel):
@@ -453,7 +456,8 @@ class SpecFields(ManifestModel):
     strategy: Annotated[StrategyName, FieldEffect.LIVE] = "TaiChi"
     """How the sliders are used; in force without a restart. TaiChi uses them as given.
     Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
-    Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills."""
+    Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills;
+    docs/internals/strategies.md says how it follows DistServe."""
     parameters: Annotated[ParametersSpec, FieldEffect.LIVE] = ParametersSpec()
     """Parameters of the strategies. In force without a restart."""
     model: Annotated[ModelSpec, FieldEffect.RESTARTS_ALL]

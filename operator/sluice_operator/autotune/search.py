@@ -162,6 +162,7 @@ def make_problem(request: SearchRequest) -> PlanningProblem:
         parameters=FlowParameters(
             early_rejection=EarlyRejection(constraints.early_rejection),
             min_tokens_between_moves=constraints.min_tokens_between_moves,
+            prefill_batch_tokens=constraints.prefill_batch_tokens,
         ),
         # As the engines and routers that it plans for.
         options=SimOptions(schedules_ahead=True, wait_limit_s=ROUTER_WAIT_LIMIT_S),

@@ -49,6 +49,7 @@ class SearchConstraints:
         approaching_factor: Alpha, a share.
         early_rejection: As ``sluice_core`` calls it.
         min_tokens_between_moves: Output tokens.
+        prefill_batch_tokens: Prompt tokens.
         max_batch_tokens: Largest chunk size.
         link: What KV moves over, as ``sluice_core`` calls it.
         prefill_heavy: Least and most P-heavy engines, as counts or percentages.
@@ -64,6 +65,7 @@ class SearchConstraints:
     approaching_factor: float
     early_rejection: str
     min_tokens_between_moves: int
+    prefill_batch_tokens: int
     max_batch_tokens: int
     link: str
     prefill_heavy: tuple[str, str]
@@ -208,6 +210,7 @@ def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
         approaching_factor=parameters.approaching_factor_percent / 100,
         early_rejection=parameters.early_rejection,
         min_tokens_between_moves=parameters.min_tokens_between_moves,
+        prefill_batch_tokens=parameters.prefill_batch_tokens,
         max_batch_tokens=most,
         link="infiniband" if spec.network.mode == "RDMA" else "tcp",
         prefill_heavy=_read_counts(bounds.prefill_heavy, counts),

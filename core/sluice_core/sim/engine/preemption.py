@@ -80,7 +80,10 @@ def make_room_for_chunks(engine: SchedulerState, now: float, num_decodes: int) -
             return
         if not request.num_computed_tokens:
             continue  # preempted a moment ago
-        tokens = min(room, limits.max_tokens_per_prefill, request.prefill_tokens - request.num_computed_tokens)
+        num_left = request.prefill_tokens - request.num_computed_tokens
+        if not limits.has_place_for(num_left, room):
+            return
+        tokens = min(room, limits.max_tokens_per_prefill, num_left)
         need = prefills.count_chunk_blocks(request, tokens)
         while need and request.num_computed_tokens:
             if sum(blocks for blocks, _ in found.values()) + need <= engine.count_schedulable_blocks():

@@ -153,8 +153,11 @@ class PrefillQueue:
         started, self._started = self._started, []
         position, num_started = 0, min(len(started), self.max_started)
         may_admit = self.may_admit
+        cuts_prompts = limits.saturation_tokens == 0
         work2 = 0
-        while room > 0:
+        while room > 0 and (
+            cuts_prompts or self._has_place_for_next(started[position:num_started], room, limits, may_admit=may_admit)
+        ):
             request: SimRequest | None = started[position] if position < num_started else None
             if may_admit and self._waiting:
                 head = self._waiting[0]
@@ -183,6 +186,27 @@ class PrefillQueue:
             self._started.sort(key=_order_of)
         self.queued_work2 -= work2
         return work2
+
+    def _has_place_for_next(
+        self, started: list[SimRequest], room: int, limits: BatchLimits, *, may_admit: bool
+    ) -> bool:
+        """Say whether the next prefill, the first that waits or has started, still fits into the iteration.
+
+        Args:
+            started: Those that have started, the first ones done.
+            room: What is left of the prefill room.
+            limits: Limits of the iteration.
+            may_admit: One that waits may start.
+        """
+        request = started[0] if started else None
+        if may_admit and self._waiting:
+            head = self._waiting[0]
+            if request is None or (head[0], head[1], head[2]) < request.order:
+                request = head[3]
+        if request is None:
+            return True
+        num_left = request.prefill_tokens - request.num_computed_tokens
+        return limits.has_place_for(num_left, room + self.withheld_tokens)
 
     def _choose_chunk(self, request: SimRequest, room: int, limits: BatchLimits, free_blocks: int) -> int:
         """Choose the tokens of a chunk; 0 when there is no block for any."""
