@@ -7,6 +7,7 @@ monotonic clock.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -123,6 +124,7 @@ class PrefillRequest:
         excluded: Engines that must not get it (it failed there).
         next_token_due_s: For a recovery: when its next token is due by the TPOT SLO (first token + TPOT SLO * output
             tokens), on the same clock as ``arrival_s``. The earliest has the largest TPOT debt and goes first.
+        cached_tokens: Of these tokens, those expected in the prefix caches of engines; 0 in those not named.
     """
 
     request_id: RequestId
@@ -133,6 +135,7 @@ class PrefillRequest:
     is_recovery: bool = False
     excluded: frozenset[EngineId] = frozenset()
     next_token_due_s: float = 0.0
+    cached_tokens: Mapping[EngineId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +149,7 @@ class PlacementCandidate:
         queue_s: Q, seconds until its prefill queue is empty.
         execute_s: E, seconds to prefill this request.
         transfer_s: T, seconds to move the KV; 0 on D-heavy engines.
+        cached_tokens: Prompt tokens expected in its prefix cache, which E leaves out.
         is_feasible: Q + E + T within what is left of the TTFT SLO.
         reason: ``feasible``, ``ttft``, ``kv``, ``room``, ``draining`` or ``excluded``.
         is_of_others: It belongs to the share of another router: it stands behind one's own by
@@ -161,6 +165,7 @@ class PlacementCandidate:
     is_feasible: bool
     reason: str
     is_of_others: bool = False
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

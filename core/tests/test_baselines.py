@@ -121,3 +121,9 @@ def test_variants_of_a_strategy():
         base.vary(placement="best")
     with pytest.raises(ValueError, match="has no flow to switch on"):
         get_strategy("aggregated").vary(flows=True)
+
+
+def test_cached_tokens_make_up_for_a_longer_queue():
+    requests = make_requests(1, cached_tokens={EngineId("e1"): 90})
+    assert place("shortest_queue", make_table(0, 90), requests) == ["e1"]
+    assert place("shortest_queue", make_table(0, 90_000), requests) == ["e0"]

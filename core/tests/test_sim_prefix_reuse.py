@@ -306,3 +306,56 @@ def test_blocks_add_up_after_every_step(data):
     for table in tables:
         cache.release(table)
     cache.check_idle()
+
+
+def make_aware_cell(report_s, **changes):
+    return replace(make_cell(((3, 400),), **changes), options=replace(REUSE, prefix_report_s=report_s))
+
+
+def test_a_prompt_goes_where_its_beginning_is_once_the_router_knows():
+    """Without that the tie is broken by chance; with it the second prompt of each pair follows the first."""
+    arrivals = [
+        make_prompt(10.0 * turn + pair, *range(10 * pair, 10 * pair + 4 + turn))
+        for turn in (0, 1)
+        for pair in range(1, 7)
+    ]
+    arrivals.sort(key=lambda arrival: arrival.at_s)
+    aware = run(make_aware_cell(0.1, blocks=400), arrivals)
+    assert sum(count_hits(aware)) == 6 * 4 * HASH_BLOCK_TOKENS
+    late = run(make_aware_cell(100.0, blocks=400), arrivals)
+    assert sum(count_hits(late)) < sum(count_hits(aware))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), blocks=st.sampled_from((40, 60, 400)), rate=st.sampled_from((2.0, 25.0)))
+def test_the_router_knows_what_is_cached_exactly(seed, blocks, rate):
+    rng = random.Random(seed)
+    simulation = run(make_aware_cell(0.0, blocks=blocks), share_prefixes(rng, make_arrivals(rng, rate=rate)))
+    prefixes = simulation._prefixes
+    last = simulation.requests[-1]
+    for request in simulation.requests:
+        known = prefixes.find(request, simulation.now)
+        found = {}
+        for engine in simulation.engines:
+            blocks_found = engine.cache.find_cached_blocks(
+                request.index, request.prompt_tokens, request.block_hashes, request.prompt_tokens - 1
+            )
+            if blocks_found:
+                found[engine.engine_id] = len(blocks_found) * engine.setup.block_size_tokens
+        assert known == found, last
+
+
+def test_an_engine_that_dies_is_forgotten_with_what_it_had():
+    arrivals = [make_prompt(at_s, 1, 2, 3) for at_s in (0.0, 5.0, 10.0)]
+    cell = make_aware_cell(0.0)
+    first = run(cell, arrivals[:1])
+    (holder,) = [engine.engine_id for engine in first.engines if engine.counters.num_iterations]
+    simulation = run(replace(cell, events=(FailEvent(at_s=2.0, engine_id=holder),)), arrivals)
+    assert sum(count_hits(simulation)) == 2 * HASH_BLOCK_TOKENS + 32
+    assert [request.state for request in simulation.requests] == [RequestState.FINISHED] * 3
+
+
+@pytest.mark.parametrize("options", [{"prefix_report_s": 1.0}, {"prefix_report_s": -1.0, "hash_block_tokens": 16}])
+def test_reports_of_no_caches_are_refused(options):
+    with pytest.raises(ValueError, match="prefix_report_s is"):
+        SimOptions(**options)

@@ -48,6 +48,8 @@ class SimulationSettings:
         profile: Where the profile comes from; None: the best one there is.
         prefix_reuse: True: engines reuse the KV of prompts that begin alike, by the trace's hashes. False: the same
             requests without reuse. None: hashes are ignored. ``--prefix-reuse`` sets it.
+        prefix_report_s: Time until the router knows what an iteration has cached, with prefix reuse; None: it never
+            does.
     """
 
     watermark: float = 0.95
@@ -74,6 +76,7 @@ class SimulationSettings:
     host_iteration_s: float | None = None
     profile: ProfileKind | None = None
     prefix_reuse: bool | None = None
+    prefix_report_s: float | None = None
 
 
 def _read_switch(text: str) -> bool:
@@ -137,6 +140,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "link_latency_s": _read_number(0.0, 10.0),
     "link_shared": _read_switch,
     "host_iteration_s": _read_number(0.0, 10.0),
+    "prefix_report_s": _read_number(0.0, 1e3),
     "profile": lambda text: ProfileKind(_read_choice(ProfileKind)(text)),
 }
 

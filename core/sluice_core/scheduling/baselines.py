@@ -14,13 +14,7 @@ from sluice_core.records import Decision, EarlyRejection, FlowParameters, Hold, 
 from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
 from sluice_core.scheduling.holding import get_urgency
-from sluice_core.scheduling.placement import (
-    NUM_RECORDS,
-    AssignPass,
-    CachedTokens,
-    LengthAwarePlacement,
-    PlacementPolicy,
-)
+from sluice_core.scheduling.placement import NUM_RECORDS, AssignPass, LengthAwarePlacement, PlacementPolicy
 
 
 class _SloBlindPlacement:
@@ -41,10 +35,8 @@ class _SloBlindPlacement:
         now: float,
         waiting: Iterable[PrefillRequest],
         engines: EngineTable,
-        cached_tokens: CachedTokens | None = None,
     ) -> list[Decision]:
         """See ``PlacementPolicy.assign``."""
-        del cached_tokens
         decisions: list[Decision] = []
         for request in sorted(waiting, key=get_urgency):
             state = self._pick(request, engines)
@@ -101,7 +93,8 @@ class LeastWorkPlacement(_SloBlindPlacement):
 class ShortestQueuePlacement(LengthAwarePlacement):
     """First come, first served: each prefill to the engine with the fewest queued tokens, whether it is in time or not.
 
-    Of equally short queues the one with the most KV left is taken. Beyond the paper: with ``EarlyRejection.REJECT`` a
+    Of equally short queues the one with the most KV left is taken. Beyond the paper: cached tokens make up for queued
+    ones (``AssignPass.find_cached``); with ``EarlyRejection.REJECT`` a
     request that this engine cannot serve in time is refused; a recovery goes where it is done first.
 
     Source: DistServe, section 4.3.
@@ -118,6 +111,8 @@ class ShortestQueuePlacement(LengthAwarePlacement):
                 break
             if get_view(entry).available_tokens > get_view(shortest).available_tokens:
                 shortest = entry
+        if request.cached_tokens:
+            shortest = assign_pass.find_cached(request, math.inf, shortest) or shortest
         deadline_s = request.arrival_s + request.slo.ttft_s
         is_feasible = assign_pass.estimate_done_s(request, get_view(shortest)) < deadline_s
         if not is_feasible and self.parameters.early_rejection is EarlyRejection.REJECT:

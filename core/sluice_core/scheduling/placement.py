@@ -10,7 +10,7 @@ import math
 import random
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from sluice_core.latency import compute_attention_work
@@ -30,11 +30,9 @@ from sluice_core.scheduling.engine_state import EngineView, Entry, get_queue_ran
 from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable
 from sluice_core.scheduling.holding import get_urgency
 
-CachedTokens = Callable[[PrefillRequest, EngineId], int]
-"""Prompt tokens expected in an engine's prefix cache; the seam for prefix-aware routing."""
-
 MAX_RECORDED_ENGINES: Final = 64  # per decision: those with the shortest queues, and the chosen one
 NUM_RECORDS: Final = 4096  # decisions kept for explanations
+CACHED_TOKEN_WEIGHT: Final = 8.0  # queued prefill tokens that a cached token of the prompt makes up for
 _MAX_TIE_DRAWS: Final = 8  # random picks among tied engines before all of them are checked
 
 
@@ -46,7 +44,6 @@ class PlacementPolicy(Protocol):
         now: float,
         waiting: Iterable[PrefillRequest],
         engines: EngineTable,
-        cached_tokens: CachedTokens | None = None,
     ) -> list[Decision]:
         """Decide about each waiting request; placements are recorded in ``engines`` at once.
 
@@ -57,7 +54,6 @@ class PlacementPolicy(Protocol):
             now: Seconds on the caller's monotonic clock.
             waiting: Requests in any order.
             engines: The engines.
-            cached_tokens: Expected prefix-cache hits; None: none.
 
         Returns:
             One decision per request, in the order in which they were made.
@@ -74,7 +70,6 @@ class PlacementRecord(NamedTuple):
         decision: The decision.
         entries: Engines as they stood before it, in the order of the walk.
         blocked: Engines that took no prefill.
-        cached: Expected prefix-cache hits on each of both; empty: none.
     """
 
     now: float
@@ -82,7 +77,6 @@ class PlacementRecord(NamedTuple):
     decision: Decision
     entries: tuple[Entry, ...]
     blocked: tuple[EngineView, ...]
-    cached: tuple[int, ...]
 
 
 class _Walk(NamedTuple):
@@ -123,11 +117,10 @@ class LengthAwarePlacement:
         now: float,
         waiting: Iterable[PrefillRequest],
         engines: EngineTable,
-        cached_tokens: CachedTokens | None = None,
     ) -> list[Decision]:
         """See ``PlacementPolicy.assign``."""
         may_reject = self.parameters.early_rejection is EarlyRejection.REJECT
-        assign_pass = AssignPass(now, engines, cached_tokens, may_reject=may_reject)
+        assign_pass = AssignPass(now, engines, may_reject=may_reject)
         decisions: list[Decision] = []
         requests = list(waiting)
         if len(requests) > 1:
@@ -162,11 +155,7 @@ class LengthAwarePlacement:
             entries = (*entries, chosen)
         all_blocked = assign_pass.engines.blocked
         blocked = tuple(all_blocked.values())[:MAX_RECORDED_ENGINES] if all_blocked else ()
-        cached: tuple[int, ...] = ()
-        if assign_pass.cached_tokens is not None:
-            views = (*(get_view(entry) for entry in entries), *blocked)
-            cached = tuple(assign_pass.cached_tokens(request, view.engine_id) for view in views)
-        self.records.append(PlacementRecord(assign_pass.now, request, decision, entries, blocked, cached))
+        self.records.append(PlacementRecord(assign_pass.now, request, decision, entries, blocked))
 
     def _place(self, assign_pass: AssignPass, request: PrefillRequest) -> Decision:
         """Place one new prefill (TaiChi, section 3.4, Algorithm 2)."""
@@ -175,9 +164,13 @@ class LengthAwarePlacement:
         # Lines 1 to 11: in ascending order of queued prefill tokens the first feasible engine is the arg min of line
         # 11.
         found = assign_pass.walk(request, candidates, deadline_s)
+        entry: Entry | None = None
         if found.feasible >= 0:
             # Line 12. The paper does not say which of equal queues is taken; see ``_break_tie``.
             entry = self._break_tie(assign_pass, request, candidates, found.feasible, deadline_s)
+        if request.cached_tokens:
+            entry = assign_pass.find_cached(request, deadline_s, entry) or entry
+        if entry is not None:
             return assign_pass.place(request, entry, "feasible", is_feasible=True)
         # Lines 13 to 15: no engine is feasible. The paper returns nothing and lets its experiments place the request at
         # random; here ``EarlyRejection`` says what happens.
@@ -185,14 +178,17 @@ class LengthAwarePlacement:
             return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
         if self.parameters.early_rejection is EarlyRejection.REJECT:
             return self._reject(assign_pass, request, candidates, deadline_s)
-        if found.least_late < 0:
+        least_late = found.least_late
+        if request.cached_tokens:
+            least_late = assign_pass.find_least_late(request, candidates)
+        if least_late < 0:
             return Hold(request_id=request.request_id, reason="kv")
         if self.parameters.early_rejection is EarlyRejection.RANDOM:
             fitting = [entry for entry in candidates if get_view(entry).available_tokens >= request.prompt_tokens]
             chosen = fitting[int(self._rng.random() * len(fitting))]
             return assign_pass.place(request, chosen, "random", is_feasible=False)
         # Deviation from the paper, which takes a random engine: on the least late one the request misses by the least.
-        return assign_pass.place(request, candidates[found.least_late], "least_late", is_feasible=False)
+        return assign_pass.place(request, candidates[least_late], "least_late", is_feasible=False)
 
     def _break_tie(
         self,
@@ -280,19 +276,15 @@ class AssignPass:
         "_is_blocked_by_kv",
         "_least_kv_held",
         "_may_reject",
-        "cached_tokens",
         "chosen",
         "engines",
         "now",
     )
 
-    def __init__(
-        self, now: float, engines: EngineTable, cached_tokens: CachedTokens | None, *, may_reject: bool
-    ) -> None:
+    def __init__(self, now: float, engines: EngineTable, *, may_reject: bool) -> None:
         self._may_reject = may_reject
         self.now = now
         self.engines = engines
-        self.cached_tokens = cached_tokens
         self.chosen: Entry | None = None
         self._least_kv_held = math.inf
         self._is_blocked_by_kv = False
@@ -338,8 +330,6 @@ class AssignPass:
         The hot loop: it repeats ``estimate_done_s`` in place, and only where a bound from below, which needs half the
         arithmetic, does not already exclude the engine.
         """
-        if self.cached_tokens is not None:
-            return self._walk_cached(request, candidates, deadline_s)
         now, tokens = self.now, request.prompt_tokens
         least_late, least_late_s = -1, math.inf  # an infeasible engine is done at the deadline or later
         for position, entry in enumerate(candidates):
@@ -373,19 +363,42 @@ class AssignPass:
                 least_late, least_late_s = position, done_s
         return _Walk(-1, least_late)
 
-    def _walk_cached(self, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float) -> _Walk:
-        """``walk`` with expected prefix-cache hits."""
-        least_late, least_late_s = -1, math.inf
-        for position, entry in enumerate(candidates):
-            view = get_view(entry)
-            if view.available_tokens < request.prompt_tokens:
+    def find_cached(self, request: PrefillRequest, deadline_s: float, plain: Entry | None) -> Entry | None:
+        """Find a feasible engine that has so much of a prompt in its cache that it is the better choice.
+
+        Line 12 of Algorithm 2 takes the shortest queue. A cached token is one that need not be computed: it makes up
+        for ``CACHED_TOKEN_WEIGHT`` queued ones. Where nothing is cached that is the paper's rule.
+
+        Args:
+            request: The request.
+            deadline_s: When its first token is due.
+            plain: What the paper's rule chooses, as though nothing was cached; None: nothing is feasible then.
+
+        Returns:
+            The engine; None: ``plain`` is as good.
+        """
+        best: Entry | None = None
+        least = math.inf
+        if plain is not None:
+            least = plain[0] - CACHED_TOKEN_WEIGHT * request.cached_tokens.get(get_view(plain).engine_id, 0)
+        for engine_id, cached in request.cached_tokens.items():
+            state = self.engines.peek(engine_id)
+            entry = None if state is None else state.entry
+            if entry is None or engine_id in request.excluded:
                 continue
-            done_s = self.estimate_done_s(request, view)
-            if done_s < deadline_s:
-                return _Walk(position, -1)
-            if done_s < least_late_s:
-                least_late, least_late_s = position, done_s
-        return _Walk(-1, least_late)
+            score = entry[0] - CACHED_TOKEN_WEIGHT * cached
+            if score < least and self.is_feasible(request, get_view(entry), deadline_s):
+                best, least = entry, score
+        return best
+
+    def find_least_late(self, request: PrefillRequest, candidates: Sequence[Entry]) -> int:
+        """Find where a prompt with cached tokens would be done first; -1 when none has the KV blocks."""
+        fitting = [
+            position
+            for position, entry in enumerate(candidates)
+            if get_view(entry).available_tokens >= request.prompt_tokens
+        ]
+        return min(fitting, key=lambda each: self.estimate_done_s(request, get_view(candidates[each])), default=-1)
 
     def is_feasible(self, request: PrefillRequest, view: EngineView, deadline_s: float) -> bool:
         """Say whether an engine has the KV blocks and meets the deadline."""
@@ -399,22 +412,20 @@ class AssignPass:
 
     def estimate_done_s(self, request: PrefillRequest, view: EngineView) -> float:
         """Estimate when the first token could be out, transfer included, on the caller's clock."""
-        cached = self.cached_tokens(request, view.engine_id) if self.cached_tokens is not None else 0
-        queue_s, execute_s, transfer_s = _estimate(self.now, request.prompt_tokens, view, cached)
+        queue_s, execute_s, transfer_s = _estimate(self.now, request, view)
         return self.now + queue_s + execute_s + transfer_s
 
     def place(self, request: PrefillRequest, entry: Entry, reason: str, *, is_feasible: bool) -> Place:
         """Record a placement in the table and make the decision."""
         view = get_view(entry)
         engine_id = view.engine_id
-        cached = self.cached_tokens(request, engine_id) if self.cached_tokens is not None else 0
-        queue_s, execute_s, transfer_s = _estimate(self.now, request.prompt_tokens, view, cached)
+        queue_s, execute_s, transfer_s = _estimate(self.now, request, view)
         self.chosen = entry
         self.engines.record_placement(
             engine_id,
             request.request_id,
             self.now,
-            tokens=_uncached(request.prompt_tokens, cached),
+            tokens=_count_uncached(request, engine_id),
             kv_tokens=request.prompt_tokens,
             execute_s=execute_s,
             is_recovery=request.is_recovery,
@@ -445,14 +456,13 @@ def explain(record: PlacementRecord) -> list[PlacementCandidate]:
         One candidate per engine recorded.
     """
     views = (*(get_view(entry) for entry in record.entries), *record.blocked)
-    cached = record.cached or (0,) * len(views)
-    return [_explain_view(record, view, hits) for view, hits in zip(views, cached, strict=True)]
+    return [_explain_view(record, view) for view in views]
 
 
-def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> PlacementCandidate:
+def _explain_view(record: PlacementRecord, view: EngineView) -> PlacementCandidate:
     """Format one engine of a decision."""
     request = record.request
-    queue_s, execute_s, transfer_s = _estimate(record.now, request.prompt_tokens, view, cached)
+    queue_s, execute_s, transfer_s = _estimate(record.now, request, view)
     is_in_time = record.now + queue_s + execute_s + transfer_s < request.arrival_s + request.slo.ttft_s
     reason = "feasible" if is_in_time or request.is_recovery else "ttft"
     if view.available_tokens < request.prompt_tokens:
@@ -470,10 +480,11 @@ def _explain_view(record: PlacementRecord, view: EngineView, cached: int) -> Pla
         is_feasible=reason == "feasible",
         reason=reason,
         is_of_others=view.is_of_others,
+        cached_tokens=request.cached_tokens.get(view.engine_id, 0),
     )
 
 
-def _estimate(now: float, prompt_tokens: int, view: EngineView, cached: int) -> tuple[float, float, float]:
+def _estimate(now: float, request: PrefillRequest, view: EngineView) -> tuple[float, float, float]:
     """Estimate Q, E and T of a prompt on an engine, in seconds.
 
     The closed form of a prefill: its tokens, its attention work, and the rest of each of its ``ceil(tokens / room)``
@@ -481,7 +492,7 @@ def _estimate(now: float, prompt_tokens: int, view: EngineView, cached: int) -> 
 
     Source: TaiChi, section 3.4, Algorithm 2, lines 3 to 5.
     """
-    tokens = _uncached(prompt_tokens, cached)
+    prompt_tokens, tokens = request.prompt_tokens, _count_uncached(request, view.engine_id)
     if view.room_tokens <= 0:
         return math.inf, math.inf, 0.0
     execute_s = (
@@ -493,6 +504,7 @@ def _estimate(now: float, prompt_tokens: int, view: EngineView, cached: int) -> 
     return max(0.0, view.free_at_s - now), execute_s, transfer_s
 
 
-def _uncached(prompt_tokens: int, cached: int) -> int:
-    """Count the tokens to compute: the last one always is, for its logits."""
-    return max(1, prompt_tokens - cached)
+def _count_uncached(request: PrefillRequest, engine_id: EngineId) -> int:
+    """Count the tokens to compute on an engine: the last one always is, for its logits."""
+    cached = request.cached_tokens
+    return max(1, request.prompt_tokens - cached.get(engine_id, 0)) if cached else request.prompt_tokens

@@ -48,10 +48,12 @@ class SimOptions:
             engine still has (``sim.prefix_cache``). None: they do not.
         wait_limit_s: Longest time that the router keeps a request before it refuses it. None: for ever.
         message_s: Time of a message from an engine's scheduler to a router, or back, where engines schedule ahead.
+        prefix_report_s: Time from the end of an iteration until the router knows which KV blocks it has cached and
+            which were evicted. None: it never does. Only with ``hash_block_tokens``.
 
     Raises:
-        ValueError: Papers' waiting for grants with engines that schedule ahead, hashes of nothing, no time to wait, or
-            messages that are there before they are sent.
+        ValueError: Papers' waiting for grants with engines that schedule ahead, hashes of nothing, no time to wait,
+            messages that are there before they are sent, or reports of caches that there are not.
     """
 
     no_grant: NoGrant = NoGrant.IN_PLACE
@@ -61,10 +63,13 @@ class SimOptions:
     hash_block_tokens: int | None = None
     wait_limit_s: float | None = None
     message_s: float = MESSAGE_S
+    prefix_report_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.message_s < 0.0:
             raise ValueError(f"message_s is {self.message_s}; it is at least 0")
+        if self.prefix_report_s is not None and (self.hash_block_tokens is None or self.prefix_report_s < 0.0):
+            raise ValueError(f"prefix_report_s is {self.prefix_report_s}; it is at least 0, and needs prefix reuse")
         if self.wait_limit_s is not None and self.wait_limit_s <= 0.0:
             raise ValueError(f"wait_limit_s is {self.wait_limit_s}; it is above 0")
         if self.hash_block_tokens is not None and self.hash_block_tokens < 1:

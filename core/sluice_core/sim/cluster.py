@@ -14,6 +14,7 @@ from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.sim.cell import Arrival, Cell, EngineSetup, TtftEnd
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.gap_histogram import GapHistogram
+from sluice_core.sim.known_prefixes import KnownPrefixes
 from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals
 from sluice_core.sim.timeline import Timeline
 
@@ -73,6 +74,11 @@ class SimCluster:
         self._link_free_at_s: dict[str, float] = {}
         self._last_assign_s = -1.0
         self._is_retry_due = False
+        self._prefixes: KnownPrefixes | None = None
+        options = cell.options
+        if options.prefix_report_s is not None:
+            assert options.hash_block_tokens is not None
+            self._prefixes = KnownPrefixes(options.prefix_report_s, options.hash_block_tokens)
         for setup in cell.engines:
             self._add_engine(setup)
         self._spread_chunk_sizes()
@@ -158,6 +164,10 @@ class SimCluster:
             hash_block_tokens=self.cell.options.hash_block_tokens,
         )
         self.engines.append(engine)
+        if self._prefixes is not None:
+            self._prefixes.add(setup.engine_id, setup.block_size_tokens)
+            assert engine.cache is not None
+            engine.cache.take_changes()
         self._by_id[setup.engine_id] = engine
         self._profiles[setup.engine_id] = setup.profile
         spec = EngineConfig(

@@ -149,8 +149,12 @@ class SimRequest:
             return False
         return is_tpot_met(self.tpot_s, self.tpot_slo_s)
 
-    def describe_prefill(self) -> PrefillRequest:
-        """Describe what is to be computed to the placement policy."""
+    def describe_prefill(self, cached_tokens: Mapping[EngineId, int] | None = None) -> PrefillRequest:
+        """Describe what is to be computed to the placement policy.
+
+        Args:
+            cached_tokens: See ``PrefillRequest``.
+        """
         return PrefillRequest(
             request_id=self.request_id,
             arrival_s=self.arrival_s,
@@ -159,6 +163,7 @@ class SimRequest:
             priority=self.priority,
             is_recovery=self.first_token_s >= 0.0,
             next_token_due_s=self.first_token_s + self.tpot_slo_s * self.generated_tokens,
+            cached_tokens={} if cached_tokens is None else cached_tokens,
         )
 
 

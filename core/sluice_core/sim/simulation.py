@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, Role
+from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, Role
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.holding import get_urgency, select_urgent
 from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ClusterEvent, ConfigureEvent, FailEvent, NoGrant
@@ -30,6 +30,7 @@ from sluice_core.sim.cluster import (
 from sluice_core.sim.deadlines import TtftDeadlines
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.hand_offs import SimHandOffs, SimMove
+from sluice_core.sim.known_prefixes import KnownPrefixes
 from sluice_core.sim.requests import RequestState, SimRequest, find_expired
 from sluice_core.sim.timeline import Timeline
 
@@ -158,15 +159,25 @@ class Simulation(SimCluster):
         self._last_assign_s = self.now
         self._report_loads()
         waiting = select_urgent(list(self._held.values()), get_urgency)
+        if self._prefixes is not None:
+            waiting = [self._describe_with_prefixes(prefill, self._prefixes) for prefill in waiting]
         for decision in self._policy.assign(self.now, waiting, self.table):
             if isinstance(decision, Hold):
                 continue
             del self._held[decision.request_id]
             request = self.requests[int(decision.request_id)]
+            if self._prefixes is not None:
+                self._prefixes.drop(request)
             if isinstance(decision, Place):
                 self._submit(request, self._by_id[decision.engine_id])
             else:
                 self._reject(request)
+
+    def _describe_with_prefixes(self, prefill: PrefillRequest, prefixes: KnownPrefixes) -> PrefillRequest:
+        """Describe a request together with what engines are known to hold of it."""
+        request = self.requests[int(prefill.request_id)]
+        cached = prefixes.find(request, self.now)
+        return request.describe_prefill(cached) if cached else prefill
 
     def _reject(self, request: SimRequest) -> None:
         request.state = RequestState.REJECTED
@@ -208,6 +219,8 @@ class Simulation(SimCluster):
 
     def _end_iteration(self, engine: SimEngine) -> None:
         engine.end(self.now)
+        if self._prefixes is not None and engine.cache is not None:
+            self._prefixes.report(engine.engine_id, engine.cache.take_changes(), self.now)
         for request in engine.finished:
             if not request.has_met_slo:
                 self._count_missed(request)
@@ -361,6 +374,8 @@ class Simulation(SimCluster):
         if engine is None:
             return
         self.table.remove(engine_id)
+        if self._prefixes is not None:
+            self._prefixes.remove(engine_id)
         for request in engine.clear(self.now):
             request.num_blocks = 0
             self.hold(request)

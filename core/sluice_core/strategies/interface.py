@@ -13,7 +13,7 @@ from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.placement import NUM_RECORDS, CachedTokens, PlacementRecord
+from sluice_core.scheduling.placement import NUM_RECORDS, PlacementRecord
 from sluice_core.strategies.parameters import Parameter, format_parameters, read_parameters
 
 
@@ -35,7 +35,6 @@ class RouterPolicy:
         now: float,
         waiting: Iterable[PrefillRequest],
         engines: EngineTable,
-        cached_tokens: CachedTokens | None = None,
     ) -> list[Decision]:
         """See ``PlacementPolicy.assign``."""
         raise NotImplementedError

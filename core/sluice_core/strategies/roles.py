@@ -13,7 +13,7 @@ from sluice_core.scheduling.batching import ChunkedPrefillPolicy, EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.decode_order import DecodeSet
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.placement import CachedTokens, LengthAwarePlacement, PlacementPolicy, PlacementRecord
+from sluice_core.scheduling.placement import LengthAwarePlacement, PlacementPolicy, PlacementRecord
 from sluice_core.strategies.interface import RouterPolicy, Strategy
 
 
@@ -36,10 +36,9 @@ class RoleRouter(RouterPolicy):
         now: float,
         waiting: Iterable[PrefillRequest],
         engines: EngineTable,
-        cached_tokens: CachedTokens | None = None,
     ) -> list[Decision]:
         """See ``PlacementPolicy.assign``."""
-        return self._placement.assign(now, waiting, engines, cached_tokens)
+        return self._placement.assign(now, waiting, engines)
 
     def take_records(self, number: int) -> list[PlacementRecord | None]:
         """See ``RouterPolicy.take_records``."""

@@ -25,6 +25,36 @@ from typing import Final
 
 from sluice_core.sim.block_table import BlockTable
 
+
+class CacheChanges:
+    """What entered a cache and what left it since the last report, each block of a prompt once.
+
+    Attributes:
+        stored: Keys that were not there and are.
+        removed: Keys that were there and are not.
+    """
+
+    __slots__ = ("removed", "stored")
+
+    def __init__(self) -> None:
+        self.stored: set[int] = set()
+        self.removed: set[int] = set()
+
+    def store(self, key: int) -> None:
+        """Note that a key entered the cache."""
+        if key in self.removed:
+            self.removed.remove(key)
+        else:
+            self.stored.add(key)
+
+    def remove(self, key: int) -> None:
+        """Note that a key left the cache."""
+        if key in self.stored:
+            self.stored.remove(key)
+        else:
+            self.removed.add(key)
+
+
 _POSITION_BITS: Final = 24  # of a key: a request's blocks are fewer
 _ENDS: Final = 0  # the entry between the last and the first idle one
 
@@ -45,6 +75,7 @@ class PrefixCache:
         num_uncached: Blocks in use without a hash.
         num_queried_tokens: Tokens of the prompts that were looked up and begun.
         num_hit_tokens: Of these, tokens that were found.
+        changes: Since they were last taken away; None: they are not kept.
     """
 
     __slots__ = (
@@ -58,6 +89,7 @@ class PrefixCache:
         "_previous",
         "_references",
         "_unused",
+        "changes",
         "num_empty",
         "num_free_cached",
         "num_hit_tokens",
@@ -71,6 +103,7 @@ class PrefixCache:
         self.num_uncached = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.changes: CacheChanges | None = None
         self._num_blocks = num_blocks
         self._block_size = block_size_tokens
         self._hash_block = hash_block_tokens
@@ -81,6 +114,12 @@ class PrefixCache:
         self._references: list[int] = [0] * (num_blocks + 1)
         self._next: list[int] = [_ENDS] * (num_blocks + 1)
         self._previous: list[int] = [_ENDS] * (num_blocks + 1)
+
+    def take_changes(self) -> CacheChanges:
+        """Return what has changed since the last call; keeps changes from the first call on."""
+        changes = self.changes
+        self.changes = CacheChanges()
+        return CacheChanges() if changes is None else changes
 
     def find_cached_blocks(self, index: int, prompt_tokens: int, hashes: tuple[int, ...], num_tokens: int) -> list[int]:
         """Find the cached blocks that a request's tokens begin with.
@@ -231,6 +270,8 @@ class PrefixCache:
             self._references[entry] = 1
             if key not in self._entry_of:
                 self._entry_of[key] = entry
+                if self.changes is not None and key >= 0:
+                    self.changes.store(key)
             elif key in self._duplicates:
                 self._duplicates[key].append(entry)
             else:
@@ -245,6 +286,8 @@ class PrefixCache:
         duplicates = self._duplicates.get(key)
         if duplicates is None:
             del self._entry_of[key]
+            if self.changes is not None and key >= 0:
+                self.changes.remove(key)
             return
         if self._entry_of[key] == entry:
             self._entry_of[key] = duplicates.pop(0)
@@ -268,3 +311,20 @@ class PrefixCache:
         self._next[before] = after
         self._previous[after] = before
         self.num_free_cached -= 1
+
+
+def list_prompt_keys(hashes: tuple[int, ...], num_blocks: int, block_size: int, hash_block_tokens: int) -> list[int]:
+    """List the keys of the first blocks of a prompt; empty for one without hashes.
+
+    Args:
+        hashes: Of its prompt: see ``Arrival.block_hashes``.
+        num_blocks: How many; all are full.
+        block_size: Tokens of each.
+        hash_block_tokens: Tokens that each hash names.
+    """
+    if not hashes:
+        return []
+    return [
+        hashes[((position + 1) * block_size - 1) // hash_block_tokens] << _POSITION_BITS | position
+        for position in range(num_blocks)
+    ]

@@ -1,0 +1,73 @@
+"""Which engines hold which KV blocks, by the hashes under which their prefix caches find them.
+
+A hash stands for a block's tokens and all before them. Caches evict the end of a prompt before its start, so that an
+engine that holds a block holds those before it: the number of leading blocks of a prompt is found by bisection. Where
+an engine breaks that rule the number may be wrong, which costs a worse placement and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sluice_core.records import EngineId
+
+
+class PrefixIndex:
+    """The cached blocks of engines as these have reported them; mutable, changed by its own methods only.
+
+    It holds at most what the engines' caches hold: each block of each engine once.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[EngineId, set[int]] = {}
+
+    def __contains__(self, engine_id: EngineId) -> bool:
+        return engine_id in self._blocks
+
+    def count_blocks(self, engine_id: EngineId) -> int:
+        """Count the blocks of an engine; 0 for an unknown one."""
+        blocks = self._blocks.get(engine_id)
+        return 0 if blocks is None else len(blocks)
+
+    def update(self, engine_id: EngineId, stored: Iterable[int], removed: Iterable[int]) -> None:
+        """Take in what entered an engine's cache and, after that, what left it."""
+        blocks = self._blocks.get(engine_id)
+        if blocks is None:
+            blocks = self._blocks[engine_id] = set()
+        blocks.update(stored)
+        blocks.difference_update(removed)
+
+    def forget(self, engine_id: EngineId) -> None:
+        """Forget an engine's blocks: it is lost, or has cleared its cache."""
+        self._blocks.pop(engine_id, None)
+
+    def match(self, hashes: Sequence[int]) -> dict[EngineId, int]:
+        """Count the leading blocks of a prompt that each engine holds.
+
+        Args:
+            hashes: Of the prompt's full blocks, from its start.
+
+        Returns:
+            Blocks by engine; engines without any are left out.
+        """
+        found: dict[EngineId, int] = {}
+        if not hashes:
+            return found
+        first, num_hashes = hashes[0], len(hashes)
+        guess = num_hashes
+        for engine_id, blocks in self._blocks.items():
+            if first not in blocks:
+                continue
+            # Engines often share the same part, such as a system prompt: the last answer is tried first.
+            if hashes[guess - 1] in blocks and (guess == num_hashes or hashes[guess] not in blocks):
+                found[engine_id] = guess
+                continue
+            low, high = 1, num_hashes + 1
+            while high - low > 1:
+                middle = (low + high) // 2
+                if hashes[middle - 1] in blocks:
+                    low = middle
+                else:
+                    high = middle
+            found[engine_id] = guess = low
+        return found

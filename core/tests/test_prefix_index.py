@@ -1,0 +1,54 @@
+"""Which engines hold the beginning of a prompt."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice_core.records import EngineId
+from sluice_core.scheduling.prefix_index import PrefixIndex
+
+A, B = EngineId("a"), EngineId("b")
+chains = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=6)
+
+
+def make_chain(trunk, num_blocks):
+    """Name the blocks of a prompt; all share ten blocks, then each goes its own way."""
+    return [position if position < 10 else 1000 * (trunk + 1) + position for position in range(num_blocks)]
+
+
+@given(engines=st.lists(chains, max_size=5), prompt=st.tuples(st.integers(0, 3), st.integers(0, 45)))
+def test_leading_blocks_are_those_that_a_look_at_each_would_find(engines, prompt):
+    index = PrefixIndex()
+    expected = {}
+    hashes = make_chain(*prompt)
+    for number, prompts in enumerate(engines):
+        held = {block for each in prompts for block in make_chain(*each)}
+        index.update(EngineId(f"e{number}"), held, ())
+        depth = next((position for position, block in enumerate(hashes) if block not in held), len(hashes))
+        if depth:
+            expected[f"e{number}"] = depth
+    assert index.match(hashes) == expected
+
+
+def test_blocks_come_and_go_with_their_engine():
+    index = PrefixIndex()
+    index.update(A, [1, 2, 3], [])
+    index.update(B, [1], [])
+    assert index.match([1, 2, 3, 4]) == {A: 3, B: 1}
+    index.update(A, [], [3, 9])
+    assert (index.match([1, 2, 3]), index.count_blocks(A)) == ({A: 2, B: 1}, 2)
+    index.forget(A)
+    index.forget(A)
+    assert index.match([1, 2, 3]) == {B: 1}
+    assert (A in index, B in index, index.count_blocks(A)) == (False, True, 0)
+
+
+def test_a_prompt_without_full_blocks_is_nowhere():
+    index = PrefixIndex()
+    index.update(A, [1], [])
+    assert index.match([]) == {}
+
+
+def test_what_is_stored_and_removed_in_one_report_is_gone():
+    index = PrefixIndex()
+    index.update(A, [1, 2], [2])
+    assert index.match([1, 2]) == {A: 1}
