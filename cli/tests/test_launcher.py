@@ -149,6 +149,7 @@ DESIRED = {
     "argument of engines": ({"engine": {"extraArgs": ["--seed", "3"]}}, {"engine_hash"}),
     "port": ({"http_port": 2}, {"router_hash"}),
     "time for answers to end": ({"router": {"drainTimeoutSeconds": 9}}, {"router_hash"}),
+    "a pause": ({"rollout": {"paused": True}}, {"is_paused"}),
     "keys": ({"security": Security(api_keys="/k")}, {"router_hash"}),
     "replicas": ({"replicas": 6}, {"num_engines", "num_prefill_heavy"}),
     "routers": ({"router": {"replicas": 3}}, {"num_routers"}),

@@ -51,6 +51,8 @@ OBSERVED = ObservedProcesses(
         (replace(OBSERVED, routers={"router-0": "r", "router-1": "r"}), DESIRED, RemoveRouter("router-1")),
         (OBSERVED, replace(DESIRED, engine_hash="new"), RestartEngine(A)),
         (replace(OBSERVED, engines={A: "new", B: "e", C: "e"}), replace(DESIRED, engine_hash="new"), RestartEngine(B)),
+        (OBSERVED, replace(DESIRED, engine_hash="new", is_paused=True), None),
+        (OBSERVED, replace(DESIRED, engine_hash="new", router_hash="new", is_paused=True), RestartRouter("router-0")),
         (OBSERVED, replace(DESIRED, router_hash="new"), RestartRouter("router-0")),
         (OBSERVED, replace(DESIRED, engine_hash="new", num_engines=2), RemoveEngines((C,))),
         (OBSERVED, replace(DESIRED, compatibility_key="new", num_engines=9), Recreate()),

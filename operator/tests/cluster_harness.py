@@ -61,12 +61,17 @@ class World:
         """Reconciles and lets the controllers run, second by second, until nothing changes any more."""
         for _ in range(MAX_STEPS):
             before = self.snapshot()
-            self.kubernetes.run_controllers()
+            self.run_controllers()
             await self.reconcile()
             self.now += STEP_S
             if self.last_error is None and self.snapshot() == before:
                 return
         raise AssertionError(f"not settled after {MAX_STEPS} steps: {self.conditions}") from self.last_error
+
+    def run_controllers(self) -> None:
+        """One step of Kubernetes' controllers."""
+        self.kubernetes.now_s = self.now
+        self.kubernetes.run_controllers()
 
     async def reconcile(self) -> float | None:
         """One reconcile; after an error the next one tries again."""

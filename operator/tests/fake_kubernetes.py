@@ -74,6 +74,9 @@ class FakeKubernetes:
         self.after: Callable[[str, str], None] = lambda _verb, _plural: None
         # What is wrong with new pods, by the image of their first container.
         self.broken_images: set[str] = set()
+        # The controllers' clock, and when they saw each pod first.
+        self.now_s = 0.0
+        self._ready_since_s: dict[str, float] = {}
         self._versions = itertools.count(1)
         self._uids = itertools.count(1)
 
@@ -218,24 +221,40 @@ class FakeKubernetes:
                 self.remove(PODS, "default", pod["metadata"]["name"])
         pods = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
         stale = [pod for pod in pods if pod["template"] != spec["template"]]
-        ready = [pod for pod in pods if _is_ready(pod)]
-        surplus = len(pods) - spec["replicas"]
-        for pod in sorted(pods, key=_deletion_rank)[: max(0, surplus)]:
+        if stale and spec.get("paused"):
+            # Each template's ReplicaSet keeps the pods that it has.
+            missing, template = spec["replicas"] - len(pods), stale[0]["template"]
+        else:
+            missing, template = self._roll(spec, pods, stale), spec["template"]
+        for pod in sorted(pods, key=_deletion_rank)[: max(0, -missing)]:
             self._end(pod)
-        if surplus <= 0 and stale:
-            # maxUnavailable 1: pods that do not serve first, then one that does if all others do.
-            idle = [pod for pod in stale if not _is_ready(pod)]
-            if idle:
-                for pod in idle:
-                    self._end(pod)
-            elif len(ready) >= spec["replicas"]:
-                self._end(stale[0])
-        for _ in range(max(0, -surplus)):
-            self._start(deployment)
+        for _ in range(missing):
+            self._start(deployment, template)
         self._report(deployment, name)
 
-    def _start(self, deployment: Object) -> None:
-        template = deployment["spec"]["template"]
+    def _roll(self, spec: Object, pods: list[Object], stale: list[Object]) -> int:
+        """Ends pods of another template as far as the strategy allows; returns how many pods are missing."""
+        replicas = spec["replicas"]
+        unavailable, surge = _resolve_strategy(spec["strategy"]["rollingUpdate"], replicas)
+        missing = replicas + (surge if stale else 0) - len(pods)
+        if missing < 0 or not stale:
+            return missing
+        available = [pod for pod in pods if self._is_available(pod, spec)]
+        num_new_away = sum(pod not in stale and pod not in available for pod in pods)
+        # Pods that do not serve first.
+        idle = [pod for pod in stale if pod not in available]
+        idle = idle[: max(0, len(pods) - (replicas - unavailable) - num_new_away)]
+        rest = [pod for pod in stale if pod in available][: max(0, len(available) - (replicas - unavailable))]
+        for pod in [*idle, *rest]:
+            self._end(pod)
+        return min(missing, replicas - (len(pods) - len(stale)))
+
+    def _is_available(self, pod: Object, spec: Object) -> bool:
+        """Whether a pod has been ready for ``minReadySeconds``."""
+        since_s = self._ready_since_s.setdefault(pod["metadata"]["uid"], self.now_s)
+        return _is_ready(pod) and self.now_s - since_s >= spec.get("minReadySeconds", 0)
+
+    def _start(self, deployment: Object, template: Object) -> None:
         number = next(self._uids)
         image = template["spec"]["containers"][0]["image"]
         is_broken = image in self.broken_images
@@ -330,6 +349,16 @@ class FakeKubernetes:
         if changed.get("spec") != live.get("spec"):
             changed["metadata"]["generation"] += 1
         self._store(changed)
+
+
+def _resolve_strategy(strategy: Object, replicas: int) -> tuple[int, int]:
+    """Resolves maxUnavailable and maxSurge as Kubernetes does: rounded down, rounded up, never both 0."""
+
+    def count(value: int | str, rounding: int) -> int:
+        return value if isinstance(value, int) else (int(value.removesuffix("%")) * replicas + rounding) // 100
+
+    unavailable, surge = count(strategy["maxUnavailable"], 0), count(strategy["maxSurge"], 99)
+    return (unavailable, surge) if unavailable or surge else (1, 0)
 
 
 def _is_owned(pod: Object, deployment: Object) -> bool:

@@ -50,6 +50,7 @@ def make_desired_processes(
         num_engines=spec.replicas,
         num_routers=spec.router.replicas,
         num_prefill_heavy=resolve_sliders(effective_spec).num_prefill_heavy,
+        is_paused=spec.rollout.paused,
     )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import watchfiles
 
-from sluice_operator.api.field_effects import FieldEffect
+from sluice_operator.api.field_effects import FieldEffect, walk_fields
 from sluice_operator.api.manifest import ManifestError, ManifestProblem, parse_manifest
 from sluice_operator.api.spec_changes import FieldChange, diff_specs
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # Editors write in several steps; wait until a file has been quiet for so long.
 SETTLE_MS = 100
 POLL_MS = 1000
+# What only pods follow.
+IGNORED_FIELDS = frozenset({"spec.rollout.maxUnavailable", "spec.rollout.maxSurge"})
+IGNORED = "ignored: local engines restart one at a time"
 
 
 async def follow_manifest(
@@ -38,6 +41,9 @@ async def follow_manifest(
         check: Finds what this machine cannot do.
         report: Takes a line for people.
     """
+    for leaf in walk_fields(cluster.manifest.spec, path="spec"):
+        if leaf.path in IGNORED_FIELDS and leaf.values != [leaf.field.default]:
+            report(f"{path.name}: {leaf.path} {leaf.values[0]} ({IGNORED})")
     last_text = text
     # The folder is watched, because many editors replace the file by another. A read each second finds what was written
     # before the watch began, and edits on file systems that report none.
@@ -100,6 +106,8 @@ def _read(path: Path) -> str | None:
 
 def describe_effect(change: FieldChange) -> str:
     """Says what a change does to the running cluster."""
+    if change.field in IGNORED_FIELDS:
+        return IGNORED
     match change.effect:
         case FieldEffect.LIVE:
             return "live"

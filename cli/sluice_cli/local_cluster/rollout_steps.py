@@ -28,6 +28,7 @@ class DesiredProcesses:
         num_engines: Engines.
         num_routers: Routers.
         num_prefill_heavy: P-heavy engines among them.
+        is_paused: Whether no engine is restarted for now.
     """
 
     compatibility_key: str
@@ -36,6 +37,7 @@ class DesiredProcesses:
     num_engines: int
     num_routers: int
     num_prefill_heavy: int
+    is_paused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,7 @@ def _next_scaling(observed: ObservedProcesses, desired: DesiredProcesses) -> Rol
 
 def _next_restart(observed: ObservedProcesses, desired: DesiredProcesses) -> RolloutStep | None:
     for engine_id, spec_hash in observed.engines.items():
-        if spec_hash != desired.engine_hash:
+        if spec_hash != desired.engine_hash and not desired.is_paused:
             return RestartEngine(engine_id)
     for name, spec_hash in observed.routers.items():
         if spec_hash != desired.router_hash:

@@ -36,6 +36,7 @@ class Reason(StrEnum):
     DRAINING = "Draining"
     APPLYING_PLAN = "ApplyingPlan"
     ROLLOUT_STOPPED = "RolloutStopped"
+    ROLLOUT_PAUSED = "RolloutPaused"
     AS_EXPECTED = "AsExpected"
     IMAGE_PULL_BACK_OFF = "ImagePullBackOff"
     CRASH_LOOP = "CrashLoop"
@@ -93,6 +94,7 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.DRAINING,
         Reason.APPLYING_PLAN,
         Reason.ROLLOUT_STOPPED,
+        Reason.ROLLOUT_PAUSED,
     ),
     ConditionType.DEGRADED: (
         Reason.AS_EXPECTED,

@@ -382,6 +382,19 @@ class RouterSpec(PodFields):
     """Encryption of the API. A Secret for it needs no ca.crt."""
 
 
+class RolloutSpec(ManifestModel):
+    """How engines are replaced when a field that restarts them changes. `sluice up` replaces one at a time."""
+
+    max_unavailable: CountOrPercentage = 1
+    """Engines that may be away at once, as a count or a share of replicas, rounded down; at least 1 where shares leave
+    no engine to replace."""
+    max_surge: CountOrPercentage = 0
+    """Engines beyond replicas that may run meanwhile, as a count or a share of replicas, rounded up. They need spare
+    GPUs. With 0, a cluster of one engine does not serve while it is replaced."""
+    paused: StrictBool = False
+    """Stops between two engines: no further one is replaced until it is false again."""
+
+
 class CountBounds(ManifestModel):
     """Least and most."""
 
@@ -463,11 +476,13 @@ class SpecFields(ManifestModel):
     model: Annotated[ModelSpec, FieldEffect.RESTARTS_ALL]
     """The model, mounted read-only at /model in engines and routers. A change restarts all of them."""
     engine: Annotated[EngineSpec, FieldEffect.RESTARTS_ENGINES] = EngineSpec()
-    """The engines. A change restarts them one at a time; streams continue."""
+    """The engines. A change restarts them as rollout allows; streams continue."""
     network: Annotated[NetworkSpec, FieldEffect.RESTARTS_ENGINES] = NetworkSpec()
-    """How KV moves between engines. A change restarts engines one at a time; streams continue."""
+    """How KV moves between engines. A change restarts engines as rollout allows; streams continue."""
     router: Annotated[RouterSpec, FieldEffect.RESTARTS_ROUTERS] = RouterSpec()
     """The routers. A change restarts them one at a time, except a change of replicas."""
+    rollout: Annotated[RolloutSpec, FieldEffect.LIVE] = RolloutSpec()
+    """How engines are replaced when a field that restarts them changes. In force without a restart."""
     autotune: Annotated[AutotuneSpec, FieldEffect.LIVE] = AutotuneSpec()
     """The search for better sliders; its results go to the status, never to the spec."""
 

@@ -317,6 +317,16 @@ def _unordered(path: tuple[str | int, ...], low: object, high: object) -> RuleVi
     return RuleViolation(path=(*path, "min"), value=low, message=f"is above max, {high}; swap them")
 
 
+def _a_roll_goes_on(spec: SpecFields) -> Iterator[RuleViolation]:
+    rollout = spec.rollout
+    if rollout.max_unavailable in (0, "0%") and rollout.max_surge in (0, "0%"):
+        yield RuleViolation(
+            path=("rollout", "maxUnavailable"),
+            value=rollout.max_unavailable,
+            message="must not be 0 while maxSurge is 0; use 1, or a surge of 1",
+        )
+
+
 RULES: tuple[Callable[[SpecFields], Iterator[RuleViolation]], ...] = (
     _chunks_fit_the_batch,
     _count_fits_the_replicas,
@@ -331,4 +341,5 @@ RULES: tuple[Callable[[SpecFields], Iterator[RuleViolation]], ...] = (
     _modes_have_what_they_need,
     _names_are_for_cert_manager,
     _bounds_are_ordered,
+    _a_roll_goes_on,
 )

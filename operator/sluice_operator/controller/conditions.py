@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sluice.v1 import plan_pb2
+    from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.controller.status_inputs import StatusInputs
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.resources.pods.pod_status import Pod
@@ -45,6 +46,7 @@ NORMAL_REASONS = frozenset(
         Reason.STARTING,
         Reason.NONE_READY,
         Reason.SETTLED,
+        Reason.ROLLOUT_PAUSED,
     }
 )
 
@@ -135,8 +137,11 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
         )
     if not inputs.num_engines_ready or not inputs.num_routers_ready:
         return True, Reason.STARTING, "waits for the first engine and router"
+    if rolling == [names.ENGINE] and inputs.cluster.spec.rollout.paused:
+        message = "engines of two templates serve; set rollout.paused to false to replace the old ones"
+        return False, Reason.ROLLOUT_PAUSED, message
     if rolling:
-        return True, Reason.ROLLING_OUT, f"{' and '.join(rolling)} pods are replaced one at a time"
+        return True, Reason.ROLLING_OUT, _describe_roll(rolling, inputs.cluster)
     wanted = {names.ENGINE: inputs.num_engines_ready, names.ROUTER: inputs.num_routers_ready}
     missing = [
         f"{_wanted(inputs, name)} {name}s wanted, {count} ready"
@@ -151,6 +156,16 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
     if inputs.refusal:
         return False, Reason.SETTLED, "everything matches the spec that was accepted last; see SpecValid"
     return False, Reason.SETTLED, "everything matches the spec"
+
+
+def _describe_roll(rolling: Sequence[str], cluster: ServingCluster) -> str:
+    rollout, text = cluster.spec.rollout, f"{' and '.join(rolling)} pods are replaced"
+    if names.ENGINE not in rolling:
+        return text
+    text += f" (rollout.maxUnavailable {rollout.max_unavailable}, rollout.maxSurge {rollout.max_surge})"
+    if cluster.spec.replicas == 1 and rollout.max_surge in (0, "0%"):
+        return f"{text}; the only engine does not serve meanwhile, a surge of 1 would keep the old one until then"
+    return text
 
 
 def _count_late(inputs: StatusInputs, plan: plan_pb2.Plan) -> tuple[int, int]:

@@ -59,8 +59,14 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str) -
         "spec": {
             "replicas": replicas,
             "selector": {"matchLabels": labels},
-            # GPUs are scarce: a new pod takes the place of an old one, and only ever of one at a time.
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {
+                    "maxSurge": spec.rollout.max_surge,
+                    "maxUnavailable": spec.rollout.max_unavailable,
+                },
+            },
+            "paused": spec.rollout.paused,
             "revisionHistoryLimit": 3,
             "progressDeadlineSeconds": spec.engine.startup_timeout_seconds + PULL_MARGIN_S,
             "template": _render_template(cluster, spec.engine.image or default_image),
