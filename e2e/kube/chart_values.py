@@ -18,6 +18,7 @@ EVERYTHING = {
     "watchAllNamespaces": True,
     "allowHostAccess": True,
     "tls": {"mode": "CertManager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}},
+    "maxConcurrentUpgrades": 3,
     "workers": 32,
     "resyncSeconds": 86400,
     "requestTimeoutSeconds": 2,

@@ -109,6 +109,7 @@ def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
         lease_name="sluice-operator",
         engine_image="registry.example/engine:1",
         router_image="registry.example/router:1",
+        max_concurrent_upgrades=3,
         workers=32,
         resync_s=86400,
         request_timeout_s=2,

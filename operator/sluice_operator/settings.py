@@ -28,6 +28,9 @@ class OperatorSettings(BaseModel):
     lease_name: str = Field(default="sluice-operator", description="Lease by which replicas elect a leader")
     engine_image: str = Field(default="sluice-engine:0.1.0", description="engine image of clusters that name none")
     router_image: str = Field(default="sluice-router:0.1.0", description="router image of clusters that name none")
+    max_concurrent_upgrades: int = Field(
+        default=1, ge=0, le=10_000, description="clusters that take new default images at once; 0: annotated ones only"
+    )
     host: str = Field(default="0.0.0.0", description="address of probes and metrics")
     port: int = Field(default=9090, ge=0, le=65535, description="port of /livez, /readyz and /metrics; 0: a free one")
     workers: int = Field(default=8, ge=1, le=256, description="clusters that are reconciled at once")

@@ -161,6 +161,7 @@ def test_every_value_has_a_schema_and_a_default() -> None:
         ("tls.issuerRef.kind", "AWSPCAIssuer"),
         ("workers", 257),
         ("resyncSeconds", 0),
+        ("maxConcurrentUpgrades", -1),
         ("requestTimeoutSeconds", 6),
         ("logLevel", "info"),
         ("crds.install", "no"),
@@ -231,8 +232,11 @@ def test_bounds_are_those_of_the_operator() -> None:
 
     workers, timeout = SCHEMA["properties"]["workers"], SCHEMA["properties"]["requestTimeoutSeconds"]
     assert bounds("workers") == {workers["minimum"], workers["maximum"]}
+    upgrades = SCHEMA["properties"]["maxConcurrentUpgrades"]
+    assert bounds("max_concurrent_upgrades") == {upgrades["minimum"], upgrades["maximum"]}
     assert bounds("request_timeout_s") == {timeout["maximum"]}
     defaults = OperatorSettings()
+    assert defaults.max_concurrent_upgrades == VALUES["maxConcurrentUpgrades"]
     assert (defaults.workers, defaults.resync_s) == (VALUES["workers"], VALUES["resyncSeconds"])
     assert (defaults.request_timeout_s, defaults.log_level) == (VALUES["requestTimeoutSeconds"], VALUES["logLevel"])
 

@@ -37,6 +37,7 @@ class Reason(StrEnum):
     APPLYING_PLAN = "ApplyingPlan"
     ROLLOUT_STOPPED = "RolloutStopped"
     ROLLOUT_PAUSED = "RolloutPaused"
+    UPGRADE_WAITING = "UpgradeWaiting"
     AS_EXPECTED = "AsExpected"
     IMAGE_PULL_BACK_OFF = "ImagePullBackOff"
     CRASH_LOOP = "CrashLoop"
@@ -95,6 +96,7 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.APPLYING_PLAN,
         Reason.ROLLOUT_STOPPED,
         Reason.ROLLOUT_PAUSED,
+        Reason.UPGRADE_WAITING,
     ),
     ConditionType.DEGRADED: (
         Reason.AS_EXPECTED,

@@ -28,6 +28,10 @@ TEMPLATE_ANNOTATION = f"{GROUP}/pod-template"
 APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
 # On routers whose control port requires a certificate: the name in their own certificate.
 CONTROL_TLS_ANNOTATION = f"{GROUP}/control-tls"
+# On Deployments: the operator's default image that they run; empty where the spec names one.
+DEFAULT_IMAGE_ANNOTATION = f"{GROUP}/default-image"
+# On ServingClusters: "allowed" lets it take new default images now.
+UPGRADE_ANNOTATION = f"{GROUP}/upgrade"
 GENERATION_ANNOTATION = f"{GROUP}/plan-generation"
 # On the plan: sliders that autotune put in force instead of the spec's.
 TUNED_ANNOTATION = f"{GROUP}/tuned"

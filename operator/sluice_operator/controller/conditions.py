@@ -47,6 +47,7 @@ NORMAL_REASONS = frozenset(
         Reason.NONE_READY,
         Reason.SETTLED,
         Reason.ROLLOUT_PAUSED,
+        Reason.UPGRADE_WAITING,
     }
 )
 
@@ -153,9 +154,10 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
     late, slow = _count_late(inputs, inputs.plan) if inputs.plan else (0, 0)
     if late or slow:
         return True, Reason.APPLYING_PLAN, f"waits for {late} routers and {slow} engines to take the plan"
-    if inputs.refusal:
-        return False, Reason.SETTLED, "everything matches the spec that was accepted last; see SpecValid"
-    return False, Reason.SETTLED, "everything matches the spec"
+    if inputs.waiting_upgrade:
+        return False, Reason.UPGRADE_WAITING, inputs.waiting_upgrade
+    accepted_last = " that was accepted last; see SpecValid" if inputs.refusal else ""
+    return False, Reason.SETTLED, f"everything matches the spec{accepted_last}"
 
 
 def _describe_roll(rolling: Sequence[str], cluster: ServingCluster) -> str:

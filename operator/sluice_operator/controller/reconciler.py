@@ -20,10 +20,12 @@ from sluice_operator.controller.cluster_state import DEFER_S, ClusterState
 from sluice_operator.controller.observation import observe_children, observe_plan_inputs, observe_routers
 from sluice_operator.controller.plan_step import drain_limit_s, read_stored_plan, reconcile_plan
 from sluice_operator.controller.preconditions import judge_spec
-from sluice_operator.controller.status_inputs import StatusInputs
+from sluice_operator.controller.status_inputs import StatusInputs, is_rolling, is_whole
 from sluice_operator.controller.status_step import MEASURE_INTERVAL_S, RecordConditions, StatusWriter
+from sluice_operator.controller.upgrades import UPGRADE_ALLOWED, UpgradePlaces
 from sluice_operator.kubernetes.interface import CLUSTERS, ForbiddenError, uid_of
 from sluice_operator.kubernetes.own_writes import OwnWrites
+from sluice_operator.resources.default_images import DefaultImages, keep_default_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,6 +100,7 @@ class Reconciler:
             record_conditions=record_conditions,
         )
         self._states: dict[ClusterKey, ClusterState] = {}
+        self._upgrades = UpgradePlaces(settings.max_concurrent_upgrades, now=now, enqueue=self._enqueue)
 
     async def reconcile(self, key: ClusterKey) -> float | None:
         """Brings a cluster closer to its spec.
@@ -149,12 +152,15 @@ class Reconciler:
 
         observed = await observe_children(self._kubernetes, key, observed)
         failures: Sequence[Failure] = planned.failures
+        upgrade = ""
         if verdict.cluster and verdict.may_apply:
-            failures = await self._apply(verdict.cluster, observed, reported, planned)
+            images, upgrade = self._choose_images(key, verdict.cluster, observed)
+            failures = await self._apply(verdict.cluster, observed, reported, planned, images)
 
         inputs = self._collect_status_inputs(
             key, verdict, observed=observed, reported=reported, planned=planned, failures=failures, state=state
         )
+        inputs = replace(inputs, waiting_upgrade=upgrade)
         grace_s = state.first_reconcile_s + ROUTER_GRACE_S - self._now()
         if grace_s > 0 and len(inputs.statuses) < inputs.num_routers_ready:
             # A new leader knows nothing of the routers yet: its status would take back what its predecessor wrote.
@@ -178,15 +184,45 @@ class Reconciler:
             return False
         return state.defer(self._now())
 
+    def _choose_images(
+        self, key: ClusterKey, cluster: ServingCluster, observed: ObservedState
+    ) -> tuple[DefaultImages, str]:
+        """Returns the default images that a cluster runs now, and what is said of those that wait for their turn."""
+        settings = self._settings
+        newest = DefaultImages(engine=settings.engine_image, router=settings.router_image)
+        deployments = {component: observed.deployment(component) for component in (names.ENGINE, names.ROUTER)}
+        kept = keep_default_images(cluster, deployments, newest)
+        if kept == newest:
+            found = [deployment for deployment in deployments.values() if deployment]
+            self._upgrades.note_progress(
+                key, is_rolling=any(map(is_rolling, found)), is_whole=all(map(is_whole, found))
+            )
+            return newest, ""
+        if not cluster.spec.rollout.paused and self._upgrades.may_upgrade(key, observed.body):
+            return newest, ""
+        changes = [
+            f"{old} to {new}" for old, new in ((kept.engine, newest.engine), (kept.router, newest.router)) if old != new
+        ]
+        limit = settings.max_concurrent_upgrades
+        return kept, (
+            f"an upgrade waits, of {' and '.join(changes)}: {limit} clusters upgrade at once, and one whose rollout is "
+            f"paused does not; annotate this one with {names.UPGRADE_ANNOTATION}={UPGRADE_ALLOWED} to begin now"
+        )
+
     async def _apply(
-        self, cluster: ServingCluster, observed: ObservedState, reported: ObservedRouters, planned: PlanOutcome
+        self,
+        cluster: ServingCluster,
+        observed: ObservedState,
+        reported: ObservedRouters,
+        planned: PlanOutcome,
+        images: DefaultImages,
     ) -> list[Failure]:
         failures = await apply_children(
             self._kubernetes,
             self._own_writes,
             cluster,
             observed,
-            settings=self._settings,
+            settings=self._settings.model_copy(update={"engine_image": images.engine, "router_image": images.router}),
             reported=reported,
             planned=planned,
             wall_s=self._wall_s(),
@@ -231,6 +267,8 @@ class Reconciler:
         is_stuck = inputs.refusal is not None and inputs.refusal.reason is Reason.NOT_AVAILABLE
         if inputs.failures or is_stuck:
             waits.append(DEGRADED_REQUEUE_S)
+        if inputs.waiting_upgrade and self._upgrades.settles_in_s():
+            waits.append(self._upgrades.settles_in_s())
         if has_pending_measurements or inputs.attainment:
             waits.append(max(0.0, state.measured_s + MEASURE_INTERVAL_S - self._now()))
         if inputs.cluster and inputs.scale.undrained:
@@ -272,3 +310,4 @@ class Reconciler:
         state = self._states.pop(key, None)
         if state is not None:
             state.tuner.stop()
+        self._upgrades.forget(key)

@@ -54,6 +54,7 @@ class StatusInputs:
         attainment: Requests of the last five minutes, by class.
         autotune: What the tuner says; None: the spec is refused.
         recommended: What the search for sliders found last; None: nothing yet.
+        waiting_upgrade: Which images wait for their turn; empty: none.
     """
 
     body: Object
@@ -71,6 +72,7 @@ class StatusInputs:
     attainment: Mapping[str, SloCounts] = field(default_factory=dict)
     autotune: AutotuneStatus | None = None
     recommended: SearchResult | None = None
+    waiting_upgrade: str = ""
 
     @property
     def num_engines_ready(self) -> int:
@@ -90,11 +92,7 @@ class StatusInputs:
     def is_rolling(self, component: str) -> bool:
         """Whether pods of another template are still to be replaced."""
         deployment = self.deployments.get(component)
-        if deployment is None:
-            return False
-        status = deployment.get("status") or {}
-        is_seen = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
-        return not is_seen or status.get("updatedReplicas", 0) < status.get("replicas", 0)
+        return deployment is not None and is_rolling(deployment)
 
     def find_deployment_failures(self) -> list[Failure]:
         """Why Kubernetes could not create pods: a quota, or the namespace's Pod Security."""
@@ -107,3 +105,15 @@ class StatusInputs:
                     name = deployment["metadata"]["name"]
                     found.append(Failure(reason=reason, message=f"deployment {name} cannot create pods: {message}"))
         return found
+
+
+def is_rolling(deployment: Object) -> bool:
+    """Whether pods of another template are still to be replaced."""
+    status = deployment.get("status") or {}
+    is_seen = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
+    return not is_seen or status.get("updatedReplicas", 0) < status.get("replicas", 0)
+
+
+def is_whole(deployment: Object) -> bool:
+    """Whether all pods of a Deployment serve."""
+    return bool((deployment.get("status") or {}).get("readyReplicas", 0) >= deployment["spec"]["replicas"])

@@ -55,6 +55,7 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str) -
         "metadata": {
             "name": names.name_workload(name, names.ENGINE),
             "labels": names.label_child(name, names.ENGINE),
+            "annotations": {names.DEFAULT_IMAGE_ANNOTATION: "" if spec.engine.image else default_image},
         },
         "spec": {
             "replicas": replicas,

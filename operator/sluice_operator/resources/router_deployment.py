@@ -39,7 +39,11 @@ def render_routers(cluster: ServingCluster, default_image: str, control_name: st
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {"name": names.name_workload(name, names.ROUTER), "labels": names.label_child(name, names.ROUTER)},
+        "metadata": {
+            "name": names.name_workload(name, names.ROUTER),
+            "labels": names.label_child(name, names.ROUTER),
+            "annotations": {names.DEFAULT_IMAGE_ANNOTATION: "" if spec.router.image else default_image},
+        },
         "spec": {
             "replicas": spec.router.replicas,
             "selector": {"matchLabels": names.select_component(name, names.ROUTER)},

@@ -1,0 +1,149 @@
+"""Upgrades of the operator: clusters that name no image keep theirs until it is their turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cluster_harness import World
+
+from sluice_operator.api.names import ClusterKey
+from sluice_operator.controller.upgrades import SETTLE_S, UpgradePlaces
+from sluice_operator.kubernetes.interface import CLUSTERS, DEPLOYMENTS
+
+OLD, NEW = "sluice-engine:0.1.0", "sluice-engine:2"
+ALLOWED = {"metadata": {"annotations": {"sluice.dev/upgrade": "allowed"}}}
+
+
+def images(world: World) -> tuple[str, str]:
+    """Images of the Deployments of engines and routers."""
+    templates = [world.deployment(part)["spec"]["template"] for part in ("engine", "router")]
+    engine, router = (template["spec"]["containers"][0]["image"] for template in templates)
+    return engine, router
+
+
+async def upgrade(world: World, limit: int = 1) -> None:
+    """Starts an operator with other default images, and reconciles once."""
+    update = {"engine_image": NEW, "router_image": "sluice-router:2", "max_concurrent_upgrades": limit}
+    world.settings = world.settings.model_copy(update=update)
+    world.start_operator()
+    await world.settle()
+
+
+@pytest.mark.parametrize("is_legacy", [False, True], ids=["image kept", "image of an earlier operator"])
+async def test_a_new_default_image_replaces_no_pod_before_its_turn(*, is_legacy: bool) -> None:
+    world = World()
+    await world.settle()
+    if is_legacy:
+        gone = {"metadata": {"annotations": {"sluice.dev/default-image": None}}}
+        for name in ("tiny-engine", "tiny-router"):
+            world.kubernetes.edit(DEPLOYMENTS, name, gone)
+    before = world.engine_uids
+    await upgrade(world)
+    assert world.engine_uids == before
+    assert images(world) == (OLD, "sluice-router:0.1.0")
+    assert world.conditions["Progressing"] == ("False", "UpgradeWaiting")
+    assert f"{OLD} to {NEW}" in world.message("Progressing")
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+    after_s = await world.reconcile()
+    assert after_s is not None
+    assert after_s <= SETTLE_S
+    world.now += SETTLE_S
+    await world.settle()
+    assert images(world) == (NEW, "sluice-router:2")
+    assert not before & world.engine_uids
+    assert world.conditions["Progressing"] == ("False", "Settled")
+
+
+async def test_an_edit_that_restarts_engines_keeps_the_image_until_the_upgrade_is_allowed() -> None:
+    world = World()
+    await world.settle()
+    before = world.engine_uids
+    await upgrade(world, limit=0)
+    world.now += SETTLE_S
+    world.edit(engine={"maxBatchTokens": 4096})
+    await world.settle()
+    assert not before & world.engine_uids
+    assert images(world)[0] == OLD
+    world.kubernetes.edit(CLUSTERS, "tiny", ALLOWED)
+    await world.settle()
+    assert images(world)[0] == NEW
+
+
+async def test_an_image_that_the_spec_names_waits_for_nobody() -> None:
+    world = World(engine={"image": "mine:1"}, router={"image": "mine:2"})
+    await world.settle()
+    await upgrade(world, limit=0)
+    assert world.conditions["Progressing"] == ("False", "Settled")
+    world.edit(engine={"image": "mine:3"})
+    await world.settle()
+    assert images(world) == ("mine:3", "mine:2")
+    # Nothing is kept of an image that was named: what the operator has now follows it.
+    world.edit(engine={"image": None})
+    await world.settle()
+    assert images(world)[0] == NEW
+
+
+async def test_a_paused_cluster_does_not_upgrade_and_holds_no_place() -> None:
+    world = World(rollout={"paused": True})
+    await world.settle()
+    await upgrade(world)
+    world.now += SETTLE_S
+    await world.settle()
+    assert world.conditions["Progressing"] == ("False", "UpgradeWaiting")
+    assert images(world)[0] == OLD
+
+
+A, B, C = (ClusterKey("n", name) for name in "abc")
+BODY: dict[str, Any] = {"metadata": {}}
+
+
+class Places:
+    """Places on a clock of the test's own, and who was enqueued."""
+
+    def __init__(self, limit: int) -> None:
+        self.now = 0.0
+        self.enqueued: list[ClusterKey] = []
+        self.places = UpgradePlaces(limit, now=lambda: self.now, enqueue=self.enqueued.append)
+        self.now = SETTLE_S
+
+
+def test_at_most_so_many_clusters_upgrade_at_once() -> None:
+    found = Places(2)
+    assert [found.places.may_upgrade(key, BODY) for key in (A, B, C)] == [True, True, False]
+    # Whoever holds a place keeps it until all its pods serve.
+    assert found.places.may_upgrade(A, BODY)
+    found.places.note_progress(A, is_rolling=True, is_whole=False)
+    found.places.note_progress(A, is_rolling=False, is_whole=False)
+    assert (found.places.may_upgrade(C, BODY), found.enqueued) == (False, [])
+    found.places.note_progress(A, is_rolling=False, is_whole=True)
+    assert found.enqueued == [C]
+    assert found.places.may_upgrade(C, BODY)
+
+
+def test_a_deleted_cluster_gives_its_place_back() -> None:
+    found = Places(1)
+    assert found.places.may_upgrade(A, BODY)
+    assert not found.places.may_upgrade(B, BODY)
+    found.places.forget(A)
+    assert found.enqueued == [B]
+    assert found.places.may_upgrade(B, BODY)
+
+
+def test_an_annotated_cluster_takes_no_place() -> None:
+    found = Places(0)
+    assert not found.places.may_upgrade(A, BODY)
+    assert found.places.may_upgrade(A, ALLOWED)
+    assert not found.places.may_upgrade(A, {"metadata": {"annotations": {"sluice.dev/upgrade": "yes"}}})
+
+
+def test_a_new_leader_counts_upgrades_under_way_before_it_begins_others() -> None:
+    found = Places(1)
+    found.now = 0.0
+    assert not found.places.may_upgrade(A, BODY)
+    found.places.note_progress(B, is_rolling=True, is_whole=False)
+    found.now = SETTLE_S
+    assert not found.places.may_upgrade(A, BODY)
+    found.places.note_progress(B, is_rolling=False, is_whole=True)
+    assert found.enqueued == [A]
+    assert found.places.may_upgrade(A, BODY)
