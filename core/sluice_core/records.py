@@ -266,6 +266,27 @@ class SloClass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerLimits:
+    """What requests with one owner's API keys may take, over all routers together; 0: no limit.
+
+    Args:
+        requests_per_minute: Most requests in any minute.
+        tokens_per_minute: Most tokens, prompts and outputs, of the requests of any minute.
+        concurrent_requests: Most requests at a time.
+        max_output_tokens: Most output tokens of a request.
+        classes: SLO classes that requests may use; empty: all.
+        weight: Share of the tokens while requests of several owners wait.
+    """
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrent_requests: int = 0
+    max_output_tokens: int = 0
+    classes: frozenset[str] = frozenset()
+    weight: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
     """One engine's part of a plan."""
 
@@ -289,3 +310,4 @@ class Plan:
     served_model_name: str = ""
     model_fingerprint: str = ""
     num_routers: int = 1
+    owner_limits: dict[str, OwnerLimits] = field(default_factory=dict)

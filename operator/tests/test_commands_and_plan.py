@@ -140,6 +140,18 @@ def test_the_router_command() -> None:
     assert " ".join(render_router_command(emulated, site)) == f"{command} --latency-profile qwen2.5-32b@a100-80gx2"
 
 
+def test_the_plan_has_the_limits_of_owners() -> None:
+    limits = [{"owner": "a", "requestsPerMinute": 5, "classes": ["", "batch"]}, {"owner": "*", "weight": 2}]
+    auth = {"mode": "APIKey", "apiKey": {"secretName": "k"}, "limits": limits}
+    content = copy.deepcopy(CONTENT)
+    content["spec"]["router"] = {"auth": auth}
+    plan = render_plan(check_manifest(content), {}, generation=7, cluster_uid="u")
+    assert [MessageToDict(one, preserving_proto_field_name=True) for one in plan.owner_limits] == [
+        {"owner": "a", "requests_per_minute": 5, "classes": ["", "batch"], "weight": 1},
+        {"owner": "*", "weight": 2},
+    ]
+
+
 def test_the_plan() -> None:
     roles = {EngineId("a"): Role.PREFILL_HEAVY, EngineId("b"): Role.DECODE_HEAVY}
     plan = render_plan(make(), roles, generation=7, cluster_uid="u", draining={EngineId("b")})

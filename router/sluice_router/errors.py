@@ -4,6 +4,8 @@
     ├── RequestError            the client's doing
     │   ├── InvalidRequestError       a field is wrong, or the prompt is too long
     │   ├── UnauthenticatedError      no API key, or nobody's
+    │   ├── NotAllowedError           the owner of the API key may not ask for this
+    │   ├── OwnerLimitError           a limit of the API key's owner is reached
     │   ├── ModelNotFoundError
     │   ├── UnsupportedEndpointError
     │   ├── BodyTooLargeError
@@ -59,6 +61,14 @@ class InvalidRequestError(RequestError):
 
 class UnauthenticatedError(RequestError):
     """No API key, or one that is nobody's; the message never quotes it."""
+
+
+class NotAllowedError(RequestError):
+    """The owner of the API key may not ask for this."""
+
+
+class OwnerLimitError(RequestError):
+    """A limit of the API key's owner is reached; the code names it. Says nothing of the cluster's load."""
 
 
 class ModelNotFoundError(RequestError):
@@ -148,6 +158,13 @@ ERROR_STATUSES: dict[type[RouterError], ErrorStatus] = {
         code="invalid_api_key",
         grpc_status=grpc.StatusCode.UNAUTHENTICATED,
     ),
+    NotAllowedError: ErrorStatus(
+        http_status=403,
+        type="permission_error",
+        code="not_allowed",
+        grpc_status=grpc.StatusCode.PERMISSION_DENIED,
+    ),
+    OwnerLimitError: ErrorStatus(http_status=429, type="rate_limit_error", code="owner_limit", grpc_status=_EXHAUSTED),
     ModelNotFoundError: ErrorStatus(
         http_status=404,
         type="invalid_request_error",

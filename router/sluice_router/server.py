@@ -197,7 +197,7 @@ class RouterServer:
         """Uses the newest API keys and certificates."""
         await self._security.keep(
             set_fault=self.router.set_edge_fault,
-            keep_owners=self.router.state.metrics.keep_owners,
+            keep_owners=self.router.set_owners,
             renew_client_certificate=self._http.renew_certificate,
         )
 

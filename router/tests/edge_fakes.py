@@ -71,11 +71,15 @@ class FakePlane:
         self._numbers = itertools.count(1)
         self.clock_s: float | None = None
         self.changed = asyncio.Event()
+        self.output_limits: dict[str, int] = {}
         self.registry = CollectorRegistry()
 
     @property
     def is_ready(self) -> bool:
         return not self.not_ready_reason
+
+    def find_output_limit(self, owner: str) -> int | None:
+        return self.output_limits.get(owner)
 
     def now(self) -> float:
         return asyncio.get_running_loop().time() if self.clock_s is None else self.clock_s

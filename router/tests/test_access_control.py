@@ -17,12 +17,12 @@ import trustme
 from certificate_files import make_files, mount_secret
 from data_plane_harness import until
 from edge_fakes import FakePlane
-from fake_engine import FakeCore, FakeEngine, serving
+from fake_engine import FakeCore, FakeEngine, make_plan, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server_harness import PD, get, make_settings, running, serving_ready, until_ready, write_engine_addresses
 
 from sluice.certificate_rotation import CertificateFolder
-from sluice.v1 import router_pb2, router_pb2_grpc
+from sluice.v1 import plan_pb2, router_pb2, router_pb2_grpc
 from sluice_router.api.http_api import HttpApi
 from sluice_router.api.http_settings import HttpSettings
 from sluice_router.security.access_control import ClientAccess
@@ -220,6 +220,42 @@ async def test_owners_who_are_gone_leave_the_metrics(tmp_path, keys):
         metrics = (await get(server, "/metrics"))[1]
         assert 'owner="bob"' in metrics
         assert 'owner="alice"' not in metrics
+
+
+async def test_limits_of_an_owner_are_refused_by_name_over_http_and_grpc(tmp_path, keys):
+    limits = [plan_pb2.OwnerLimits(owner="*", requests_per_minute=2, max_output_tokens=3, weight=1)]
+    async with (
+        serving_ready(tmp_path, api_keys=str(keys)) as server,
+        client(server, headers=bearing(KEY)) as http,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.ports['grpc']}") as channel,
+    ):
+        server.router.apply_plan(make_plan(PD, generation=2, owner_limits=limits))
+        too_long = await http.post("/v1/completions", json=BODY)
+        assert too_long.status_code == 400
+        assert too_long.json()["error"]["message"] == "max_tokens: at most 3 for alice, not 4"
+        assert too_long.json()["error"]["code"] == "max_output_tokens"
+        unsaid = {name: value for name, value in BODY.items() if name != "max_tokens"}
+        for _ in range(2):
+            assert (await http.post("/v1/completions", json=unsaid)).json()["usage"]["completion_tokens"] == 3
+        refused = await http.post("/v1/completions", json=unsaid)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == refused.headers["x-sluice-reason"] == "requests_per_minute"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert "requests_per_minute of alice is 2: 2 are in use" in refused.json()["error"]["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 61
+        stub = router_pb2_grpc.RouterStub(channel)
+        request = router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(values=[1, 2, 3]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(stub.Generate(request, metadata=(("authorization", f"Bearer {KEY}"),))))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailing = dict(caught.value.trailing_metadata())
+        assert trailing["x-sluice-reason"] == "requests_per_minute"
+        assert float(trailing["retry-after"]) >= 1
+        server.router.apply_plan(make_plan(PD, generation=3))
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+        metrics = (await get(server, "/metrics"))[1]
+        assert 'sluice_key_limited_total{limit="requests_per_minute",owner="alice"} 2.0' in metrics
+        assert 'sluice_key_requests_total{owner="alice",result="limited"} 2.0' in metrics
 
 
 # --- TLS -------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from sluice_operator.api.field_types import (
 
 # Largest chunk size of all, in tokens.
 MAX_BATCH_TOKENS = 1_048_576
+# Largest limit of an owner of API keys.
+MAX_LIMIT = 2**31 - 1
 
 StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated"]
 EarlyRejectionName = Literal["Off", "Random", "Reject"]
@@ -354,6 +356,27 @@ class ApiKeyAuth(ManifestModel):
     """Secret whose entries are the keys, each under its owner's name; changes of it are in force without a restart."""
 
 
+class OwnerLimitsSpec(ManifestModel):
+    """What requests with one owner's keys may take, over all routers together."""
+
+    owner: Annotated[str, Field(pattern=r"^[!-~]+$", max_length=253)]
+    """Owner of the keys: the name of their entry in the Secret; * stands for each owner that is not named."""
+    requests_per_minute: Annotated[int, Field(strict=True, ge=1, le=MAX_LIMIT)] | None = None
+    """Most requests in any minute."""
+    tokens_per_minute: Annotated[int, Field(strict=True, ge=1, le=MAX_LIMIT)] | None = None
+    """Most tokens, of prompts and outputs, of the requests of any minute. A request counts with prompt and max_tokens
+    until it has ended."""
+    concurrent_requests: Annotated[int, Field(strict=True, ge=1, le=MAX_LIMIT)] | None = None
+    """Most requests at a time."""
+    max_output_tokens: Annotated[int, Field(strict=True, ge=1, le=MAX_LIMIT)] | None = None
+    """Most output tokens of a request; also those of a request that does not say."""
+    classes: Annotated[tuple[Annotated[str, Field(max_length=63)], ...], Field(max_length=17)] = ()
+    """Classes of slo.classes that requests may use, an empty name for the default objectives; all when absent. Their
+    highest priority is the highest that a request may ask for."""
+    weight: Annotated[int, Field(strict=True, ge=1, le=1000)] = 1
+    """Share of the tokens that this owner gets while requests of several owners wait."""
+
+
 class AuthSpec(ManifestModel):
     """Who may use the API."""
 
@@ -361,6 +384,8 @@ class AuthSpec(ManifestModel):
     """None serves everybody who reaches the port; APIKey requires a key."""
     api_key: ApiKeyAuth | None = None
     """Required by mode APIKey, refused otherwise."""
+    limits: Annotated[tuple[OwnerLimitsSpec, ...], FieldEffect.LIVE, Field(max_length=256)] = ()
+    """Limits of the keys' owners; owners without any are not limited. In force without a restart."""
 
 
 class RouterSpec(PodFields):

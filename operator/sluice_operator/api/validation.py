@@ -136,6 +136,7 @@ def _names_differ(spec: SpecFields) -> Iterator[RuleViolation]:
     lists: dict[tuple[str, ...], list[str]] = {
         ("slo", "classes"): [slo_class.name for slo_class in spec.slo.classes],
         **{(part, "env"): [variable.name for variable in fields.env] for part, fields in _list_pods(spec)},
+        ("router", "auth", "limits"): [limits.owner for limits in spec.router.auth.limits],
         ("engine", "resources", "claims"): [claim.name for claim in spec.engine.resources.claims],
         ("router", "resources", "claims"): [claim.name for claim in spec.router.resources.claims],
     }
@@ -268,6 +269,21 @@ def _modes_have_what_they_need(spec: SpecFields) -> Iterator[RuleViolation]:
         yield from _needs_mode(path, tls.mode, "CertManager", "issuerRef", tls.issuer_ref)
 
 
+def _limits_can_be_kept(spec: SpecFields) -> Iterator[RuleViolation]:
+    auth, path = spec.router.auth, ("router", "auth", "limits")
+    if auth.limits and auth.mode == "None":
+        yield RuleViolation(
+            path=path, value="[...]", message="needs mode APIKey: without keys nobody is known; remove it"
+        )
+    known = {"", *(slo_class.name for slo_class in spec.slo.classes)}
+    for limits in auth.limits:
+        unknown = [name for name in limits.classes if name not in known]
+        if unknown:
+            listed = ", ".join(sorted(known - {""})) or "none"
+            message = f"of {limits.owner} names a class that slo.classes lacks; known are {listed}"
+            yield RuleViolation(path=path, value=",".join(unknown), message=message)
+
+
 def _names_are_for_cert_manager(spec: SpecFields) -> Iterator[RuleViolation]:
     tls = spec.router.tls
     if tls.dns_names and tls.mode != "CertManager":
@@ -339,6 +355,7 @@ RULES: tuple[Callable[[SpecFields], Iterator[RuleViolation]], ...] = (
     _ports_differ,
     _rdma_is_whole,
     _modes_have_what_they_need,
+    _limits_can_be_kept,
     _names_are_for_cert_manager,
     _bounds_are_ordered,
     _a_roll_goes_on,

@@ -78,6 +78,54 @@ class SloClass(_message.Message):
 Global___SloClass: _TypeAlias = SloClass  # noqa: Y015
 
 @_typing.final
+class OwnerLimits(_message.Message):
+    """What requests with one owner's API keys may take, over all routers together. A limit of 0: none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    CONCURRENT_REQUESTS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CLASSES_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """Owner of the keys; * for each owner that is not named."""
+    requests_per_minute: _builtins.int
+    """Most requests in any minute."""
+    tokens_per_minute: _builtins.int
+    """Most tokens, prompts and outputs, of the requests of any minute."""
+    concurrent_requests: _builtins.int
+    """Most requests at a time."""
+    max_output_tokens: _builtins.int
+    """Most output tokens of a request."""
+    weight: _builtins.int
+    """Share of the tokens while requests of several owners wait, at least 1."""
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """SLO classes that requests may use, the empty name for the default one; all when there are none."""
+
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        requests_per_minute: _builtins.int = ...,
+        tokens_per_minute: _builtins.int = ...,
+        concurrent_requests: _builtins.int = ...,
+        max_output_tokens: _builtins.int = ...,
+        classes: _abc.Iterable[_builtins.str] | None = ...,
+        weight: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "concurrent_requests", b"concurrent_requests", "max_output_tokens", b"max_output_tokens", "owner", b"owner", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnerLimits: _TypeAlias = OwnerLimits  # noqa: Y015
+
+@_typing.final
 class EnginePlan(_message.Message):
     """One engine's part of the plan."""
 
@@ -152,6 +200,7 @@ class Plan(_message.Message):
     SERVED_MODEL_NAME_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUM_ROUTERS_FIELD_NUMBER: _builtins.int
+    OWNER_LIMITS_FIELD_NUMBER: _builtins.int
     cluster_uid: _builtins.str
     """Uid of the ServingCluster. A plan of another uid is refused."""
     generation: _builtins.int
@@ -180,6 +229,10 @@ class Plan(_message.Message):
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnginePlan]:
         """Engines by id."""
 
+    @_builtins.property
+    def owner_limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnerLimits]:
+        """Limits by owner of API keys."""
+
     def __init__(
         self,
         *,
@@ -194,10 +247,11 @@ class Plan(_message.Message):
         served_model_name: _builtins.str = ...,
         model_fingerprint: _builtins.str = ...,
         num_routers: _builtins.int = ...,
+        owner_limits: _abc.Iterable[Global___OwnerLimits] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment_percent", b"attainment_percent", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "model_fingerprint", b"model_fingerprint", "num_routers", b"num_routers", "served_model_name", b"served_model_name", "slo_classes", b"slo_classes", "strategy", b"strategy", "strategy_parameters", b"strategy_parameters", "unnamed_chunk_size_tokens", b"unnamed_chunk_size_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment_percent", b"attainment_percent", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "model_fingerprint", b"model_fingerprint", "num_routers", b"num_routers", "owner_limits", b"owner_limits", "served_model_name", b"served_model_name", "slo_classes", b"slo_classes", "strategy", b"strategy", "strategy_parameters", b"strategy_parameters", "unnamed_chunk_size_tokens", b"unnamed_chunk_size_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -247,7 +247,7 @@ class RequestPreparer:
     ) -> PreparedRequest:
         if not ids:
             raise FieldError(field, f"{field}: the prompt is empty; at least 1 token is needed")
-        sampling = self._build_sampling(body, self._limit_output(body, field, ids, caller.default_output_tokens))
+        sampling = self._build_sampling(body, self._limit_output(body, field, ids, caller))
         if structure is not None:
             sampling.structured_output.CopyFrom(structure)
         objectives = caller.objectives
@@ -266,14 +266,20 @@ class RequestPreparer:
         )
         return PreparedRequest(request=request, output=self._describe_output(body, sampling))
 
-    def _limit_output(self, body: SamplingFields, prompt_field: str, ids: list[int], default_tokens: int | None) -> int:
-        """Returns the most output tokens, within the model's length.
+    def _limit_output(self, body: SamplingFields, prompt_field: str, ids: list[int], caller: Caller) -> int:
+        """Returns the most output tokens, within the model's length and the limit of the API key's owner.
 
         Raises:
             FieldError: The prompt, or prompt and output together, are too long.
         """
         wanted = body.output_limit_tokens
-        default = self._text.defaults.max_tokens or default_tokens
+        default = self._text.defaults.max_tokens or caller.default_output_tokens
+        limit = self._plane.find_output_limit(caller.owner) if caller.owner else None
+        if limit is not None:
+            if wanted is not None and wanted > limit:
+                name = body.output_limit_field
+                raise FieldError(name, f"{name}: at most {limit} for {caller.owner}, not {wanted}", "max_output_tokens")
+            default = min(default or limit, limit)
         length = self._max_model_len_tokens
         if length is None:
             return wanted or default or LAST_RESORT_OUTPUT_TOKENS

@@ -120,7 +120,7 @@ class RouterMetrics:
 
     def keep_owners(self, owners: Collection[str]) -> None:
         """Forgets the counters of API keys' owners that are no longer among these, so that labels stay bounded."""
-        for name in ("key_requests", "key_tokens"):
+        for name in ("key_requests", "key_tokens", "key_limited"):
             kept = {labels: count for labels, count in self.counters[name].items() if labels[0] in owners}
             self.counters[name] = Counter(kept)
 
@@ -170,7 +170,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rejected": ("Requests refused or failed by the router.", ("reason",)),
     "tokens": ("Tokens in and out.", ("kind",)),
     "key_requests": ("Requests that ended, by owner of their API key.", ("owner", "result")),
-    "key_tokens": ("Tokens of requests that ended well, by owner of their API key.", ("owner", "kind")),
+    "key_tokens": ("Tokens computed for requests that ended, by owner of their API key.", ("owner", "kind")),
+    "key_limited": ("Requests refused by a limit of their API key's owner.", ("owner", "limit")),
     "placements": ("Prefills placed.", ("role", "reason")),
     "moves": ("Moves that ended.", ("cause", "result")),
     "flow_blocked": ("Moves that did not begin.", ("cause", "reason")),

@@ -12,6 +12,8 @@ from sluice_router.errors import (
     DeadlineError,
     InvalidRequestError,
     NoEngineError,
+    NotAllowedError,
+    OwnerLimitError,
     QueueFullError,
     ShuttingDownError,
     SloInfeasibleError,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from sluice_core.records import EngineId, Plan, SloClass
     from sluice_core.scheduling.engine_table import EngineTable
     from sluice_core.scheduling.holding import Urgency
+    from sluice_router.limits.limiter import Reservation
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
     from sluice_router.scheduling.state import RequestQueues, RouterState
 
@@ -43,6 +46,8 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
 
     Raises:
         InvalidRequestError: Names the field, the value and the limit.
+        NotAllowedError: The owner of its API key may not use its class or priority.
+        OwnerLimitError: A limit of the owner is reached.
         ShuttingDownError: This router accepts no more.
         QueueFullError: Too many requests wait.
         NoEngineError: No plan is in force.
@@ -50,7 +55,9 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
     plan = _check_accepting(state)
     slo_class = _find_class(plan, new.slo_class)
     _check_length(new, state.active.max_model_len_tokens)
+    _check_allowed(state, plan, new, slo_class)
     _check_queue(state, plan, new, now)
+    reservation = _reserve(state, new, now)
     request = LiveRequest(
         request_id=new.request_id,
         new=new,
@@ -61,6 +68,7 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
         priority=slo_class.priority if new.priority is None else new.priority,
         response_stream=response_stream,
         itl_s=state.metrics.itl_s[new.slo_class],
+        reservation=reservation,
         waiting_since_s=now,
     )
     if wire_conversion.is_random(new.sampling) and not new.sampling.HasField("seed"):
@@ -149,6 +157,30 @@ def _find_class(plan: Plan, name: str) -> SloClass:
             return slo_class
     known = ", ".join(repr(slo_class.name) for slo_class in plan.slo_classes)
     raise InvalidRequestError(f"slo_class {name!r} is unknown; known are {known}", param="slo_class")
+
+
+def _check_allowed(state: RouterState, plan: Plan, new: NewRequest, slo_class: SloClass) -> None:
+    """Refuses a class that the owner of the API key may not use, and a priority above that of each class it may."""
+    limits = state.limiter.find_limits(new.owner)
+    if limits is None or not limits.classes:
+        return
+    if slo_class.name not in limits.classes:
+        known = ", ".join(repr(name) for name in sorted(limits.classes))
+        message = f"slo_class {slo_class.name!r} is not open to {new.owner}; open are {known}"
+        raise NotAllowedError(message, param="slo_class", code="class_not_allowed")
+    highest = max(item.priority for item in plan.slo_classes if item.name in limits.classes)
+    if new.priority is not None and new.priority > highest:
+        message = f"priority is {new.priority}, at most {highest} is open to {new.owner}"
+        raise NotAllowedError(message, param="priority", code="priority_not_allowed")
+
+
+def _reserve(state: RouterState, new: NewRequest, now: float) -> Reservation | None:
+    """Takes a request's share of its owner's limits."""
+    try:
+        return state.limiter.admit(new.owner, len(new.prompt_token_ids) + new.sampling.max_tokens, now)
+    except OwnerLimitError as error:
+        completion.refuse_limited(state, new, error)
+        raise
 
 
 def _check_length(new: NewRequest, limit: int) -> None:

@@ -12,7 +12,7 @@ from sluice_router.scheduling.requests import Finish, Usage
 
 if TYPE_CHECKING:
     from sluice_core.slo import SloOutcome
-    from sluice_router.errors import RouterError
+    from sluice_router.errors import OwnerLimitError, RouterError
     from sluice_router.observability.metrics import RouterMetrics
     from sluice_router.scheduling.entities import LiveRequest
     from sluice_router.scheduling.requests import NewRequest
@@ -42,7 +42,7 @@ def finish(
     """
     num_output = len(request.output_token_ids) if output_tokens is None else output_tokens
     usage, outcome = _measure(request, num_output, now)
-    _remove(state, request, now)
+    _remove(state, request, num_output, now)
     state.outbox.actions.finishes.append(
         (request.response_stream, Finish(reason=reason, stop_token_id=stop_token_id, usage=usage))
     )
@@ -52,9 +52,6 @@ def finish(
     slo_class, metrics = request.new.slo_class, state.metrics
     state.statistics.attainment.record(now, slo_class, RequestEnd.FINISHED, outcome)
     _count(state.metrics, request.new, _RESULTS[reason])
-    if request.new.owner:
-        metrics.count("key_tokens", request.new.owner, "prompt", by=usage.prompt_tokens)
-        metrics.count("key_tokens", request.new.owner, "output", by=num_output)
     metrics.count("tokens", "output", by=num_output)
     metrics.duration_s[slo_class].observe(now - request.new.arrival_s)
     if usage.tpot_s is not None:
@@ -64,7 +61,7 @@ def finish(
 
 def fail(state: RouterState, request: LiveRequest, error: RouterError, now: float) -> None:
     """Ends a request with an error that its client sees."""
-    _remove(state, request, now)
+    _remove(state, request, len(request.output_token_ids), now)
     state.outbox.actions.failures.append((request.response_stream, error))
     state.decision_log.record(now, request.request_id, "failed", error.code, error.message)
     end = RequestEnd.REJECTED if isinstance(error, OverloadError) else RequestEnd.FAILED
@@ -76,9 +73,16 @@ def refuse(state: RouterState, new: NewRequest, error: OverloadError, now: float
     _count_bad_end(state, new, RequestEnd.REJECTED, error.code, now)
 
 
+def refuse_limited(state: RouterState, new: NewRequest, error: OwnerLimitError) -> None:
+    """Counts a request beyond its owner's limits. It is none of the cluster's: attainment does not know of it."""
+    state.metrics.count("key_requests", new.owner, "limited")
+    state.metrics.count("key_limited", new.owner, error.code)
+    state.metrics.count("rejected", error.code)
+
+
 def cancel(state: RouterState, request: LiveRequest, reason: str, now: float) -> None:
     """Ends a request that nobody reads any more; its response stream is not called again."""
-    _remove(state, request, now)
+    _remove(state, request, len(request.output_token_ids), now)
     state.decision_log.record(now, request.request_id, "cancelled", reason)
     _count_bad_end(state, request.new, RequestEnd.CANCELLED, reason, now)
 
@@ -95,8 +99,9 @@ def _count(metrics: RouterMetrics, new: NewRequest, result: str) -> None:
         metrics.count("key_requests", new.owner, result)
 
 
-def _remove(state: RouterState, request: LiveRequest, now: float) -> None:
-    """Takes a request out of every table, and off its engine."""
+def _remove(state: RouterState, request: LiveRequest, num_output: int, now: float) -> None:
+    """Takes a request out of every table, and off its engine; what it has used is its owner's."""
+    _settle(state, request, num_output, now)
     del state.requests.live[request.request_id]
     state.requests.waiting.pop(request.request_id, None)
     state.requests.awaiting_resume.pop(request.request_id, None)
@@ -108,6 +113,16 @@ def _remove(state: RouterState, request: LiveRequest, now: float) -> None:
     if submission is not None:
         state.engines.table.cancel_placement(submission.engine.engine_id, request.request_id, now)
         dispatch.abort(state.outbox, submission)
+
+
+def _settle(state: RouterState, request: LiveRequest, num_output: int, now: float) -> None:
+    """Counts the tokens that were computed for an owner, whatever the end; without a first token it is none."""
+    prompt_tokens = 0 if request.first_token_s is None else len(request.new.prompt_token_ids)
+    if request.reservation is not None:
+        state.limiter.end(request.reservation, prompt_tokens + num_output, now)
+    if request.new.owner and prompt_tokens:
+        state.metrics.count("key_tokens", request.new.owner, "prompt", by=prompt_tokens)
+        state.metrics.count("key_tokens", request.new.owner, "output", by=num_output)
 
 
 def _measure(request: LiveRequest, num_output: int, now: float) -> tuple[Usage, SloOutcome]:

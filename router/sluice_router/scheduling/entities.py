@@ -17,6 +17,7 @@ from sluice_router.observability.metrics import EngineTraffic
 if TYPE_CHECKING:
     from sluice_core.records import EngineId, MoveCause, RequestId, Role, Slo
     from sluice_core.scheduling.engine_table import EngineConfig
+    from sluice_router.limits.limiter import Reservation
     from sluice_router.observability.metrics import Histogram
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
 
@@ -35,6 +36,7 @@ class LiveRequest:
         priority: Higher goes first.
         response_stream: The client's answer.
         itl_s: Where the gaps between its tokens are counted.
+        reservation: What it holds of the limits of its API key's owner.
         output_token_ids: Tokens delivered to the response stream so far.
         fence: Fencing number of the last submit.
         submission: Where it runs.
@@ -62,6 +64,7 @@ class LiveRequest:
     priority: int
     response_stream: ResponseStream
     itl_s: Histogram
+    reservation: Reservation | None = None
     output_token_ids: array[int] = field(default_factory=lambda: array("I"))
     fence: int = 0
     submission: Submission | None = None

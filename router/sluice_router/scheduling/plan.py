@@ -47,6 +47,7 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
     state.metrics.count("plans", "applied")
     _set_policy(state.active, plan, state.rng)
     state.active.plan = plan
+    state.limiter.set_limits(plan.owner_limits, plan.num_routers)
     for engine in state.engines.connected.values():
         check_model(state, engine)
         configure(state, engine)
@@ -205,6 +206,7 @@ def _check_plan(in_force: Plan | None, message: plan_pb2.Plan) -> None:
     _check_classes(message)
     _check_range("attainment_percent", message.attainment_percent, 1, 100)
     _check_engines(message)
+    _check_limits(message)
     if (
         in_force is not None
         and message.generation == in_force.generation
@@ -235,6 +237,20 @@ def _check_engines(message: plan_pb2.Plan) -> None:
             raise PlanRefusedError(f"{field}.role is {item.role}, known are {sorted(wire_conversion.ROLES)}")
         _check_range(f"{field}.chunk_size_tokens", item.chunk_size_tokens, 0, _UNLIMITED)
     _check_range("unnamed_chunk_size_tokens", message.unnamed_chunk_size_tokens, 0, _UNLIMITED)
+
+
+def _check_limits(message: plan_pb2.Plan) -> None:
+    seen: set[str] = set()
+    known = {item.name for item in message.slo_classes}
+    for number, item in enumerate(message.owner_limits):
+        field = f"owner_limits[{number}]"
+        if not item.owner or item.owner in seen:
+            raise PlanRefusedError(f"{field}.owner is {item.owner!r}, owners must be unique and not empty")
+        seen.add(item.owner)
+        unknown = sorted(set(item.classes) - known)
+        if unknown:
+            raise PlanRefusedError(f"{field}.classes are {unknown}, known are {sorted(known)}")
+        _check_range(f"{field}.weight", item.weight, 1, 1000)
 
 
 def _check_range(field: str, value: int, lowest: int, highest: int) -> None:

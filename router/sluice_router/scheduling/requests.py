@@ -163,6 +163,8 @@ class DataPlane(Protocol):
 
         Raises:
             InvalidRequestError: Unknown class, prompt + max_tokens over the model's length, ...
+            NotAllowedError: The owner of the API key may not use the class or the priority.
+            OwnerLimitError: A limit of the owner is reached.
             ShuttingDownError: This router accepts no more.
             QueueFullError: Too many requests wait.
             NoEngineError: No plan is in force yet.
@@ -174,6 +176,10 @@ class DataPlane(Protocol):
 
         Aborted at its engine within one iteration; the response stream is not called again. An unknown id is no error.
         """
+        ...
+
+    def find_output_limit(self, owner: str) -> int | None:
+        """Finds the most output tokens that a request of an API key's owner may ask for; None: no limit."""
         ...
 
     @property

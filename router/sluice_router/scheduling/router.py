@@ -142,6 +142,16 @@ class Router:
             self.state.status.mark_changed()
             self._act()
 
+    def set_owners(self, owners: frozenset[str]) -> None:
+        """Says who has an API key; what is counted of others is forgotten."""
+        self.state.metrics.keep_owners(owners)
+        self.state.limiter.keep_owners(owners)
+
+    def find_output_limit(self, owner: str) -> int | None:
+        """See ``DataPlane.find_output_limit``."""
+        limits = self.state.limiter.find_limits(owner)
+        return None if limits is None else limits.max_output_tokens or None
+
     # --- engines -------------------------------------------------------------------------------------------------
 
     def set_addresses(self, addresses: frozenset[str]) -> None:
@@ -227,6 +237,7 @@ class Router:
         failover.expire_resumes(state, now)
         plan.recheck_refused(state)
         admission.expire(state, now)
+        state.limiter.sweep(now)
         admission.assign_if_due(state, now)
         status.note_progress(state.status, state.statistics, now)
         self._act()

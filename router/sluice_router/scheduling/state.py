@@ -14,6 +14,7 @@ from sluice.v1 import control_pb2, engine_pb2
 from sluice_core.records import RequestId
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.slo import AttainmentCounters
+from sluice_router.limits.limiter import OwnerLimiter
 from sluice_router.observability.decision_log import DecisionLog
 from sluice_router.observability.metrics import RouterMetrics
 
@@ -203,6 +204,7 @@ class RouterState:
         active: The plan in force.
         outbox: I/O to do.
         status: Readiness, and the version that polls wait for.
+        limiter: What owners of API keys have used of their limits.
         statistics: Ended requests.
         metrics: Counters and histograms; every module counts what it does.
         decision_log: Every decision about a request; every module records its own.
@@ -226,6 +228,7 @@ class RouterState:
         self.active = ActivePlan()
         self.outbox = RouterOutbox()
         self.status = RouterStatus()
+        self.limiter = OwnerLimiter()
         self.statistics = RequestStatistics(samples=deque(maxlen=limits.num_samples))
         self.metrics = RouterMetrics()
         self.decision_log = DecisionLog(limits.ring_size)

@@ -12,6 +12,7 @@ from sluice_core.records import (
     EnginePlan,
     IterationShape,
     MoveCause,
+    OwnerLimits,
     Plan,
     Role,
     Slo,
@@ -108,6 +109,18 @@ def plan_from(plan: plan_pb2.Plan) -> Plan:
         served_model_name=plan.served_model_name,
         model_fingerprint=plan.model_fingerprint,
         num_routers=max(1, plan.num_routers),
+        owner_limits={item.owner: _limits_from(item) for item in plan.owner_limits},
+    )
+
+
+def _limits_from(item: plan_pb2.OwnerLimits) -> OwnerLimits:
+    return OwnerLimits(
+        requests_per_minute=item.requests_per_minute,
+        tokens_per_minute=item.tokens_per_minute,
+        concurrent_requests=item.concurrent_requests,
+        max_output_tokens=item.max_output_tokens,
+        classes=frozenset(item.classes),
+        weight=item.weight,
     )
 
 

@@ -1,0 +1,1 @@
+"""Limits of owners of API keys, over all routers together."""
