@@ -125,6 +125,7 @@ class PrefillRequest:
         next_token_due_s: For a recovery: when its next token is due by the TPOT SLO (first token + TPOT SLO * output
             tokens), on the same clock as ``arrival_s``. The earliest has the largest TPOT debt and goes first.
         cached_tokens: Of these tokens, those expected in the prefix caches of engines; 0 in those not named.
+        turn: Its place where requests of several owners wait (``fair_share``); 0: only one owner's do.
     """
 
     request_id: RequestId
@@ -136,6 +137,7 @@ class PrefillRequest:
     excluded: frozenset[EngineId] = frozenset()
     next_token_due_s: float = 0.0
     cached_tokens: Mapping[EngineId, int] = field(default_factory=dict)
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -239,6 +239,23 @@ def test_classes_and_priorities_beyond_an_owners_are_refused(fields, code, words
     harness.assert_idle()
 
 
+def test_an_owner_who_floods_the_router_does_not_hold_up_another() -> None:
+    harness = Harness(ONE)
+    core = harness.cores["d0"]
+    core.kv_blocks_total = 40
+    harness.step_all()
+    flood = [harness.admit(200, 2, owner="alice", priority=9)[0] for _ in range(20)]
+    late = [harness.admit(200, 2, owner="bob")[0] for _ in range(4)]
+    assert harness.state.requests.waiting.keys() >= set(late)
+    harness.run(400)
+    order = [submit.request_id for submit in core.submitted]
+    turns = ["bob" if request_id in late else "alice" for request_id in order]
+    assert len(order) == len(flood) + len(late)
+    behind = len(turns) - turns[::-1].index("bob")
+    assert turns[behind:].count("alice") >= len(flood) // 2
+    harness.assert_idle()
+
+
 @pytest.mark.parametrize(
     ("limits", "words"),
     [

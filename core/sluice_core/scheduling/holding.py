@@ -16,8 +16,10 @@ _NEW: Final = 1
 _T = TypeVar("_T")
 
 
-def compute_urgency(*, is_recovery: bool, next_token_due_s: float, priority: int, arrival_s: float) -> Urgency:
-    """Order what waits, lowest first: recoveries by TPOT debt, then the others as engines order them.
+def compute_urgency(
+    *, is_recovery: bool, next_token_due_s: float, priority: int, arrival_s: float, turn: int = 0
+) -> Urgency:
+    """Order what waits, lowest first: recoveries by TPOT debt, then the others by turn and as engines order them.
 
     As there, a level of priority is worth a bounded head start, so that every request becomes first.
 
@@ -26,10 +28,11 @@ def compute_urgency(*, is_recovery: bool, next_token_due_s: float, priority: int
         next_token_due_s: See there.
         priority: See there.
         arrival_s: See there.
+        turn: See there.
     """
     if is_recovery:
         return _RECOVERY, next_token_due_s, arrival_s
-    return _NEW, arrival_s - priority * PRIORITY_HEAD_START_S, arrival_s
+    return _NEW + turn, arrival_s - priority * PRIORITY_HEAD_START_S, arrival_s
 
 
 def get_urgency(request: PrefillRequest) -> Urgency:
@@ -39,7 +42,13 @@ def get_urgency(request: PrefillRequest) -> Urgency:
         next_token_due_s=request.next_token_due_s,
         priority=request.priority,
         arrival_s=request.arrival_s,
+        turn=request.turn,
     )
+
+
+def is_of_recovery(urgency: Urgency) -> bool:
+    """Say whether an urgency is that of a recovery."""
+    return urgency[0] == _RECOVERY
 
 
 def select_urgent(waiting: Sequence[_T], urgency_of: Callable[[_T], Urgency]) -> Sequence[_T]:

@@ -116,6 +116,11 @@ class OwnerLimiter:
             return None
         return self._limits.get(owner) or self._limits.get(OTHERS)
 
+    def find_weight(self, owner: str) -> int:
+        """Finds an owner's share where several wait."""
+        limits = self.find_limits(owner)
+        return 1 if limits is None else limits.weight
+
     def admit(self, owner: str, tokens: int, now: float) -> Reservation | None:
         """Counts a request in.
 

@@ -89,7 +89,7 @@ def assign(state: RouterState, now: float) -> None:
         return
     state.requests.last_assign_s = now
     free = _find_placeable(state.requests)
-    prefills = [_describe(state.engines.table, request) for request in select_urgent(free, _get_urgency)]
+    prefills = _select(state, free)
     decisions = policy.assign(now, prefills, state.engines.table)
     for decision, record in zip(decisions, policy.take_records(len(decisions)), strict=True):
         request = state.requests.waiting[decision.request_id]
@@ -226,6 +226,21 @@ def _find_placeable(queues: RequestQueues) -> list[LiveRequest]:
     return [request for request_id, request in queues.waiting.items() if request_id not in queues.awaiting_resume]
 
 
+def _select(state: RouterState, free: list[LiveRequest]) -> list[PrefillRequest]:
+    """Describes what one pass looks at. Owners of API keys take turns; among requests of one owner there are none."""
+    table = state.engines.table
+    if len(free) < 2 or len({request.new.owner for request in free}) == 1:
+        return [_describe(table, request) for request in select_urgent(free, _get_urgency)]
+    selected = state.fair_share.select(
+        free, _get_owner, _get_urgency, lambda request: request.num_tokens, state.limiter.find_weight
+    )
+    return [_describe(table, request, turn) for turn, request in enumerate(selected)]
+
+
+def _get_owner(request: LiveRequest) -> str:
+    return request.new.owner
+
+
 def _get_urgency(request: LiveRequest) -> Urgency:
     return compute_urgency(
         is_recovery=request.first_token_s is not None,
@@ -235,7 +250,7 @@ def _get_urgency(request: LiveRequest) -> Urgency:
     )
 
 
-def _describe(table: EngineTable, request: LiveRequest) -> PrefillRequest:
+def _describe(table: EngineTable, request: LiveRequest, turn: int = 0) -> PrefillRequest:
     return PrefillRequest(
         request_id=request.request_id,
         arrival_s=request.new.arrival_s,
@@ -246,6 +261,7 @@ def _describe(table: EngineTable, request: LiveRequest) -> PrefillRequest:
         # Most requests have no engine to avoid; then there is no need to go through the engines.
         excluded=_find_avoided(table, request) if request.excluded or request.died_on else frozenset(),
         next_token_due_s=request.next_token_due_s,
+        turn=turn,
     )
 
 
@@ -262,6 +278,8 @@ def _place(state: RouterState, request: LiveRequest, decision: Place, now: float
     request.excluded = frozenset()
     dispatch.submit(state, request, engine, now)
     state.engines.table.mark_submitted(engine.engine_id, request.request_id, engine.num_submits)
+    if request.new.owner and request.first_token_s is None:
+        state.fair_share.place(request.new.owner, request.num_tokens, state.limiter.find_weight(request.new.owner))
     role = engine.role.value if engine.role is not None else ""
     state.metrics.count("placements", role, decision.reason)
     state.metrics.queue_s[request.new.slo_class].observe(max(0.0, now - request.waiting_since_s))

@@ -121,6 +121,7 @@ def _settle(state: RouterState, request: LiveRequest, num_output: int, now: floa
     if request.reservation is not None:
         state.limiter.end(request.reservation, prompt_tokens + num_output, now)
     if request.new.owner and prompt_tokens:
+        state.fair_share.charge(request.new.owner, num_output, state.limiter.find_weight(request.new.owner))
         state.metrics.count("key_tokens", request.new.owner, "prompt", by=prompt_tokens)
         state.metrics.count("key_tokens", request.new.owner, "output", by=num_output)
 

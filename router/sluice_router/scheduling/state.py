@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, engine_pb2
 from sluice_core.records import RequestId
 from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.scheduling.fair_share import FairShare
 from sluice_core.slo import AttainmentCounters
 from sluice_router.limits.limiter import OwnerLimiter
 from sluice_router.observability.decision_log import DecisionLog
@@ -205,6 +206,7 @@ class RouterState:
         outbox: I/O to do.
         status: Readiness, and the version that polls wait for.
         limiter: What owners of API keys have used of their limits.
+        fair_share: What they have had of the engines, for whose turn it is.
         statistics: Ended requests.
         metrics: Counters and histograms; every module counts what it does.
         decision_log: Every decision about a request; every module records its own.
@@ -229,6 +231,7 @@ class RouterState:
         self.outbox = RouterOutbox()
         self.status = RouterStatus()
         self.limiter = OwnerLimiter()
+        self.fair_share = FairShare()
         self.statistics = RequestStatistics(samples=deque(maxlen=limits.num_samples))
         self.metrics = RouterMetrics()
         self.decision_log = DecisionLog(limits.ring_size)
