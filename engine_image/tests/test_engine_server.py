@@ -746,3 +746,49 @@ async def test_the_end_of_a_stream_is_orderly_for_the_router(engine, stub):
     await engine.server.close("EngineCore died")
     assert (await call.read()).fault == "EngineCore died"
     assert await call.read() is grpc.aio.EOF
+
+
+# --- limits of owners of API keys -------------------------------------------------------------------------------------
+
+
+def make_usage(second: int, number: int = 1, *, owner: str = "alice", running: int = 1, **seconds: int) -> Any:
+    entries = [wire.SecondUsage(second=int(name[1:]), requests=count, tokens=9) for name, count in seconds.items()]
+    owners = [wire.OwnerUsage(owner=owner, running=running, seconds=entries)]
+    return wire.RouterUsage(second=second, number=number, owners=owners)
+
+
+async def test_what_owners_have_used_on_one_router_is_passed_on_to_the_others_at_once(engine):
+    first, second, third = (engine.attached(f"router-{number}") for number in (1, 2, 3))
+    usage = make_usage(70, s69=2, s70=1)
+    await first.send(usage=usage)
+    usage.router_id = "router-1"
+    for other in (second, third):
+        [message] = other.receive()
+        assert list(message.usage) == [usage]
+    assert not any(message.usage for message in first.receive())
+
+
+async def test_a_router_that_comes_later_hears_of_the_last_minute_also_of_one_that_has_left(engine):
+    first = engine.attached("router-1")
+    await first.send(usage=make_usage(70, s9=5, s10=3, s69=2))
+    await first.send(usage=make_usage(71, number=2, s69=1, s71=4))
+    engine.clock.now_s += 20
+    late = engine.attach("router-2")
+    [hello] = late.receive()
+    [usage] = hello.usage
+    assert (usage.router_id, usage.second, usage.number) == ("router-1", 91, 2)
+    [owner] = usage.owners
+    assert {entry.second: entry.requests for entry in owner.seconds} == {69: 1, 71: 4}
+    again = engine.attach("router-1")
+    assert not again.receive()[0].usage
+
+
+async def test_an_owner_of_whom_nothing_runs_and_a_silent_router_are_forgotten_after_a_minute(engine):
+    first = engine.attached("router-1")
+    await first.send(usage=make_usage(70, s70=1))
+    await first.send(usage=make_usage(70, number=2, owner="bob", running=0))
+    [hello] = engine.attach("router-2").receive()
+    assert [owner.owner for owner in hello.usage[0].owners] == ["alice"]
+    engine.clock.now_s += 61.5
+    engine.server.tick(engine.clock.now_s)
+    assert not engine.attach("router-3").receive()[0].usage

@@ -23,6 +23,7 @@ from sluice_engine.server.plan_in_force import PlanInForce
 from sluice_engine.server.router_session import KvSource
 from sluice_engine.server.session_table import SessionTable
 from sluice_engine.server.submits import SubmitHandler
+from sluice_engine.server.usage_relay import UsageRelay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -80,6 +81,7 @@ class EngineServer:
         self.counters = ServerCounters()
         kv_source = KvSource(engine_id=hello.engine_id, epoch=hello.epoch, fingerprint=hello.fingerprint)
         self._sessions = SessionTable(kv_source, self.counters)
+        self._usage = UsageRelay()
         self._plan = PlanInForce(hello.max_batch_tokens)
         self._reports = LoadReporter(self._sessions, self.counters, clock, transport)
         self._submits = SubmitHandler(self._sessions, builder, hello.fingerprint, self.counters)
@@ -134,7 +136,8 @@ class EngineServer:
         hello.CopyFrom(self._hello)
         hello.held.extend(held)
         load = self._reports.build(session, now_s)
-        stream.send(wire.AttachResponse(hello=hello, load=load, configured=self._plan.in_force))
+        usage = self._usage.list_others(router_id, now_s)
+        stream.send(wire.AttachResponse(hello=hello, load=load, configured=self._plan.in_force, usage=usage))
         session.last_sent_s = now_s
         return session, stream
 
@@ -145,6 +148,8 @@ class EngineServer:
 
     async def take(self, session: RouterSession, message: wire.AttachRequest) -> None:
         """Carries out one batch of commands: what is resumed first, then in the order of the message's fields."""
+        if message.HasField("usage"):
+            self._pass_on(session, message.usage)
         self._submits.resume(session, message.resumes)
         for submit in message.submits:
             replaced, request = self._submits.open(session, submit)
@@ -161,6 +166,13 @@ class EngineServer:
         if commands:
             self._start(self._carry_out(session, commands, message.configure))
         self._reports.flush_news(session)
+
+    def _pass_on(self, session: RouterSession, usage: wire.RouterUsage) -> None:
+        """Lets the other routers know what owners of API keys have used on one."""
+        news = wire.AttachResponse(usage=[self._usage.take(session.router_id, usage, self._clock())])
+        for other in self._sessions.connected():
+            if other is not session:
+                other.send(news)
 
     async def _carry_out(
         self, session: RouterSession, commands: list[core_messages.Command], configure: wire.Configure
@@ -227,6 +239,7 @@ class EngineServer:
         for session in self._sessions.connected():
             if now_s - session.last_sent_s >= silence_s:
                 self._reports.flush(session, now_s)
+        self._usage.sweep(now_s)
         return self._sessions.end_leases(now_s - self._intervals.lease_s)
 
     async def _poll(self) -> None:

@@ -72,6 +72,7 @@ class AttachRequest(_message.Message):
     RELEASED_GRANT_IDS_FIELD_NUMBER: _builtins.int
     CONFIGURE_FIELD_NUMBER: _builtins.int
     RESUMES_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """Identity of the router; first message only."""
@@ -108,6 +109,10 @@ class AttachRequest(_message.Message):
     def resumes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Resume]:
         """Requests held from an earlier stream of this router, to continue on this one; carried out before all else."""
 
+    @_builtins.property
+    def usage(self) -> Global___RouterUsage:
+        """What owners of API keys have used on this router since its last report on this stream; for the other routers."""
+
     def __init__(
         self,
         *,
@@ -120,14 +125,115 @@ class AttachRequest(_message.Message):
         released_grant_ids: _abc.Iterable[_builtins.int] | None = ...,
         configure: Global___Configure | None = ...,
         resumes: _abc.Iterable[Global___Resume] | None = ...,
+        usage: Global___RouterUsage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "hello", b"hello", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "released_grant_ids", b"released_grant_ids", "released_slots", b"released_slots", "resumes", b"resumes", "submits", b"submits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "released_grant_ids", b"released_grant_ids", "released_slots", b"released_slots", "resumes", b"resumes", "submits", b"submits", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class RouterUsage(_message.Message):
+    """What owners of API keys have used of their limits on one router. Engines pass it on from router to router. Seconds are
+    counted by the router that used them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    SECOND_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    """The router; set by the engine."""
+    second: _builtins.int
+    """The second that it is now."""
+    number: _builtins.int
+    """Counts the reports of the router; one that was overtaken by a later one is void."""
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnerUsage]:
+        """Owners, those alone whose use changed."""
+
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        second: _builtins.int = ...,
+        owners: _abc.Iterable[Global___OwnerUsage] | None = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "owners", b"owners", "router_id", b"router_id", "second", b"second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterUsage: _TypeAlias = RouterUsage  # noqa: Y015
+
+@_typing.final
+class OwnerUsage(_message.Message):
+    """What one owner has used on one router."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """Owner of API keys."""
+    running: _builtins.int
+    """Requests that have not ended."""
+    @_builtins.property
+    def seconds(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecondUsage]:
+        """Seconds that changed, each as it is now."""
+
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        running: _builtins.int = ...,
+        seconds: _abc.Iterable[Global___SecondUsage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "running", b"running", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnerUsage: _TypeAlias = OwnerUsage  # noqa: Y015
+
+@_typing.final
+class SecondUsage(_message.Message):
+    """Requests that were admitted in one second."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECOND_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    second: _builtins.int
+    """The second."""
+    requests: _builtins.int
+    """Their number."""
+    tokens: _builtins.int
+    """Their tokens: reserved ones until a request ends, then those that it has used."""
+    def __init__(
+        self,
+        *,
+        second: _builtins.int = ...,
+        requests: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "second", b"second", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecondUsage: _TypeAlias = SecondUsage  # noqa: Y015
 
 @_typing.final
 class RouterHello(_message.Message):
@@ -497,6 +603,7 @@ class AttachResponse(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     CONFIGURED_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     fault: _builtins.str
     """Fault text when the engine is about to end the stream."""
     @_builtins.property
@@ -543,6 +650,10 @@ class AttachResponse(_message.Message):
     def configured(self) -> Global___Configured:
         """The plan part in force, when it changed."""
 
+    @_builtins.property
+    def usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterUsage]:
+        """What other routers have used: each of the last minute when a stream begins, and later what is new."""
+
     def __init__(
         self,
         *,
@@ -558,10 +669,11 @@ class AttachResponse(_message.Message):
         load: Global___LoadReport | None = ...,
         configured: Global___Configured | None = ...,
         fault: _builtins.str = ...,
+        usage: _abc.Iterable[Global___RouterUsage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "fault", b"fault", "finished", b"finished", "grants", b"grants", "hand_offs_refused", b"hand_offs_refused", "hello", b"hello", "load", b"load", "logprobs", b"logprobs", "output_indexes", b"output_indexes", "proposals", b"proposals", "slots", b"slots", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "fault", b"fault", "finished", b"finished", "grants", b"grants", "hand_offs_refused", b"hand_offs_refused", "hello", b"hello", "load", b"load", "logprobs", b"logprobs", "output_indexes", b"output_indexes", "proposals", b"proposals", "slots", b"slots", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

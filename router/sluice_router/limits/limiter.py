@@ -18,7 +18,7 @@ from sluice_router.errors import OwnerLimitError
 from sluice_router.limits.usage import OwnerUsage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     from sluice_core.records import OwnerLimits
 
@@ -51,11 +51,19 @@ class Peer:
 
     Args:
         heard_s: When it was last heard of.
+        offset: This router's count of seconds less the peer's.
+        number: Of its last report.
         owners: Its usage.
     """
 
     heard_s: float
+    offset: int = 0
+    number: int = 0
     owners: dict[str, OwnerUsage] = field(default_factory=dict)
+
+    def is_heard(self, now: float) -> bool:
+        """Whether its news comes in time."""
+        return now - self.heard_s <= SILENCE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +95,8 @@ class OwnerLimiter:
     def __init__(self) -> None:
         self._limits: Mapping[str, OwnerLimits] = {}
         self._num_routers = 1
+        self._owners: Collection[str] | None = None
+        self._swept_s = -math.inf
         self.local: dict[str, LocalUsage] = {}
         self.peers: dict[str, Peer] = {}
         self.changed: set[str] = set()
@@ -104,11 +114,16 @@ class OwnerLimiter:
             num_routers: Routers that share them.
         """
         self._limits, self._num_routers = limits, num_routers
-        self._keep(lambda owner: self.find_limits(owner) is not None)
+        self._keep()
 
     def keep_owners(self, owners: Collection[str]) -> None:
         """Forgets owners who have no key any more."""
-        self._keep(lambda owner: owner in owners)
+        self._owners = owners
+        self._keep()
+
+    def is_limited(self, owner: str) -> bool:
+        """Whether an owner has limits, and still has a key."""
+        return (self._owners is None or owner in self._owners) and self.find_limits(owner) is not None
 
     def find_limits(self, owner: str) -> OwnerLimits | None:
         """Finds the limits of an owner; None: it has none."""
@@ -167,18 +182,22 @@ class OwnerLimiter:
             self._note_change(reservation.owner, local, reservation.second)
 
     def sweep(self, now: float) -> None:
-        """Forgets owners and peers that have used nothing for a minute."""
-        second = math.floor(now)
+        """Forgets owners and peers that have used nothing for a minute; looks once a second."""
+        if now - self._swept_s < 1:
+            return
+        self._swept_s, second = now, math.floor(now)
         for owner, local in list(self.local.items()):
             local.advance(second)
             if local.is_idle and owner not in self.changed:
                 del self.local[owner]
         for router_id, peer in list(self.peers.items()):
+            is_heard = peer.is_heard(now)
             for owner, usage in list(peer.owners.items()):
                 usage.advance(second)
-                if usage.is_idle:
+                # Of one that has left nothing runs.
+                if usage.is_idle or not (usage.buckets or is_heard):
                     del peer.owners[owner]
-            if not peer.owners and now - peer.heard_s > SILENCE_S:
+            if not peer.owners and not is_heard:
                 del self.peers[router_id]
 
     # --- checks --------------------------------------------------------------------------------------------------
@@ -189,11 +208,13 @@ class OwnerLimiter:
         local.advance(second)
         while local.recent and local.recent[0][0] < now - 2 * NEWS_DELAY_S:
             local.recent.popleft()
-        num_heard = sum(now - peer.heard_s <= SILENCE_S for peer in self.peers.values())
+        heard = [peer.owners.get(owner) for peer in self.peers.values() if peer.is_heard(now)]
+        num_heard = len(heard)
         known = _Known(
             local=local,
             num_shares=1 + max(0, self._num_routers - 1 - num_heard),
             others=[peer.owners[owner] for peer in self.peers.values() if owner in peer.owners],
+            heard=[usage for usage in heard if usage is not None],
         )
         for usage in known.others:
             usage.advance(second)
@@ -214,11 +235,11 @@ class OwnerLimiter:
                 )
                 raise OwnerLimitError(message, code=limit, retry_after_s=retry_s)
 
-    def _keep(self, is_kept: Callable[[str], bool]) -> None:
-        self.local = {owner: usage for owner, usage in self.local.items() if is_kept(owner)}
+    def _keep(self) -> None:
+        self.changed |= {owner for owner in self.local if not self.is_limited(owner)}
+        self.local = {owner: usage for owner, usage in self.local.items() if self.is_limited(owner)}
         for peer in self.peers.values():
-            peer.owners = {owner: usage for owner, usage in peer.owners.items() if is_kept(owner)}
-        self.changed = {owner for owner in self.changed if owner in self.local}
+            peer.owners = {owner: usage for owner, usage in peer.owners.items() if self.is_limited(owner)}
 
     def _note_change(self, owner: str, local: LocalUsage, second: int) -> None:
         local.dirty.add(second)
@@ -232,16 +253,19 @@ class _Known:
     Args:
         local: Here.
         num_shares: This router, and those of which nothing is known: they are assumed to use as much as this one.
-        others: On the other routers.
+        others: On the other routers, also on those that have left.
+        heard: On those whose news comes in time.
     """
 
     local: OwnerUsage
     num_shares: int
     others: list[OwnerUsage]
+    heard: list[OwnerUsage]
 
     def count(self, kind: str) -> int:
         """Sums up what is used of ``running``, ``requests`` or ``tokens``."""
-        return int(getattr(self.local, kind) * self.num_shares + sum(getattr(usage, kind) for usage in self.others))
+        others = self.heard if kind == "running" else self.others
+        return int(getattr(self.local, kind) * self.num_shares + sum(getattr(usage, kind) for usage in others))
 
     def find_end_s(self, kind: str, excess: int) -> float:
         """Finds when so much of ``requests`` or ``tokens`` has left the minute; the end of a minute at the latest."""

@@ -237,7 +237,7 @@ class Router:
         failover.expire_resumes(state, now)
         plan.recheck_refused(state)
         admission.expire(state, now)
-        state.limiter.sweep(now)
+        self._report_usage(now)
         admission.assign_if_due(state, now)
         status.note_progress(state.status, state.statistics, now)
         self._act()
@@ -275,6 +275,17 @@ class Router:
         self._act()
 
     # --- acting --------------------------------------------------------------------------------------------------
+
+    def _report_usage(self, now: float) -> None:
+        """Lets the other routers know what owners of API keys have used here."""
+        state = self.state
+        state.limiter.sweep(now)
+        if not state.limiter.has_limits:
+            return
+        engines = state.engines.connected
+        relays = [engines[engine_id] for engine_id in sorted(engines)]
+        for engine, usage in state.usage_sharing.report(relays, now):
+            state.outbox.message_to(engine).usage.CopyFrom(usage)
 
     def _forgive_lag(self, now: float) -> None:
         """A pause of our own must not look like silence of the engines."""

@@ -16,6 +16,7 @@ from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.fair_share import FairShare
 from sluice_core.slo import AttainmentCounters
 from sluice_router.limits.limiter import OwnerLimiter
+from sluice_router.limits.sharing import UsageSharing
 from sluice_router.observability.decision_log import DecisionLog
 from sluice_router.observability.metrics import RouterMetrics
 
@@ -206,6 +207,7 @@ class RouterState:
         outbox: I/O to do.
         status: Readiness, and the version that polls wait for.
         limiter: What owners of API keys have used of their limits.
+        usage_sharing: Reports that to the other routers, and takes theirs.
         fair_share: What they have had of the engines, for whose turn it is.
         statistics: Ended requests.
         metrics: Counters and histograms; every module counts what it does.
@@ -231,6 +233,7 @@ class RouterState:
         self.outbox = RouterOutbox()
         self.status = RouterStatus()
         self.limiter = OwnerLimiter()
+        self.usage_sharing = UsageSharing(self.limiter)
         self.fair_share = FairShare()
         self.statistics = RequestStatistics(samples=deque(maxlen=limits.num_samples))
         self.metrics = RouterMetrics()

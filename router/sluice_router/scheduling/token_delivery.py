@@ -51,6 +51,8 @@ def handle_message(state: RouterState, engine: ConnectedEngine, message: engine_
         plan.handle_configured(state, engine, message.configured)
     if message.HasField("load"):
         _handle_load(state, engine, message.load, now)
+    for usage in message.usage:
+        state.usage_sharing.take(usage, now, is_history=message.HasField("hello"))
     for proposal in message.proposals:
         _handle_proposal(state, engine, proposal, now)
     if message.fault:
