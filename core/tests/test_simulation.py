@@ -277,7 +277,7 @@ def test_prompts_are_batched_whole_until_the_gpu_is_saturated(ahead, saturation,
     sizes = (10, 150, 200, 300, 500, 60)
     arrivals = [Arrival(at_s=0.001 * n, prompt_tokens=size, output_tokens=1, slo=SLO) for n, size in enumerate(sizes)]
     cell = Cell(
-        engines=make_engines(((1, 2048), (1, 0))),
+        engines=make_engines(((1, 2048), (1, 0)), blocks=400),
         strategy=get_strategy("disaggregated"),
         parameters=FlowParameters(prefill_batch_tokens=saturation),
         options=SimOptions(schedules_ahead=ahead, message_s=0.0),
