@@ -136,6 +136,10 @@ def test_the_router_command() -> None:
     command = "python -m sluice_router --host h --http-port 1 --grpc-port 2 --control-port 3 --metrics-port 4"
     command += " --model /m --engines dns:x:8010 --grace-s 300"
     assert " ".join(render_router_command(make().spec, site)) == command
+    content = copy.deepcopy(CONTENT)
+    content["spec"]["router"]["cors"] = {"allowedOrigins": ["https://a", "http://b:3000"]}
+    with_pages = render_router_command(check_manifest(content).spec, site)
+    assert with_pages[with_pages.index("--allowed-origins") + 1] == "https://a,http://b:3000"
     emulated = make(emulation={"gpu": "a100-80gx2", "model": "qwen2.5-32b"}).spec
     assert " ".join(render_router_command(emulated, site)) == f"{command} --latency-profile qwen2.5-32b@a100-80gx2"
 

@@ -71,6 +71,10 @@ class RouterSettings(BaseModel):
     api_keys: str = Field(
         default="", description="folder with a file of API keys per owner; everybody is served when empty"
     )
+    allowed_origins: str = Field(
+        default="",
+        description="origins of web pages that may call from a browser, with commas between them; * for all",
+    )
     front_tls: str = Field(
         default="", description="folder with tls.crt and tls.key of the clients' ports; not encrypted when empty"
     )

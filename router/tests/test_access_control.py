@@ -258,6 +258,48 @@ async def test_limits_of_an_owner_are_refused_by_name_over_http_and_grpc(tmp_pat
         assert 'sluice_key_requests_total{owner="alice",result="limited"} 2.0' in metrics
 
 
+# --- web pages -------------------------------------------------------------------------------------------------------
+
+PAGE = "https://chat.example.com"
+
+
+async def test_pages_of_allowed_origins_may_ask_first_without_a_key_and_read_what_comes(tmp_path, keys):
+    origins = f"{PAGE},http://localhost:3000"
+    async with serving_ready(tmp_path, api_keys=str(keys), allowed_origins=origins) as server, client(server) as http:
+        asks = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+        asks["Access-Control-Request-Headers"] = "authorization, x-stainless-os"
+        preflight = await http.options("/v1/chat/completions", headers=asks)
+        assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-origin"] == PAGE
+        assert preflight.headers["access-control-allow-headers"] == "authorization, x-stainless-os"
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        for body in (BODY, {**BODY, "stream": True}, {**BODY, "max_tokens": 0}):
+            answer = await http.post("/v1/completions", json=body, headers={**bearing(KEY), "Origin": PAGE})
+            assert answer.headers["access-control-allow-origin"] == PAGE
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            assert answer.headers["vary"] == "Origin"
+            foreign = await http.post("/v1/completions", json=body, headers={**bearing(KEY), "Origin": "https://evil"})
+            assert foreign.status_code == answer.status_code
+            assert "access-control-allow-origin" not in foreign.headers
+            assert foreign.headers["vary"] == "Origin"
+        refused = await http.options("/v1/completions", headers={**asks, "Origin": "https://evil"})
+        assert "access-control-allow-origin" not in refused.headers
+        assert (await http.options("/v1/completions", headers=bearing(KEY))).status_code == 405
+        without_key = await http.post("/v1/completions", json=BODY, headers={"Origin": PAGE})
+        assert (without_key.status_code, without_key.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+async def test_no_page_may_call_unless_it_is_allowed_and_a_star_allows_all(tmp_path):
+    asks = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+    async with serving_ready(tmp_path) as server, client(server) as http:
+        assert (await http.options("/v1/completions", headers=asks)).status_code == 405
+        answer = await http.post("/v1/completions", json=BODY, headers={"Origin": PAGE})
+        assert not {"vary", "access-control-allow-origin"} & set(answer.headers)
+    async with serving_ready(tmp_path, allowed_origins="*") as server, client(server) as http:
+        preflight = await http.options("/v1/completions", headers=asks)
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (204, "*")
+
+
 # --- TLS -------------------------------------------------------------------------------------------------------------
 
 

@@ -388,6 +388,15 @@ class AuthSpec(ManifestModel):
     """Limits of the keys' owners; owners without any are not limited. In force without a restart."""
 
 
+class CorsSpec(ManifestModel):
+    """Web pages that may call the API from a browser."""
+
+    allowed_origins: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^([*]|https?://[^/, ]+)$", max_length=253)], ...], Field(max_length=32)
+    ] = ()
+    """Their origins, such as https://chat.example.com; * for all. None may when absent."""
+
+
 class RouterSpec(PodFields):
     """The routers."""
 
@@ -403,6 +412,8 @@ class RouterSpec(PodFields):
     """The Service in front of them."""
     auth: AuthSpec = AuthSpec()
     """Who may use the API."""
+    cors: CorsSpec = CorsSpec()
+    """Web pages that may call the API from a browser."""
     tls: RouterTlsSpec = RouterTlsSpec()
     """Encryption of the API. A Secret for it needs no ca.crt."""
 

@@ -175,6 +175,7 @@ def render_router_command(spec: ServingClusterSpec, site: RouterSite, security: 
         "--plan": site.plan_file,
         "--grace-s": spec.router.drain_timeout_seconds,
         "--latency-profile": f"{emulation.model}@{emulation.gpu}" if emulation else None,
+        "--allowed-origins": ",".join(spec.router.cors.allowed_origins) or None,
         "--api-keys": security.api_keys,
         "--front-tls": security.front_tls,
         "--peer-tls": security.peer_tls,

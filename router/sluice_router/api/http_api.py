@@ -45,6 +45,7 @@ from sluice_router.errors import (
     UnsupportedEndpointError,
 )
 from sluice_router.security.access_control import OPEN_ACCESS
+from sluice_router.security.cors import CorsPolicy
 
 if TYPE_CHECKING:
     import ssl
@@ -97,6 +98,7 @@ class HttpApi:
         self._text = text
         self._settings = settings or HttpSettings()
         self._access = access
+        self._cors = CorsPolicy(access.origins)
         self._tls: ssl.SSLContext | None = None
         self._server: EdgeServer | None = None
         self._runner: web.ServerRunner | None = None
@@ -242,6 +244,9 @@ class HttpApi:
 
     async def _route(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         self._check_headers(request)
+        preflight = self._cors.answer_preflight(request.method, request.headers)
+        if preflight is not None:
+            return preflight
         if self._access.keys is not None and request.path not in PROBE_PATHS:
             request[OWNER] = self._access.keys.find_owner(request.headers.get("Authorization"))
         handler = self._handlers.get(request.path)
@@ -267,6 +272,7 @@ class HttpApi:
     def _finish_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
         if not response.prepared:
             response.headers["Server"] = SERVER
+            response.headers.update(self._cors.find_headers(request.headers.get("Origin")))
             if self._answers.is_closing or not request.content.is_eof():
                 response.force_close()
             if REQUEST_ID_HEADER in request.headers or REQUEST_ID in request or response.status >= 400:
@@ -295,7 +301,8 @@ class HttpApi:
         return await self._answers.answer(request, body, prepared, self._mark(request, ignored))
 
     def _mark(self, request: web.BaseRequest, ignored: list[str]) -> dict[str, str]:
-        return {**format_ignored(ignored), REQUEST_ID_HEADER: self._shown_id_of(request)}
+        cors = self._cors.find_headers(request.headers.get("Origin"))
+        return {**format_ignored(ignored), **cors, REQUEST_ID_HEADER: self._shown_id_of(request)}
 
     def _describe_caller(self, request: web.BaseRequest, body: CompletionBody | ChatBody, arrival_s: float) -> Caller:
         return Caller(

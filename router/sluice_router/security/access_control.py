@@ -17,10 +17,12 @@ class ClientAccess:
     Args:
         keys: Keys that requests must carry; None: everybody is served.
         certificates: Certificate of the ports; None: nothing is encrypted.
+        origins: Origins of web pages that may call over HTTP; ``*`` for all.
     """
 
     keys: ApiKeys | None = None
     certificates: CertificateFolder | None = None
+    origins: frozenset[str] = frozenset()
 
 
 OPEN_ACCESS = ClientAccess()

@@ -80,6 +80,7 @@ class RouterSecurity:
         self.client_access = ClientAccess(
             keys=ApiKeys(Path(settings.api_keys)) if settings.api_keys else None,
             certificates=CertificateFolder(Path(settings.front_tls), is_mutual=False) if settings.front_tls else None,
+            origins=frozenset(settings.allowed_origins.split(",")) - {""},
         )
         self.peers: PeerSecurity | None = None
         if settings.peer_tls:
