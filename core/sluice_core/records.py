@@ -249,6 +249,7 @@ class FlowParameters:
         min_tokens_between_moves: Output tokens between two moves of a request unless its SLO is at stake.
         prefill_batch_tokens: L_m, prefill tokens that saturate a GPU: a prefill engine batches whole prompts up to so
             many, and a longer one alone. 0: it fills its chunk (DistServe, section 4.3).
+        batch_token_budget: G (FlowPrefill, section 5.2, Algorithm 1): prompt tokens that a batch stays below.
     """
 
     watermark: float = 0.95
@@ -256,6 +257,7 @@ class FlowParameters:
     early_rejection: EarlyRejection = EarlyRejection.OFF
     min_tokens_between_moves: int = 16
     prefill_batch_tokens: int = 2048
+    batch_token_budget: int = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

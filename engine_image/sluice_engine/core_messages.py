@@ -182,6 +182,7 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
         generation: Plan generation in force.
         pull_bytes_per_s: Measured rate of KV pulls; 0: none yet.
         num_preemptions: Since the start.
+        num_suspended_prefills: Prefills that had started and made way for a more urgent one, since the start.
         num_moved_in: Requests that arrived with KV, since the start.
         num_moved_out: Requests handed off, since the start.
         num_recomputed_pulls: Pulls that failed, came too late or were malformed, and were recomputed, since the start.
@@ -202,6 +203,7 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     generation: int = 0
     pull_bytes_per_s: float = 0.0
     num_preemptions: int = 0
+    num_suspended_prefills: int = 0
     num_moved_in: int = 0
     num_moved_out: int = 0
     num_recomputed_pulls: int = 0

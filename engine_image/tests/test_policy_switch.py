@@ -11,6 +11,7 @@ import pytest
 
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_engine.core_messages import RequestExtras
+from sluice_engine.scheduling.prefill_selection import PrefillSelection
 from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
 
 pytestmark = pytest.mark.engine
@@ -24,6 +25,9 @@ class NewestFirst:
 
     def victim_key(self, arrival_s: float, priority: int) -> float:
         return -arrival_s
+
+    def make_selector(self, latency: object) -> None:
+        return None
 
 
 class WaitingRequest(SimpleNamespace):
@@ -60,7 +64,10 @@ def test_a_new_policy_orders_what_waits_and_what_runs() -> None:
             tracker.place_running(tracked)
             running.append(request)
     policy = NewestFirst()
-    scheduler = SimpleNamespace(_tracker=tracker, _moves=SimpleNamespace(policy=policy), running=running, **queues)
+    selection = PrefillSelection(tracker, kv_usage=None)  # type: ignore[arg-type]  # the policy selects nothing
+    scheduler = SimpleNamespace(
+        _tracker=tracker, _selection=selection, _moves=SimpleNamespace(policy=policy), running=running, **queues
+    )
     assert [request.request_id for request in scheduler.waiting] == ["0", "1", "2"]
     SluiceMixin._adopt_policy(scheduler)
     assert tracker.policy is policy

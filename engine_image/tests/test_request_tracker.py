@@ -211,13 +211,17 @@ def test_the_load_says_what_waits_runs_and_has_moved() -> None:
         generation=9,
         pull_bytes_per_s=5e6,
         num_preemptions=3,
+        num_suspended_prefills=8,
         num_moved_in=4,
         num_moved_out=6,
         num_recomputed_pulls=5,
     )
-    assert measure_load(plan, tracker, kv, pulls=pulls, hand_offs=hand_offs, num_preemptions=3) == expected
+    assert (
+        measure_load(plan, tracker, kv, pulls=pulls, hand_offs=hand_offs, num_preemptions=3, num_suspended=8)
+        == expected
+    )
     tracker.decode_context_tokens = -5
-    load = measure_load(plan, tracker, kv, pulls=pulls, hand_offs=hand_offs, num_preemptions=3)
+    load = measure_load(plan, tracker, kv, pulls=pulls, hand_offs=hand_offs, num_preemptions=3, num_suspended=8)
     assert load.decode_context_tokens == 0
 
 

@@ -113,7 +113,11 @@ REFUSED = [
     ),
     ("spec.slo.attainment", 90, "spec.slo.attainment: 90 is not text; put it in quotes"),
     ("spec.slo.attainment", "0%", "spec.slo.attainment: '0%' does not have the required form"),
-    ("spec.strategy", "taichi", "spec.strategy: 'taichi' is not one of 'TaiChi', 'Aggregated' or 'Disaggregated'"),
+    (
+        "spec.strategy",
+        "taichi",
+        "spec.strategy: 'taichi' is not one of 'TaiChi', 'Aggregated', 'Disaggregated' or 'Flow",
+    ),
     ("spec.parameters.earlyRejection", False, 'which is what YAML reads for a bare Off: write "Off" in quotes'),
     ("spec.replica", 2, "spec.replica: is not a field of ServingCluster; remove it (did you mean replicas?)"),
     ("spec.engine.xyz", 2, "spec.engine.xyz: is not a field of ServingCluster; remove it (known here: affinity, "),

@@ -38,6 +38,7 @@ def build_cluster(spec: ClusterSpec, seed: int) -> Cell:
             early_rejection=settings.early_rejection,
             min_tokens_between_moves=settings.min_tokens_between_moves,
             prefill_batch_tokens=settings.prefill_batch_tokens,
+            batch_token_budget=settings.batch_token_budget,
         ),
         options=make_options(settings),
         seed=seed,

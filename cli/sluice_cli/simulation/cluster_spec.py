@@ -143,6 +143,7 @@ def _make_settings(spec: ServingClusterSpec) -> SimulationSettings:
         early_rejection=EarlyRejection(parameters.early_rejection),
         min_tokens_between_moves=parameters.min_tokens_between_moves,
         prefill_batch_tokens=parameters.prefill_batch_tokens,
+        batch_token_budget=parameters.batch_token_budget,
         max_batch_tokens=spec.engine.max_batch_tokens,
         scheduling=AHEAD,
         wait_limit_s=ROUTER_WAIT_LIMIT_S,  # a manifest cannot change it

@@ -130,6 +130,7 @@ def make_inputs(manifest: ServingCluster | None, flags: PlanFlags, rows: Sequenc
             early_rejection=settings.early_rejection,
             min_tokens_between_moves=settings.min_tokens_between_moves,
             prefill_batch_tokens=settings.prefill_batch_tokens,
+            batch_token_budget=settings.batch_token_budget,
         ),
         options=make_options(settings),
         classes=spec.classes,

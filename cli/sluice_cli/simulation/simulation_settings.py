@@ -27,6 +27,7 @@ class SimulationSettings:
         early_rejection: What happens to a request that no engine can serve in time.
         min_tokens_between_moves: Output tokens between two moves of a request.
         prefill_batch_tokens: Prompt tokens that saturate a GPU, for ``disaggregated``; 0: it fills the chunk.
+        batch_token_budget: G, prompt tokens that a batch of FlowPrefill stays below.
         no_grant: What a finished prefill does when no engine grants it blocks: ``in_place`` or ``wait``.
         ttft_end: When TTFT ends: ``first_token`` or ``decode_join``.
         budget: What the chunk size counts: ``all`` tokens or those of ``prefill`` only.
@@ -57,6 +58,7 @@ class SimulationSettings:
     early_rejection: EarlyRejection = EarlyRejection.OFF
     min_tokens_between_moves: int = 16
     prefill_batch_tokens: int = 2048
+    batch_token_budget: int = 4096
     no_grant: NoGrant = NoGrant.IN_PLACE
     ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
     budget: str = "all"
@@ -123,6 +125,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "early_rejection": lambda text: EarlyRejection(_read_choice(EarlyRejection)(text)),
     "min_tokens_between_moves": _read_count(0, 1_000_000),
     "prefill_batch_tokens": _read_count(0, 1_048_576),
+    "batch_token_budget": _read_count(1, 1_048_576),
     "no_grant": lambda text: NoGrant(_read_choice(NoGrant)(text)),
     "ttft_end": lambda text: TtftEnd(_read_choice(TtftEnd)(text)),
     "budget": _read_choice(("all", "prefill")),

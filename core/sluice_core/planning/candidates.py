@@ -203,6 +203,8 @@ def list_chunk_sizes(low: int, high: int, extra: Iterable[int] = ()) -> tuple[in
 
 
 _COARSE_CHUNKS = ((256, 64), (512, 128), (1024, 128), (1024, 256), (2048, 128), (2048, 512), (8192, 256))
+# D-heavy engines have as few prefills as the bounds allow (FlowPrefill, section 6.1).
+_COARSE_FLOWPREFILL = ((512, 0), (2048, 0))
 _COARSE_AGGREGATED = (128, 256, 512, 1024, 2048)
 _COARSE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 
@@ -225,6 +227,18 @@ def list_coarse(space: SearchSpace, replicas: int, tensor_parallel: int) -> list
         )
         for count in spread
         for prefill, decode in _COARSE_CHUNKS
+    ]
+    found += [
+        space.make_candidate(
+            "flowprefill",
+            replicas,
+            tensor_parallel,
+            num_prefill_heavy=count,
+            prefill_heavy_tokens=prefill,
+            decode_heavy_tokens=decode,
+        )
+        for count in spread
+        for prefill, decode in _COARSE_FLOWPREFILL
     ]
     found += [
         space.make_candidate("aggregated", replicas, tensor_parallel, prefill_heavy_tokens=tokens)

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from sluice_core.records import MoveCause, MoveProposal, Role
+from sluice_core.latency import LatencyModel
+from sluice_core.records import MoveCause, MoveProposal, RequestId, Role
 from sluice_core.scheduling.decode_order import DecodeSet
 
 RECOMPUTE_TOKENS: Final = 2048  # per iteration, where the chunk size is 0; chosen for a 14B model on an A100
@@ -149,6 +150,51 @@ class BatchLimits:
         return not (self.runs_started_prefills if kind is RequestKind.STARTED_PREFILL else self.runs_recompute)
 
 
+class PrefillSelector:
+    """Chooses whose prompts an engine computes next, where that changes while they wait; kept for one engine.
+
+    It knows the prompts without a first token. Requests to recompute and recoveries go ahead of what it selects.
+
+    Attributes:
+        num_suspended: Times that prompts that had started were preempted by a more urgent one.
+    """
+
+    num_suspended: int = 0
+
+    def add(self, request_id: RequestId, *, arrival_s: float, ttft_slo_s: float, priority: int, tokens: int) -> None:
+        """Take a prompt that has come to the engine.
+
+        Args:
+            request_id: The request.
+            arrival_s: Arrival at the router, on the caller's clock.
+            ttft_slo_s: Its TTFT objective; ``math.inf``: none.
+            priority: Higher goes first.
+            tokens: Tokens of the prompt.
+        """
+        raise NotImplementedError
+
+    def advance(self, request_id: RequestId, num_computed_tokens: int) -> None:
+        """Note what a prompt has computed; more than 0: it has started, and holds KV blocks."""
+        raise NotImplementedError
+
+    def remove(self, request_id: RequestId) -> None:
+        """Forget a prompt whose last chunk was scheduled, or that leaves otherwise; an unknown one is no error."""
+        raise NotImplementedError
+
+    def select(self, now: float, engine: EngineBatch) -> list[RequestId]:
+        """Select the prompts that the next iteration may compute, in the order in which they get tokens.
+
+        Args:
+            now: Seconds on the caller's clock.
+            engine: What waits and runs.
+        """
+        raise NotImplementedError
+
+    def rank_started(self) -> list[RequestId]:
+        """Rank the prompts that have started: they run when none of those selected finds a seat and blocks."""
+        raise NotImplementedError
+
+
 class EnginePolicy:
     """Decides what an engine batches, in which order, and which decodes should leave.
 
@@ -185,6 +231,17 @@ class EnginePolicy:
             priority: Higher is spared longer.
         """
         raise NotImplementedError
+
+    def make_selector(self, latency: LatencyModel) -> PrefillSelector | None:  # noqa: ARG002 - for overrides
+        """Make what selects an engine's prefills.
+
+        Args:
+            latency: How long the engine's iterations take.
+
+        Returns:
+            None, unless a policy overrides it: ``order_key`` orders them.
+        """
+        return None
 
     def propose(self, now: float, engine: DecodeSet) -> list[MoveProposal]:  # noqa: ARG002 - policies override it
         """Pick the decodes that should leave; called after each iteration. None, unless a policy overrides it.

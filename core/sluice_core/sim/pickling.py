@@ -12,6 +12,7 @@ from sluice_core.records import FlowParameters, Slo, SloClass
 from sluice_core.sim.cell import EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.metrics import EngineUse, RunSummary
 from sluice_core.sim.traces import TraceRow
+from sluice_core.strategies.flowprefill import FlowPrefillRules
 from sluice_core.strategies.interface import SliderUse, Strategy
 from sluice_core.strategies.parameters import Parameter
 from sluice_core.strategies.roles import FlowRules
@@ -20,6 +21,7 @@ RECORDS: tuple[type[Any], ...] = (
     EngineSetup,
     EngineUse,
     FlowParameters,
+    FlowPrefillRules,
     FlowRules,
     IterationProfile,
     TransferLink,

@@ -59,7 +59,22 @@ PREFILL_BATCH_TOKENS = Parameter(
     unit="tokens",
     source="DistServe, section 4.3: L_m; the value: FlowPrefill, section 6.1",
 )
-_PARAMETERS = (WATERMARK, APPROACHING_FACTOR, EARLY_REJECTION, MIN_TOKENS_BETWEEN_MOVES, PREFILL_BATCH_TOKENS)
+BATCH_TOKEN_BUDGET = Parameter(
+    name="batch_token_budget",
+    default="4096",
+    low=16,
+    high=1_048_576,
+    unit="tokens",
+    source="FlowPrefill, section 6.3",
+)
+_PARAMETERS = (
+    WATERMARK,
+    APPROACHING_FACTOR,
+    EARLY_REJECTION,
+    MIN_TOKENS_BETWEEN_MOVES,
+    PREFILL_BATCH_TOKENS,
+    BATCH_TOKEN_BUDGET,
+)
 
 
 def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], strategy: str) -> FlowParameters:
@@ -87,6 +102,7 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
         early_rejection=EarlyRejection(read[EARLY_REJECTION.name]),
         min_tokens_between_moves=int(read[MIN_TOKENS_BETWEEN_MOVES.name]),
         prefill_batch_tokens=int(read[PREFILL_BATCH_TOKENS.name]),
+        batch_token_budget=int(read[BATCH_TOKEN_BUDGET.name]),
     )
 
 
@@ -103,5 +119,6 @@ def format_parameters(rows: tuple[Parameter, ...], parameters: FlowParameters) -
         EARLY_REJECTION.name: str(parameters.early_rejection.value),
         MIN_TOKENS_BETWEEN_MOVES.name: str(parameters.min_tokens_between_moves),
         PREFILL_BATCH_TOKENS.name: str(parameters.prefill_batch_tokens),
+        BATCH_TOKEN_BUDGET.name: str(parameters.batch_token_budget),
     }
     return {row.name: values[row.name] for row in rows}

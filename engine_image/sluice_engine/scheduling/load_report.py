@@ -23,6 +23,7 @@ def measure_load(
     pulls: IncomingPulls,
     hand_offs: OutgoingHandOffs,
     num_preemptions: int,
+    num_suspended: int,
 ) -> SchedulerLoad:
     """Reads the load after an iteration, or between two.
 
@@ -33,6 +34,7 @@ def measure_load(
         pulls: Requests on their way in.
         hand_offs: Requests on their way out.
         num_preemptions: Since the start.
+        num_suspended: Prefills that made way, since the start.
     """
     return SchedulerLoad(
         queued_prefill_tokens=tracker.queued_prefill_tokens,
@@ -51,6 +53,7 @@ def measure_load(
         generation=plan.generation,
         pull_bytes_per_s=pulls.bytes_per_s,
         num_preemptions=num_preemptions,
+        num_suspended_prefills=num_suspended,
         num_moved_in=pulls.num_moved_in,
         num_moved_out=hand_offs.num_moved_out,
         num_recomputed_pulls=pulls.num_recomputed,

@@ -24,6 +24,9 @@ class PrefillRoom:
         max_batch_tokens: Largest chunk size.
         block_size_tokens: Tokens per KV block.
         now_s: Monotonic time.
+
+    Attributes:
+        batch: What the batch policy was asked about last.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class PrefillRoom:
         self._max_batch_tokens = max_batch_tokens
         self._block_size_tokens = block_size_tokens
         self._last_prefill_s = now_s
+        self.batch: EngineBatch
         self._limits: BatchLimits
         self._remaining_tokens = 0
         self._is_saturated = False
@@ -57,22 +61,20 @@ class PrefillRoom:
         count = self._tracker.count
         if not self._tracker.num_queued:
             self._last_prefill_s = now_s
-        self._limits = self._tracker.policy.limits(
-            now_s,
-            EngineBatch(
-                chunk_size_tokens=plan.chunk_size_tokens,
-                last_chunk_size_tokens=last_chunk_size_tokens,
-                max_batch_tokens=self._max_batch_tokens,
-                block_size_tokens=self._block_size_tokens,
-                num_decodes=count(RequestKind.DECODE) - count_ending_decodes(self._tracker),
-                num_joining=count(RequestKind.JOINING),
-                num_recomputing=count(RequestKind.RECOMPUTE) + count(RequestKind.RECOVERY),
-                num_started_prefills=count(RequestKind.STARTED_PREFILL),
-                num_new_prompts=count(RequestKind.NEW_PROMPT),
-                last_prefill_s=self._last_prefill_s,
-                is_draining=plan.is_draining,
-            ),
+        self.batch = EngineBatch(
+            chunk_size_tokens=plan.chunk_size_tokens,
+            last_chunk_size_tokens=last_chunk_size_tokens,
+            max_batch_tokens=self._max_batch_tokens,
+            block_size_tokens=self._block_size_tokens,
+            num_decodes=count(RequestKind.DECODE) - count_ending_decodes(self._tracker),
+            num_joining=count(RequestKind.JOINING),
+            num_recomputing=count(RequestKind.RECOMPUTE) + count(RequestKind.RECOVERY),
+            num_started_prefills=count(RequestKind.STARTED_PREFILL),
+            num_new_prompts=count(RequestKind.NEW_PROMPT),
+            last_prefill_s=self._last_prefill_s,
+            is_draining=plan.is_draining,
         )
+        self._limits = self._tracker.policy.limits(now_s, self.batch)
         self._remaining_tokens = self._limits.prefill_room_tokens
         self._is_saturated = False
         return self._limits

@@ -6,9 +6,11 @@ largest pair. The tracker writes the batch policy's order into those two fields,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sluice_core.records import RequestId
 from sluice_core.scheduling.batching import RequestKind
 from sluice_engine.core_messages import decode_extras
 
@@ -17,13 +19,16 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-    from sluice_core.scheduling.batching import EnginePolicy
+    from sluice_core.latency import LatencyModel
+    from sluice_core.scheduling.batching import EnginePolicy, PrefillSelector
     from sluice_engine.core_messages import RequestExtras
 
 # Classes whose tokens count as queued prefill.
 PREFILL_KINDS = frozenset(
     {RequestKind.RECOMPUTE, RequestKind.RECOVERY, RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT}
 )
+# Classes of prompts that have no token yet and were not preempted.
+PROMPT_KINDS = frozenset({RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT})
 
 
 @dataclass(slots=True)
@@ -39,6 +44,7 @@ class TrackedRequest:
         first_token_s: When the client got its first token, on the same clock; None before it.
         pull_deadline_s: When a pull that has not started is given up.
         is_moved_in: Its KV came from another engine.
+        selected_place: Its place among the prompts that the policy has selected; None: it has not.
         counted_tokens: Prefill tokens that the sums hold for it.
         counted_work: Attention work that the sums hold for it.
     """
@@ -51,6 +57,7 @@ class TrackedRequest:
     first_token_s: float | None = None
     pull_deadline_s: float = 0.0
     is_moved_in: bool = False
+    selected_place: int | None = None
     counted_tokens: int = 0
     counted_work: float = 0.0
 
@@ -80,6 +87,7 @@ class RequestTracker:
         policy: Gives the orders.
 
     Attributes:
+        selector: Selects prompts; None: the policy orders them by its key.
         by_id: The requests; read it, and change it through the methods.
         queued_prefill_tokens: Sum of what they have not computed yet, pulls and decodes left out.
         queued_attention_work: The attention work of that.
@@ -88,6 +96,7 @@ class RequestTracker:
 
     def __init__(self, policy: EnginePolicy) -> None:
         self.policy = policy
+        self.selector: PrefillSelector | None = None
         self.queued_prefill_tokens = 0
         self.queued_attention_work = 0.0
         self.decode_context_tokens = 0
@@ -112,6 +121,7 @@ class RequestTracker:
         self.by_id[tracked.request.request_id] = tracked
         self._ids_of_kind[tracked.kind][tracked.request.request_id] = tracked
         self.recount(tracked)
+        self._tell_selector(tracked, None)
         self.place(tracked)
 
     def discard(self, request_id: str) -> TrackedRequest | None:
@@ -119,15 +129,55 @@ class RequestTracker:
         tracked = self.by_id.pop(request_id, None)
         if tracked is not None:
             self._leave_kind(tracked)
+            if self.selector is not None:
+                self.selector.remove(RequestId(request_id))
             self._count(tracked, 0, 0.0)
         return tracked
 
     def change_kind(self, tracked: TrackedRequest, kind: RequestKind) -> None:
         """Moves a request to another class; ``place`` it when no heap holds it."""
         self._leave_kind(tracked)
-        tracked.kind = kind
+        before, tracked.kind = tracked.kind, kind
         self._ids_of_kind[kind][tracked.request.request_id] = tracked
+        self._tell_selector(tracked, before)
         self.recount(tracked)
+
+    def adopt(self, policy: EnginePolicy, latency: LatencyModel) -> None:
+        """Takes a new policy; ``place`` every request while no heap holds it.
+
+        Args:
+            policy: The policy.
+            latency: How long the engine's iterations take.
+        """
+        self.policy = policy
+        self.selector = policy.make_selector(latency)
+        for tracked in self.by_id.values():
+            tracked.selected_place = None
+            self._tell_selector(tracked, None)
+
+    def note_progress(self, tracked: TrackedRequest) -> None:
+        """Brings sums and selector up to date with what a prefill has computed."""
+        self._tell_selector(tracked, tracked.kind)
+        self.recount(tracked)
+
+    def _tell_selector(self, tracked: TrackedRequest, before: RequestKind | None) -> None:
+        """Tells the selector of a request; ``before`` is the class that it had, None for a new one."""
+        selector, request_id = self.selector, RequestId(tracked.request.request_id)
+        if selector is None:
+            return
+        if tracked.kind not in PROMPT_KINDS:
+            selector.remove(request_id)
+            return
+        if before not in PROMPT_KINDS:
+            selector.add(
+                request_id,
+                arrival_s=tracked.arrival_s,
+                ttft_slo_s=tracked.extras.ttft_slo_s or math.inf,
+                priority=tracked.user_priority,
+                tokens=tracked.request.num_tokens,
+            )
+        if tracked.kind is RequestKind.STARTED_PREFILL:
+            selector.advance(request_id, tracked.request.num_computed_tokens)
 
     def _leave_kind(self, tracked: TrackedRequest) -> None:
         del self._ids_of_kind[tracked.kind][tracked.request.request_id]
@@ -145,7 +195,10 @@ class RequestTracker:
 
     def place(self, tracked: TrackedRequest) -> None:
         """Writes the waiting order into vLLM's fields."""
-        kind, order = self.policy.order_key(tracked.kind, tracked.arrival_s, tracked.user_priority)
+        if tracked.selected_place is not None and tracked.kind is RequestKind.NEW_PROMPT:
+            kind, order = int(RequestKind.STARTED_PREFILL), float(tracked.selected_place)
+        else:
+            kind, order = self.policy.order_key(tracked.kind, tracked.arrival_s, tracked.user_priority)
         tracked.request.priority = int(kind)
         tracked.request.arrival_time = order
 

@@ -86,4 +86,4 @@ def settle_batch(batch: ScheduledBatch, tracker: RequestTracker) -> None:
         elif tracked.kind is RequestKind.NEW_PROMPT:
             tracker.change_kind(tracked, RequestKind.STARTED_PREFILL)
         else:
-            tracker.recount(tracked)
+            tracker.note_progress(tracked)

@@ -33,6 +33,7 @@ from sluice_engine.scheduling.kv_usage import KvUsage
 from sluice_engine.scheduling.load_report import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.prefill_room import PrefillRoom
+from sluice_engine.scheduling.prefill_selection import PrefillSelection
 from sluice_engine.scheduling.report_outbox import ReportOutbox
 from sluice_engine.scheduling.request_tracker import RequestTracker, track_request
 from sluice_engine.scheduling.scheduled_batch import describe_batch, settle_batch
@@ -79,6 +80,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             block_size_tokens=self.block_size,
             now_s=time.monotonic(),
         )
+        self._selection = PrefillSelection(self._tracker, self._kv_usage)
         self._timer = IterationTimer()
         self._outbox = ReportOutbox()
         self._recorder = open_recorder(self.vllm_config.kv_transfer_config.engine_id)
@@ -119,7 +121,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
 
     def _adopt_policy(self) -> None:
         """Puts every request into the order of the policy in force; the heap holds none while its place changes."""
-        self._tracker.policy = self._moves.policy
+        self._selection.adopt(self._moves.policy)
         for queue in (self.waiting, self.kv_holding_waiting):
             requests = list(queue)
             queue.remove_requests(requests)
@@ -223,18 +225,21 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         limits = self._prefill_room.renew(self._moves.plan, self._moves.last_chunk_size_tokens, now_s)
         if limits.returns_new_prompts:
             self._return_new_prompts()
+        self._selection.renew(now_s, self._prefill_room.batch, self.waiting, has_seat=self._has_seat())
         self._order_running()
         output = super().schedule(throttle_prefills)
+        self._selection.note_scheduled(output.total_num_scheduled_tokens)
         if output.total_num_scheduled_tokens:
             self._settle_batch(output, started_s, now_s)
         return output
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Hands out prefill room: vLLM calls this for every request before it gives it tokens."""
-        kind = self._tracker.by_id[request.request_id].kind
+        tracked = self._tracker.by_id[request.request_id]
+        kind = tracked.kind
         if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
             return num_new_tokens  # decodes are never cut; speculative decoding, the method's purpose, is refused
-        if kind is RequestKind.NEW_PROMPT and not self._has_seat():
+        if self._selection.hides(tracked) or (kind is RequestKind.NEW_PROMPT and not self._has_seat()):
             return 0
         return self._prefill_room.take(kind, num_new_tokens, request.num_tokens - num_computed_tokens, self.waiting)
 
@@ -258,6 +263,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         measured = self._timer.stop(scheduler_output)
         if measured is not None:
             batch, iteration = measured
+            self._selection.observe(iteration)
             if self._recorder is not None:
                 self._recorder.note_end(iteration.duration_s)
             proposals = self._propose_moves(scheduler_output, batch)
@@ -283,6 +289,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             pulls=self._pulls,
             hand_offs=self._hand_offs,
             num_preemptions=self._num_preemptions,
+            num_suspended=self._selection.num_suspended,
         )
 
     # --- preempt ---------------------------------------------------------------------------------------------------

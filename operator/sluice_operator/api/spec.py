@@ -32,7 +32,7 @@ MAX_BATCH_TOKENS = 1_048_576
 # Largest limit of an owner of API keys.
 MAX_LIMIT = 2**31 - 1
 
-StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated"]
+StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated", "FlowPrefill"]
 EarlyRejectionName = Literal["Off", "Random", "Reject"]
 
 
@@ -89,6 +89,8 @@ class ParametersSpec(ManifestModel):
     prefill_batch_tokens: Annotated[int, Field(strict=True, ge=0, le=1_048_576)] = 2048
     """Disaggregated: prompt tokens that saturate a GPU, up to which a P-heavy engine batches whole prompts.
     A longer prompt runs alone. 0: an iteration is filled to engine.maxBatchTokens."""
+    batch_token_budget: Annotated[int, Field(strict=True, ge=16, le=1_048_576)] = 4096
+    """Prompt tokens that FlowPrefill batches stay below; a single longer prompt still runs."""
 
 
 class KeyRef(ManifestModel):
@@ -506,7 +508,9 @@ class SpecFields(ManifestModel):
     """How the sliders are used; in force without a restart. TaiChi uses them as given.
     Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
     Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills;
-    docs/internals/strategies.md says how it follows DistServe."""
+    docs/internals/strategies.md says how it follows DistServe. FlowPrefill uses them as given;
+    the prompt whose TTFT objective ends first preempts others where an iteration ends, so smaller chunk sizes
+    let it in sooner."""
     parameters: Annotated[ParametersSpec, FieldEffect.LIVE] = ParametersSpec()
     """Parameters of the strategies. In force without a restart."""
     model: Annotated[ModelSpec, FieldEffect.RESTARTS_ALL]

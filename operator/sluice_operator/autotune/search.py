@@ -163,6 +163,7 @@ def make_problem(request: SearchRequest) -> PlanningProblem:
             early_rejection=EarlyRejection(constraints.early_rejection),
             min_tokens_between_moves=constraints.min_tokens_between_moves,
             prefill_batch_tokens=constraints.prefill_batch_tokens,
+            batch_token_budget=constraints.batch_token_budget,
         ),
         # As the engines and routers that it plans for.
         options=SimOptions(schedules_ahead=True, wait_limit_s=ROUTER_WAIT_LIMIT_S),

@@ -50,6 +50,7 @@ class SearchConstraints:
         early_rejection: As ``sluice_core`` calls it.
         min_tokens_between_moves: Output tokens.
         prefill_batch_tokens: Prompt tokens.
+        batch_token_budget: Prompt tokens.
         max_batch_tokens: Largest chunk size.
         link: What KV moves over, as ``sluice_core`` calls it.
         prefill_heavy: Least and most P-heavy engines, as counts or percentages.
@@ -66,6 +67,7 @@ class SearchConstraints:
     early_rejection: str
     min_tokens_between_moves: int
     prefill_batch_tokens: int
+    batch_token_budget: int
     max_batch_tokens: int
     link: str
     prefill_heavy: tuple[str, str]
@@ -211,6 +213,7 @@ def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
         early_rejection=parameters.early_rejection,
         min_tokens_between_moves=parameters.min_tokens_between_moves,
         prefill_batch_tokens=parameters.prefill_batch_tokens,
+        batch_token_budget=parameters.batch_token_budget,
         max_batch_tokens=most,
         link="infiniband" if spec.network.mode == "RDMA" else "tcp",
         prefill_heavy=_read_counts(bounds.prefill_heavy, counts),

@@ -75,7 +75,7 @@ def make_room_for_chunks(engine: SchedulerState, now: float, num_decodes: int) -
     limits = prefills.find_limits(now, num_decodes)
     room = limits.prefill_room_tokens
     found: dict[int, tuple[int, int]] = {}  # blocks and tokens of each
-    for request in prefills.list_started():
+    for request in prefills.list_runnable(now, engine.free_blocks):
         if room <= 0 or len(found) >= prefills.max_started:
             return
         if not request.num_computed_tokens:

@@ -227,6 +227,15 @@ class PrefillQueue:
         """List the prefills that have started, in the order in which they are served."""
         return list(self._started)
 
+    def list_runnable(self, now: float, free_blocks: int) -> list[SimRequest]:  # noqa: ARG002 - for overrides
+        """List those of them that the next iteration may compute, in the order in which they are served.
+
+        Args:
+            now: Seconds of the simulated clock.
+            free_blocks: Blocks that may be taken.
+        """
+        return list(self._started)
+
     def may_run_short(self, free_blocks: int) -> bool:
         """Say whether prefills that have started may find too few blocks for their next chunks."""
         most = max(self.batch.chunk_size_tokens, self.batch.last_chunk_size_tokens, RECOMPUTE_TOKENS)

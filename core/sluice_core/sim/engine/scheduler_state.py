@@ -10,6 +10,7 @@ from sluice_core.sim.engine.decode_batch import DecodeBatch
 from sluice_core.sim.engine.engine_counters import EngineCounters
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
 from sluice_core.sim.engine.prefix_cache import PrefixCache
+from sluice_core.sim.engine.selected_prefills import SelectedPrefills
 from sluice_core.sim.requests import SimRequest
 
 
@@ -81,7 +82,12 @@ class SchedulerState:
         self.cache: PrefixCache | None = None
         if hash_block_tokens is not None:
             self.cache = PrefixCache(setup.kv_blocks_total, setup.block_size_tokens, hash_block_tokens)
-        self.prefills = PrefillQueue(setup, policy, self.cache, takes_by_chunk=schedules_ahead)
+        selector = policy.make_selector(setup.profile)
+        self.prefills = (
+            PrefillQueue(setup, policy, self.cache, takes_by_chunk=schedules_ahead)
+            if selector is None
+            else SelectedPrefills(setup, policy, selector, self.cache, takes_by_chunk=schedules_ahead)
+        )
         self.batch = DecodeBatch(setup)
         self.total_blocks = setup.kv_blocks_total
         self.used_blocks = 0

@@ -1,0 +1,198 @@
+"""Slack of prefills, and the order that it gives them: slack-aware earliest deadline first (S-EDF).
+
+The slack of a prefill is the time from its predicted end to its deadline (FlowPrefill, arXiv:2602.16603, section 5.2).
+What waits loses slack at one second per second, so the moment at which it becomes late is known in advance.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import chain
+from typing import Final
+
+from sluice_core.latency import LatencyModel, PrefillCoefficients, compute_attention_work
+from sluice_core.records import RequestId
+
+_CHANGED: Final = 0.1  # relative change of a prediction beyond which all slacks are predicted again
+_SAMPLE_TOKENS: Final = 1024  # of the prefill whose prediction is compared
+
+
+class PrefillPredictor:
+    """Predicts how long the rest of a prefill takes (FlowPrefill, section 6.4); mutable: ``renew``.
+
+    Args:
+        model: Latency of the engine's iterations.
+    """
+
+    def __init__(self, model: LatencyModel) -> None:
+        self._model = model
+        self._room_tokens = 1
+        self._coefficients = PrefillCoefficients(0.0, 0.0, 0.0)
+        self._sample_s = 0.0
+
+    def renew(self, room_tokens: int, num_decodes: int) -> bool:
+        """Take the model's newest coefficients, if they have changed enough to matter.
+
+        Args:
+            room_tokens: Prefill room of each iteration.
+            num_decodes: Decodes that run beside.
+
+        Returns:
+            Whether predictions have changed.
+        """
+        room_tokens = max(1, room_tokens)
+        coefficients = self._model.compute_prefill_coefficients(num_decodes, 0, room_tokens)
+        sample_s = _predict_s(coefficients, room_tokens, _SAMPLE_TOKENS, 0.0)
+        if abs(sample_s - self._sample_s) <= _CHANGED * self._sample_s:
+            return False
+        self._room_tokens, self._coefficients, self._sample_s = room_tokens, coefficients, sample_s
+        return True
+
+    def predict_s(self, tokens: int, attention_work: float) -> float:
+        """Predict the time of prefills that are computed one after the other, in seconds.
+
+        Args:
+            tokens: Their tokens that are not computed.
+            attention_work: Of these tokens, as in ``IterationShape``.
+        """
+        return _predict_s(self._coefficients, self._room_tokens, tokens, attention_work)
+
+
+def _predict_s(coefficients: PrefillCoefficients, room_tokens: int, tokens: int, attention_work: float) -> float:
+    num_iterations = -(-tokens // room_tokens)
+    return (
+        coefficients.per_token_s * tokens
+        + coefficients.per_work_s * attention_work
+        + coefficients.per_iteration_s * num_iterations
+    )
+
+
+class QueuedPrefill:
+    """A prompt without its first token; mutable, changed by ``SlackOrder`` and its owner.
+
+    Args:
+        request_id: The request.
+        number: Counts the requests of an engine; breaks ties.
+        deadline_s: When its first token is due, on the engine's clock.
+        urgency_s: Its place: the deadline, brought forward by a user's priority.
+        tokens: Tokens of the prompt.
+
+    Attributes:
+        num_computed_tokens: Those of them that have KV.
+        late_from_s: From when on it cannot meet its deadline any more, if it is not computed before.
+        is_late: It is among the late ones of its ``SlackOrder``.
+    """
+
+    __slots__ = (
+        "deadline_s",
+        "is_late",
+        "late_from_s",
+        "num_computed_tokens",
+        "number",
+        "request_id",
+        "tokens",
+        "urgency_s",
+    )
+
+    def __init__(self, request_id: RequestId, *, number: int, deadline_s: float, urgency_s: float, tokens: int) -> None:
+        self.request_id = request_id
+        self.number = number
+        self.deadline_s = deadline_s
+        self.urgency_s = urgency_s
+        self.tokens = tokens
+        self.num_computed_tokens = 0
+        self.late_from_s = 0.0
+        self.is_late = False
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that are not computed."""
+        return self.tokens - self.num_computed_tokens
+
+    @property
+    def remaining_work(self) -> float:
+        """Their attention work."""
+        return compute_attention_work(self.remaining_tokens, self.num_computed_tokens)
+
+
+_Place = tuple[float, int, QueuedPrefill]
+
+
+class SlackOrder:
+    """Prefills by deadline, those that will be late last (FlowPrefill, section 5.2, formula 3).
+
+    Formula 3, ``sgn(slack) / deadline``, puts the late one with the latest deadline first; see ``latest_late_first``.
+
+    A change costs O(log n) comparisons: two sorted lists, and a heap of the moments at which slacks change sign.
+
+    Args:
+        predictor: Predicts what is left of a prefill.
+        latest_late_first: Of late ones the latest deadline goes first, as in formula 3; False: the earliest.
+    """
+
+    def __init__(self, predictor: PrefillPredictor, *, latest_late_first: bool = False) -> None:
+        self._predictor = predictor
+        self._late_sign = -1.0 if latest_late_first else 1.0
+        self._timely: list[_Place] = []
+        self._late: list[_Place] = []
+        self._moments: list[_Place] = []
+
+    def __iter__(self) -> Iterator[QueuedPrefill]:
+        """Iterate in order; ``update`` first."""
+        for place in chain(self._timely, self._late):
+            yield place[2]
+
+    def first(self) -> QueuedPrefill | None:
+        """Return the first; ``update`` first."""
+        if self._timely:
+            return self._timely[0][2]
+        return self._late[0][2] if self._late else None
+
+    def add(self, prefill: QueuedPrefill) -> None:
+        """Add a prefill; ``update`` finds out whether it is late."""
+        prefill.is_late = False
+        prefill.late_from_s = prefill.deadline_s - self._predictor.predict_s(
+            prefill.remaining_tokens, prefill.remaining_work
+        )
+        insort(self._timely, (prefill.urgency_s, prefill.number, prefill))
+        if prefill.late_from_s < math.inf:
+            heappush(self._moments, (prefill.late_from_s, prefill.number, prefill))
+
+    def remove(self, prefill: QueuedPrefill) -> None:
+        """Remove a prefill; what its old moments say is forgotten when they come."""
+        places = self._late if prefill.is_late else self._timely
+        key = self._late_sign * prefill.urgency_s if prefill.is_late else prefill.urgency_s
+        # Numbers are unique, so that the prefills themselves are never compared.
+        position = bisect_left(places, (key, prefill.number))
+        assert places[position][2] is prefill
+        del places[position]
+        prefill.late_from_s = -1.0  # matches no moment
+
+    def update(self, now: float, room_tokens: int, num_decodes: int) -> None:
+        """Find out who has become late.
+
+        Args:
+            now: Seconds on the caller's clock.
+            room_tokens: Prefill room of each iteration.
+            num_decodes: Decodes that run beside.
+        """
+        if self._predictor.renew(room_tokens, num_decodes):
+            self._predict_again()
+        moments = self._moments
+        while moments and moments[0][0] <= now:
+            late_from_s, number, prefill = heappop(moments)
+            # An entry is stale when the prefill has left, or was added again with another moment.
+            if prefill.late_from_s == late_from_s and not prefill.is_late:
+                self.remove(prefill)
+                prefill.is_late, prefill.late_from_s = True, late_from_s
+                insort(self._late, (self._late_sign * prefill.urgency_s, number, prefill))
+
+    def _predict_again(self) -> None:
+        """Predict all slacks again; the engine has become slower or faster."""
+        places = self._timely + self._late
+        self._timely, self._late, self._moments = [], [], []
+        for _, _, prefill in places:
+            self.add(prefill)
