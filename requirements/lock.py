@@ -62,7 +62,8 @@ def check(project: dict[str, Any]) -> list[str]:
         for dependency in _direct_dependencies(project, name):
             # Without a version: whichever another package names.
             package, _, version = dependency.partition("==")
-            found = locked.get(package.lower(), "nothing")
+            # Extras are not part of a name: a lock lists what they bring.
+            found = locked.get(package.partition("[")[0].lower(), "nothing")
             if found not in ((version,) if version else locked.values()):
                 problems.append(f"{name}.txt holds {found} of {package}, pyproject.toml asks for {version or 'one'}")
         # What is left out without a GPU stands in the lock for GPUs, and in no other.

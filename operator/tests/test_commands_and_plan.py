@@ -138,8 +138,13 @@ def test_the_router_command() -> None:
     assert " ".join(render_router_command(make().spec, site)) == command
     content = copy.deepcopy(CONTENT)
     content["spec"]["router"]["cors"] = {"allowedOrigins": ["https://a", "http://b:3000"]}
+    jwt = {"keySetUrl": "https://i/keys", "issuer": "https://i", "audience": "llm"}
+    content["spec"]["router"]["auth"] = {"mode": "JWT", "jwt": jwt}
     with_pages = render_router_command(check_manifest(content).spec, site)
     assert with_pages[with_pages.index("--allowed-origins") + 1] == "https://a,http://b:3000"
+    assert " ".join(with_pages).endswith(
+        "--jwt-keys https://i/keys --jwt-issuer https://i --jwt-audience llm --jwt-owner-claim sub --jwt-leeway-s 30"
+    )
     emulated = make(emulation={"gpu": "a100-80gx2", "model": "qwen2.5-32b"}).spec
     assert " ".join(render_router_command(emulated, site)) == f"{command} --latency-profile qwen2.5-32b@a100-80gx2"
 

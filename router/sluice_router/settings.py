@@ -49,6 +49,28 @@ class Limits(BaseModel):
     num_samples: int = Field(default=4096, ge=0, description="requests sampled for the planner")
 
 
+class JwtSettings(BaseModel):
+    """Whose JSON Web Tokens count."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    jwt_keys: str = Field(
+        default="",
+        pattern=r"^(|https://.+|file:///.+)$",
+        description="https or file URL of the issuer's key set (JWKS); no tokens count when empty",
+    )
+    jwt_issuer: str = Field(default="", description="issuer (iss) that tokens must name")
+    jwt_audience: str = Field(default="", description="audience (aud) that tokens must be for")
+    jwt_owner_claim: str = Field(default="sub", min_length=1, description="claim that names the owner")
+    jwt_leeway_s: float = Field(default=30.0, ge=0, le=300, description="most by which clocks may differ")
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.jwt_keys and not (self.jwt_issuer and self.jwt_audience):
+            raise ValueError("--jwt-keys needs --jwt-issuer and --jwt-audience")
+        return self
+
+
 class RouterSettings(BaseModel):
     """Everything a router is started with."""
 
@@ -88,6 +110,7 @@ class RouterSettings(BaseModel):
         default="", description="DNS name that certificates of the control port's clients must be for, with --peer-tls"
     )
     limits: Limits = Limits()
+    jwt: JwtSettings = JwtSettings()
 
     @model_validator(mode="after")
     def _name_peers(self) -> Self:
@@ -129,8 +152,8 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | No
     """
     environment = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(prog="sluice_router", description="Routes requests to vLLM engines under SLOs.")
-    fields = {**RouterSettings.model_fields, **Limits.model_fields}
-    del fields["limits"]
+    fields = {**RouterSettings.model_fields, **Limits.model_fields, **JwtSettings.model_fields}
+    del fields["limits"], fields["jwt"]
     for name, field in fields.items():
         fallback = environment.get(f"SLUICE_ROUTER_{name.upper()}")
         parser.add_argument(
@@ -141,4 +164,5 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | No
         )
     values = vars(parser.parse_args(arguments))
     limits = {name: values.pop(name) for name in Limits.model_fields if name in values}
-    return RouterSettings(**values, limits=Limits(**limits))
+    jwt = {name: values.pop(name) for name in JwtSettings.model_fields if name in values}
+    return RouterSettings(**values, limits=Limits(**limits), jwt=JwtSettings(**jwt))

@@ -358,11 +358,27 @@ class ApiKeyAuth(ManifestModel):
     """Secret whose entries are the keys, each under its owner's name; changes of it are in force without a restart."""
 
 
+class JwtAuth(ManifestModel):
+    """JSON Web Tokens of an OpenID Connect issuer, that clients send as bearer tokens."""
+
+    key_set_url: Annotated[str, Field(pattern=r"^(https://|file:///)[!-~]+$", max_length=1024)]
+    """URL of the issuer's key set (JWKS), https or a file of the router's container; read every five minutes."""
+    issuer: Text
+    """Issuer (iss) that tokens must name."""
+    audience: Text
+    """Audience (aud) that tokens must be for."""
+    owner_claim: Text = "sub"
+    """Claim that names the owner."""
+    leeway_seconds: Annotated[int, Field(strict=True, ge=0, le=300)] = 30
+    """Most by which the issuer's clock and the routers' may differ."""
+
+
 class OwnerLimitsSpec(ManifestModel):
     """What requests with one owner's keys may take, over all routers together."""
 
     owner: Annotated[str, Field(pattern=r"^[!-~]+$", max_length=253)]
-    """Owner of the keys: the name of their entry in the Secret; * stands for each owner that is not named."""
+    """Owner of the keys: the name of their entry in the Secret, or what a token's claim says; * stands for each owner
+    that is not named."""
     requests_per_minute: Annotated[int, Field(strict=True, ge=1, le=MAX_LIMIT)] | None = None
     """Most requests in any minute."""
     tokens_per_minute: Annotated[int, Field(strict=True, ge=1, le=MAX_LIMIT)] | None = None
@@ -382,10 +398,12 @@ class OwnerLimitsSpec(ManifestModel):
 class AuthSpec(ManifestModel):
     """Who may use the API."""
 
-    mode: Literal["None", "APIKey"] = "None"
-    """None serves everybody who reaches the port; APIKey requires a key."""
+    mode: Literal["None", "APIKey", "JWT", "APIKeyOrJWT"] = "None"
+    """None serves everybody who reaches the port; APIKey requires a key, JWT a token, APIKeyOrJWT one of the two."""
     api_key: ApiKeyAuth | None = None
-    """Required by mode APIKey, refused otherwise."""
+    """Required by the modes with APIKey, refused otherwise."""
+    jwt: JwtAuth | None = None
+    """Required by the modes with JWT, refused otherwise."""
     limits: Annotated[tuple[OwnerLimitsSpec, ...], FieldEffect.LIVE, Field(max_length=256)] = ()
     """Limits of the keys' owners; owners without any are not limited. In force without a restart."""
 

@@ -262,18 +262,19 @@ def _rdma_is_whole(spec: SpecFields) -> Iterator[RuleViolation]:
 
 def _modes_have_what_they_need(spec: SpecFields) -> Iterator[RuleViolation]:
     auth = spec.router.auth
-    yield from _needs_mode(("router", "auth"), auth.mode, "APIKey", "apiKey", auth.api_key)
+    yield from _needs_mode(("router", "auth"), auth.mode, ("APIKey", "APIKeyOrJWT"), "apiKey", auth.api_key)
+    yield from _needs_mode(("router", "auth"), auth.mode, ("JWT", "APIKeyOrJWT"), "jwt", auth.jwt)
     places: dict[tuple[str, str], TlsSpec] = {("router", "tls"): spec.router.tls, ("network", "tls"): spec.network.tls}
     for path, tls in places.items():
-        yield from _needs_mode(path, tls.mode, "SecretRef", "secretName", tls.secret_name)
-        yield from _needs_mode(path, tls.mode, "CertManager", "issuerRef", tls.issuer_ref)
+        yield from _needs_mode(path, tls.mode, ("SecretRef",), "secretName", tls.secret_name)
+        yield from _needs_mode(path, tls.mode, ("CertManager",), "issuerRef", tls.issuer_ref)
 
 
 def _limits_can_be_kept(spec: SpecFields) -> Iterator[RuleViolation]:
     auth, path = spec.router.auth, ("router", "auth", "limits")
     if auth.limits and auth.mode == "None":
         yield RuleViolation(
-            path=path, value="[...]", message="needs mode APIKey: without keys nobody is known; remove it"
+            path=path, value="[...]", message="needs another mode than None: without keys nobody is known; remove it"
         )
     known = {"", *(slo_class.name for slo_class in spec.slo.classes)}
     for limits in auth.limits:
@@ -294,9 +295,12 @@ def _names_are_for_cert_manager(spec: SpecFields) -> Iterator[RuleViolation]:
         )
 
 
-def _needs_mode(path: tuple[str, ...], mode: str, needed: str, name: str, value: object) -> Iterator[RuleViolation]:
-    """A field that one mode requires and the others refuse."""
-    if (mode == needed) != (value is not None):
+def _needs_mode(
+    path: tuple[str, ...], mode: str, modes: tuple[str, ...], name: str, value: object
+) -> Iterator[RuleViolation]:
+    """A field that some modes require and the others refuse."""
+    if (mode in modes) != (value is not None):
+        needed = " or ".join(modes)
         wanted = f"is required by mode {needed}; add it" if value is None else f"needs mode {needed}; remove it"
         yield RuleViolation(path=(*path, name), value=None if value is None else "{...}", message=wanted)
 

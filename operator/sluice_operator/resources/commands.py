@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from sluice_core.records import EngineId
     from sluice_operator.api.serving_cluster import ServingClusterSpec
-    from sluice_operator.api.spec import PodFields
+    from sluice_operator.api.spec import JwtAuth, PodFields
 
 # Arguments of vLLM that the engine program takes itself, by its own names.
 ENGINE_OPTIONS = {
@@ -177,12 +177,25 @@ def render_router_command(spec: ServingClusterSpec, site: RouterSite, security: 
         "--latency-profile": f"{emulation.model}@{emulation.gpu}" if emulation else None,
         "--allowed-origins": ",".join(spec.router.cors.allowed_origins) or None,
         "--api-keys": security.api_keys,
+        **_describe_tokens(spec.router.auth.jwt),
         "--front-tls": security.front_tls,
         "--peer-tls": security.peer_tls,
         "--engine-name": security.engine_name,
         "--control-name": security.control_name,
     }
     return ["python", "-m", "sluice_router", *_flatten(options)]
+
+
+def _describe_tokens(jwt: JwtAuth | None) -> dict[str, str | int | None]:
+    if jwt is None:
+        return {}
+    return {
+        "--jwt-keys": jwt.key_set_url,
+        "--jwt-issuer": jwt.issuer,
+        "--jwt-audience": jwt.audience,
+        "--jwt-owner-claim": jwt.owner_claim,
+        "--jwt-leeway-s": jwt.leeway_seconds,
+    }
 
 
 def _flatten(options: Mapping[str, str | int | None]) -> list[str]:

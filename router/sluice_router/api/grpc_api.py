@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from sluice_core.records import RequestId
     from sluice_router.api.edge_metrics import EdgeMetrics
     from sluice_router.scheduling.requests import DataPlane, Usage
-    from sluice_router.security.access_control import ClientAccess
-    from sluice_router.security.api_keys import ApiKeys
+    from sluice_router.security.access_control import ClientAccess, OwnerFinder
     from sluice_router.text.output import Delta
     from sluice_router.text.tokenizer import ModelText
 
@@ -54,10 +53,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         plane: The data plane.
         text: The model's text side.
         metrics: Counters and limits of slow clients, shared with HTTP.
-        keys: Keys that calls must carry; None: everybody is served.
+        keys: Knows who calls by the key or token; None: everybody is served.
     """
 
-    def __init__(self, plane: DataPlane, text: ModelText, metrics: EdgeMetrics, keys: ApiKeys | None = None) -> None:
+    def __init__(
+        self, plane: DataPlane, text: ModelText, metrics: EdgeMetrics, keys: OwnerFinder | None = None
+    ) -> None:
         self._keys = keys
         self._plane = plane
         self._text = text

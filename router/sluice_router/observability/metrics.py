@@ -46,6 +46,11 @@ _DECISION_BOUNDS = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2, 1e-1)
 _SIGNED_BOUNDS = (-10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
+# Owners of API keys and tokens that have series of their own; the others share one.
+MAX_OWNERS = 1000
+OTHER_OWNERS = "(others)"
+
+
 class Histogram:
     """Counts of observations per bucket; mutable.
 
@@ -112,17 +117,26 @@ class RouterMetrics:
         self.recovery_stall_s = _histograms(_SHORT_BOUNDS)
         self.decision_s = Histogram(_DECISION_BOUNDS)
         self.loop_lag_s = Histogram(_LAG_BOUNDS)
+        self._owners: set[str] = set()
         self.counters: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in _COUNTERS}
 
     def count(self, name: str, *labels: str, by: int = 1) -> None:
         """Add to a counter of ``_COUNTERS``."""
         self.counters[name][labels] += by
 
+    def label_owner(self, owner: str) -> str:
+        """Chooses the label of an owner: issuers may name any number of them, and labels stay bounded."""
+        if owner in self._owners or len(self._owners) < MAX_OWNERS:
+            self._owners.add(owner)
+            return owner
+        return OTHER_OWNERS
+
     def keep_owners(self, owners: Collection[str]) -> None:
         """Forgets the counters of API keys' owners that are no longer among these, so that labels stay bounded."""
         for name in ("key_requests", "key_tokens", "key_limited"):
             kept = {labels: count for labels, count in self.counters[name].items() if labels[0] in owners}
             self.counters[name] = Counter(kept)
+        self._owners &= set(owners)
 
     def collect(self) -> Iterator[Metric]:
         """Yields every family; called by ``prometheus_client`` at a scrape."""

@@ -75,8 +75,9 @@ def refuse(state: RouterState, new: NewRequest, error: OverloadError, now: float
 
 def refuse_limited(state: RouterState, new: NewRequest, error: OwnerLimitError) -> None:
     """Counts a request beyond its owner's limits. It is none of the cluster's: attainment does not know of it."""
-    state.metrics.count("key_requests", new.owner, "limited")
-    state.metrics.count("key_limited", new.owner, error.code)
+    owner = state.metrics.label_owner(new.owner)
+    state.metrics.count("key_requests", owner, "limited")
+    state.metrics.count("key_limited", owner, error.code)
     state.metrics.count("rejected", error.code)
 
 
@@ -96,7 +97,7 @@ def _count_bad_end(state: RouterState, new: NewRequest, end: RequestEnd, reason:
 def _count(metrics: RouterMetrics, new: NewRequest, result: str) -> None:
     metrics.count("requests", new.slo_class, result)
     if new.owner:
-        metrics.count("key_requests", new.owner, result)
+        metrics.count("key_requests", metrics.label_owner(new.owner), result)
 
 
 def _remove(state: RouterState, request: LiveRequest, num_output: int, now: float) -> None:
@@ -122,8 +123,9 @@ def _settle(state: RouterState, request: LiveRequest, num_output: int, now: floa
         state.limiter.end(request.reservation, prompt_tokens + num_output, now)
     if request.new.owner and prompt_tokens:
         state.fair_share.charge(request.new.owner, num_output, state.limiter.find_weight(request.new.owner))
-        state.metrics.count("key_tokens", request.new.owner, "prompt", by=prompt_tokens)
-        state.metrics.count("key_tokens", request.new.owner, "output", by=num_output)
+        owner = state.metrics.label_owner(request.new.owner)
+        state.metrics.count("key_tokens", owner, "prompt", by=prompt_tokens)
+        state.metrics.count("key_tokens", owner, "output", by=num_output)
 
 
 def _measure(request: LiveRequest, num_output: int, now: float) -> tuple[Usage, SloOutcome]:

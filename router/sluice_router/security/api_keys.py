@@ -32,6 +32,23 @@ KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARACTERS},{MAX_KEY_CHARACTERS}}}")
 SCHEME = "bearer"
 
 
+def read_bearer(authorization: str | None, what: str) -> str:
+    """Reads the key or token of a request.
+
+    Args:
+        authorization: Its header of that name; None: it has none.
+        what: What is asked for.
+
+    Raises:
+        UnauthenticatedError: There is none.
+    """
+    scheme, _, token = (authorization or "").strip().partition(" ")
+    if scheme.lower() != SCHEME or not token.strip():
+        message = f"{what} is required; send it in the header Authorization, as Bearer KEY"
+        raise UnauthenticatedError(message, code="missing_api_key")
+    return token.strip()
+
+
 class ApiKeys:
     """The keys in force.
 
@@ -85,11 +102,8 @@ class ApiKeys:
         """
         if self.fault:
             raise KeysUnavailableError("this router cannot read its API keys; try again later", retry_after_s=1.0)
-        scheme, _, token = (authorization or "").strip().partition(" ")
-        if scheme.lower() != SCHEME or not token.strip():
-            message = "an API key is required; send it in the header Authorization, as Bearer KEY"
-            raise UnauthenticatedError(message, code="missing_api_key")
-        digest = hashlib.sha256(token.strip().encode(errors="surrogateescape")).digest()
+        token = read_bearer(authorization, "an API key")
+        digest = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
         owner = self._owners.get(self._hide(digest))
         if owner is None:
             raise UnauthenticatedError("the API key is not valid")

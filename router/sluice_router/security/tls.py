@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ from sluice.certificate_rotation import CertificateFolder, keep_fresh
 from sluice.certificates import make_client_context
 from sluice.grpc_credentials import PeerCheck, make_server_credentials
 from sluice_router.engines.engine_stream import ALPN, PeerTls
-from sluice_router.security.access_control import ClientAccess
+from sluice_router.security.access_control import ClientAccess, TokensOrKeys
 from sluice_router.security.api_keys import ApiKeys
+from sluice_router.security.jwt_tokens import JwtVerifier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,8 +79,10 @@ class RouterSecurity:
     """
 
     def __init__(self, settings: RouterSettings) -> None:
+        self._api_keys = ApiKeys(Path(settings.api_keys)) if settings.api_keys else None
+        self.tokens = JwtVerifier(settings.jwt) if settings.jwt.jwt_keys else None
         self.client_access = ClientAccess(
-            keys=ApiKeys(Path(settings.api_keys)) if settings.api_keys else None,
+            keys=TokensOrKeys(self.tokens, self._api_keys) if self.tokens else self._api_keys,
             certificates=CertificateFolder(Path(settings.front_tls), is_mutual=False) if settings.front_tls else None,
             origins=frozenset(settings.allowed_origins.split(",")) - {""},
         )
@@ -98,22 +102,31 @@ class RouterSecurity:
 
         Args:
             set_fault: Called with the reason why no client can be let in; empty: they can.
-            keep_owners: Called with everybody who has a key, when that changes.
+            keep_owners: Called with everybody who has a key, when that changes; owners of tokens are not known.
             renew_client_certificate: Shows the newest certificate to new clients.
         """
-        keys, certificates, peers = self.client_access.keys, self.client_access.certificates, self.peers
-        set_fault(keys.fault if keys else "")
+        keys, tokens, certificates, peers = self._api_keys, self.tokens, self.client_access.certificates, self.peers
+
+        def tell_fault() -> None:
+            faults = [guard.fault for guard in (keys, tokens) if guard is not None]
+            # While one of the two lets clients in, the router serves.
+            set_fault("; ".join(faults) if all(faults) else "")
 
         def refresh() -> None:
             if keys is not None and keys.refresh():
-                keep_owners(keys.owners)
-                set_fault(keys.fault)
+                if tokens is None:
+                    keep_owners(keys.owners)
+                tell_fault()
             if certificates is not None and certificates.refresh():
                 renew_client_certificate()
             if peers is not None and peers.folder.refresh():
                 peers.renew()
 
-        await keep_fresh([refresh])
+        tell_fault()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(keep_fresh([refresh]), name="folders")
+            if tokens is not None:
+                tasks.create_task(tokens.keep(tell_fault), name="keys of tokens")
 
     def collect(self) -> Iterator[Metric]:
         """Yields when certificates end; called by ``prometheus_client`` at a scrape."""

@@ -1,0 +1,260 @@
+"""JSON Web Tokens: whose count, whose do not and why, and what happens when the issuer's keys change."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import jwt
+import pytest
+import trustme
+from aiohttp import web
+from certificate_files import mount_secret
+from jwt.algorithms import ECAlgorithm, RSAAlgorithm
+from pydantic import ValidationError
+from server_harness import get, serving_ready
+
+from sluice.v1 import router_pb2, router_pb2_grpc
+from sluice_router.errors import KeysUnavailableError, UnauthenticatedError
+from sluice_router.observability.metrics import MAX_OWNERS, RouterMetrics
+from sluice_router.security.jwt_tokens import JwtVerifier
+from sluice_router.settings import JwtSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ISSUER, AUDIENCE = "https://issuer.example.com", "llm"
+BODY = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+LEEWAY_S = 300
+AUTHORITY = trustme.CA()
+ELLIPTIC, OTHER, RSA = (
+    AUTHORITY.issue_cert("localhost", key_type=kind).private_key_pem.bytes()
+    for kind in (trustme.KeyType.ECDSA, trustme.KeyType.ECDSA, trustme.KeyType.RSA)
+)
+
+
+def make_key_set(**keys: Any) -> bytes:
+    found = []
+    for key_id, key in keys.items():
+        algorithm = RSAAlgorithm(RSAAlgorithm.SHA256) if key is RSA else ECAlgorithm(ECAlgorithm.SHA256)
+        public = algorithm.prepare_key(key).public_key()
+        found.append({**json.loads(algorithm.to_jwk(public)), "kid": key_id, "use": "sig"})
+    return json.dumps({"keys": found}).encode()
+
+
+def make_token(
+    key: Any = ELLIPTIC, key_id: str | None = "one", algorithm: str = "ES256", ends_in_s: float = 3600, **claims: Any
+) -> str:
+    given = {"iss": ISSUER, "aud": AUDIENCE, "exp": int(time.time() + ends_in_s), "sub": "alice", **claims}
+    headers = {} if key_id is None else {"kid": key_id}
+    kept = {name: value for name, value in given.items() if value is not None}
+    return jwt.encode(kept, key, algorithm=algorithm, headers=headers)
+
+
+def make_settings(path: Path, **changes: Any) -> JwtSettings:
+    fields = {"jwt_keys": path.as_uri(), "jwt_issuer": ISSUER, "jwt_audience": AUDIENCE, "jwt_leeway_s": LEEWAY_S}
+    return JwtSettings(**{**fields, **changes})
+
+
+@pytest.fixture
+async def verifier(tmp_path: Path) -> JwtVerifier:
+    path = tmp_path / "jwks.json"
+    path.write_bytes(make_key_set(one=ELLIPTIC, two=RSA))
+    verifier = JwtVerifier(make_settings(path))
+    await verifier.refresh()
+    return verifier
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"key": RSA, "key_id": "two", "algorithm": "RS256"},
+        {"aud": ["other", AUDIENCE]},
+        {"ends_in_s": -1},
+    ],
+    ids=["elliptic curve", "RSA", "several audiences", "within the leeway"],
+)
+async def test_a_token_names_its_owner(verifier: JwtVerifier, fields: dict[str, Any]) -> None:
+    token = make_token(**fields)
+    assert verifier.find_owner(token) == "alice"
+    assert verifier.find_owner(token) == "alice"
+    assert not verifier.fault
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"key": OTHER}, "Signature verification failed"),
+        ({"key": OTHER, "key_id": "three"}, "its key is not the issuer's"),
+        ({"key_id": None}, "its key is not the issuer's"),
+        ({"ends_in_s": -LEEWAY_S - 100}, "expired"),
+        ({"nbf": 2**34}, "not yet valid"),
+        ({"iss": "https://evil"}, "issuer"),
+        ({"aud": "other"}, "[Aa]udience"),
+        ({"exp": None}, '"exp"'),
+        ({"sub": None}, '"sub"'),
+        ({"sub": ""}, "claim sub must be 1 to 253 characters"),
+        ({"sub": "a b"}, "claim sub must be 1 to 253 characters"),
+        ({"key": "", "algorithm": "none"}, "not valid"),
+        ({"key": "canary-secret-canary-secret-canary", "algorithm": "HS256"}, "not valid"),
+    ],
+)
+async def test_others_do_not_count(verifier: JwtVerifier, fields: dict[str, Any], words: str) -> None:
+    token = make_token(**fields)
+    with pytest.raises(UnauthenticatedError, match=words) as caught:
+        verifier.find_owner(token)
+    assert caught.value.code == "invalid_token"
+    assert token not in caught.value.message
+
+
+@pytest.mark.parametrize("token", ["eyJ.canary.x", "canary", "ключ.canary.\udcff"])
+async def test_what_is_no_token_does_not_count_and_is_not_quoted(verifier: JwtVerifier, token: str) -> None:
+    with pytest.raises(UnauthenticatedError, match="the token is not valid") as caught:
+        verifier.find_owner(token)
+    assert "canary" not in caught.value.message
+
+
+async def test_another_claim_may_name_the_owner(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(make_key_set(one=ELLIPTIC))
+    verifier = JwtVerifier(make_settings(tmp_path / "keys", jwt_owner_claim="tenant"))
+    await verifier.refresh()
+    assert verifier.find_owner(make_token(tenant="team-a@example.com")) == "team-a@example.com"
+    assert verifier.find_owner(make_token(tenant="b", key_id=None)) == "b"
+
+
+async def test_a_token_that_was_right_ends_with_its_time_and_with_its_key(tmp_path: Path) -> None:
+    ahead_s = 0.0
+    path = tmp_path / "keys"
+    path.write_bytes(make_key_set(one=ELLIPTIC))
+    verifier = JwtVerifier(make_settings(path), clock=lambda: time.time() + ahead_s)
+    await verifier.refresh()
+    token = make_token(ends_in_s=-1)
+    assert verifier.find_owner(token) == "alice"
+    (owner, end_s) = next(iter(verifier._checked.values()))
+    assert owner == "alice"
+    assert end_s < time.time() + LEEWAY_S
+    path.write_bytes(make_key_set(one=OTHER))
+    assert verifier.find_owner(token) == "alice"
+    ahead_s = 2 * LEEWAY_S
+    await verifier.refresh()
+    with pytest.raises(UnauthenticatedError, match="Signature"):
+        verifier.find_owner(token)
+    path.write_bytes(make_key_set(one=ELLIPTIC))
+    await verifier.refresh()
+    assert verifier.find_owner(token) == "alice"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        (b"{}", "cannot be read"),
+        (b"\xff", "cannot be read"),
+        (b'{"keys": []}', "cannot be read"),
+        (b'{"keys": [{"kty": "oct", "k": "c2VjcmV0", "kid": "one", "alg": "HS256"}]}', "no key for signatures"),
+    ],
+    ids=["no file", "no keys", "no text", "an empty set", "a shared secret"],
+)
+async def test_keys_that_cannot_be_read_let_nobody_in_and_old_ones_stay(tmp_path: Path, content, words) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    verifier = JwtVerifier(make_settings(path))
+    await verifier.refresh()
+    assert words in verifier.fault
+    with pytest.raises(KeysUnavailableError):
+        verifier.find_owner(make_token())
+    path.write_bytes(make_key_set(one=ELLIPTIC))
+    await verifier.refresh()
+    assert not verifier.fault
+    path.write_bytes(b"")
+    await verifier.refresh()
+    assert not verifier.fault
+    assert verifier.find_owner(make_token()) == "alice"
+
+
+async def test_keys_come_from_the_issuer_over_https_alone(tmp_path: Path) -> None:
+    server_tls, client_tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    AUTHORITY.issue_cert("localhost").configure_cert(server_tls)
+    AUTHORITY.configure_trust(client_tls)
+    answers = [web.Response(body=make_key_set(one=ELLIPTIC)), web.Response(status=302, headers={"Location": "/x"})]
+
+    async def answer(_: web.BaseRequest) -> web.Response:
+        return answers.pop(0)
+
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    site = web.TCPSite(runner, "localhost", 0, ssl_context=server_tls)
+    await site.start()
+    url = f"https://localhost:{runner.addresses[0][1]}/keys"
+    settings = JwtSettings(jwt_keys=url, jwt_issuer=ISSUER, jwt_audience=AUDIENCE)
+    try:
+        verifier = JwtVerifier(settings, tls=client_tls)
+        await verifier.refresh()
+        assert verifier.find_owner(make_token()) == "alice"
+        moved = JwtVerifier(settings, tls=client_tls)
+        await moved.refresh()
+        assert "status 302" in moved.fault
+        stranger = JwtVerifier(settings)
+        await stranger.refresh()
+        assert "cannot be read" in stranger.fault
+    finally:
+        await runner.cleanup()
+    with pytest.raises(ValidationError, match="jwt_keys"):
+        JwtSettings(jwt_keys="http://localhost/keys", jwt_issuer=ISSUER, jwt_audience=AUDIENCE)
+    with pytest.raises(ValidationError, match="--jwt-keys needs --jwt-issuer and --jwt-audience"):
+        JwtSettings(jwt_keys=url, jwt_issuer=ISSUER)
+
+
+async def test_tokens_and_keys_open_http_and_grpc_side_by_side(tmp_path: Path) -> None:
+    (tmp_path / "jwks").write_bytes(make_key_set(one=ELLIPTIC))
+    keys = mount_secret(tmp_path / "keys", {"bob": b"sk-canary-bob-000001"})
+    settings = make_settings(tmp_path / "jwks")
+    async with serving_ready(tmp_path, api_keys=str(keys), jwt=settings) as server:
+        url = f"http://127.0.0.1:{server.ports['http']}"
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+            for bearer, status in (
+                (make_token(), 200),
+                ("sk-canary-bob-000001", 200),
+                (make_token(OTHER), 401),
+                ("sk-canary-nobody-00", 401),
+                ("", 401),
+            ):
+                answer = await http.post(
+                    "/v1/completions", json=BODY, headers={"Authorization": f"Bearer {bearer}".strip()}
+                )
+                assert answer.status_code == status, answer.text
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.ports['grpc']}") as channel:
+            request = router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(values=[1, 2, 3]))
+            request.sampling.max_tokens = 4
+            request.sampling.ignore_eos = True
+            call = router_pb2_grpc.RouterStub(channel).Generate(
+                request, metadata=(("authorization", f"Bearer {make_token()}"),)
+            )
+            assert [delta async for delta in call]
+        metrics = (await get(server, "/metrics"))[1]
+    assert 'sluice_key_requests_total{owner="alice",result="length"} 2.0' in metrics
+    assert 'sluice_key_requests_total{owner="bob",result="length"} 1.0' in metrics
+
+
+async def test_without_readable_keys_the_router_is_not_ready_unless_api_keys_let_clients_in(tmp_path: Path) -> None:
+    keys = mount_secret(tmp_path / "keys", {"bob": b"sk-canary-bob-000001"})
+    settings = make_settings(tmp_path / "nowhere")
+    async with serving_ready(tmp_path, api_keys=str(keys), jwt=settings) as server:
+        assert server.router.is_ready
+        server.router.set_edge_fault(server._security.tokens.fault)
+        assert "nowhere cannot be read" in server.router.not_ready_reason
+
+
+def test_owners_beyond_so_many_share_a_label() -> None:
+    metrics = RouterMetrics()
+    labels = {metrics.label_owner(f"owner-{number}") for number in range(2 * MAX_OWNERS)}
+    assert len(labels) == MAX_OWNERS + 1
+    assert metrics.label_owner("owner-1") == "owner-1"
+    metrics.keep_owners({"owner-1"})
+    assert metrics.label_owner("new") == "new"
