@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections import Counter
 from concurrent import futures
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,9 @@ class StandInRouters(control_pb2_grpc.ControlServicer):
         self._client = client
         self.plan = plan_pb2.Plan()
         self.stuck: set[str] = set()
+        # Requests that ended on each engine, and of these those that failed; the others met their objectives.
+        self.num_ended: Counter[str] = Counter()
+        self.num_failed: Counter[str] = Counter()
 
     @property
     def draining(self) -> set[str]:
@@ -82,6 +86,9 @@ class StandInRouters(control_pb2_grpc.ControlServicer):
                     chunk_size_tokens=part.chunk_size_tokens,
                     acknowledged_generation=plan.generation,
                     transport="tcp",
+                    num_ended=self.num_ended[uid],
+                    num_met_both=self.num_ended[uid] - self.num_failed[uid],
+                    num_failed=self.num_failed[uid],
                 )
             )
         status = control_pb2.GetStatusResponse(

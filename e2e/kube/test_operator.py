@@ -247,6 +247,45 @@ def test_an_edit_that_restarts_engines_replaces_all_of_them_and_no_router(cluste
     assert cluster.read("deployment/tiny-router")["spec"]["template"] == template
 
 
+def test_a_gated_roll_goes_back_by_itself_and_goes_on_when_its_engines_are_good(
+    cluster: Cluster, routers: StandInRouters
+) -> None:
+    before = set(cluster.engines)
+    gate = {"durationSeconds": 3, "minRequests": 10, "timeoutSeconds": 600}
+    cluster.edit(rollout={"maxSurge": "100%", "maxUnavailable": 0, "gate": gate}, engine={"maxBatchTokens": 4096})
+
+    def is_held() -> bool:
+        return len(cluster.engines) == 8 and bool(cluster.read("deployment/tiny-engine")["spec"].get("paused"))
+
+    def serve(*, is_good: bool) -> None:
+        """More requests end on every engine; on the new ones they fail unless those are good."""
+        for uid in cluster.engines:
+            routers.num_ended[uid] += 5
+            routers.num_failed[uid] += 0 if is_good or uid in before else 5
+
+    def has_gone_back() -> bool:
+        serve(is_good=False)
+        found = {item["type"]: item["reason"] for item in cluster.read("slc/tiny")["status"]["conditions"]}
+        return found["Degraded"] == found["Progressing"] == "RolledBack"
+
+    wait_for(is_held, "the new engines beside the old ones")
+    assert before < set(cluster.engines)
+    wait_for(has_gone_back, "the way back")
+    wait_for(lambda: set(cluster.engines) == before, "the end of the new engines")
+    assert "maxErrorRate" in cluster.kubectl("describe", "slc", "tiny")
+
+    cluster.edit(engine={"maxBatchTokens": 2048 * 4})
+    wait_for(is_held, "other new engines beside the old ones")
+
+    def has_gone_on() -> bool:
+        serve(is_good=True)
+        return not before & set(cluster.engines)
+
+    wait_for(has_gone_on, "the end of the old engines")
+    cluster.wait("Progressing", "Settled")
+    assert len(cluster.engines) == 4
+
+
 @pytest.fixture
 def cert_manager(client: Client) -> Iterator[Callable[[], None]]:
     """Installs cert-manager's CRD of Certificates, without a controller that issues any."""

@@ -220,10 +220,18 @@ class FakeKubernetes:
             if "deletionTimestamp" in pod["metadata"]:
                 self.remove(PODS, "default", pod["metadata"]["name"])
         pods = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+        for pod in filter(_is_ready, pods):
+            self._ready_since_s.setdefault(pod["metadata"]["uid"], self.now_s)
         stale = [pod for pod in pods if pod["template"] != spec["template"]]
         if stale and spec.get("paused"):
             # Each template's ReplicaSet keeps the pods that it has.
             missing, template = spec["replicas"] - len(pods), stale[0]["template"]
+            if sum(pod not in stale and self._is_available(pod, spec) for pod in pods) >= spec["replicas"]:
+                # Saturated: Kubernetes then ends the old ones, paused or not.
+                missing = -len(stale)
+            elif missing < 0:
+                _, surge = _resolve_strategy(spec["strategy"]["rollingUpdate"], spec["replicas"])
+                missing = min(0, missing + surge)
         else:
             missing, template = self._roll(spec, pods, stale), spec["template"]
         for pod in sorted(pods, key=_deletion_rank)[: max(0, -missing)]:
@@ -251,7 +259,7 @@ class FakeKubernetes:
 
     def _is_available(self, pod: Object, spec: Object) -> bool:
         """Whether a pod has been ready for ``minReadySeconds``."""
-        since_s = self._ready_since_s.setdefault(pod["metadata"]["uid"], self.now_s)
+        since_s = self._ready_since_s.get(pod["metadata"]["uid"], self.now_s)
         return _is_ready(pod) and self.now_s - since_s >= spec.get("minReadySeconds", 0)
 
     def _start(self, deployment: Object, template: Object) -> None:

@@ -48,6 +48,8 @@ class FakeRouters:
         self.samples: list[control_pb2.RequestSample] = []
         self.latency: control_pb2.LatencyCoefficients | None = None
         self.num_fitted_iterations = 0
+        # Requests that ended, met their objectives and failed: on each engine, and on all ("").
+        self.outcomes: dict[str, tuple[int, int, int]] = {}
         self.transport = "tcp"
         self.server_names: dict[str, str] = {}
         # Engines that never finish draining, engines that do not take up new plans, and routers that do not answer.
@@ -60,6 +62,7 @@ class FakeRouters:
         fresh = type(self)(self.kubernetes)
         fresh.plans, fresh.loads, fresh.stuck, fresh.offered = self.plans, self.loads, self.stuck, self.offered
         fresh.counters, fresh.late, fresh.acknowledged = self.counters, self.late, self.acknowledged
+        fresh.outcomes = self.outcomes
         fresh.samples, fresh.latency = self.samples, self.latency
         fresh.num_fitted_iterations = self.num_fitted_iterations
         return fresh
@@ -104,8 +107,12 @@ class FakeRouters:
             if part.is_draining:
                 is_stuck = uid in self.stuck
                 state = control_pb2.ENGINE_STATE_DRAINING if is_stuck else control_pb2.ENGINE_STATE_DRAINED
+            num_ended, num_met, num_failed = self.outcomes.get(uid, (0, 0, 0))
             engines.append(
                 control_pb2.EngineStatus(
+                    num_ended=num_ended,
+                    num_met_both=num_met,
+                    num_failed=num_failed,
                     engine_id=uid,
                     address=pod["status"]["podIP"],
                     state=state,

@@ -8,8 +8,8 @@ import pytest
 from cluster_harness import World
 
 from sluice_operator.api.names import ClusterKey
-from sluice_operator.controller.upgrades import SETTLE_S, UpgradePlaces
 from sluice_operator.kubernetes.interface import CLUSTERS, DEPLOYMENTS
+from sluice_operator.planning.upgrades import SETTLE_S, UpgradePlaces
 
 OLD, NEW = "sluice-engine:0.1.0", "sluice-engine:2"
 ALLOWED = {"metadata": {"annotations": {"sluice.dev/upgrade": "allowed"}}}

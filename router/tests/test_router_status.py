@@ -14,6 +14,7 @@ from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EngineId
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
+from sluice_router.errors import EngineFaultError, InvalidRequestError, QueueFullError
 from sluice_router.scheduling.state import RouterState
 from sluice_router.scheduling.status import RouterCollector
 from sluice_router.settings import Limits
@@ -182,6 +183,22 @@ def test_status_counts_requests_by_class_and_samples_them():
         assert engine.latency.per_token_s == latency.coefficients.per_token_s
         assert engine.latency.base_s > 0
     assert all(engine.block_size_tokens and engine.max_num_seqs for engine in status.engines)
+    # Each counts on the engine on which it ended; the one that its client left on none.
+    assert sum(engine.num_ended for engine in status.engines) == 2
+    assert sum(engine.num_met_both for engine in status.engines) == 1
+    assert status.num_failed == 0
+
+
+def test_status_counts_failures_by_engine_and_those_of_clients_on_none():
+    harness = Harness({"d0": "D"})
+    for error in (EngineFaultError("gone"), QueueFullError("full"), InvalidRequestError("too long")):
+        harness.admit(20, 60)
+        harness.step_all()
+        harness.router.fail_all(lambda error=error: error)
+    status = harness.router.describe()
+    (engine,) = status.engines
+    assert (engine.num_ended, engine.num_met_both, engine.num_failed) == (1, 0, 1)
+    assert status.num_failed == 1
 
 
 def test_gaps_of_samples_add_up_to_the_time_between_arrivals_in_whatever_order_requests_end():

@@ -38,6 +38,7 @@ class Reason(StrEnum):
     ROLLOUT_STOPPED = "RolloutStopped"
     ROLLOUT_PAUSED = "RolloutPaused"
     UPGRADE_WAITING = "UpgradeWaiting"
+    ROLLED_BACK = "RolledBack"
     AS_EXPECTED = "AsExpected"
     IMAGE_PULL_BACK_OFF = "ImagePullBackOff"
     CRASH_LOOP = "CrashLoop"
@@ -97,6 +98,7 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.ROLLOUT_STOPPED,
         Reason.ROLLOUT_PAUSED,
         Reason.UPGRADE_WAITING,
+        Reason.ROLLED_BACK,
     ),
     ConditionType.DEGRADED: (
         Reason.AS_EXPECTED,
@@ -112,6 +114,7 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.PLAN_REFUSED,
         Reason.ENGINE_FAULT,
         Reason.ENGINE_REFUSED,
+        Reason.ROLLED_BACK,
     ),
     ConditionType.SPEC_VALID: (Reason.VALID, Reason.REFUSED, Reason.POD_TEMPLATE_REFUSED, Reason.NOT_AVAILABLE),
     ConditionType.ENGINES_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),

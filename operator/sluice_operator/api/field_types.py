@@ -96,6 +96,7 @@ CountOrPercentage = Annotated[
     ),
 ]
 Percentage = Annotated[str, Field(pattern=r"^([1-9][0-9]?|100)%$", max_length=4)]
+ErrorRate = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]?|100)%$", max_length=4)]
 PortRange = Annotated[
     str,
     AfterValidator(_check_port_range),

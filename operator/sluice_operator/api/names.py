@@ -30,6 +30,8 @@ APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
 CONTROL_TLS_ANNOTATION = f"{GROUP}/control-tls"
 # On Deployments: the operator's default image that they run; empty where the spec names one.
 DEFAULT_IMAGE_ANNOTATION = f"{GROUP}/default-image"
+# On the engines' Deployment: a roll that is measured, or that went back.
+ROLLOUT_ANNOTATION = f"{GROUP}/rollout"
 # On ServingClusters: "allowed" lets it take new default images now.
 UPGRADE_ANNOTATION = f"{GROUP}/upgrade"
 GENERATION_ANNOTATION = f"{GROUP}/plan-generation"

@@ -345,6 +345,13 @@ def _a_roll_goes_on(spec: SpecFields) -> Iterator[RuleViolation]:
             value=rollout.max_unavailable,
             message="must not be 0 while maxSurge is 0; use 1, or a surge of 1",
         )
+    gate = rollout.gate
+    if gate is not None and gate.timeout_seconds < gate.duration_seconds:
+        yield RuleViolation(
+            path=("rollout", "gate", "timeoutSeconds"),
+            value=gate.timeout_seconds,
+            message=f"is below durationSeconds, {gate.duration_seconds}; raise it, or lower that",
+        )
 
 
 RULES: tuple[Callable[[SpecFields], Iterator[RuleViolation]], ...] = (

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sluice_operator.controller.plan_step import PlanOutcome
     from sluice_operator.kubernetes.interface import Kubernetes, Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
+    from sluice_operator.planning.rollout_gate import GateDecision
     from sluice_operator.resources.pods.pod_status import Failure
     from sluice_operator.settings import OperatorSettings
 
@@ -29,6 +30,7 @@ async def apply_children(
     settings: OperatorSettings,
     reported: ObservedRouters,
     planned: PlanOutcome,
+    rollout: GateDecision,
     wall_s: float,
 ) -> list[Failure]:
     """Makes the children what they should be.
@@ -41,6 +43,7 @@ async def apply_children(
         settings: Default images, and where the operator runs.
         reported: What the routers say.
         planned: The number of engines, and who leaves.
+        rollout: Whether a roll of the engines goes on.
         wall_s: The time, in seconds since 1970.
 
     Returns:
@@ -54,7 +57,11 @@ async def apply_children(
     for patch in render_pod_patches(observed.engines, planned.scale, reported.reports, wall_s):
         await applier.try_write(_patch_pod(kubernetes, own_writes, observed, patch), f"pod {patch['metadata']['name']}")
     inputs = RenderInputs(
-        engine_replicas=planned.scale.replicas, has_monitors=observed.has_monitors, live=observed.live
+        engine_replicas=planned.scale.replicas,
+        has_monitors=observed.has_monitors,
+        live=observed.live,
+        roll=rollout.state,
+        is_roll_held=rollout.is_held,
     )
     desired = render_children(cluster, inputs, settings)
     for child in desired:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sluice_operator.controller.status_inputs import StatusInputs
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.resources.pods.pod_status import Pod
+    from sluice_operator.resources.rollout_state import RolloutState
 
 # The CRD's own limit.
 MAX_MESSAGE_CHARACTERS = 4096
@@ -138,11 +139,8 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
         )
     if not inputs.num_engines_ready or not inputs.num_routers_ready:
         return True, Reason.STARTING, "waits for the first engine and router"
-    if rolling == [names.ENGINE] and inputs.cluster.spec.rollout.paused:
-        message = "engines of two templates serve; set rollout.paused to false to replace the old ones"
-        return False, Reason.ROLLOUT_PAUSED, message
-    if rolling:
-        return True, Reason.ROLLING_OUT, _describe_roll(rolling, inputs.cluster)
+    if found := _describe_rollout(rolling, inputs.cluster, inputs.rollout.state):
+        return found
     wanted = {names.ENGINE: inputs.num_engines_ready, names.ROUTER: inputs.num_routers_ready}
     missing = [
         f"{_wanted(inputs, name)} {name}s wanted, {count} ready"
@@ -160,8 +158,31 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
     return False, Reason.SETTLED, f"everything matches the spec{accepted_last}"
 
 
-def _describe_roll(rolling: Sequence[str], cluster: ServingCluster) -> str:
-    rollout, text = cluster.spec.rollout, f"{' and '.join(rolling)} pods are replaced"
+def _describe_rollout(
+    rolling: Sequence[str], cluster: ServingCluster, roll: RolloutState | None
+) -> tuple[bool, Reason, str] | None:
+    """Describes how engines and routers are replaced; None: they are not."""
+    if rolling == [names.ENGINE] and cluster.spec.rollout.paused:
+        message = "engines of two templates serve; set rollout.paused to false to replace the old ones"
+        return False, Reason.ROLLOUT_PAUSED, message
+    if rolling or (roll is not None and not roll.failure):
+        return True, Reason.ROLLING_OUT, _describe_roll(rolling, cluster, roll)
+    return None if roll is None else (False, Reason.ROLLED_BACK, describe_failed_roll(roll))
+
+
+def describe_failed_roll(roll: RolloutState) -> str:
+    """Says why a roll went back, and what to do."""
+    advice = "edit the spec, or take rollout.gate away to roll all the same; see RolledBack in the runbook"
+    return f"the engines that served before are back: {roll.failure}; {advice}"
+
+
+def _describe_roll(rolling: Sequence[str], cluster: ServingCluster, roll: RolloutState | None) -> str:
+    rollout, text = cluster.spec.rollout, f"{' and '.join(rolling or [names.ENGINE])} pods are replaced"
+    if roll is not None and roll.failure:
+        return f"{text}, back to those that served before: {roll.failure}"
+    if roll is not None:
+        text += f"; rollout.gate let {roll.num_passed} of {cluster.spec.replicas} engines pass"
+        text += f", {roll.num_unmeasured} batches without enough requests to judge" if roll.num_unmeasured else ""
     if names.ENGINE not in rolling:
         return text
     text += f" (rollout.maxUnavailable {rollout.max_unavailable}, rollout.maxSurge {rollout.max_surge})"
@@ -206,8 +227,13 @@ def _list_failures(inputs: StatusInputs) -> list[Failure]:
     if inputs.refusal:
         stays = "the spec that was accepted last stays in force" if inputs.cluster else "nothing is changed"
         invalid = [Failure(reason=Reason.SPEC_INVALID, message=f"{stays}; see SpecValid: {inputs.refusal.message}")]
+    roll = inputs.rollout.state
+    failed_roll = []
+    if roll is not None and roll.failure:
+        failed_roll = [Failure(reason=Reason.ROLLED_BACK, message=describe_failed_roll(roll))]
     return [
         *invalid,
+        *failed_roll,
         *inputs.failures,
         *inputs.find_deployment_failures(),
         *inputs.pod_failures,

@@ -20,12 +20,15 @@ from sluice_operator.controller.cluster_state import DEFER_S, ClusterState
 from sluice_operator.controller.observation import observe_children, observe_plan_inputs, observe_routers
 from sluice_operator.controller.plan_step import drain_limit_s, read_stored_plan, reconcile_plan
 from sluice_operator.controller.preconditions import judge_spec
+from sluice_operator.controller.rollout_step import decide_rollout
 from sluice_operator.controller.status_inputs import StatusInputs, is_rolling, is_whole
 from sluice_operator.controller.status_step import MEASURE_INTERVAL_S, RecordConditions, StatusWriter
-from sluice_operator.controller.upgrades import UPGRADE_ALLOWED, UpgradePlaces
 from sluice_operator.kubernetes.interface import CLUSTERS, ForbiddenError, uid_of
 from sluice_operator.kubernetes.own_writes import OwnWrites
+from sluice_operator.planning.rollout_gate import GateDecision
+from sluice_operator.planning.upgrades import UPGRADE_ALLOWED, UpgradePlaces
 from sluice_operator.resources.default_images import DefaultImages, keep_default_images
+from sluice_operator.resources.rollout_state import went_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,7 +132,9 @@ class Reconciler:
     async def _reconcile_existing(self, key: ClusterKey, body: Object, state: ClusterState) -> float | None:
         observed = await observe_plan_inputs(self._kubernetes, key, body)
         reported = observe_routers(self._routers, key, observed)
-        state.window.keep_routers(status.router_id for status in reported.statuses.values())
+        router_ids = {status.router_id for status in reported.statuses.values()}
+        state.window.keep_routers(router_ids)
+        state.outcomes.keep({pod.engine_id for pod in observed.engines}, router_ids)
         stored = read_stored_plan(observed)
         verdict = judge_spec(body, stored.accepted_spec, self._settings, has_cert_manager=observed.has_cert_manager)
 
@@ -152,15 +157,25 @@ class Reconciler:
 
         observed = await observe_children(self._kubernetes, key, observed)
         failures: Sequence[Failure] = planned.failures
-        upgrade = ""
+        upgrade, rollout = "", GateDecision(state=None)
         if verdict.cluster and verdict.may_apply:
             images, upgrade = self._choose_images(key, verdict.cluster, observed)
-            failures = await self._apply(verdict.cluster, observed, reported, planned, images)
+            rollout = decide_rollout(
+                verdict.cluster,
+                observed.deployment(names.ENGINE),
+                observed,
+                reported,
+                state,
+                default_image=images.engine,
+                now=self._now(),
+                wall_s=self._wall_s(),
+            )
+            failures = await self._apply(verdict.cluster, observed, reported, planned, images=images, rollout=rollout)
 
         inputs = self._collect_status_inputs(
             key, verdict, observed=observed, reported=reported, planned=planned, failures=failures, state=state
         )
-        inputs = replace(inputs, waiting_upgrade=upgrade)
+        inputs = replace(inputs, waiting_upgrade=upgrade, rollout=rollout)
         grace_s = state.first_reconcile_s + ROUTER_GRACE_S - self._now()
         if grace_s > 0 and len(inputs.statuses) < inputs.num_routers_ready:
             # A new leader knows nothing of the routers yet: its status would take back what its predecessor wrote.
@@ -194,9 +209,9 @@ class Reconciler:
         kept = keep_default_images(cluster, deployments, newest)
         if kept == newest:
             found = [deployment for deployment in deployments.values() if deployment]
-            self._upgrades.note_progress(
-                key, is_rolling=any(map(is_rolling, found)), is_whole=all(map(is_whole, found))
-            )
+            rolls = any(map(is_rolling, found))
+            whole = all(is_whole(deployment) and not went_back(deployment) for deployment in found)
+            self._upgrades.note_progress(key, is_rolling=rolls, is_whole=whole)
             return newest, ""
         if not cluster.spec.rollout.paused and self._upgrades.may_upgrade(key, observed.body):
             return newest, ""
@@ -215,7 +230,9 @@ class Reconciler:
         observed: ObservedState,
         reported: ObservedRouters,
         planned: PlanOutcome,
+        *,
         images: DefaultImages,
+        rollout: GateDecision,
     ) -> list[Failure]:
         failures = await apply_children(
             self._kubernetes,
@@ -225,6 +242,7 @@ class Reconciler:
             settings=self._settings.model_copy(update={"engine_image": images.engine, "router_image": images.router}),
             reported=reported,
             planned=planned,
+            rollout=rollout,
             wall_s=self._wall_s(),
         )
         return [*planned.failures, *failures]
@@ -269,6 +287,8 @@ class Reconciler:
             waits.append(DEGRADED_REQUEUE_S)
         if inputs.waiting_upgrade and self._upgrades.settles_in_s():
             waits.append(self._upgrades.settles_in_s())
+        if inputs.rollout.wake_in_s is not None:
+            waits.append(inputs.rollout.wake_in_s)
         if has_pending_measurements or inputs.attainment:
             waits.append(max(0.0, state.measured_s + MEASURE_INTERVAL_S - self._now()))
         if inputs.cluster and inputs.scale.undrained:
@@ -284,6 +304,7 @@ class Reconciler:
         if state is None:
             return
         state.window.take(self._now(), status)
+        state.outcomes.take(status)
 
         def read_inputs() -> TunerInputs | None:
             if state.tuner_inputs is None:

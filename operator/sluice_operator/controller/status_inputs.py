@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sluice_operator.api.condition_types import Reason
+from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.scale_down import ScaleDecision
 from sluice_operator.resources.pods.pod_status import Failure
 
@@ -54,6 +55,7 @@ class StatusInputs:
         attainment: Requests of the last five minutes, by class.
         autotune: What the tuner says; None: the spec is refused.
         recommended: What the search for sliders found last; None: nothing yet.
+        rollout: What was decided about a gated roll.
         waiting_upgrade: Which images wait for their turn; empty: none.
     """
 
@@ -72,6 +74,7 @@ class StatusInputs:
     attainment: Mapping[str, SloCounts] = field(default_factory=dict)
     autotune: AutotuneStatus | None = None
     recommended: SearchResult | None = None
+    rollout: GateDecision = field(default_factory=lambda: GateDecision(state=None))
     waiting_upgrade: str = ""
 
     @property

@@ -24,6 +24,7 @@ from sluice_operator.resources import (
 from sluice_operator.resources.certificates import render_certificates
 from sluice_operator.resources.engine_deployment import render_engines
 from sluice_operator.resources.rollout_hash import keep_pod_template
+from sluice_operator.resources.rollout_state import mark_rollout
 from sluice_operator.resources.router_deployment import render_routers
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.resources.rollout_state import RolloutState
     from sluice_operator.settings import OperatorSettings
 
 # Kind and name: within a namespace there is one such object.
@@ -45,11 +47,15 @@ class RenderInputs:
         engine_replicas: Engine pods, victims of a scale-down included until they have drained.
         has_monitors: Whether the cluster knows ServiceMonitors.
         live: Children as they are.
+        roll: The roll that the engines are in, where it is gated.
+        is_roll_held: Whether it waits for its verdict.
     """
 
     engine_replicas: int
     has_monitors: bool
     live: Mapping[ChildKey, Object]
+    roll: RolloutState | None = None
+    is_roll_held: bool = False
 
 
 def render_children(cluster: ServingCluster, inputs: RenderInputs, settings: OperatorSettings) -> list[Object]:
@@ -60,16 +66,20 @@ def render_children(cluster: ServingCluster, inputs: RenderInputs, settings: Ope
         inputs: What else they depend on.
         settings: Default images, and where the operator runs.
     """
-    deployments = [
-        render_routers(cluster, settings.router_image, names.name_operator_peer(settings.namespace)),
-        render_engines(cluster, inputs.engine_replicas, settings.engine_image),
-    ]
+    routers, engines = (
+        keep_pod_template(deployment, inputs.live.get(key_of(deployment)))
+        for deployment in (
+            render_routers(cluster, settings.router_image, names.name_operator_peer(settings.namespace)),
+            render_engines(cluster, inputs.engine_replicas, settings.engine_image),
+        )
+    )
     rendered = [
         *service_accounts.render_service_accounts(cluster),
         *network_policies.render_network_policies(cluster, settings.namespace),
         *services.render_services(cluster),
         *render_certificates(cluster),
-        *(keep_pod_template(deployment, inputs.live.get(key_of(deployment))) for deployment in deployments),
+        routers,
+        mark_rollout(engines, inputs.roll, is_held=inputs.is_roll_held),
         *disruption_budgets.render_disruption_budgets(cluster),
         *(service_monitors.render_service_monitors(cluster) if inputs.has_monitors else []),
     ]

@@ -49,6 +49,11 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str) -
     """
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ENGINE)
+    gate = spec.rollout.gate
+    min_ready_s = gate.duration_seconds if gate else 0
+    # Must be above minReadySeconds, which grows while a batch waits for its verdict.
+    deadline_s = spec.engine.startup_timeout_seconds + PULL_MARGIN_S + min_ready_s
+    deadline_s += gate.timeout_seconds if gate else 0
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -68,8 +73,10 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str) -
                 },
             },
             "paused": spec.rollout.paused,
+            # Until its verdict, or so long without one, a new engine lets no other be replaced.
+            "minReadySeconds": min_ready_s,
             "revisionHistoryLimit": 3,
-            "progressDeadlineSeconds": spec.engine.startup_timeout_seconds + PULL_MARGIN_S,
+            "progressDeadlineSeconds": deadline_s,
             "template": _render_template(cluster, spec.engine.image or default_image),
         },
     }

@@ -57,20 +57,18 @@ def keep_pod_template(deployment: Object, live: Object | None) -> Object:
     marked = copy.deepcopy(deployment)
     template = marked["spec"]["template"]
     digest = annotations_of(template)[RESTART_HASH_ANNOTATION]
-    kept = annotations_of(live).get(TEMPLATE_ANNOTATION) if live else None
-    if kept is not None:
-        rendered_then = _read_template(kept)
-        if rendered_then and annotations_of(rendered_then).get(RESTART_HASH_ANNOTATION) == digest:
-            template = marked["spec"]["template"] = rendered_then
+    rendered_then = read_kept_template(live)
+    if rendered_then and annotations_of(rendered_then).get(RESTART_HASH_ANNOTATION) == digest:
+        template = marked["spec"]["template"] = rendered_then
     text = json.dumps(template, sort_keys=True, separators=(",", ":"))
     marked["metadata"].setdefault("annotations", {})[TEMPLATE_ANNOTATION] = text
     return marked
 
 
-def _read_template(text: str) -> Object | None:
-    """Reads the stored template; None when somebody edited it."""
+def read_kept_template(live: Object | None) -> Object | None:
+    """Reads the template that a Deployment was last rendered with; None: there is none, or somebody edited it."""
     try:
-        template = json.loads(text)
+        template = json.loads(annotations_of(live).get(TEMPLATE_ANNOTATION, "")) if live else None
     except ValueError:
         return None
     is_template = isinstance(template, dict) and isinstance(template.get("metadata"), dict) and "spec" in template

@@ -157,6 +157,7 @@ class GetStatusResponse(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     IS_READY_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with every change worth reporting."""
     router_id: _builtins.str
@@ -173,6 +174,8 @@ class GetStatusResponse(_message.Message):
     """Requests that wait for an engine."""
     is_ready: _builtins.bool
     """True: /readyz answers 200."""
+    num_failed: _builtins.int
+    """Requests that failed since the router's start; those that were rejected, cancelled or wrong are not among them."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]:
         """Engines this router knows."""
@@ -199,10 +202,11 @@ class GetStatusResponse(_message.Message):
         num_requests: _builtins.int = ...,
         num_waiting: _builtins.int = ...,
         is_ready: _builtins.bool = ...,
+        num_failed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "classes", b"classes", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "is_ready", b"is_ready", "num_requests", b"num_requests", "num_waiting", b"num_waiting", "router_id", b"router_id", "samples", b"samples", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "classes", b"classes", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "is_ready", b"is_ready", "num_failed", b"num_failed", "num_requests", b"num_requests", "num_waiting", b"num_waiting", "router_id", b"router_id", "samples", b"samples", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,6 +244,9 @@ class EngineStatus(_message.Message):
     BLOCK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    NUM_ENDED_FIELD_NUMBER: _builtins.int
+    NUM_MET_BOTH_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Pod uid, or the launcher's name."""
     epoch: _builtins.int
@@ -290,6 +297,12 @@ class EngineStatus(_message.Message):
     """Bytes of KV cache per token."""
     max_num_seqs: _builtins.int
     """Most running requests."""
+    num_ended: _builtins.int
+    """Requests that finished or failed there, since its stream began."""
+    num_met_both: _builtins.int
+    """Of these, met both objectives."""
+    num_failed: _builtins.int
+    """Of these, failed."""
     @_builtins.property
     def latency(self) -> Global___LatencyCoefficients:
         """The latency model that this router fitted to its iterations; absent before the first one."""
@@ -323,10 +336,13 @@ class EngineStatus(_message.Message):
         block_size_tokens: _builtins.int = ...,
         kv_bytes_per_token: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
+        num_ended: _builtins.int = ...,
+        num_met_both: _builtins.int = ...,
+        num_failed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latency", b"latency"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "address", b"address", "block_size_tokens", b"block_size_tokens", "chunk_size_tokens", b"chunk_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_bytes_per_token", b"kv_bytes_per_token", "last_fault", b"last_fault", "latency", b"latency", "latency_error_ratio", b"latency_error_ratio", "max_batch_tokens", b"max_batch_tokens", "max_num_seqs", b"max_num_seqs", "num_fitted_iterations", b"num_fitted_iterations", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_decodes", b"running_decodes", "state", b"state", "transport", b"transport", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "address", b"address", "block_size_tokens", b"block_size_tokens", "chunk_size_tokens", b"chunk_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_bytes_per_token", b"kv_bytes_per_token", "last_fault", b"last_fault", "latency", b"latency", "latency_error_ratio", b"latency_error_ratio", "max_batch_tokens", b"max_batch_tokens", "max_num_seqs", b"max_num_seqs", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_fitted_iterations", b"num_fitted_iterations", "num_met_both", b"num_met_both", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_decodes", b"running_decodes", "state", b"state", "transport", b"transport", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.slo import MET_NOTHING, RequestEnd, check_slo, compute_tpot_s
-from sluice_router.errors import OverloadError
+from sluice_router.errors import OverloadError, RequestError
 from sluice_router.scheduling import dispatch, migration
 from sluice_router.scheduling.requests import Finish, Usage
 
@@ -43,6 +43,9 @@ def finish(
     num_output = len(request.output_token_ids) if output_tokens is None else output_tokens
     usage, outcome = _measure(request, num_output, now)
     _remove(state, request, num_output, now)
+    if request.last_engine is not None:
+        request.last_engine.num_ended += 1
+        request.last_engine.num_met_both += outcome.met_both
     state.outbox.actions.finishes.append(
         (request.response_stream, Finish(reason=reason, stop_token_id=stop_token_id, usage=usage))
     )
@@ -65,6 +68,11 @@ def fail(state: RouterState, request: LiveRequest, error: RouterError, now: floa
     state.outbox.actions.failures.append((request.response_stream, error))
     state.decision_log.record(now, request.request_id, "failed", error.code, error.message)
     end = RequestEnd.REJECTED if isinstance(error, OverloadError) else RequestEnd.FAILED
+    if not isinstance(error, OverloadError | RequestError):
+        state.statistics.num_failed += 1
+        if request.last_engine is not None:
+            request.last_engine.num_ended += 1
+            request.last_engine.num_failed += 1
     _count_bad_end(state, request.new, end, error.code, now)
 
 

@@ -42,6 +42,7 @@ def submit(
     engine.num_submits += 1
     request.fence += 1
     request.pending_resume = None
+    request.last_engine = engine
     request.submission = engine.slots[slot] = Submission(
         engine=engine,
         slot=slot,
@@ -77,6 +78,7 @@ def resume(
     state.requests.awaiting_resume.pop(request.request_id, None)
     request.pending_resume = None
     slot = engine.take_slot()
+    request.last_engine = engine
     request.submission = engine.slots[slot] = Submission(
         engine=engine,
         slot=slot,

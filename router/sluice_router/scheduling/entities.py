@@ -40,6 +40,7 @@ class LiveRequest:
         output_token_ids: Tokens delivered to the response stream so far.
         fence: Fencing number of the last submit.
         submission: Where it runs.
+        last_engine: The engine that ran it last, on which its end counts.
         migration: The migration in progress.
         pending_resume: What the engine may have of it whose stream it lost; None from its next owner on.
         waiting_since_s: When it began to wait for an engine.
@@ -68,6 +69,7 @@ class LiveRequest:
     output_token_ids: array[int] = field(default_factory=lambda: array("I"))
     fence: int = 0
     submission: Submission | None = None
+    last_engine: ConnectedEngine | None = None
     migration: Migration | None = None
     pending_resume: PendingResume | None = None
     waiting_since_s: float = 0.0
@@ -202,6 +204,9 @@ class ConnectedEngine:
         grants: Migrations to this engine whose grant is asked for or not used yet, by grant id.
         migrations_out: Migrations in flight from here.
         migrations_in: Migrations in flight to here.
+        num_ended: Requests that finished or failed here.
+        num_met_both: Of these, met both objectives.
+        num_failed: Of these, failed.
         outgoing: Message under way.
         last_fault: For people.
     """
@@ -230,6 +235,9 @@ class ConnectedEngine:
     grants: dict[int, Migration] = field(default_factory=dict)
     migrations_out: int = 0
     migrations_in: int = 0
+    num_ended: int = 0
+    num_met_both: int = 0
+    num_failed: int = 0
     outgoing: engine_pb2.AttachRequest | None = None
     last_fault: str = ""
 

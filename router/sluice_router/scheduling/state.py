@@ -122,11 +122,13 @@ class RequestStatistics:
         attainment: Counters of met objectives, by SLO class.
         samples: The last requests, for the planner.
         last_arrival_s: Latest arrival of a sampled request.
+        num_failed: Requests that failed; rejected, cancelled and wrong ones are not among them.
     """
 
     samples: deque[control_pb2.RequestSample]
     attainment: AttainmentCounters = field(default_factory=AttainmentCounters)
     last_arrival_s: float | None = None
+    num_failed: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -292,6 +294,11 @@ OWNERS: dict[str, tuple[str, str]] = {
         "dispatch sets it; the others clear it when a request ends, its engine fails, hands off or finishes",
     ),
     "fence": ("dispatch", ""),
+    "last_engine": ("dispatch", ""),
+    # ConnectedEngine, RequestStatistics: each end counts once.
+    "num_ended": ("completion", ""),
+    "num_met_both": ("completion", ""),
+    "num_failed": ("completion", ""),
     "pending_resume": ("dispatch failover", "failover waits for the engine; the next owner ends the wait"),
     "waiting_since_s": ("dispatch", ""),
     "wait_reason": ("admission dispatch", "the policy's reason; none yet when a request is queued again"),

@@ -78,6 +78,7 @@ def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
         num_requests=len(state.requests.live),
         num_waiting=len(state.requests.waiting),
         is_ready=not why_not_ready(state),
+        num_failed=state.statistics.num_failed,
     )
 
 
@@ -100,6 +101,9 @@ def _describe_endpoint(engines: EnginePool, address: str, endpoint: EngineEndpoi
         block_size_tokens=engine.spec.block_size_tokens,
         kv_bytes_per_token=engine.spec.kv_bytes_per_token,
         max_num_seqs=engine.spec.max_num_seqs,
+        num_ended=engine.num_ended,
+        num_met_both=engine.num_met_both,
+        num_failed=engine.num_failed,
         acknowledged_generation=engine.acknowledged_generation,
         running_decodes=load.running_decodes,
         waiting_requests=load.queued_requests,

@@ -12,6 +12,7 @@ from sluice_operator.api.names import (
     DELETION_COST_ANNOTATION,
     DRAINING_SINCE_ANNOTATION,
     ENGINE,
+    RESTART_HASH_ANNOTATION,
     ROLE_LABEL,
 )
 from sluice_operator.kubernetes.interface import annotations_of, labels_of, name_of, uid_of
@@ -72,6 +73,7 @@ class Pod:
         created: When it was created, as Kubernetes writes times, which sort as text.
         goes_next: Whether it is marked to go before others that leave.
         draining_since_s: When it began to drain, in seconds since 1970; None: it does not.
+        restart_hash: Identifies the template that it was made from.
         control_tls: Name in the certificate of a router's control port; empty: the port is in the open.
     """
 
@@ -87,6 +89,7 @@ class Pod:
     created: str = ""
     goes_next: bool = False
     draining_since_s: float | None = None
+    restart_hash: str = ""
     control_tls: str = ""
 
     @property
@@ -115,6 +118,7 @@ def read_pod(content: Object) -> Pod:
         created=content["metadata"].get("creationTimestamp") or "",
         goes_next=cost == DRAINED_DELETION_COST,
         draining_since_s=float(since) if since.isdecimal() else None,
+        restart_hash=annotations_of(content).get(RESTART_HASH_ANNOTATION, ""),
         control_tls=annotations_of(content).get(CONTROL_TLS_ANNOTATION, ""),
     )
 

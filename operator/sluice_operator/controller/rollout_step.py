@@ -1,0 +1,98 @@
+"""The rollout step of a reconcile: observes a gated roll of the engines, and decides whether it goes on."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import TYPE_CHECKING
+
+from sluice_operator.api.condition_types import Reason
+from sluice_operator.controller.cluster_state import MeasuredBatch
+from sluice_operator.planning.rollout_gate import GateDecision, RollFacts, decide_gate
+from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
+from sluice_operator.resources.rollout_state import find_roll
+from sluice_operator.routers.engine_outcomes import Outcomes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from sluice_core.records import EngineId
+    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.spec import RolloutGateSpec
+    from sluice_operator.controller.cluster_state import ClusterState
+    from sluice_operator.controller.observation import ObservedRouters, ObservedState
+    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.resources.rollout_state import RolloutState
+
+# Beyond drain and start: the pod's termination, its image, the kubelet.
+START_MARGIN_S = 120
+
+
+def decide_rollout(
+    cluster: ServingCluster,
+    live: Object | None,
+    observed: ObservedState,
+    reported: ObservedRouters,
+    state: ClusterState,
+    *,
+    default_image: str,
+    now: float,
+    wall_s: float,
+) -> GateDecision:
+    """Decides about the roll that the engines are in; without a gate there is none to decide about.
+
+    Args:
+        cluster: The manifest.
+        live: The engines' Deployment as it is; None before it exists.
+        observed: What the API server says.
+        reported: What the routers say.
+        state: The cluster's state; where the figures of the batch begin is noted there.
+        default_image: Image of engines whose manifest names none.
+        now: Monotonic seconds.
+        wall_s: The time, in seconds since 1970.
+    """
+    spec, gate = cluster.spec, cluster.spec.rollout.gate
+    if gate is None:
+        return GateDecision(state=None)
+    target_hash = compute_rollout_hash(spec, RESTARTS_ENGINES, spec.engine.image or default_image)
+    roll = find_roll(live, target_hash)
+    if roll is None or spec.rollout.paused:
+        return GateDecision(state=roll)
+    present = [pod for pod in observed.engines if pod.is_present]
+    new = [pod for pod in present if pod.restart_hash == target_hash]
+    refusals = [pod.failure.message for pod in new if pod.failure and pod.failure.reason is Reason.ENGINE_REFUSED]
+    new_engines = [pod.engine_id for pod in new]
+    batch = _find_batch(state, roll, new_engines, now)
+    facts = RollFacts(
+        num_new=len(new),
+        num_new_ready=sum(pod.is_ready for pod in new),
+        num_old=len(present) - len(new),
+        replicas=spec.replicas,
+        refusal=refusals[0] if refusals else "",
+        figures=_measure(state, batch, gate, new_engines) if reported.statuses else None,
+        watched_s=now - batch.seen_s,
+        start_limit_s=spec.engine.drain_timeout_seconds + spec.engine.startup_timeout_seconds + START_MARGIN_S,
+    )
+    return decide_gate(roll, facts, gate, wall_s)
+
+
+def _find_batch(
+    state: ClusterState, roll: RolloutState, new_engines: Collection[EngineId], now: float
+) -> MeasuredBatch:
+    """Finds the batch that is measured; figures and time count from when this process saw it."""
+    key = (roll.target_hash, roll.num_passed, roll.measured_since_s)
+    if state.batch is None or state.batch.key != key:
+        total, on_new = state.outcomes.total(), _sum(state, new_engines)
+        state.batch = MeasuredBatch(key=key, seen_s=now, total=total, on_new=on_new)
+    return state.batch
+
+
+def _measure(
+    state: ClusterState, batch: MeasuredBatch, gate: RolloutGateSpec, new_engines: Collection[EngineId]
+) -> Outcomes:
+    """Counts what ended, on the new engines where that is enough."""
+    on_new = _sum(state, new_engines).minus(batch.on_new)
+    return on_new if on_new.num_ended >= gate.min_requests else state.outcomes.total().minus(batch.total)
+
+
+def _sum(state: ClusterState, engines: Collection[EngineId]) -> Outcomes:
+    return reduce(Outcomes.plus, map(state.outcomes.total, engines), Outcomes())

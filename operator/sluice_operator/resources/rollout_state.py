@@ -1,0 +1,107 @@
+"""What is stored of a gated roll, on the engines' Deployment: it is written together with the template it is about."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from sluice_operator.api import names
+from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.resources.rollout_hash import read_kept_template
+
+if TYPE_CHECKING:
+    from sluice_operator.kubernetes.interface import Object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutState:
+    """A roll between two pod templates.
+
+    Args:
+        target_hash: Restart hash of the template that the spec asks for.
+        good_template: The template that served before, to which the roll goes back.
+        since_s: When the present batch began, in seconds since 1970; None: the next one has not begun.
+        num_passed: Engines of the new template that a verdict let pass.
+        measured_since_s: Since when the present batch is measured; None: it does not serve yet.
+        num_unmeasured: Batches that passed because too few requests came.
+        failure: Why the roll went back; empty: it did not.
+    """
+
+    target_hash: str
+    good_template: Object
+    since_s: int | None = None
+    num_passed: int = 0
+    measured_since_s: int | None = None
+    num_unmeasured: int = 0
+    failure: str = ""
+
+
+def hash_of(template: Object) -> str:
+    """Restart hash that a pod template carries."""
+    return annotations_of(template).get(names.RESTART_HASH_ANNOTATION, "")
+
+
+def find_roll(live: Object | None, target_hash: str) -> RolloutState | None:
+    """Finds the roll that a Deployment is in, or begins.
+
+    Args:
+        live: The Deployment as it is; None before it exists.
+        target_hash: Restart hash of the template that the spec asks for.
+
+    Returns:
+        The roll; None: what runs is what the spec asks for, and good.
+    """
+    running = read_kept_template(live)
+    if running is None:
+        return None
+    stored = _read_state(annotations_of(live).get(names.ROLLOUT_ANNOTATION, "")) if live else None
+    if stored is not None and stored.target_hash == target_hash:
+        return stored
+    # A roll that an edit overtakes never became good: what served before it still is.
+    good = stored.good_template if stored else running
+    if hash_of(good) == target_hash:
+        return None
+    return RolloutState(target_hash=target_hash, good_template=good)
+
+
+def went_back(live: Object) -> bool:
+    """Whether a Deployment runs the template from before a roll that failed."""
+    stored = _read_state(annotations_of(live).get(names.ROLLOUT_ANNOTATION, ""))
+    return stored is not None and bool(stored.failure)
+
+
+def mark_rollout(deployment: Object, state: RolloutState | None, *, is_held: bool) -> Object:
+    """Puts a roll into the Deployment that is to be applied.
+
+    Args:
+        deployment: As rendered, with the template that the spec asks for.
+        state: The roll; None: there is none.
+        is_held: Whether no further engine is replaced now.
+    """
+    if state is None:
+        return deployment
+    spec, metadata = deployment["spec"], deployment["metadata"]
+    annotations = {**annotations_of(deployment), names.ROLLOUT_ANNOTATION: json.dumps(asdict(state), sort_keys=True)}
+    if state.failure:
+        text = json.dumps(state.good_template, sort_keys=True, separators=(",", ":"))
+        annotations[names.TEMPLATE_ANNOTATION] = text
+        spec = {**spec, "template": state.good_template}
+    if is_held:
+        # A paused Deployment still ends its old pods once all new ones are available: they are not, until the verdict.
+        spec = {**spec, "paused": True, "minReadySeconds": spec["progressDeadlineSeconds"] - 1}
+    return {
+        **deployment,
+        "metadata": {**metadata, "annotations": annotations},
+        "spec": spec,
+    }
+
+
+def _read_state(text: str) -> RolloutState | None:
+    """Reads what is stored; None when there is nothing, or somebody edited it."""
+    try:
+        found: Any = json.loads(text)
+        state = RolloutState(**found)
+    except (ValueError, TypeError):
+        return None
+    return state if isinstance(state.good_template, dict) and "spec" in state.good_template else None
