@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -34,7 +36,8 @@ from sluice_cli.local_cluster.decision_log_client import UnknownRequestError, fe
 from sluice_cli.local_cluster.manifest_watch import follow_manifest
 from sluice_cli.main import COMMANDS, cli
 from sluice_cli.output.cluster_table import make_cluster_table, make_curl_line
-from sluice_cli.output.explain_view import render_decision_log
+from sluice_cli.output.explain_view import MEANINGS, render_decision_log
+from sluice_core import scheduling
 from sluice_operator.api.manifest import parse_manifest
 
 if TYPE_CHECKING:
@@ -279,7 +282,36 @@ def test_a_decision_log_shows_candidates_and_every_event() -> None:
     assert "feasible (chosen)" in shown
     assert "24.0" in shown, "1 + 20 + 3 ms"
     assert "total: estimated wait" in shown
+    assert "feasible: the first token would come within the TTFT objective" in shown
+    assert "no_engine: no engine takes prompts" in shown
+    assert "draining:" not in shown
     assert "moved: source engine-0, target engine-2, cause backflow" in shown
+
+
+def find_reasons() -> set[str]:
+    """Each word that the core's policies give as a reason, read from their code."""
+    words: set[str] = set()
+    for path in Path(scheduling.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            found: list[ast.AST] = []
+            if isinstance(node, ast.keyword) and node.arg == "reason":
+                found = [node.value]
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                found = [node.value] if node.targets[0].id == "reason" else []
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "place":
+                found = list(node.args)
+            elif isinstance(node, ast.FunctionDef) and re.search(r"reason|explain_no", node.name):
+                found = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
+            constants = [part for one in found for part in ast.walk(one) if isinstance(part, ast.Constant)]
+            words |= {part.value for part in constants if isinstance(part.value, str) and part.value}
+    return words
+
+
+def test_every_word_of_a_decision_has_a_legend() -> None:
+    reasons = find_reasons()
+    assert {"feasible", "ttft", "kv", "recovery_cap", "no_report", "shortest_queue"} <= reasons
+    assert reasons - set(MEANINGS) == set()
+    assert set(MEANINGS) - reasons == set(), "words that no policy says"
 
 
 def test_a_stream_measures_its_first_piece_and_its_longest_gap() -> None:

@@ -18,6 +18,25 @@ LEGEND = (
     "total: estimated wait for the first token from here on, had this engine been chosen:\n"
     "prompts before it (queue), its own prompt (execute), and the move of its KV (transfer)"
 )
+# What each word of a decision means: of candidates, of the choice among them, and of waiting.
+MEANINGS = {
+    "feasible": "the first token would come within the TTFT objective",
+    "ttft": "the first token would come too late for the objective",
+    "least_late": "no engine was in time: here it would be done first",
+    "random": "no engine was in time: one was drawn, as earlyRejection Random says",
+    "unproven": "no engine was in time, but this one's estimate may be wrong, or can only get worse",
+    "recovery": "its stream has begun, so that only the next token's time counts",
+    "recovery_cap": "other recoveries have the share of each engine that prompts must leave to them",
+    "kv": "too few KV blocks are free for the prompt",
+    "room": "its iterations are full of decodes: no prefill has room",
+    "draining": "it hands its requests over and takes no new ones",
+    "no_report": "it has not reported its load yet",
+    "excluded": "the request failed or was returned there",
+    "no_engine": "no engine takes prompts",
+    "round_robin": "it was this engine's turn",
+    "least_work": "it has the least work",
+    "shortest_queue": "it has the shortest queue",
+}
 
 
 def render_decision_log(log: dict[str, Any]) -> Group:
@@ -27,7 +46,16 @@ def render_decision_log(log: dict[str, Any]) -> Group:
         parts.append(Text(f"{event['at_s']:10.4f} s  {describe_event(event)}"))
         if event.get("candidates"):
             parts.append(Padding(Group(_make_candidates(event), Text(LEGEND, style="dim")), (0, 0, 0, 14)))
+    words = dict.fromkeys(word for event in log["events"] for word in _list_words(event))
+    parts += [Text(f"{word}: {MEANINGS[word]}", style="dim") for word in words if word in MEANINGS]
     return Group(*parts)
+
+
+def _list_words(event: dict[str, Any]) -> list[str]:
+    """Lists the words of a placement that need a legend."""
+    if "decision" not in event:
+        return []
+    return [event["decision"].get("reason", ""), *(candidate["reason"] for candidate in event.get("candidates", ()))]
 
 
 def describe_event(event: dict[str, Any]) -> str:
