@@ -322,6 +322,12 @@ class HttpApi:
         _answer_expectation(request)
         parts, size = [], 0
         try:
+            if request.content.is_eof():
+                # It came with the headers.
+                whole = request.content.read_nowait()
+                if len(whole) > limit:
+                    raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
+                return whole
             async with asyncio.timeout(self._settings.body_timeout_s):
                 async for part in request.content.iter_any():
                     size += len(part)

@@ -136,10 +136,12 @@ class EdgeConnection(web.RequestHandler):
         """Starts the headers' clock with the first byte of a request."""
         if not self._is_serving and self._first_byte_s is None and data:
             self._first_byte_s = self._settings.clock()
-            self._header_timer = self._event_loop.call_later(self._settings.header_timeout_s, self.force_close)
         super().data_received(data)
         if self._messages:
             self._last_message = self._messages[-1]
+        elif self._first_byte_s is not None and self._header_timer is None and not self._is_serving:
+            # Most headers come whole, and need no timer.
+            self._header_timer = self._event_loop.call_later(self._settings.header_timeout_s, self.force_close)
 
     def pause_writing(self) -> None:
         """Notes since when the client does not keep up."""

@@ -26,6 +26,8 @@ TPOT_HEADERS = ("x-sluice-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 CLASS_HEADER = "x-sluice-slo-class"
 PRIORITY_HEADER = "x-sluice-priority"
 HEADER_PREFIX = "x-sluice-"
+# Of every header that is read here.
+PREFIXES = (HEADER_PREFIX, "x-llm-d-slo-")
 HEADERS = frozenset({TTFT_HEADERS[0], TPOT_HEADERS[0], CLASS_HEADER, PRIORITY_HEADER})
 
 
@@ -46,6 +48,9 @@ class RequestObjectives:
     priority: int | None = None
 
 
+NO_OBJECTIVES = RequestObjectives()
+
+
 def read_objectives(headers: Mapping[str, str], options: SluiceOptions | None) -> RequestObjectives:
     """Reads the objectives of a request.
 
@@ -56,6 +61,8 @@ def read_objectives(headers: Mapping[str, str], options: SluiceOptions | None) -
     Raises:
         FieldError: A header is unknown, not an integer, or out of bounds.
     """
+    if options is None and not any(name.lower().startswith(PREFIXES) for name in headers):
+        return NO_OBJECTIVES
     _refuse_unknown(headers)
     options = options or SluiceOptions()
     ttft_ms = _first(options.slo_ttft_ms, _read_integer(headers, TTFT_HEADERS, 1, MAX_TTFT_MS))

@@ -444,6 +444,8 @@ def _read_object(body: bytes) -> dict[str, Any]:
         raise FieldError("", f"the body is not valid JSON: {error}", "invalid_json") from error
     if not isinstance(fields, dict):
         raise FieldError("", f"the body must be a JSON object, not {quote(fields)}", "invalid_json")
+    if UNSUPPORTED.keys().isdisjoint(fields):
+        return fields
     for name, neutral in UNSUPPORTED.items():
         # 1 == True in Python; JSON's true is not a number.
         value = fields.get(name)

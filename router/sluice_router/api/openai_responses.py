@@ -22,6 +22,8 @@ DONE = b"data: [DONE]\n\n"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 # What an answer's id has before the router's id of the request; of completions and of chats.
 ID_PREFIXES = ("cmpl-", "chatcmpl-")
+# json.dumps makes one per call.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 FINISH_REASONS = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
     sampling_pb2.FINISH_REASON_LENGTH: "length",
@@ -105,7 +107,10 @@ class _Format:
         self._text = text
         self._includes_usage = includes_usage
         self._prompt_token_ids = prompt_token_ids
-        self._event_start = "data: " + _dump({**self._head, "object": self.chunk_kind})[:-1]
+        self._event_start = (
+            f'data: {{"id":{encode_basestring(answer_id)},"object":"{self.chunk_kind}","created":{created_s},'
+            f'"model":{encode_basestring(model)}'
+        )
         self._event_end = ',"usage":null}\n\n' if includes_usage else "}\n\n"
         # What an event of text alone has before and behind its text; made once, which saves most of an event's cost.
         self._prefix = self._suffix = ""
@@ -293,4 +298,4 @@ def _format_end(finish: Finish, stop: str | None) -> str:
 
 
 def _dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _ENCODER.encode(value)

@@ -122,6 +122,12 @@ class RequestPreparer:
         self._text = text
         self._metrics = metrics
         self._fair_queue = FairQueue()
+        # What fields of the proto that need no more than a value are without the client: the model's, or vLLM's.
+        self._sampling_defaults: dict[str, Any] = {
+            field.name: text.defaults.sampling.get(field.name, VLLM_DEFAULTS.get(field.name))
+            for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+            if field.name not in _RESOLVED_FIELDS
+        }
 
     @property
     def _max_model_len_tokens(self) -> int | None:
@@ -312,13 +318,10 @@ class RequestPreparer:
     def _choose_values(self, body: SamplingFields) -> dict[str, Any]:
         """Chooses what the client says, else the model, else vLLM, for each field of the proto that needs no more."""
         values = {}
-        for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields:
-            name = field.name
-            if name in _RESOLVED_FIELDS:
-                continue
+        for name, default in self._sampling_defaults.items():
             value = getattr(body, name)
             if value is None:
-                value = self._text.defaults.sampling.get(name, VLLM_DEFAULTS.get(name))
+                value = default
             if value is not None:
                 values[name] = value
         return values

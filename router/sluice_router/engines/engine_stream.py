@@ -322,18 +322,23 @@ class EngineStream(asyncio.Protocol):
         """Writes what the engine's window takes."""
         if self._fault:
             return
+        # As inward, frames of message bytes go past h2, which keeps the windows and has its own frames to send first.
+        http, stream = self._http, self._http.streams[self._stream_id]
+        frames: list[bytes | memoryview] = [http.data_to_send()]
         while self._outgoing:
-            room = self._http.local_flow_control_window(self._stream_id)
+            room = min(http.outbound_flow_control_window, stream.outbound_flow_control_window)
             data = self._outgoing[0]
-            size = min(room, self._http.max_outbound_frame_size, len(data))
+            size = min(room, http.max_outbound_frame_size, len(data))
             if size <= 0:
                 break
-            self._http.send_data(self._stream_id, data[:size])
+            frames += (size.to_bytes(LENGTH_BYTES, "big"), self._plain_data, data[:size])
+            http.outbound_flow_control_window -= size
+            stream.outbound_flow_control_window -= size
             if size < len(data):
                 self._outgoing[0] = data[size:]
             else:
                 self._outgoing.popleft()
-        self._write_frames()
+        self._write_bytes(b"".join(frames))
 
     def _write_frames(self) -> None:
         self._write_bytes(self._http.data_to_send())

@@ -73,6 +73,7 @@ class Router:
         self._last_tick_s: float | None = None
         self._listeners: list[Callable[[], None]] = []
         self._seen_version = state.status.version
+        self._model = ServedModel(name="", max_model_len_tokens=0, created_s=state.started_unix_s)
 
     def connect(self, engine_writer: EngineWriter) -> None:
         """Says where messages to engines go."""
@@ -113,9 +114,11 @@ class Router:
         """See ``DataPlane.model``."""
         state = self.state
         name = state.active.plan.served_model_name if state.active.plan is not None else ""
-        return ServedModel(
-            name=name, max_model_len_tokens=state.active.max_model_len_tokens, created_s=state.started_unix_s
-        )
+        limit = state.active.max_model_len_tokens
+        # Asked for several times per request, and changed by plans and engines only.
+        if self._model.name != name or self._model.max_model_len_tokens != limit:
+            self._model = ServedModel(name=name, max_model_len_tokens=limit, created_s=state.started_unix_s)
+        return self._model
 
     @property
     def is_ready(self) -> bool:
