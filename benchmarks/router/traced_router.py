@@ -55,7 +55,7 @@ STAGES: dict[str, tuple[str, ...]] = {
         f"{API}.response_streams:WholeResponseStream.on_finished",
         f"{API}.response_streams:WholeAnswer.wait",
     ),
-    "writes to clients": (f"{API}.http_connection:HttpStream.write",),
+    "writes to clients": (f"{API}.http_answers:HttpStream._send",),
 }
 REQUESTS = "request"
 LOOP = "event loop"

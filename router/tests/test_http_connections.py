@@ -418,7 +418,7 @@ async def test_slow_reader_gets_every_character_once_and_in_large_chunks(start, 
             await asyncio.sleep(0)
         plane.finish("req-1")
         received = b""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not received.endswith(b"\r\n0\r\n\r\n"):
                 received += await reader.read(65536)
     events = [json.loads(event.split(b"\n\n")[0]) for event in received.split(b"data: ")[1:-1]]

@@ -56,7 +56,8 @@ class Pipe:
             for response_stream in self.response_streams:
                 response_stream.on_paused(1.0)
 
-    def end(self) -> None:
+    def end(self, data: bytes) -> None:
+        self.write(data)
         self.room = 99
 
     def abort(self) -> None:

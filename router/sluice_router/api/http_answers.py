@@ -7,10 +7,11 @@ import time
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion11
 
 from sluice_router.api import openai_responses
-from sluice_router.api.http_connection import HttpStream, connection_of
+from sluice_router.api.http_connection import connection_of
 from sluice_router.api.openai_requests import ChatBody
 from sluice_router.api.response_streams import AnswerProgress, SseResponseStream, WholeAnswer, WholeResponseStream
 from sluice_router.text.output import Output
@@ -25,6 +26,103 @@ if TYPE_CHECKING:
     from sluice_router.text.tokenizer import ModelText
 
 SERVER = "sluice"
+# Of the head of every stream.
+FIXED_LINES = (f"Content-Type: {openai_responses.CONTENT_TYPE}", "Cache-Control: no-cache", f"Server: {SERVER}")
+
+
+class HttpStream:
+    """A streamed answer, written past aiohttp's coroutines: head and first events in one piece, and the end in one.
+
+    Args:
+        connection: The client's connection.
+        is_chunked: Whether the body is sent in HTTP chunks; HTTP/1.0 has none.
+
+    Attributes:
+        is_lost: The client had gone when something was to be written.
+    """
+
+    __slots__ = ("_connection", "_held", "_is_chunked", "_is_over", "_transport", "is_lost")
+
+    def __init__(self, connection: web.RequestHandler, *, is_chunked: bool) -> None:
+        self._connection = connection
+        self._transport = connection.transport
+        self._is_chunked = is_chunked
+        self._held: list[bytes] | None = None
+        self._is_over = False
+        self.is_lost = False
+
+    @property
+    def is_writable(self) -> bool:
+        """False while the transport is full."""
+        return not self._connection.writing_paused
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes in the transport."""
+        return 0 if self._transport is None or self._is_over else self._transport.get_write_buffer_size()
+
+    def hold(self, head: bytes) -> None:
+        """Begins with the answer's head, and keeps what is written until ``release``."""
+        self._held = [head]
+
+    def release(self) -> None:
+        """Writes what was kept."""
+        held, self._held = self._held, None
+        if held:
+            self._send(b"".join(held))
+
+    def write(self, data: bytes) -> None:
+        """Writes; to a closed transport, nothing."""
+        if data and not self._is_over:
+            self._send(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def abort(self) -> None:
+        """Closes at once."""
+        if self._transport is not None and not self._is_over:
+            self._transport.abort()
+
+    def end(self, data: bytes) -> None:
+        """Writes the last bytes, at least one, and drops what is written from here on."""
+        if not self._is_over:
+            self._is_over = True
+            self._send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def _send(self, data: bytes) -> None:
+        if self._held is not None:
+            self._held.append(data)
+        elif self._transport is None or self._transport.is_closing():
+            # uvloop raises on a closed transport, and the client's end is heard of elsewhere.
+            self.is_lost = True
+        else:
+            self._transport.write(data)
+
+
+class WrittenResponse(web.StreamResponse):
+    """Tells aiohttp of an answer that ``HttpStream`` has written.
+
+    Args:
+        keeps_connection: Whether the connection stays open behind it.
+    """
+
+    def __init__(self, *, keeps_connection: bool) -> None:
+        super().__init__()
+        self._keeps_connection = keeps_connection
+
+    @property
+    def prepared(self) -> bool:
+        """Its head is out."""
+        return True
+
+    @property
+    def keep_alive(self) -> bool | None:
+        """Whether the connection stays open behind it."""
+        return self._keeps_connection
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Writes nothing."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Writes nothing."""
 
 
 class HttpAnswers:
@@ -146,17 +244,19 @@ class HttpAnswers:
             await self._admit(prepared, response_streams)
             connection.watch(leave)
             await progress.wait_first()
-            response = await self._open(request, headers)
-            stream = HttpStream(connection, is_chunked="Transfer-Encoding" in response.headers)
+            keeps_connection = self._keeps_connection(request)
+            stream = self._open(request, headers, keeps_connection=keeps_connection)
             connection.attach(response_streams, stream)
             for response_stream in response_streams:
                 response_stream.open(stream, self._plane.now())
+            stream.release()
             await progress.wait_over()
-            await response.write_eof()
+            if stream.is_lost:
+                raise ConnectionResetError("the client has gone")
         finally:
             if not progress.is_over:
                 leave()
-        return response
+        return WrittenResponse(keeps_connection=keeps_connection)
 
     async def _admit(self, prepared: Sequence[PreparedRequest], response_streams: Sequence[ResponseStream]) -> None:
         """Admits all choices; the caller cancels those that were when another is refused."""
@@ -170,19 +270,20 @@ class HttpAnswers:
         for choice in prepared:
             self._plane.cancel(choice.request.request_id, reason)
 
-    async def _open(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": openai_responses.CONTENT_TYPE,
-                "Cache-Control": "no-cache",
-                "Server": SERVER,
-                **headers,
-            }
-        )
-        if request.version >= HttpVersion11:
-            response.enable_chunked_encoding()
-        if self.is_closing or request.version < HttpVersion11:
-            # HTTP/1.0 has no other end of a body whose length is not known, whatever the client says of keep-alive.
-            response.force_close()
-        await response.prepare(request)
-        return response
+    def _keeps_connection(self, request: web.BaseRequest) -> bool:
+        # HTTP/1.0 has no other end of a body whose length is not known, whatever the client says of keep-alive.
+        return request.keep_alive and not self.is_closing and request.version >= HttpVersion11
+
+    def _open(self, request: web.BaseRequest, headers: dict[str, str], *, keeps_connection: bool) -> HttpStream:
+        """Begins a stream with the answer's head."""
+        version = request.version
+        is_chunked = version >= HttpVersion11
+        lines = [f"HTTP/{version.major}.{version.minor} 200 OK", *FIXED_LINES, f"Date: {rfc822_formatted_time()}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        if is_chunked:
+            lines.append("Transfer-Encoding: chunked")
+            if not keeps_connection:
+                lines.append("Connection: close")
+        stream = HttpStream(connection_of(request), is_chunked=is_chunked)
+        stream.hold("\r\n".join([*lines, "", ""]).encode())
+        return stream

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aiohttp import StreamReader
 
-    from sluice_router.api.response_streams import SseResponseStream
+    from sluice_router.api.response_streams import ClientStream, SseResponseStream
 
 # State of a connection in Linux's tcp_info once the peer has reset it.
 TCP_CLOSED = 7
@@ -74,7 +74,7 @@ class EdgeConnection(web.RequestHandler):
         self._paused_since_s = 0.0
         self._on_lost: Callable[[], None] | None = None
         self._response_streams: Sequence[SseResponseStream] = ()
-        self._stream: HttpStream | None = None
+        self._stream: ClientStream | None = None
         self._is_half_closed = False
         self._last_message: tuple[object, StreamReader] | None = None
         self._num_answered = 0
@@ -114,7 +114,7 @@ class EdgeConnection(web.RequestHandler):
         if self.transport is None:
             on_lost()
 
-    def attach(self, response_streams: Sequence[SseResponseStream], stream: HttpStream) -> None:
+    def attach(self, response_streams: Sequence[SseResponseStream], stream: ClientStream) -> None:
         """Calls an answer's streams when the client does not keep up, and when it has drained.
 
         Args:
@@ -321,45 +321,3 @@ def connection_of(request: web.BaseRequest) -> EdgeConnection:
     connection = request.protocol
     assert isinstance(connection, EdgeConnection), "EdgeServer makes all connections"
     return connection
-
-
-class HttpStream:
-    """The body of one streamed answer, written past aiohttp's coroutines.
-
-    Args:
-        connection: The client's connection.
-        is_chunked: Whether the body is sent in HTTP chunks; HTTP/1.0 has none.
-    """
-
-    __slots__ = ("_connection", "_is_chunked", "_transport")
-
-    def __init__(self, connection: EdgeConnection, *, is_chunked: bool) -> None:
-        self._connection = connection
-        self._transport = connection.transport
-        self._is_chunked = is_chunked
-
-    @property
-    def is_writable(self) -> bool:
-        """False while the transport is full."""
-        return not self._connection.writing_paused
-
-    @property
-    def num_buffered_bytes(self) -> int:
-        """Bytes in the transport."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
-
-    def write(self, data: bytes) -> None:
-        """Writes; uvloop raises on a closed transport, and the client's end is heard of elsewhere."""
-        transport = self._transport
-        if not data or transport is None or transport.is_closing():
-            return
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-
-    def abort(self) -> None:
-        """Closes at once."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def end(self) -> None:
-        """Drops what is written from here on."""
-        self._transport = None

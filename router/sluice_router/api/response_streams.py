@@ -38,8 +38,8 @@ class ClientStream(Protocol):
         """Closes at once, whatever is unsent."""
         ...
 
-    def end(self) -> None:
-        """Drops what is written from here on: the answer is complete."""
+    def end(self, data: bytes) -> None:
+        """Writes the last bytes, and drops what is written from here on."""
         ...
 
 
@@ -303,19 +303,15 @@ class SseResponseStream:
         self._is_ended = True
         delta = self._output.take()
         if isinstance(end, Exception):
-            stream.write((self._answer.chunk(delta) if delta else b"") + format_error_event(end))
-            self._conclude_answer(stream)
+            stream.end((self._answer.chunk(delta) if delta else b"") + format_error_event(end))
+            self._progress.conclude()
             return
         data = self._answer.end(delta, end, self._output.matched_stop)
         if self._progress.note_written():
-            stream.write(data + self._answer.last(self._progress.usage))
-            self._conclude_answer(stream)
+            stream.end(data + self._answer.last(self._progress.usage))
+            self._progress.conclude()
         else:
             stream.write(data)
-
-    def _conclude_answer(self, stream: ClientStream) -> None:
-        stream.end()
-        self._progress.conclude()
 
 
 class GrpcResponseStream:

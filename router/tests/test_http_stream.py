@@ -1,0 +1,131 @@
+"""A streamed answer on its way to the transport: how many writes it takes, and what becomes of a client that left."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from edge_fakes import FakePlane, connect, read_until, request_bytes, say
+
+from sluice_router.api.http_answers import HttpStream
+from sluice_router.api.http_api import HttpApi
+
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+class Transport:
+    """Keeps what is written, write by write."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.is_closed = False
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def write(self, data: bytes) -> None:
+        assert not self.is_closed
+        self.writes.append(data)
+
+    def get_write_buffer_size(self) -> int:
+        return 7
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+
+class Connection:
+    """What a stream sees of a connection."""
+
+    def __init__(self) -> None:
+        self.transport = Transport()
+        self.writing_paused = False
+
+
+@pytest.fixture
+def connection() -> Connection:
+    return Connection()
+
+
+def make_stream(connection: Any, *, is_chunked: bool = True) -> HttpStream:
+    stream = HttpStream(connection, is_chunked=is_chunked)
+    stream.hold(HEAD)
+    return stream
+
+
+def test_head_and_first_events_are_one_write(connection):
+    stream = make_stream(connection)
+    stream.write(b"role")
+    stream.write(b"token")
+    assert connection.transport.writes == []
+    stream.release()
+    stream.write(b"next")
+    assert connection.transport.writes == [HEAD + b"4\r\nrole\r\n5\r\ntoken\r\n", b"4\r\nnext\r\n"]
+
+
+def test_an_answer_that_is_whole_at_once_is_one_write(connection):
+    stream = make_stream(connection)
+    stream.end(b"all")
+    stream.release()
+    assert connection.transport.writes == [HEAD + b"3\r\nall\r\n" + LAST_CHUNK]
+
+
+def test_the_end_is_one_write_and_nothing_follows_it(connection):
+    stream = make_stream(connection)
+    stream.release()
+    stream.end(b"end")
+    stream.write(b"late")
+    stream.end(b"later")
+    stream.abort()
+    assert connection.transport.writes == [HEAD, b"3\r\nend\r\n" + LAST_CHUNK]
+    assert stream.num_buffered_bytes == 0
+    assert not connection.transport.is_closed
+
+
+def test_http_1_0_gets_the_bytes_as_they_are(connection):
+    stream = make_stream(connection, is_chunked=False)
+    stream.write(b"token")
+    stream.release()
+    stream.end(b"end")
+    assert connection.transport.writes == [HEAD + b"token", b"end"]
+
+
+def test_a_write_to_a_closed_transport_is_dropped_and_noted(connection):
+    stream = make_stream(connection)
+    stream.release()
+    assert not stream.is_lost
+    connection.transport.is_closed = True
+    stream.end(b"end")
+    assert stream.is_lost
+    assert connection.transport.writes == [HEAD]
+
+
+async def test_a_connection_serves_stream_after_stream(text):
+    api = HttpApi(FakePlane(say(text, "hello world")), text)
+    port = await api.start("127.0.0.1", 0)
+    request = request_bytes("/v1/completions", {"prompt": "hi", "stream": True, "max_tokens": 1})
+    async with connect(port) as (reader, writer):
+        for _ in range(3):
+            writer.write(request)
+            head = await read_until(reader, b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n")
+            assert b"\r\nTransfer-Encoding: chunked\r\n" in head
+            assert b"\r\nServer: sluice\r\nDate: " in head
+            assert b"Connection" not in head
+            body = await read_until(reader, b"\r\n" + LAST_CHUNK)
+            assert body.endswith(b"data: [DONE]\n\n\r\n" + LAST_CHUNK)
+    await api.close(0.1)
+
+
+async def test_a_client_that_asks_for_the_end_of_the_connection_gets_it_behind_the_stream(text):
+    api = HttpApi(FakePlane(say(text, "hello world")), text)
+    port = await api.start("127.0.0.1", 0)
+    async with connect(port) as (reader, writer):
+        body = {"prompt": "hi", "stream": True, "max_tokens": 1}
+        writer.write(request_bytes("/v1/completions", body, {"Connection": "close"}))
+        assert b"\r\nConnection: close\r\n" in await read_until(reader, b"\r\n\r\n")
+        async with asyncio.timeout(60):
+            assert (await reader.read()).endswith(LAST_CHUNK)
+    await api.close(0.1)
