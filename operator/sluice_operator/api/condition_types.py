@@ -54,6 +54,7 @@ class Reason(StrEnum):
     VALID = "Valid"
     REFUSED = "Refused"
     NOT_AVAILABLE = "NotAvailable"
+    MODEL_CHANGED = "ModelChanged"
     ALL_READY = "AllReady"
     SOME_NOT_READY = "SomeNotReady"
     NONE_READY = "NoneReady"
@@ -116,7 +117,13 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.ENGINE_REFUSED,
         Reason.ROLLED_BACK,
     ),
-    ConditionType.SPEC_VALID: (Reason.VALID, Reason.REFUSED, Reason.POD_TEMPLATE_REFUSED, Reason.NOT_AVAILABLE),
+    ConditionType.SPEC_VALID: (
+        Reason.VALID,
+        Reason.REFUSED,
+        Reason.POD_TEMPLATE_REFUSED,
+        Reason.NOT_AVAILABLE,
+        Reason.MODEL_CHANGED,
+    ),
     ConditionType.ENGINES_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
     ConditionType.ROUTER_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
     ConditionType.NETWORK_READY: (

@@ -552,7 +552,7 @@ class SpecFields(ManifestModel):
     parameters: Annotated[ParametersSpec, FieldEffect.LIVE] = ParametersSpec()
     """Parameters of the strategies. In force without a restart."""
     model: Annotated[ModelSpec, FieldEffect.RESTARTS_ALL]
-    """The model, mounted read-only at /model in engines and routers. A change restarts all of them."""
+    """The model, mounted read-only at /model in engines and routers. Once it has served, another one is refused."""
     engine: Annotated[EngineSpec, FieldEffect.RESTARTS_ENGINES] = EngineSpec()
     """The engines. A change restarts them as rollout allows; streams continue."""
     network: Annotated[NetworkSpec, FieldEffect.RESTARTS_ENGINES] = NetworkSpec()
