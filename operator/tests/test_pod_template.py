@@ -204,3 +204,21 @@ def test_affinity_stays_in_its_namespace(affinity, component) -> None:
     (line,) = find_refused_affinity_terms(affinity, component, allow_host_access=False)
     assert line.startswith(f"spec.{component}.affinity")
     assert find_refused_affinity_terms(affinity, component, allow_host_access=True) == []
+
+
+@pytest.mark.parametrize(
+    ("over", "line"),
+    [
+        ({"spec": {"volumes": [{"emptyDir": {}}]}}, "spec.volumes[0] has no name"),
+        ({"spec": {"containers": [{"image": "side:1"}]}}, "spec.containers[0] has no name"),
+        (
+            {"spec": {"containers": [{"name": "side", "volumeMounts": [{"name": "data"}]}]}},
+            "spec.containers[0].volumeMounts[0] has no mountPath",
+        ),
+        ({"spec": {"imagePullSecrets": ["registry"]}}, "spec.imagePullSecrets[0] has no name"),
+    ],
+    ids=["volume", "container", "mount", "text"],
+)
+def test_an_element_without_the_field_by_which_lists_are_merged_is_refused(over, line) -> None:
+    found = find_refused_fields(over, "engine", allow_host_access=True)
+    assert [text.startswith(f"spec.engine.podTemplate.{line}") for text in found] == [True]

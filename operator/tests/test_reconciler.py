@@ -814,3 +814,83 @@ async def test_monitors_exist_only_where_their_kind_does() -> None:
         "tiny-engine",
         "tiny-router",
     }
+
+
+OTHER_SOURCE = {"persistentVolumeClaim": {"claimName": "models", "path": "other"}}
+
+
+@pytest.mark.parametrize(
+    "model", [{"name": "other"}, {"revision": "b"}, {"source": OTHER_SOURCE}], ids=["name", "revision", "source"]
+)
+async def test_another_model_is_refused_once_one_has_served(model) -> None:
+    world = World()
+    await world.settle()
+    before, template, plan = world.engine_uids, world.deployment()["spec"]["template"], world.plan
+    world.edit(model=model)
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("False", "ModelChanged")
+    assert "another ServingCluster" in world.message("SpecValid")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    # A new operator knows it too; no pod is replaced, and routers answer by the name that they had.
+    world.start_operator()
+    await world.settle()
+    assert (world.engine_uids, world.deployment()["spec"]["template"]) == (before, template)
+    assert world.plan.served_model_name == plan.served_model_name == "tiny"
+    world.edit(model={"name": "tiny", "revision": None, "source": {"persistentVolumeClaim": {"path": "tiny"}}})
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("True", "Valid")
+
+
+async def test_a_model_that_never_served_may_be_corrected_and_one_that_does_may_get_another_name_for_clients() -> None:
+    world = World(engine={"image": "broken:1"})
+    world.kubernetes.broken_images.add("broken:1")
+    await world.settle()
+    world.edit(model={"name": "other"}, engine={"image": None})
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("True", "Valid")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    world.edit(model={"servedName": "mine"})
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("True", "Valid")
+    assert world.plan.served_model_name == "mine"
+
+
+async def test_a_cluster_whose_traffic_ended_is_not_reconciled_without_a_pause() -> None:
+    world = World()
+    await world.settle()
+    for count in (0, 10):
+        counters = control_pb2.ClassCounters(
+            num_finished=count, num_met_ttft=count, num_met_tpot=count, num_met_both=count
+        )
+        world.routers.counters[:] = [counters]
+        for status in world.routers.statuses(KEY).values():
+            world.reconciler.record_status(KEY, status)
+    world.now += 20.0
+    await world.reconcile()
+    assert "attainment" in world.status
+    for _ in range(3):
+        # The attainment of five minutes stays as it is, so that nothing is written.
+        world.now += 20.0
+        after_s = await world.reconcile()
+        assert after_s is not None
+        assert after_s >= 10.0
+
+
+async def test_a_drain_whose_end_cannot_be_written_is_tried_again_after_a_pause() -> None:
+    world = World()
+    await world.settle()
+    world.routers.stuck = set(world.engine_uids)
+    world.edit(replicas=3)
+    for _ in range(3):
+        await world.reconcile()
+
+    def forbid(verb: str, plural: str) -> None:
+        if (verb, plural) == ("patch", "pods"):
+            raise ForbiddenError("pods is forbidden")
+
+    world.kubernetes.before = forbid
+    world.now += 30.0 + DRAIN_MARGIN_S
+    for _ in range(3):
+        after_s = await world.reconcile()
+        assert after_s is not None
+        assert after_s >= 10.0

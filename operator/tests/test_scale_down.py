@@ -102,7 +102,18 @@ def test_replicas_fall_by_those_who_may_go(world, wanted, live, num_prefill_heav
                 assert pod.goes_next
     if wanted >= live:
         assert scale.replicas == wanted
-        assert not scale.victims
+        assert scale.victims <= {pod.engine_id for pod in present if pod.goes_next}
+        assert len(scale.victims) <= max(0, len(present) - wanted)
+
+
+def test_a_victim_keeps_its_mark_and_gets_no_requests_until_kubernetes_ends_it() -> None:
+    pods = [make_pod(0, goes_next=True), make_pod(1), make_pod(2)]
+    # The Deployment is lowered already, and the pod is still there.
+    scale = decide_scale(2, 2, pods, roles={}, num_prefill_heavy=1, reports={})
+    assert (scale.replicas, scale.victims, scale.drained) == (2, {"e0"}, {"e0"})
+    assert not scale.undrained
+    # Engines beyond the replicas that a surge adds are no victims.
+    assert not decide_scale(2, 2, [*pods[1:], make_pod(3)], roles={}, num_prefill_heavy=1, reports={}).victims
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -293,7 +293,9 @@ class Reconciler:
             waits.append(max(0.0, state.measured_s + MEASURE_INTERVAL_S - self._now()))
         if inputs.cluster and inputs.scale.undrained:
             oldest_s = min(state.drain_started_s[engine_id] for engine_id in inputs.scale.undrained)
-            waits.append(max(0.0, oldest_s + drain_limit_s(inputs.cluster) - self._now()))
+            left_s = oldest_s + drain_limit_s(inputs.cluster) - self._now()
+            # One whose time is over goes with the event of its mark, unless that cannot be written.
+            waits.append(left_s if left_s > 0 else DEGRADED_REQUEUE_S)
         return min(waits, default=None)
 
     # State between reconciles.

@@ -63,8 +63,9 @@ class StatusWriter:
         is_measurement = new != old and strip_measurements(new) == strip_measurements(old)
         if is_measurement and self._now() - state.measured_s < MEASURE_INTERVAL_S:
             return True
-        if await self._write(key, inputs.body, new):
-            state.measured_s = self._now()
+        await self._write(key, inputs.body, new)
+        # Also where nothing changed: measurements of five minutes stay the same for as long after the last request.
+        state.measured_s = self._now()
         return False
 
     async def write_forbidden(self, key: ClusterKey, body: Object, message: str) -> None:

@@ -59,8 +59,12 @@ def decide_scale(
     """
     present = [pod for pod in pods if pod.is_present]
     num_victims = len(present) - desired_replicas
-    if current_replicas is None or current_replicas <= desired_replicas or num_victims <= 0:
+    if current_replicas is None or num_victims <= 0:
         return ScaleDecision(replicas=desired_replicas)
+    if current_replicas <= desired_replicas:
+        # Kubernetes ends those that are marked in a moment: until then they must get no requests again.
+        going = frozenset([pod.engine_id for pod in present if pod.goes_next][:num_victims])
+        return ScaleDecision(replicas=desired_replicas, victims=going, drained=going)
     victims = frozenset(_choose_victims(present, num_victims, roles, num_prefill_heavy, reports))
     leaving = [pod for pod in present if pod.engine_id in victims]
     # A pod that serves goes once it is marked as drained, so that Kubernetes takes this one.

@@ -107,11 +107,25 @@ def _find(over: Object, component: str, *, allow_host_access: bool) -> Iterator[
     if wrong:
         yield f"spec.{wrong[0]} is not a list; write it as `kubectl explain pod.spec.{wrong[0]}` says"
         return
+    yield from _find_unkeyed(spec, "spec")
     for container in spec.get("containers", []):
         if container.get("name") == component:
             yield from _find_in_container(container, component)
     if not allow_host_access:
         yield from find_isolation_violations(strategic_merge(_make_isolation_defaults(component), over), OUR_CONTAINERS)
+
+
+def _find_unkeyed(fields: Object, path: str) -> Iterator[str]:
+    """Finds elements of merged lists that lack the field by which they are merged: they would be dropped."""
+    for name, value in fields.items():
+        where, key = f"{path}.{name}", MERGE_KEYS.get(name)
+        if isinstance(value, dict):
+            yield from _find_unkeyed(value, where)
+        for index, item in enumerate(value if key and isinstance(value, list) else ()):
+            if not isinstance(item, dict) or key not in item:
+                yield f"{where}[{index}] has no {key}, by which the list is merged; add it"
+            else:
+                yield from _find_unkeyed(item, f"{where}[{index}]")
 
 
 def _make_isolation_defaults(component: str) -> Object:
