@@ -18,7 +18,7 @@ from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 from sluice_cli.local_cluster.desired_processes import make_desired_processes
 from sluice_cli.local_cluster.endpoints import EndpointAllocator, list_ports
 from sluice_cli.local_cluster.launcher import UpOptions, _handle_signals, make_engine_spawner, make_router_spawner
-from sluice_cli.local_cluster.manifest_watch import apply_edit, describe_effect, follow_manifest
+from sluice_cli.local_cluster.manifest_watch import apply_edit, describe_effect, find_ignored_fields, follow_manifest
 from sluice_cli.processes.child_processes import LaunchSpec, spawn
 from sluice_cli.processes.fork_spawner import ForkSpawner
 from sluice_cli.processes.ports import PortAllocator, PortError
@@ -163,6 +163,21 @@ DESIRED = {
 def test_an_edit_restarts_what_it_is_about_and_nothing_else(change: dict[str, Any], differs: set[str]) -> None:
     before, after = desire(), desire(**change)
     assert {name for name in before.__slots__ if getattr(before, name) != getattr(after, name)} == differs
+
+
+@pytest.mark.parametrize(
+    ("rollout", "fields"),
+    [
+        ({"paused": True}, []),
+        ({"maxSurge": 1}, ["spec.rollout.maxSurge"]),
+        ({"maxUnavailable": 2, "gate": {}}, ["spec.rollout.maxUnavailable", "spec.rollout.gate"]),
+    ],
+    ids=["none", "one", "two"],
+)
+def test_fields_that_only_pods_follow_are_named(rollout: dict[str, Any], fields: list[str]) -> None:
+    content = yaml.safe_load(EXAMPLE.read_text())
+    content["spec"]["rollout"] = rollout
+    assert find_ignored_fields(check_manifest(content).spec) == fields
 
 
 class Followed:

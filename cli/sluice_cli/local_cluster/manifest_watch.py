@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import watchfiles
 
-from sluice_operator.api.field_effects import FieldEffect, walk_fields
+from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.manifest import ManifestError, ManifestProblem, parse_manifest
+from sluice_operator.api.spec import RolloutSpec
 from sluice_operator.api.spec_changes import FieldChange, diff_specs
 
 if TYPE_CHECKING:
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sluice_cli.local_cluster.cluster import LocalCluster
-    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
 
 # Editors write in several steps; wait until a file has been quiet for so long.
 SETTLE_MS = 100
 POLL_MS = 1000
 # What only pods follow.
-IGNORED_FIELDS = frozenset({"spec.rollout.maxUnavailable", "spec.rollout.maxSurge"})
+IGNORED_FIELDS = ("spec.rollout.maxUnavailable", "spec.rollout.maxSurge", "spec.rollout.gate")
 IGNORED = "ignored: local engines restart one at a time"
 
 
@@ -41,9 +42,8 @@ async def follow_manifest(
         check: Finds what this machine cannot do.
         report: Takes a line for people.
     """
-    for leaf in walk_fields(cluster.manifest.spec, path="spec"):
-        if leaf.path in IGNORED_FIELDS and leaf.values != [leaf.field.default]:
-            report(f"{path.name}: {leaf.path} {leaf.values[0]} ({IGNORED})")
+    for field in find_ignored_fields(cluster.manifest.spec):
+        report(f"{path.name}: {field} ({IGNORED})")
     last_text = text
     # The folder is watched, because many editors replace the file by another. A read each second finds what was written
     # before the watch began, and edits on file systems that report none.
@@ -104,9 +104,15 @@ def _read(path: Path) -> str | None:
         return None
 
 
+def find_ignored_fields(spec: ServingClusterSpec) -> list[str]:
+    """Finds the fields that a manifest sets and local processes do not follow."""
+    changes = diff_specs(spec.model_copy(update={"rollout": RolloutSpec()}), spec)
+    return [change.field for change in changes if change.field.startswith(IGNORED_FIELDS)]
+
+
 def describe_effect(change: FieldChange) -> str:
     """Says what a change does to the running cluster."""
-    if change.field in IGNORED_FIELDS:
+    if change.field.startswith(IGNORED_FIELDS):
         return IGNORED
     match change.effect:
         case FieldEffect.LIVE:
