@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import harness_faults
+import hypothesis
 import pytest
 from steps import RUNNING_TESTS
 
@@ -20,6 +21,12 @@ EXPECTED_SKIPS = {
     ("core/tests/test_decode_flow.py", "a compiled class has no interpreted subclass"),
     ("engine_image/tests/test_ucx_transport.py", "this machine has RDMA devices"),
 }
+
+# How long a machine takes for an example depends on what else it does, which is no property.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
