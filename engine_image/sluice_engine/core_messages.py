@@ -308,6 +308,18 @@ class RefusedHandOff(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """What entered the prefix cache and what left it since the last report; nothing is in both.
+
+    Args:
+        stored: Hashes of blocks, the lower 64 bits of vLLM's.
+        removed: The same.
+    """
+
+    stored: list[int] = []
+    removed: list[int] = []
+
+
 class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an iteration reports beside its tokens. An iteration that computed nothing reports only changes.
 
@@ -321,6 +333,7 @@ class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
         refused: Accepted hand-offs that were given up.
         last_submit_numbers: By stream number, the last submit that the load includes; only streams that have submitted
             since the last report.
+        prefixes: Changes of the prefix cache; None: there are none.
     """
 
     load: SchedulerLoad
@@ -329,6 +342,7 @@ class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
     returned: list[str] = []
     refused: list[RefusedHandOff] = []
     last_submit_numbers: dict[int, int] = {}
+    prefixes: PrefixChanges | None = None
 
 
 class HandedOffKv(msgspec.Struct, frozen=True, kw_only=True):

@@ -117,6 +117,8 @@ INSTANCE_ATTRIBUTES: dict[tuple[type, str], tuple[str, ...]] = {
     ),
     (KVCacheManager, "__init__"): ("self.block_pool",),
     (BlockPool, "__init__"): ("self.num_gpu_blocks",),
+    # Events of the prefix cache go to the scheduler's publisher before the outputs of their iteration are made.
+    (Scheduler, "update_from_output"): ("self.kv_event_publisher.publish(batch)",),
     (Request, "__init__"): (
         "self.priority",
         "self.arrival_time",

@@ -40,6 +40,7 @@ class ReportOutbox:
         load: core_messages.SchedulerLoad,
         iteration: core_messages.IterationReport | None,
         proposals: list[core_messages.ProposedMove],
+        prefixes: core_messages.PrefixChanges | None = None,
     ) -> None:
         """Adds a report to an iteration's outputs, unless nothing has changed.
 
@@ -48,8 +49,9 @@ class ReportOutbox:
             load: Load after the iteration.
             iteration: What it computed, if anything.
             proposals: Requests that should leave.
+            prefixes: Changes of the prefix cache, if any.
         """
-        if iteration is None and not self.has_news and load == self._last_load:
+        if iteration is None and not self.has_news and prefixes is None and load == self._last_load:
             return
         report = core_messages.SchedulerReport(
             load=load,
@@ -58,6 +60,7 @@ class ReportOutbox:
             returned=self._returned,
             refused=self._refused,
             last_submit_numbers=self._last_submit_numbers,
+            prefixes=prefixes,
         )
         self._last_load = load
         self._returned, self._refused, self._last_submit_numbers = [], [], {}

@@ -34,6 +34,7 @@ from sluice_engine.scheduling.load_report import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.prefill_room import PrefillRoom
 from sluice_engine.scheduling.prefill_selection import PrefillSelection
+from sluice_engine.scheduling.prefix_recorder import PrefixRecorder
 from sluice_engine.scheduling.report_outbox import ReportOutbox
 from sluice_engine.scheduling.request_tracker import RequestTracker, track_request
 from sluice_engine.scheduling.scheduled_batch import describe_batch, settle_batch
@@ -83,6 +84,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._selection = PrefillSelection(self._tracker, self._kv_usage)
         self._timer = IterationTimer()
         self._outbox = ReportOutbox()
+        self._prefixes = self.kv_event_publisher = PrefixRecorder()
         self._recorder = open_recorder(self.vllm_config.kv_transfer_config.engine_id)
         self._num_preemptions = 0
 
@@ -267,7 +269,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             if self._recorder is not None:
                 self._recorder.note_end(iteration.duration_s)
             proposals = self._propose_moves(scheduler_output, batch)
-        self._outbox.send(outputs, self._measure_load(), iteration, proposals)
+        self._outbox.send(outputs, self._measure_load(), iteration, proposals, self._prefixes.take())
         return outputs
 
     def _propose_moves(

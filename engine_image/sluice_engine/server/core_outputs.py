@@ -72,6 +72,8 @@ def take_report(report: core_messages.SchedulerReport, sessions: SessionTable) -
         request = sessions.requests.get(refused.request_id)
         if request is not None and request.slot is not None:
             request.session.add_hand_off_refused(request.slot, refused.reason)
+    if report.prefixes is not None:
+        sessions.report_prefixes(report.prefixes)
     for number, submit_number in report.last_submit_numbers.items():
         if session := sessions.get_by_stream(number):
             session.report_submits(submit_number)

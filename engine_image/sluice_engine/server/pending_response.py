@@ -35,8 +35,10 @@ class PendingResponse:
             self.output_indexes.append(index)
             index += 1
 
-    def make_message(self, load: wire.LoadReport | None) -> wire.AttachResponse:
-        """Makes the message, with a load report."""
+    def make_message(
+        self, load: wire.LoadReport | None, prefixes: wire.PrefixChanges | None = None
+    ) -> wire.AttachResponse:
+        """Makes the message, with a load report and changes of the prefix cache."""
         return wire.AttachResponse(
             slots=self.slots,
             token_ids=self.token_ids,
@@ -46,4 +48,5 @@ class PendingResponse:
             proposals=self.proposals,
             hand_offs_refused=self.refused,
             load=load,
+            prefixes=prefixes,
         )

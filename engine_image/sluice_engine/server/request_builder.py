@@ -71,7 +71,7 @@ class VllmRequestBuilder:
             pooling_params=None,
             arrival_time=time.time() - submit.age_s,
             lora_request=None,
-            cache_salt=None,
+            cache_salt=submit.cache_salt or None,
             data_parallel_rank=None,
             priority=submit.priority,
         )

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import sampling_pb2
 from sluice_engine.server import wire_conversion
+from sluice_engine.server.pending_prefixes import PendingPrefixes
 from sluice_engine.server.pending_response import PendingResponse
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from sluice_engine import core_messages
     from sluice_engine.server.attach_stream import AttachStream
 
@@ -100,12 +103,17 @@ class RouterSession:
         # Submits that the EngineCore has got and not reported yet: number, tokens to prefill.
         self.unreported: deque[tuple[int, int]] = deque()
         self._pending = PendingResponse()
+        # Until the first stream there is nobody to tell.
+        self.prefixes = PendingPrefixes(())
 
     # --- streams -------------------------------------------------------------------------------------------------
 
-    def attach(self, stream: AttachStream, number: int, now_s: float) -> list[wire.HeldRequest]:
+    def attach(
+        self, stream: AttachStream, number: int, now_s: float, cached_blocks: Iterable[int] = ()
+    ) -> list[wire.HeldRequest]:
         """Puts a new stream in place; what runs is held until the router says what becomes of it."""
         self.detach(now_s)
+        self.prefixes = PendingPrefixes(cached_blocks)
         self.stream, self.number, self.lost_at_s = stream, number, None
         self.last_submit_number = self.sent_submit_number = self.received_submit_number = 0
         return [
@@ -296,7 +304,7 @@ class RouterSession:
             return 0
         if load is not None:
             load.last_submit_number = self.last_submit_number
-        self.stream.send(pending.make_message(load))
+        self.stream.send(pending.make_message(load, self.prefixes.take()))
         self.last_sent_s = now_s
         return len(pending.slots)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from sluice.v1 import engine_pb2 as wire
     from sluice.v1 import sampling_pb2
+    from sluice_engine import core_messages
     from sluice_engine.server.counters import ServerCounters
     from sluice_engine.server.router_session import KvSource, RouterRequest
 
@@ -37,6 +38,7 @@ class SessionTable:
         self._num_streams = 0
         self.requests: dict[str, RouterRequest] = {}
         self.owner = ""
+        self._cached_blocks: set[int] = set()
 
     # --- sessions --------------------------------------------------------------------------------------------------
 
@@ -62,7 +64,7 @@ class SessionTable:
         self._num_streams += 1
         self._by_stream[self._num_streams] = session
         stream = AttachStream()
-        held = session.attach(stream, self._num_streams, now_s)
+        held = session.attach(stream, self._num_streams, now_s, self._cached_blocks)
         self._choose_owner()
         return session, stream, held
 
@@ -74,6 +76,13 @@ class SessionTable:
 
     def _choose_owner(self) -> None:
         self.owner = choose_owner(self._kv_source.engine_id, [session.router_id for session in self.connected()])
+
+    def report_prefixes(self, changes: core_messages.PrefixChanges) -> None:
+        """Tells the routers what changed in the prefix cache, with their next messages."""
+        self._cached_blocks.update(changes.stored)
+        self._cached_blocks.difference_update(changes.removed)
+        for session in self.connected():
+            session.prefixes.add(changes.stored, changes.removed)
 
     # --- requests --------------------------------------------------------------------------------------------------
 

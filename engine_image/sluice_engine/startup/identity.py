@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vllm
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from sluice.v1 import engine_pb2 as wire
 from sluice_engine.emulation.emulated_gpu import find_gpu
@@ -54,7 +56,15 @@ def make_hello(settings: EngineSettings, config: VllmConfig, epoch: int) -> wire
         block_size_tokens=config.cache_config.block_size,
         kv_bytes_per_token=count_kv_bytes_per_token(settings, config),
         version=f"vllm {vllm.__version__}",
+        prefix_root=make_prefix_root(config),
     )
+
+
+def make_prefix_root(config: VllmConfig) -> bytes:
+    """What vLLM's hashes of prefixes begin with, in this process and in the EngineCore alike."""
+    hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    root: bytes = hash_function(resolve_none_hash_seed(hash_function))
+    return root
 
 
 def make_fingerprint(settings: EngineSettings, config: VllmConfig) -> str:

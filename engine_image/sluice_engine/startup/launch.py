@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig, StructuredOutputsConfig, VllmConfig
+from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -37,6 +38,8 @@ EMULATED_BLOCK_SIZE = 16
 # By itself vLLM lets the first constrained request of an engine choose, and engines come to differ. The router compiles
 # constraints with the same library.
 GRAMMAR_BACKEND = "guidance"
+# vLLM's default, and the only one that routers know: its prefixes are the same in all processes.
+PREFIX_HASH = "sha256"
 # Seconds after which a peer that vanished without a reset counts as gone; a pull of it hangs for minutes otherwise.
 PEER_TIMEOUT = "4s"
 
@@ -127,6 +130,9 @@ def vllm_arguments(settings: EngineSettings, epoch: int) -> dict[str, Any]:
         "max_num_seqs": settings.max_num_seqs,
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
+        # Routers compute the same hashes, and hear from the scheduler which ones are cached.
+        "prefix_caching_hash_algo": PREFIX_HASH,
+        "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         "scheduling_policy": "priority",
         "structured_outputs_config": StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
         "scheduler_cls": plugin.ASYNC_SCHEDULER,

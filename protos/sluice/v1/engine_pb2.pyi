@@ -279,6 +279,7 @@ class Submit(_message.Message):
     SINCE_FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_SINCE_RESET_FIELD_NUMBER: _builtins.int
     IS_RECOVERY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Number of the request on this stream, chosen by the router. It is free again after the slot's Finished, and for a
     hand-off after its release.
@@ -305,6 +306,8 @@ class Submit(_message.Message):
     """Output tokens since the last move that reset the length (Algorithm 1 sorts by it)."""
     is_recovery: _builtins.bool
     """True: it goes ahead of other prefills, because its client's stream has started (recovery)."""
+    cache_salt: _builtins.str
+    """Prompts share cached KV only with prompts of the same salt; empty: with all that have none."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, without generated tokens."""
@@ -340,10 +343,11 @@ class Submit(_message.Message):
         since_first_token_s: _builtins.float | None = ...,
         output_tokens_since_reset: _builtins.int = ...,
         is_recovery: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "kv", b"kv", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "fence", b"fence", "grant_id", b"grant_id", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "cache_salt", b"cache_salt", "fence", b"fence", "grant_id", b"grant_id", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__since_first_token_s: _TypeAlias = _typing.Literal["since_first_token_s"]  # noqa: Y015
     _WhichOneofArgType__since_first_token_s: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s"]  # noqa: Y015
@@ -604,6 +608,7 @@ class AttachResponse(_message.Message):
     CONFIGURED_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
     fault: _builtins.str
     """Fault text when the engine is about to end the stream."""
     @_builtins.property
@@ -654,6 +659,10 @@ class AttachResponse(_message.Message):
     def usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterUsage]:
         """What other routers have used: each of the last minute when a stream begins, and later what is new."""
 
+    @_builtins.property
+    def prefixes(self) -> Global___PrefixChanges:
+        """What changed in the prefix cache since the last message that said so."""
+
     def __init__(
         self,
         *,
@@ -670,14 +679,55 @@ class AttachResponse(_message.Message):
         configured: Global___Configured | None = ...,
         fault: _builtins.str = ...,
         usage: _abc.Iterable[Global___RouterUsage] | None = ...,
+        prefixes: Global___PrefixChanges | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "hello", b"hello", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "hello", b"hello", "load", b"load", "prefixes", b"prefixes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "fault", b"fault", "finished", b"finished", "grants", b"grants", "hand_offs_refused", b"hand_offs_refused", "hello", b"hello", "load", b"load", "logprobs", b"logprobs", "output_indexes", b"output_indexes", "proposals", b"proposals", "slots", b"slots", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "fault", b"fault", "finished", b"finished", "grants", b"grants", "hand_offs_refused", b"hand_offs_refused", "hello", b"hello", "load", b"load", "logprobs", b"logprobs", "output_indexes", b"output_indexes", "prefixes", b"prefixes", "proposals", b"proposals", "slots", b"slots", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
+class PrefixChanges(_message.Message):
+    """What entered the prefix cache of the engine, and what left it. The changes of a stream add up to what is in it. A
+    hash is the lower 64 bits of vLLM's hash of a KV block's tokens and of all before them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    IS_RESET_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Counts from 1 within the stream. A router that misses one gives the stream up, and gets all blocks on the next."""
+    is_reset: _builtins.bool
+    """First message of the stream: it and those after it list what is in the cache by now."""
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks that entered the cache."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks that left it."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        is_reset: _builtins.bool = ...,
+        stored: _abc.Iterable[_builtins.int] | None = ...,
+        removed: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_reset", b"is_reset", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixChanges: _TypeAlias = PrefixChanges  # noqa: Y015
 
 @_typing.final
 class EngineHello(_message.Message):
@@ -696,6 +746,7 @@ class EngineHello(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    PREFIX_ROOT_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Pod uid, or the launcher's name."""
     epoch: _builtins.int
@@ -718,6 +769,10 @@ class EngineHello(_message.Message):
     """Model and revision. Engines of one model serve together. Those with different fingerprints exchange no KV: a
     request that moves between them is recomputed. Empty: the fingerprint identifies the model.
     """
+    prefix_root: _builtins.bytes
+    """Where the hashes of prefixes begin: in the place of a hash before that of a prompt's first block. Empty: the engine
+    reports no prefixes.
+    """
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
         """Requests held from an earlier stream of this router, until it resumes or aborts them or their lease ends."""
@@ -736,10 +791,11 @@ class EngineHello(_message.Message):
         held: _abc.Iterable[Global___HeldRequest] | None = ...,
         version: _builtins.str = ...,
         model: _builtins.str = ...,
+        prefix_root: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "prefix_root", b"prefix_root", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
