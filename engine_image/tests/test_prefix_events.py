@@ -109,3 +109,26 @@ def test_a_cache_that_is_cleared_has_nothing():
     assert cache.pool.reset_prefix_cache()
     assert len(cache.report().removed) == 4
     assert cache.known == set()
+
+
+@pytest.mark.parametrize("salt", ["", "tenant-1"], ids=["no salt", "salt"])
+def test_routers_hash_prompts_as_vllm_does(salt):
+    from array import array
+
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.request import Request
+
+    from sluice_router.scheduling.prompt_hashes import PrefixScheme, PromptHashes
+
+    cache, rng = Cache(num_blocks=9), random.Random(1)
+    tokens = [rng.choice((0, 1, 255, 256, 65535, 65536, 151_643, 2**31)) for _ in range(5 * BLOCK + 1)]
+    request = Request(
+        "r", tokens, SamplingParams(max_tokens=1), None, block_hasher=cache.hasher, cache_salt=salt or None
+    )
+    root = sha256(kv_cache_utils.resolve_none_hash_seed(sha256))
+    hashes = PromptHashes(array("I", tokens), PrefixScheme(root=root, block_size_tokens=BLOCK), salt)
+    assert hashes.extend(2) == [shorten(block_hash) for block_hash in request.block_hashes[:2]]
+    assert hashes.extend(9) == [shorten(block_hash) for block_hash in request.block_hashes]
+    assert len(request.block_hashes) == hashes.num_blocks == 5

@@ -58,6 +58,7 @@ class FakeCore:
     max_model_len_tokens: int = 4096
     refuse_grants: str = ""
     refuse_hand_offs: str = ""
+    prefix_root: bytes = b""
     acknowledges: bool = True
     logprobs: bool = False
     running: dict[int, FakeRequest] = field(default_factory=dict)
@@ -90,6 +91,7 @@ class FakeCore:
             max_model_len_tokens=self.max_model_len_tokens,
             block_size_tokens=BLOCK_SIZE,
             kv_bytes_per_token=1024,
+            prefix_root=self.prefix_root,
             held=[*self.held, *(self._describe_held(request) for request in self.kept.values())],
         )
         return engine_pb2.AttachResponse(hello=hello, load=self.load())

@@ -24,6 +24,13 @@ class PrefixIndex:
     def __contains__(self, engine_id: EngineId) -> bool:
         return engine_id in self._blocks
 
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def holds(self, block_hash: int) -> bool:
+        """Say whether any engine holds a block."""
+        return any(block_hash in blocks for blocks in self._blocks.values())
+
     def count_blocks(self, engine_id: EngineId) -> int:
         """Count the blocks of an engine; 0 for an unknown one."""
         blocks = self._blocks.get(engine_id)

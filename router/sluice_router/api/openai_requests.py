@@ -213,6 +213,7 @@ class SamplingFields(_Body):
     guided_grammar: Pattern | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_CHARACTERS)
     sluice: SluiceOptions | None = None
 
     @field_validator("stop", mode="before")

@@ -269,6 +269,7 @@ class RequestPreparer:
             deadline_s=caller.deadline_s,
             client_request_id=caller.client_request_id,
             owner=caller.owner,
+            cache_salt=body.cache_salt or "",
         )
         return PreparedRequest(request=request, output=self._describe_output(body, sampling))
 

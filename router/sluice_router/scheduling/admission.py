@@ -18,7 +18,7 @@ from sluice_router.errors import (
     ShuttingDownError,
     SloInfeasibleError,
 )
-from sluice_router.scheduling import completion, dispatch, wire_conversion
+from sluice_router.scheduling import completion, dispatch, prefixes, wire_conversion
 from sluice_router.scheduling.entities import LiveRequest
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sluice_core.scheduling.holding import Urgency
     from sluice_router.limits.limiter import Reservation
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
-    from sluice_router.scheduling.state import RequestQueues, RouterState
+    from sluice_router.scheduling.state import EnginePool, RequestQueues, RouterState
 
 # Shortest time between two placements of the whole queue, and most requests placed at once: bounds the loop's pauses.
 ASSIGN_INTERVAL_S = 0.005
@@ -228,13 +228,13 @@ def _find_placeable(queues: RequestQueues) -> list[LiveRequest]:
 
 def _select(state: RouterState, free: list[LiveRequest]) -> list[PrefillRequest]:
     """Describes what one pass looks at. Owners of API keys take turns; among requests of one owner there are none."""
-    table = state.engines.table
+    pool = state.engines
     if len(free) < 2 or len({request.new.owner for request in free}) == 1:
-        return [_describe(table, request) for request in select_urgent(free, _get_urgency)]
+        return [_describe(pool, request) for request in select_urgent(free, _get_urgency)]
     selected = state.fair_share.select(
         free, _get_owner, _get_urgency, lambda request: request.num_tokens, state.limiter.find_weight
     )
-    return [_describe(table, request, turn) for turn, request in enumerate(selected)]
+    return [_describe(pool, request, turn) for turn, request in enumerate(selected)]
 
 
 def _get_owner(request: LiveRequest) -> str:
@@ -250,7 +250,7 @@ def _get_urgency(request: LiveRequest) -> Urgency:
     )
 
 
-def _describe(table: EngineTable, request: LiveRequest, turn: int = 0) -> PrefillRequest:
+def _describe(pool: EnginePool, request: LiveRequest, turn: int = 0) -> PrefillRequest:
     return PrefillRequest(
         request_id=request.request_id,
         arrival_s=request.new.arrival_s,
@@ -259,9 +259,10 @@ def _describe(table: EngineTable, request: LiveRequest, turn: int = 0) -> Prefil
         priority=request.priority,
         is_recovery=request.first_token_s is not None,
         # Most requests have no engine to avoid; then there is no need to go through the engines.
-        excluded=_find_avoided(table, request) if request.excluded or request.died_on else frozenset(),
+        excluded=_find_avoided(pool.table, request) if request.excluded or request.died_on else frozenset(),
         next_token_due_s=request.next_token_due_s,
         turn=turn,
+        cached_tokens=prefixes.find_cached(pool, request) if pool.prefixes else {},
     )
 
 
@@ -276,6 +277,7 @@ def _place(state: RouterState, request: LiveRequest, decision: Place, now: float
     engine = state.engines.connected[decision.engine_id]
     del state.requests.waiting[request.request_id]
     request.excluded = frozenset()
+    request.prompt_hashes.clear()
     dispatch.submit(state, request, engine, now)
     state.engines.table.mark_submitted(engine.engine_id, request.request_id, engine.num_submits)
     if request.new.owner and request.first_token_s is None:

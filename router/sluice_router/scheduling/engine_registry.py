@@ -83,6 +83,7 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
         max_model_len_tokens=hello.max_model_len_tokens,
         last_heard_s=now,
         progress_s=now,
+        prefix_scheme=wire_conversion.prefix_scheme_from(hello),
     )
     state.engines.connected[engine_id] = engine
     endpoint = find_endpoint(state.engines, address)

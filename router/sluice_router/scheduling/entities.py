@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sluice_core.scheduling.engine_table import EngineConfig
     from sluice_router.limits.limiter import Reservation
     from sluice_router.observability.metrics import Histogram
+    from sluice_router.scheduling.prompt_hashes import PrefixScheme, PromptHashes
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
 
 
@@ -57,6 +58,7 @@ class LiveRequest:
         cached_tokens: Prompt tokens found in a prefix cache.
         reset_at_tokens: Output length at the last move that reset Algorithm 1's length.
         moved_at_tokens: Output length at the last move.
+        prompt_hashes: Hashes of its prompt, by the scheme of the engines, while it waits.
     """
 
     request_id: RequestId
@@ -86,6 +88,7 @@ class LiveRequest:
     cached_tokens: int = 0
     reset_at_tokens: int = 0
     moved_at_tokens: int = 0
+    prompt_hashes: dict[PrefixScheme, PromptHashes] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -209,6 +212,8 @@ class ConnectedEngine:
         num_failed: Of these, failed.
         outgoing: Message under way.
         last_fault: For people.
+        prefix_scheme: How it hashes prompts; None: it reports no prefixes.
+        prefix_sequence: Number of the last report of its prefix cache.
     """
 
     engine_id: EngineId
@@ -240,6 +245,8 @@ class ConnectedEngine:
     num_failed: int = 0
     outgoing: engine_pb2.AttachRequest | None = None
     last_fault: str = ""
+    prefix_scheme: PrefixScheme | None = None
+    prefix_sequence: int = 0
 
     @property
     def is_lost(self) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.records import IterationShape, RequestId
 from sluice_router.errors import EngineFaultError
-from sluice_router.scheduling import completion, dispatch, migration
+from sluice_router.scheduling import completion, dispatch, migration, prefixes
 from sluice_router.scheduling.entities import MigrationPhase, PendingResume
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: f
     if state.engines.connected.get(engine.engine_id) is engine:
         del state.engines.connected[engine.engine_id]
         state.engines.table.remove(engine.engine_id)
+        prefixes.forget(state.engines, engine)
     state.outbox.actions.closes.append((engine, reason))
     state.metrics.count("engine_losses", reason)
     state.status.mark_changed()

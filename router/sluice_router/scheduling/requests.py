@@ -38,6 +38,7 @@ class NewRequest:
         deadline_s: When the caller gives up, on the same clock; None: never.
         client_request_id: The caller's own id (``x-request-id``), at most 128 characters; empty: none. Never a key.
         owner: Whose API key it came with; empty where none is asked for.
+        cache_salt: It shares cached KV only with requests of the same salt; empty: with all that have none.
     """
 
     request_id: RequestId
@@ -51,6 +52,7 @@ class NewRequest:
     deadline_s: float | None = None
     client_request_id: str = ""
     owner: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

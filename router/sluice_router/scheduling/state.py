@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
     from sluice_core.latency import LatencyModel
     from sluice_core.records import EngineId, Plan
+    from sluice_core.scheduling.prefix_index import PrefixIndex
     from sluice_core.strategies.interface import RouterPolicy
     from sluice_router.errors import RouterError
     from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, Submission
+    from sluice_router.scheduling.prompt_hashes import PrefixScheme
     from sluice_router.scheduling.requests import Finish, ResponseStream
     from sluice_router.settings import Limits
 
@@ -67,11 +69,13 @@ class EnginePool:
         connected: Streams by engine; lost ones are not in it.
         endpoints: Addresses of the discovery.
         table: What placement and flow policies see: engines that acknowledged the plan and are not refused.
+        prefixes: What the engines have cached, by the scheme of their hashes: one, but while a cluster is upgraded.
     """
 
     table: EngineTable
     connected: dict[EngineId, ConnectedEngine] = field(default_factory=dict)
     endpoints: dict[str, EngineEndpoint] = field(default_factory=dict)
+    prefixes: dict[PrefixScheme, PrefixIndex] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -263,6 +267,7 @@ OWNERS: dict[str, tuple[str, str]] = {
         "admission completion failover migration plan token_delivery",
         "the view of the policies: whoever submits, cancels, grants or hears a report says so there",
     ),
+    "prefixes": ("prefixes", ""),
     # EngineEndpoint
     "engine": ("engine_registry", ""),
     # ActivePlan, and fields of the same name that hellos fix
@@ -304,6 +309,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "wait_reason": ("admission dispatch", "the policy's reason; none yet when a request is queued again"),
     "predicted_ttft_s": ("admission dispatch", "the policy's estimate; none when a request is queued again"),
     "excluded": ("admission token_delivery", "an engine that returns a request is avoided until it is placed"),
+    "prompt_hashes": ("admission prefixes", "made when a request is placed, and not kept after that"),
     # LiveRequest: its tokens
     "output_token_ids": ("token_delivery", ""),
     "first_token_s": ("token_delivery", ""),
@@ -338,6 +344,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "progress_s": ("failover router token_delivery", "each report; an idle engine makes progress by being idle"),
     "load": ("token_delivery", ""),
     "num_iterations": ("token_delivery", ""),
+    "prefix_sequence": ("prefixes", ""),
     "last_fault": (
         "engine_registry failover plan token_delivery",
         "for people: whoever finds a fault of an engine or its address says so",

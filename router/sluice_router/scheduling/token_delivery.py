@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.records import EngineId
 from sluice_router.errors import EngineFaultError, EngineProtocolError, InvalidRequestError
-from sluice_router.scheduling import completion, dispatch, failover, migration, plan, wire_conversion
+from sluice_router.scheduling import completion, dispatch, failover, migration, plan, prefixes, wire_conversion
 from sluice_router.scheduling.entities import MigrationPhase
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ def handle_message(state: RouterState, engine: ConnectedEngine, message: engine_
         _handle_load(state, engine, message.load, now)
     for usage in message.usage:
         state.usage_sharing.take(usage, now, is_history=message.HasField("hello"))
+    if message.HasField("prefixes"):
+        prefixes.take_changes(state.engines, engine, message.prefixes)
     for proposal in message.proposals:
         _handle_proposal(state, engine, proposal, now)
     if message.fault:

@@ -20,6 +20,7 @@ from sluice_core.records import (
 )
 from sluice_core.scheduling.engine_table import EngineConfig
 from sluice_core.strategies import get_strategy
+from sluice_router.scheduling.prompt_hashes import PrefixScheme
 
 if TYPE_CHECKING:
     from sluice.v1 import sampling_pb2
@@ -45,6 +46,13 @@ def spec_from(hello: engine_pb2.EngineHello) -> EngineConfig:
         max_num_seqs=hello.max_num_seqs,
         max_batch_tokens=hello.max_batch_tokens,
     )
+
+
+def prefix_scheme_from(hello: engine_pb2.EngineHello) -> PrefixScheme | None:
+    """Reads how an engine hashes prompts; None: it reports no prefixes."""
+    if not hello.prefix_root or not hello.block_size_tokens:
+        return None
+    return PrefixScheme(root=hello.prefix_root, block_size_tokens=hello.block_size_tokens)
 
 
 def shape_from(iteration: engine_pb2.Iteration) -> IterationShape:
@@ -178,6 +186,7 @@ def add_submit(
         age_s=now - new.arrival_s,
         output_tokens_since_reset=len(request.output_token_ids) - request.reset_at_tokens,
         is_recovery=kv is None and first_token_s is not None,
+        cache_salt=new.cache_salt,
     )
     submit.prompt_token_ids.extend(new.prompt_token_ids)
     submit.output_token_ids.extend(request.output_token_ids)
