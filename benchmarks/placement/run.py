@@ -5,7 +5,8 @@
 Placement: one ``assign`` of one request with its bookkeeping and decision record, the submit number noted. The report
 of an engine that includes the placement is timed apart. Load cases: ``idle`` (all queues empty, so all engines tie),
 ``steady`` (queues of every length, some engines feasible), ``nothing`` (no engine is feasible, so every engine is
-checked).
+checked), ``cached`` (as steady; every engine has 20 KV blocks of the prompt, and one in eight has more; the match of
+8000 tokens is part of the decision).
 
 Flow: ``advance`` and ``propose`` of one engine that has ``n`` decodes, with no move, and with 8 moves, per iteration.
 O(moved) shows as times that do not grow with ``n``; a plain scan of all decodes stands beside them.
@@ -42,13 +43,14 @@ from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.decode_order import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.placement import LengthAwarePlacement
+from sluice_core.scheduling.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 ENGINES = (8, 64, 256, 1024)
 DECODES = (64, 256, 1024)
-LOAD_CASES = ("idle", "steady", "nothing")
+LOAD_CASES = ("idle", "steady", "nothing", "cached")
 MOVES_PER_ITERATION = 8
 TARGET_P99_US = {64: 20.0, 1024: 200.0}  # by number of engines
 _SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=256, max_batch_tokens=8192)
@@ -92,6 +94,15 @@ def make_table(rng: random.Random, num_engines: int, case: str) -> EngineTable:
     return table
 
 
+def make_index(num_engines: int, hashes: Sequence[int]) -> PrefixIndex:
+    """Make an index in which all engines have the beginning of a prompt, and some have more."""
+    index = PrefixIndex()
+    for number in range(num_engines):
+        depth = 20 if number % 8 else 20 + number % 480
+        index.update(EngineId(f"engine-{number}"), hashes[:depth], ())
+    return index
+
+
 def measure_placement(num_engines: int, case: str, num_decisions: int) -> dict[str, object]:
     """Time decisions and the reports that follow them."""
     rng = random.Random(num_engines)
@@ -99,14 +110,18 @@ def measure_placement(num_engines: int, case: str, num_decisions: int) -> dict[s
     policy = LengthAwarePlacement(FlowParameters(), random.Random(1))
     slo = Slo(ttft_s=1e-3 if case == "nothing" else 4.0, tpot_s=0.07)
     submit_numbers = dict.fromkeys((state.engine_id for state in table), 0)
+    hashes = [rng.getrandbits(64) for _ in range(500)] if case == "cached" else []
+    index = make_index(num_engines, hashes)
     decision_ns: list[int] = []
     report_ns: list[int] = []
     for number in range(num_decisions):
         now = number * 1e-3
-        request = PrefillRequest(
-            request_id=RequestId(f"request-{number}"), arrival_s=now, prompt_tokens=rng.randrange(16, 4000), slo=slo
-        )
+        request_id, prompt_tokens = RequestId(f"request-{number}"), 8001 if hashes else rng.randrange(16, 4000)
         start = time.thread_time_ns()
+        cached = {engine_id: blocks * 16 for engine_id, blocks in index.match(hashes).items()} if hashes else {}
+        request = PrefillRequest(
+            request_id=request_id, arrival_s=now, prompt_tokens=prompt_tokens, slo=slo, cached_tokens=cached
+        )
         decision = policy.assign(now, (request,), table)[0]
         if isinstance(decision, Place):
             submit_number = submit_numbers[decision.engine_id] + 1

@@ -56,7 +56,7 @@ def make_options(settings: SimulationSettings) -> SimOptions:
         hash_block_tokens=HASH_BLOCK_TOKENS if settings.prefix_reuse else None,
         wait_limit_s=settings.wait_limit_s,
         message_s=settings.message_s,
-        prefix_report_s=settings.prefix_report_s,
+        prefix_report_s=settings.prefix_report_s if settings.prefix_reuse else None,
     )
 
 

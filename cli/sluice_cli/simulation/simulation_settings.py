@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 AHEAD, IN_STEP = "ahead", "in_step"
+PREFIX_REPORT_S = 0.05  # engines report at least so often while they compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class SimulationSettings:
     host_iteration_s: float | None = None
     profile: ProfileKind | None = None
     prefix_reuse: bool | None = None
-    prefix_report_s: float | None = None
+    prefix_report_s: float | None = PREFIX_REPORT_S
 
 
 def _read_switch(text: str) -> bool:
@@ -106,6 +107,10 @@ def _read_count(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def _read_report_time(text: str) -> float | None:
+    return None if text.lower() == "off" else _read_number(0.0, 1e3)(text)
 
 
 def _read_choice(choices: Iterable[str]) -> Callable[[str], str]:
@@ -143,7 +148,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "link_latency_s": _read_number(0.0, 10.0),
     "link_shared": _read_switch,
     "host_iteration_s": _read_number(0.0, 10.0),
-    "prefix_report_s": _read_number(0.0, 1e3),
+    "prefix_report_s": _read_report_time,
     "profile": lambda text: ProfileKind(_read_choice(ProfileKind)(text)),
 }
 
