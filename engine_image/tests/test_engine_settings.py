@@ -69,7 +69,9 @@ def test_arguments_after_the_dashes_go_to_vllm():
     assert settings.vllm_args == ("--gpu-memory-utilization", "0.8")
 
 
-@pytest.mark.parametrize("argument", ["--scheduler-cls=x", "--kv_transfer_config={}", "--max-num-batched-tokens"])
+@pytest.mark.parametrize(
+    "argument", ["--scheduler-cls=x", "--kv_transfer_config={}", "--max-num-batched-tokens", "--kv-events-config={}"]
+)
 def test_vllm_arguments_that_are_ours_are_refused(argument):
     with pytest.raises(SettingsError, match="is set by the engine itself"):
         parse_settings([*command_line(), "--", argument], {})

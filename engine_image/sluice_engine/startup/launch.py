@@ -66,6 +66,8 @@ def set_environment(settings: EngineSettings) -> None:
     os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.kv_host
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(settings.kv_port)
     os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(settings.start_timeout_s))
+    # Routers know blocks by the lower 64 bits of their hashes.
+    os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("UCX_TCP_USER_TIMEOUT", PEER_TIMEOUT)
     if Path(settings.model).is_dir():
