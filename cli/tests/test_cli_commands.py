@@ -261,6 +261,7 @@ def test_a_decision_log_shows_candidates_and_every_event() -> None:
         "engine_id": "engine-0",
         "role": "P-heavy",
         "queued_prefill_tokens": 12,
+        "cached_tokens": 345,
         "queue_s": 0.001,
         "execute_s": 0.02,
         "transfer_s": 0.003,
@@ -280,6 +281,7 @@ def test_a_decision_log_shows_candidates_and_every_event() -> None:
     assert "placement: hold (no_engine)" in shown
     assert "placement: engine-0 (feasible), predicted TTFT 24 ms" in shown
     assert "feasible (chosen)" in shown
+    assert "345" in shown, "tokens that need not be computed"
     assert "24.0" in shown, "1 + 20 + 3 ms"
     assert "total: estimated wait" in shown
     assert "feasible: the first token would come within the TTFT objective" in shown

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 _PARTS = ("queue_s", "execute_s", "transfer_s")
-_MILLISECONDS = ("queue ms", "execute ms", "transfer ms")
+_MILLISECONDS = ("queue ms", "execute ms", "transfer ms", "total ms")
 LEGEND = (
     "total: estimated wait for the first token from here on, had this engine been chosen:\n"
     "prompts before it (queue), its own prompt less the cached tokens (execute), and the move of its KV (transfer)"
@@ -77,17 +77,7 @@ def describe_event(event: dict[str, Any]) -> str:
 
 def _make_candidates(event: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in (
-        "candidate",
-        "role",
-        "queued tokens",
-        "cached tokens",
-        "queue ms",
-        "execute ms",
-        "transfer ms",
-        "total ms",
-        "verdict",
-    ):
+    for name in ("candidate", "role", "queued tokens", "cached tokens", *_MILLISECONDS, "verdict"):
         table.add_column(name, justify="left" if name in ("candidate", "role", "verdict") else "right")
     chosen = event["decision"].get("engine_id")
     for candidate in event["candidates"]:
@@ -95,7 +85,7 @@ def _make_candidates(event: dict[str, Any]) -> Table:
             candidate["engine_id"],
             candidate["role"],
             str(candidate["queued_prefill_tokens"]),
-            str(candidate["cached_tokens"]),
+            str(candidate.get("cached_tokens", 0)),
             *(f"{1000 * candidate[part]:.1f}" for part in _PARTS),
             f"{1000 * sum(candidate[part] for part in _PARTS):.1f}",
             candidate["reason"] + (" (chosen)" if candidate["engine_id"] == chosen else ""),
