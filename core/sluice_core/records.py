@@ -250,6 +250,8 @@ class FlowParameters:
         prefill_batch_tokens: L_m, prefill tokens that saturate a GPU: a prefill engine batches whole prompts up to so
             many, and a longer one alone. 0: it fills its chunk (DistServe, section 4.3).
         batch_token_budget: G (FlowPrefill, section 5.2, Algorithm 1): prompt tokens that a batch stays below.
+        grant_wait_s: Longest time that a finished prefill waits for a decode engine, its KV on the prefill engine; then
+            it is recomputed and decodes in place. Below the lease of handed-off KV.
     """
 
     watermark: float = 0.95
@@ -258,6 +260,7 @@ class FlowParameters:
     min_tokens_between_moves: int = 16
     prefill_batch_tokens: int = 2048
     batch_token_budget: int = 4096
+    grant_wait_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest
-from sluice_core.sim.cell import TtftEnd
+from sluice_core.sim.cell import NoGrant, TtftEnd
 
 # Ends of iterations that a busy engine takes to carry out what it is told (docs/internals/simulator.md).
 TO_GRANT, TO_HAND_OFF, TO_PULL, TO_NOTICE, TO_JOIN, TO_RELEASE = 1, 2, 1, 1, 3, 3
@@ -319,7 +319,7 @@ class AheadEngine(NaiveEngine):
             if len(request.tokens) == 1:
                 request.first_s = now
             if not self.end_request(request, now):
-                self.join(request, now)
+                self.begin_decode(request, now)
         pinned = min(self.used(), sum(request.blocks for request in self.pinned))
         self.members.observe_kv(KvBlocks(total=self.setup.kv_blocks_total, used=self.used(), pinned=pinned))
 
@@ -361,10 +361,14 @@ class NaiveAheadSimulation(NaiveSimulation):
 
     def end(self, engine):
         engine.end(self.now)
+        for request in engine.prefilled:
+            engine.pool.fill(request, request.kv_tokens)
+        self.park_prefilled(engine)
         if engine.decodes:
             for proposal in self.choose_leaving(engine):
                 self.propose_move(engine, proposal)
         self.do_errands(engine, [errand for errand in engine.errands if errand[0] <= engine.num_ended])
+        self.place_parked()
         self.start_engine(engine)
         self.look_again()
 
@@ -384,24 +388,60 @@ class NaiveAheadSimulation(NaiveSimulation):
         else:
             self.tell(engine, num_ends, call, move)
 
+    def hands_off(self, engine):
+        role, waits = engine.setup.role, self.options.no_grant is NoGrant.WAIT
+        return super().hands_off(engine) or (waits and self.router.moves_first_decode(role, self.table))
+
+    def place_parked(self):
+        for request in list(self.parked):
+            if not request.is_leaving and not self.ask(request, request.source, MoveCause.PREFILL_DONE):
+                return
+
+    def unpin(self, request, source):
+        source.pinned.remove(request)
+        request.is_leaving = False
+        if self.options.hash_block_tokens is None:
+            source.pool.forget(request)
+        kept = object()
+        source.pool.tables[kept] = source.pool.tables.pop(request)
+        source.free_later(kept)
+
     def propose_move(self, source, proposal):
         request = self.requests[int(proposal.request_id)]
-        if request.is_leaving:
-            return
+        if not request.is_leaving and not self.ask(request, source, proposal.cause):
+            self.num_blocked += 1
+
+    def ask(self, request, source, cause):
+        """Ask a target for a grant, if there is one."""
         self.report()
         blocks = blocks_for_tokens(request.kv_tokens, source.block)
-        name = source.setup.engine_id
-        asked = FlowRequest(request_id=request.name, cause=proposal.cause, source=name, num_blocks=blocks)
+        asked = FlowRequest(request_id=request.name, cause=cause, source=source.setup.engine_id, num_blocks=blocks)
         target = self.router.target(self.now, asked, self.table)
         if target is None:
-            self.num_blocked += 1
-            return
+            return False
         request.is_leaving = True
         number = len(self.moves) + 1
-        move = NaiveMove(number, request, source, self.engines[target], proposal.cause, blocks, request.stays)
+        move = NaiveMove(number, request, source, self.engines[target], cause, blocks, request.stays)
         self.moves.append(move)
         self.table.record_grant_request(target, move.number, blocks)
-        self.send(move.target, TO_GRANT, self.grant, move)
+        self.send(move.target, TO_GRANT, self.grant_parked if request in self.parked else self.grant, move)
+        return True
+
+    def grant_parked(self, move):
+        request, source, target = move.request, move.source, move.target
+        self.table.record_grant_answer(target.setup.engine_id, move.number)
+        if request not in self.parked:
+            return
+        request.is_leaving = False
+        if not self.has_room(move):
+            self.num_blocked += 1
+            return
+        self.parked.remove(request)
+        source.pinned[source.pinned.index(request)] = move
+        source.pool.tables[move] = source.pool.tables.pop(request)
+        move.blocks = len(source.pool.tables[move])
+        target.grant(move, move.num_blocks)
+        self.send(target, TO_PULL, self.pull, move)
 
     def grant(self, move):
         self.table.record_grant_answer(move.target.setup.engine_id, move.number)

@@ -70,6 +70,12 @@ class NaivePool:
                 block[0] = self.hash_of(request, number)
                 self.cached.append(block)
 
+    def forget(self, request):
+        """Without prefix reuse a request that is recomputed finds nothing of what it had."""
+        for block in self.tables[request]:
+            block[0] = None
+        self.cached = [block for block in self.cached if block[0] is not None]
+
     def release(self, request):
         for block in reversed(self.tables.pop(request)):
             block[1] -= 1
@@ -112,7 +118,7 @@ class NaiveEngine:
         self.pool = NaivePool(setup, hash_block_tokens)
         self.block = setup.block_size_tokens
         self.queue, self.decodes, self.arrived, self.incoming, self.pinned = [], [], [], [], []
-        self.batch = None
+        self.batch, self.prefilled, self.hands_off = None, [], False
         self.submits = 0
         self.last_prefill_s = 0.0
         self.ends_at_s = 0.0
@@ -157,6 +163,12 @@ class NaiveEngine:
             tpot_slo_s=request.arrival.slo.tpot_s,
             is_moved_in=request.is_moved_in,
         )
+
+    def begin_decode(self, request, now):
+        if self.hands_off and len(request.tokens) == 1:
+            self.prefilled.append(request)
+        else:
+            self.join(request, now)
 
     def leave(self, request):
         self.decodes.remove(request)
@@ -266,7 +278,7 @@ class NaiveEngine:
                 self.free_blocks_of(request)
                 self.freed = True
             else:
-                self.join(request, now)
+                self.begin_decode(request, now)
         self.members.observe_kv(
             KvBlocks(
                 total=self.setup.kv_blocks_total,
@@ -294,8 +306,14 @@ class NaiveEngine:
 
 
 def urgency(request):
-    """No engine of these simulations dies, so that nothing is recovered; a level of priority is worth 10 s."""
-    return request.arrival.at_s - 10.0 * request.arrival.priority
+    """What is recovered goes first, by when its next token is due; a level of priority is worth 10 s."""
+    if request.tokens:
+        return 0, due_s(request), request.arrival.at_s
+    return 1, request.arrival.at_s - 10.0 * request.arrival.priority, request.arrival.at_s
+
+
+def due_s(request):
+    return request.first_s + request.arrival.slo.tpot_s * len(request.tokens)
 
 
 class NaiveSimulation:
@@ -319,6 +337,13 @@ class NaiveSimulation:
         self.events, self.held, self.parked, self.links = [], [], [], {}
         self.last_assign_s, self.is_retry_due, self.now = -1.0, False, 0.0
         self.num_moves = 0
+        chunk_sizes = {setup.chunk_size_tokens for setup in cell.engines}
+        for engine in self.engines.values():
+            engine.policy.observe_chunk_sizes(chunk_sizes)
+            engine.hands_off = self.hands_off(engine)
+
+    def hands_off(self, engine):
+        return engine.policy.hands_off_prefills(engine.setup.role)
 
     def run(self):
         for request in self.requests:
@@ -360,7 +385,8 @@ class NaiveSimulation:
 
     def refuse_late(self):
         limit_s = self.options.wait_limit_s
-        for request in [r for r in self.held if limit_s is not None and r.arrival.at_s <= self.now - limit_s]:
+        new = [r for r in self.held if not r.tokens]
+        for request in [r for r in new if limit_s is not None and r.arrival.at_s <= self.now - limit_s]:
             request.is_rejected = True
             self.held.remove(request)
 
@@ -374,9 +400,11 @@ class NaiveSimulation:
             PrefillRequest(
                 request_id=r.name,
                 arrival_s=r.arrival.at_s,
-                prompt_tokens=r.arrival.prompt_tokens,
+                prompt_tokens=r.arrival.prompt_tokens + len(r.tokens),
                 slo=r.arrival.slo,
                 priority=r.arrival.priority,
+                is_recovery=bool(r.tokens),
+                next_token_due_s=due_s(r) if r.tokens else 0.0,
             )
             for r in sorted(self.held, key=urgency)[:256]
         ]
@@ -388,7 +416,7 @@ class NaiveSimulation:
             if isinstance(decision, Place):
                 engine = self.engines[decision.engine_id]
                 engine.submits += 1
-                engine.enqueue(request, RequestKind.NEW_PROMPT)
+                engine.enqueue(request, RequestKind.RECOVERY if request.tokens else RequestKind.NEW_PROMPT)
                 self.table.mark_submitted(decision.engine_id, request.name, engine.submits)
                 self.start_engine(engine)
             else:
@@ -402,10 +430,12 @@ class NaiveSimulation:
 
     def end(self, engine):
         engine.end(self.now)
+        may_place = engine.freed or engine.prefilled
+        self.park_prefilled(engine)
         if engine.decodes:
             self.propose(engine)
-        if engine.freed:
-            engine.freed = False
+        engine.freed = False
+        if may_place:
             self.place_parked()
         self.start_engine(engine)
         self.look_again()
@@ -444,6 +474,30 @@ class NaiveSimulation:
         else:
             self.transfer(request, engine, target)
         return True
+
+    def park_prefilled(self, engine):
+        for request in engine.prefilled:
+            request.source = engine
+            engine.pinned.append(request)
+            self.parked.append(request)
+            if self.options.no_grant is not NoGrant.WAIT:
+                self.at(self.now + self.cell.parameters.grant_wait_s, self.expire, request)
+        engine.prefilled = []
+
+    def expire(self, request):
+        if request in self.parked:
+            self.parked.remove(request)
+            self.unpin(request, request.source)
+            self.start_engine(request.source)
+            self.held.append(request)
+            self.retry_later()
+
+    def unpin(self, request, source):
+        source.pinned.remove(request)
+        if self.options.hash_block_tokens is None:
+            source.pool.forget(request)
+        source.free_blocks_of(request)
+        source.freed = True
 
     def find_target(self, request, source, cause):
         self.report()

@@ -10,7 +10,7 @@ from test_simulation import A100_14B, SLO, STRATEGIES, make_arrivals, make_engin
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import MoveCause, Slo
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
-from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, FailEvent, NoGrant, SimOptions, TransferLink
+from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, FailEvent, SimOptions, TransferLink
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
@@ -92,7 +92,7 @@ def test_a_move_pauses_the_request_for_as_many_iterations_as_messages_take():
     link = TransferLink(speed=LinkSpeed(bytes_per_s=1e15, latency_s=0.0))
     cell = Cell(
         engines=make_engines(((1, 2048), (1, 0)), blocks=200, link=link),
-        strategy=get_strategy("disaggregated"),
+        strategy=get_strategy("taichi"),
         options=AHEAD,
     )
     timeline = Timeline()
@@ -114,7 +114,7 @@ def test_messages_of_a_move_take_their_time(message_s):
     """The target idles, so it does at once what it is told: grant, later pull, and decode."""
     options = SimOptions(schedules_ahead=True, message_s=message_s)
     engines = make_engines(((1, 2048), (1, 0)), blocks=200)
-    cell = Cell(engines=engines, strategy=get_strategy("disaggregated"), options=options)
+    cell = Cell(engines=engines, strategy=get_strategy("taichi"), options=options)
     arrival = Arrival(at_s=0.0, prompt_tokens=64, output_tokens=60, slo=Slo(ttft_s=9.0, tpot_s=9.0))
     timeline = Timeline()
     simulation = Simulation(cell, [arrival], timeline)
@@ -130,11 +130,6 @@ def test_messages_of_a_move_take_their_time(message_s):
 def test_there_is_no_message_before_it_is_sent():
     with pytest.raises(ValueError, match="message_s is -1"):
         SimOptions(message_s=-1.0)
-
-
-def test_papers_waiting_for_grants_needs_engines_that_do_not_schedule_ahead():
-    with pytest.raises(ValueError, match="no_grant"):
-        SimOptions(schedules_ahead=True, no_grant=NoGrant.WAIT)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -12,7 +12,7 @@ from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import EarlyRejection, FlowParameters, Slo
-from sluice_core.sim.cell import Cell, SimOptions, TransferLink, TtftEnd
+from sluice_core.sim.cell import Cell, NoGrant, SimOptions, TransferLink, TtftEnd
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
@@ -92,6 +92,7 @@ def make_cell(rng, name, *, blocks, number, hash_block_tokens=None, **options):
             watermark=rng.choice((0.5, 0.95)),
             min_tokens_between_moves=rng.choice((4, 16)),
             prefill_batch_tokens=8 * blocks,
+            grant_wait_s=0.02 * blocks,
         ),
         options=SimOptions(schedules_ahead=True, hash_block_tokens=hash_block_tokens, **options),
         seed=rng.randrange(99),
@@ -111,6 +112,7 @@ def make_cell(rng, name, *, blocks, number, hash_block_tokens=None, **options):
     ttft_end=st.sampled_from(TtftEnd),
     counts_decodes=st.booleans(),
     wait_limit_s=st.sampled_from((None, 1.0)),
+    no_grant=st.sampled_from(NoGrant),
 )
 def test_every_event_is_as_the_plain_simulator_has_it(name, seed, blocks, **options):
     assert_equal_to_plain(*make_cell(random.Random(seed), name, blocks=blocks, number=40, **options))
@@ -139,7 +141,7 @@ def test_a_long_run_is_as_the_plain_simulator_has_it(name):
         seen["blocked"] += simulation.num_blocked_moves
     wanted = {
         "taichi": {"prefill_done", "degrade", "backflow", "blocked", "rejected"},
-        "disaggregated": {"prefill_done", "blocked"},  # its prompts wait on engines
+        "disaggregated": {"prefill_done", "blocked", "rejected"},
         "aggregated": {"rejected"},
     }
     assert {what for what, number in seen.items() if number} == wanted[name] | {"preempted"}

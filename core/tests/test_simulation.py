@@ -140,7 +140,10 @@ def test_the_fast_simulator_agrees_with_the_plain_one(name, seed, rate, blocks, 
         engines=make_engines(shape, blocks=blocks, link=link),
         strategy=strategy,
         parameters=FlowParameters(
-            early_rejection=rejection, watermark=rng.choice((0.5, 0.95)), prefill_batch_tokens=8 * blocks
+            early_rejection=rejection,
+            watermark=rng.choice((0.5, 0.95)),
+            prefill_batch_tokens=8 * blocks,
+            grant_wait_s=rng.choice((0.3, 3.0)),
         ),
         options=options,
         seed=seed,
@@ -257,7 +260,7 @@ def test_without_a_grant_a_prefill_decodes_in_place_or_waits(no_grant):
     big, small = make_engines(((1, 2048), (1, 0)), blocks=100)
     cell = Cell(
         engines=[big, replace(small, kv_blocks_total=15)],
-        strategy=get_strategy("disaggregated"),
+        strategy=get_strategy("taichi"),
         options=SimOptions(no_grant=no_grant, ttft_end=TtftEnd.DECODE_JOIN),
     )
     simulation = run(cell, arrivals)
@@ -270,7 +273,86 @@ def test_without_a_grant_a_prefill_decodes_in_place_or_waits(no_grant):
         assert simulation.num_blocked_moves > 0
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
+
+
+def make_full_cell(*, ahead, grant_wait_s=10.0, events=(), decode_blocks=15):
+    """A prefill engine, and a decode engine with room for one request at a time."""
+    big, small = make_engines(((1, 2048), (1, 0)), blocks=100)
+    return Cell(
+        engines=[big, replace(small, kv_blocks_total=decode_blocks)],
+        strategy=get_strategy("disaggregated"),
+        parameters=FlowParameters(grant_wait_s=grant_wait_s),
+        options=SimOptions(schedules_ahead=ahead),
+        events=events,
+    )
+
+
+FOUR = [Arrival(at_s=0.01 * number, prompt_tokens=160, output_tokens=40, slo=SLO) for number in range(4)]
+
+
+@AHEAD
+def test_finished_prefills_wait_for_the_decode_engine_with_their_kv_where_it_is(ahead):
+    """DistServe, section 4.3: first come, first served, and no decode on the prefill engine."""
+    timeline = Timeline()
+    simulation = Simulation(make_full_cell(ahead=ahead), FOUR, timeline)
+    assert simulation.run()
+    assert simulation.num_moves[MoveCause.PREFILL_DONE] == 4
+    assert [iteration.num_decodes for iteration in timeline.iterations if iteration.engine_id == "P2048-0"] == [0, 0]
+    ends_s = [request.last_token_s for request in simulation.requests]
+    begins_s = [start_s for _, _, start_s, _, _, _ in timeline.transfers]
+    assert all(begin_s >= end_s for begin_s, end_s in zip(begins_s[1:], ends_s, strict=False))
+    assert [transfer[0] for transfer in timeline.transfers] == ["0", "1", "2", "3"]
+
+
+@AHEAD
+def test_a_wait_for_a_grant_ends_with_a_recompute_that_decodes_in_place(ahead):
+    simulation = run(make_full_cell(ahead=ahead, grant_wait_s=0.5), FOUR)
+    prefill_engine = simulation.engines[0]
+    assert prefill_engine.counters.num_completed_prefill_tokens == 4 * 160 + 3 * 161
+    assert all(request.state is RequestState.FINISHED for request in simulation.requests)
+
+
+@AHEAD
+def test_prefills_that_wait_go_on_in_place_when_the_decode_engine_dies(ahead):
+    events = [FailEvent(at_s=0.6, engine_id=EngineId("D0-0"))]
+    simulation = run(make_full_cell(ahead=ahead, events=events), FOUR)
+    assert all(request.state is RequestState.FINISHED for request in simulation.requests)
+    assert simulation.num_moves[MoveCause.PREFILL_DONE] == 1
+    assert max(request.last_token_s for request in simulation.requests) < 5.0, "nobody waits for the time limit"
+
+
+@AHEAD
+def test_prefills_that_wait_on_an_engine_that_dies_are_recovered_elsewhere(ahead):
+    one, other, small = make_engines(((2, 2048), (1, 0)), blocks=100)
+    cell = replace(
+        make_full_cell(ahead=ahead, events=[FailEvent(at_s=0.6, engine_id=one.engine_id)]),
+        engines=[one, other, replace(small, kv_blocks_total=15)],
+    )
+    simulation = run(cell, FOUR)
+    assert all(request.state is RequestState.FINISHED for request in simulation.requests)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), ahead=st.booleans(), blocks=st.sampled_from((26, 40, 90)))
+def test_nothing_is_lost_whatever_dies_while_prefills_wait(seed, ahead, blocks):
+    rng = random.Random(seed)
+    engines = make_engines(((2, 2048), (2, 0)), blocks=blocks)
+    events = [FailEvent(at_s=rng.uniform(0.0, 6.0), engine_id=engine.engine_id) for engine in rng.sample(engines, k=2)]
+    if {event.engine_id for event in events} == {engine.engine_id for engine in engines[:2]}:
+        events.pop()  # somebody must prefill
+    cell = Cell(
+        engines=engines,
+        strategy=get_strategy("disaggregated"),
+        parameters=FlowParameters(grant_wait_s=rng.choice((0.05, 0.5, 10.0))),
+        options=SimOptions(schedules_ahead=ahead),
+        events=events,
+    )
+    simulation = run(cell, make_arrivals(rng, rate=20.0, number=60))
+    assert all(request.state is not RequestState.PARKED for request in simulation.requests)
+
+
+@AHEAD
 @pytest.mark.parametrize(("saturation", "batches"), [(400, [350, 300, 500, 60]), (0, [1210])])
 def test_prompts_are_batched_whole_until_the_gpu_is_saturated(ahead, saturation, batches):
     """DistServe, section 4.3. The first prompt runs alone, so that the others wait together."""

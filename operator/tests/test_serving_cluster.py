@@ -49,6 +49,7 @@ DEFAULTS = {
     "parameters.earlyRejection": "Off",
     "parameters.minTokensBetweenMoves": 16,
     "parameters.prefillBatchTokens": 2048,
+    "parameters.grantWaitMilliseconds": 10_000,
     "engine.tensorParallelSize": 1,
     "engine.maxBatchTokens": 8192,
     "engine.maxModelLen": None,
@@ -78,6 +79,7 @@ BOUNDS = [
     ("spec.parameters.watermarkPercent", 50, 99),
     ("spec.parameters.approachingFactorPercent", 50, 100),
     ("spec.parameters.prefillBatchTokens", 0, 1_048_576),
+    ("spec.parameters.grantWaitMilliseconds", 1, 25_000),
 ]
 
 

@@ -60,6 +60,7 @@ class FakeCore:
     refuse_hand_offs: str = ""
     prefix_root: bytes = b""
     acknowledges: bool = True
+    hands_off_prefills: bool = False
     logprobs: bool = False
     running: dict[int, FakeRequest] = field(default_factory=dict)
     pinned: dict[int, FakeRequest] = field(default_factory=dict)
@@ -280,6 +281,8 @@ class FakeCore:
             if request.num_output >= request.submit.sampling.max_tokens:
                 del self.running[slot]
                 self._add_finished(message, request, sampling_pb2.FINISH_REASON_LENGTH)
+            elif self.hands_off_prefills and request.num_output == 1:
+                self._end_part(slot, request, message)
         for request in self.kept.values():
             request.num_steps += 1
             request.num_output = min(request.num_output + 1, request.submit.sampling.max_tokens)

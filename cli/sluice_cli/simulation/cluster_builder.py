@@ -9,7 +9,7 @@ from sluice_cli.simulation.simulation_settings import AHEAD
 from sluice_core.latency.catalog import Assumptions, ProfileKind, load_model_on_gpu
 from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EngineId, FlowParameters, Role
-from sluice_core.sim.cell import Cell, EngineSetup, NoGrant, SimOptions, TransferLink
+from sluice_core.sim.cell import Cell, EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS
 from sluice_core.strategies import get_strategy
 
@@ -39,6 +39,7 @@ def build_cluster(spec: ClusterSpec, seed: int) -> Cell:
             min_tokens_between_moves=settings.min_tokens_between_moves,
             prefill_batch_tokens=settings.prefill_batch_tokens,
             batch_token_budget=settings.batch_token_budget,
+            grant_wait_s=settings.grant_wait_s,
         ),
         options=make_options(settings),
         seed=seed,
@@ -51,8 +52,7 @@ def make_options(settings: SimulationSettings) -> SimOptions:
         no_grant=settings.no_grant,
         ttft_end=settings.ttft_end,
         counts_decodes=settings.budget == "all",
-        # Only papers let prefills wait for grants, and their engines do not schedule ahead.
-        schedules_ahead=settings.scheduling == AHEAD and settings.no_grant is not NoGrant.WAIT,
+        schedules_ahead=settings.scheduling == AHEAD,
         hash_block_tokens=HASH_BLOCK_TOKENS if settings.prefix_reuse else None,
         wait_limit_s=settings.wait_limit_s,
         message_s=settings.message_s,

@@ -144,6 +144,7 @@ def _make_settings(spec: ServingClusterSpec) -> SimulationSettings:
         min_tokens_between_moves=parameters.min_tokens_between_moves,
         prefill_batch_tokens=parameters.prefill_batch_tokens,
         batch_token_budget=parameters.batch_token_budget,
+        grant_wait_s=parameters.grant_wait_milliseconds / 1e3,
         max_batch_tokens=spec.engine.max_batch_tokens,
         scheduling=AHEAD,
         wait_limit_s=ROUTER_WAIT_LIMIT_S,  # a manifest cannot change it

@@ -131,6 +131,7 @@ def make_inputs(manifest: ServingCluster | None, flags: PlanFlags, rows: Sequenc
             min_tokens_between_moves=settings.min_tokens_between_moves,
             prefill_batch_tokens=settings.prefill_batch_tokens,
             batch_token_budget=settings.batch_token_budget,
+            grant_wait_s=settings.grant_wait_s,
         ),
         options=make_options(settings),
         classes=spec.classes,

@@ -29,7 +29,9 @@ class SimulationSettings:
         min_tokens_between_moves: Output tokens between two moves of a request.
         prefill_batch_tokens: Prompt tokens that saturate a GPU, for ``disaggregated``; 0: it fills the chunk.
         batch_token_budget: G, prompt tokens that a batch of FlowPrefill stays below.
-        no_grant: What a finished prefill does when no engine grants it blocks: ``in_place`` or ``wait``.
+        grant_wait_s: Longest wait of a finished prefill for a decode engine, for ``disaggregated``.
+        no_grant: What a finished prefill does when no engine grants it blocks: ``in_place`` leaves it to the strategy,
+            with ``wait`` it waits for ever.
         ttft_end: When TTFT ends: ``first_token`` or ``decode_join``.
         budget: What the chunk size counts: ``all`` tokens or those of ``prefill`` only.
         scheduling: ``ahead``: engines schedule an iteration while another runs, as vLLM does; ``in_step``: between
@@ -60,6 +62,7 @@ class SimulationSettings:
     min_tokens_between_moves: int = 16
     prefill_batch_tokens: int = 2048
     batch_token_budget: int = 4096
+    grant_wait_s: float = 10.0
     no_grant: NoGrant = NoGrant.IN_PLACE
     ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
     budget: str = "all"
@@ -131,6 +134,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "min_tokens_between_moves": _read_count(0, 1_000_000),
     "prefill_batch_tokens": _read_count(0, 1_048_576),
     "batch_token_budget": _read_count(1, 1_048_576),
+    "grant_wait_s": _read_number(1e-3, 25.0),
     "no_grant": lambda text: NoGrant(_read_choice(NoGrant)(text)),
     "ttft_end": lambda text: TtftEnd(_read_choice(TtftEnd)(text)),
     "budget": _read_choice(("all", "prefill")),

@@ -259,6 +259,14 @@ class EnginePolicy:
         """Return the share of its KV blocks that an engine fills for requests that move to it."""
         return 1.0
 
+    def hands_off_prefills(self, role: Role) -> bool:  # noqa: ARG002 - policies override it
+        """Say whether a prefill that yields a request's first token ends here, its KV kept for a decode engine.
+
+        Args:
+            role: The engine's.
+        """
+        return False
+
     def observe_chunk_sizes(self, chunk_sizes: Collection[int]) -> None:
         """Take the chunk sizes of the plan's engines that do not drain; no policy needs to."""
 

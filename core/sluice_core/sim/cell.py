@@ -39,7 +39,8 @@ class SimOptions:
     """Semantics that papers and the product differ in. Defaults: the product.
 
     Args:
-        no_grant: What a finished prefill does without a grant.
+        no_grant: What a finished prefill does without a grant: ``in_place`` leaves it to the strategy, ``wait`` lets it
+            wait for ever under every strategy.
         ttft_end: When TTFT ends.
         counts_decodes: The chunk size counts decodes; False: prefill tokens only, as some papers count.
         schedules_ahead: Engines schedule an iteration while another runs, as vLLM does on GPUs: whatever comes to an
@@ -52,8 +53,8 @@ class SimOptions:
             which were evicted. None: it never does. Only with ``hash_block_tokens``.
 
     Raises:
-        ValueError: Papers' waiting for grants with engines that schedule ahead, hashes of nothing, no time to wait,
-            messages that are there before they are sent, or reports of caches that there are not.
+        ValueError: Hashes of nothing, no time to wait, messages that are there before they are sent, or reports of
+            caches that there are not.
     """
 
     no_grant: NoGrant = NoGrant.IN_PLACE
@@ -74,8 +75,6 @@ class SimOptions:
             raise ValueError(f"wait_limit_s is {self.wait_limit_s}; it is above 0")
         if self.hash_block_tokens is not None and self.hash_block_tokens < 1:
             raise ValueError(f"a hash names {self.hash_block_tokens} tokens; at least 1 is needed")
-        if self.schedules_ahead and self.no_grant is NoGrant.WAIT:
-            raise ValueError("engines that schedule ahead do not wait for grants: no_grant is in_place")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from sluice_core.latency import LatencyModel
 from sluice_core.records import EngineId, MoveCause, PrefillRequest, RequestId
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.sim.cell import Arrival, Cell, EngineSetup, TtftEnd
+from sluice_core.sim.cell import Arrival, Cell, EngineSetup, NoGrant, TtftEnd
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.known_prefixes import KnownPrefixes
@@ -26,6 +26,7 @@ TRANSFER_END: Final = 1
 RETRY: Final = 2
 CLUSTER_CHANGE: Final = 3
 MOVE_STEP: Final = 4
+GRANT_EXPIRY: Final = 5
 Event = tuple[float, int, int, object]
 
 
@@ -70,6 +71,7 @@ class SimCluster:
         self._heap: list[Event] = []
         self._num_events = 0
         self._changed: list[EngineId] = []
+        self._keeps_kv = False
         self._held: dict[RequestId, PrefillRequest] = {}
         self._link_free_at_s: dict[str, float] = {}
         self._last_assign_s = -1.0
@@ -86,6 +88,21 @@ class SimCluster:
     def start_engine(self, engine: SimEngine) -> None:
         """Start an iteration if the engine idles and has work."""
         raise NotImplementedError
+
+    def get_engine(self, engine_id: EngineId) -> SimEngine:
+        """Return an engine that lives."""
+        return self._by_id[engine_id]
+
+    def push_grant_expiry(self, request: SimRequest, limit_s: float) -> None:
+        """Let the wait of a request for a grant end after ``limit_s``."""
+        self._push(self.now + limit_s, GRANT_EXPIRY, request)
+
+    def begin_transfer(self, request: SimRequest, source: SimEngine, target: SimEngine, cause: MoveCause) -> None:
+        """Reserve the target's blocks and send the KV; transfers of one link go one after the other."""
+        target.reserve(request.num_blocks)
+        request.state = RequestState.MOVING
+        request.target = target.engine_id
+        self.send(request, source, cause, None)
 
     def hold(self, request: SimRequest) -> None:
         """Keep a request at the router until it is placed."""
@@ -110,6 +127,11 @@ class SimCluster:
 
     def _report_loads(self) -> None:
         """Bring the engine table up to date."""
+        if self._keeps_kv:
+            # A queue that waits for kept KV does not get shorter while its engine idles.
+            for idle in self._by_id.values():
+                if idle.prefills.num_queued and not idle.is_running:
+                    idle.note_change()
         for engine_id in self._changed:
             engine = self._by_id.get(engine_id)
             if engine is not None:  # it has not failed since
@@ -181,5 +203,11 @@ class SimCluster:
     def _spread_chunk_sizes(self) -> None:
         """Tell every engine's policy the chunk sizes of the cluster."""
         chunk_sizes = {state.chunk_size_tokens for state in self.table if not state.is_draining}
+        self._keeps_kv = False
+        papers_wait = self.cell.options.schedules_ahead and self.cell.options.no_grant is NoGrant.WAIT
         for engine in self._by_id.values():
             engine.policy.observe_chunk_sizes(chunk_sizes)
+            engine.hands_off_prefills = engine.policy.hands_off_prefills(engine.role) or (
+                papers_wait and self._policy.moves_first_decode(engine.role, self.table)
+            )
+            self._keeps_kv = self._keeps_kv or engine.hands_off_prefills

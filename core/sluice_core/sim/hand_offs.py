@@ -66,6 +66,7 @@ class SimMove:
         "batch_epoch",
         "cause",
         "is_granted",
+        "is_handed_off",
         "num_blocks",
         "num_kv_tokens",
         "number",
@@ -94,6 +95,7 @@ class SimMove:
         self.cause = cause
         self.num_blocks = num_blocks
         self.is_granted = False
+        self.is_handed_off = False  # before there was a target: a finished prefill that waits for a grant
         self.step = HandOffStep.GRANT  # the step that the message or the KV under way leads to
         self.num_kv_tokens = 0  # that the source holds, once it was handed off
         self.table: BlockTable | None = None  # what the source holds, with prefix reuse
@@ -175,6 +177,34 @@ class SimHandOffs:
         cluster.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
         self._send(HandOffStep.GRANT, move)
 
+    def ask_for_room(
+        self, request: SimRequest, source: SimEngine, target: SimEngine, at_boundary: SimEngine | None
+    ) -> None:
+        """Ask for a grant for a finished prefill that was handed off to nobody yet.
+
+        Args:
+            request: It.
+            source: Where its KV waits.
+            target: Where it may go.
+            at_boundary: An engine that is between two iterations.
+        """
+        self._num_moves += 1
+        request.is_leaving = True
+        move = SimMove(
+            number=self._num_moves,
+            request=request,
+            source=source,
+            target=target,
+            cause=MoveCause.PREFILL_DONE,
+            num_blocks=request.num_blocks,
+        )
+        move.is_handed_off = True
+        move.num_kv_tokens, move.table = request.num_kv_tokens, request.source_table
+        self._cluster.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
+        outer, self._at_boundary = self._at_boundary, at_boundary
+        self._send(HandOffStep.GRANT, move)
+        self._at_boundary = outer
+
     def _send(self, step: HandOffStep, move: SimMove) -> None:
         """Send a step to the other engine of a move, through the router."""
         move.step = step
@@ -229,7 +259,9 @@ class SimHandOffs:
     def _grant(self, move: SimMove) -> None:
         target = move.target
         self._cluster.table.record_grant_answer(target.engine_id, move.number)
-        if not self._still_decodes_at_source(move):
+        if move.is_handed_off:
+            self._grant_to_handed_off(move)
+        elif not self._still_decodes_at_source(move):
             move.request.is_leaving = False
         elif self._may_grant(move):
             target.reserve(move.num_blocks)
@@ -238,6 +270,20 @@ class SimHandOffs:
         else:
             move.request.is_leaving = False
             self._cluster.num_blocked_moves += 1
+
+    def _grant_to_handed_off(self, move: SimMove) -> None:
+        request, target = move.request, move.target
+        if request.state is not RequestState.PARKED:
+            return  # its wait has ended, or its source has died
+        request.is_leaving = False
+        if not self._may_grant(move):
+            self._cluster.num_blocked_moves += 1
+            return
+        target.reserve(move.num_blocks)
+        move.is_granted = True
+        request.state = RequestState.MOVING
+        request.target = target.engine_id
+        self._send(HandOffStep.SUBMIT, move)
 
     def _may_grant(self, move: SimMove) -> bool:
         """Say whether the target has the room now that its router believed it to have, as the engine's grants do."""

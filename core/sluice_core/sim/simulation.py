@@ -10,7 +10,6 @@ At the end of every run nothing may be left and nothing may be lost: see ``Simul
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
@@ -21,6 +20,7 @@ from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ClusterEvent, Co
 from sluice_core.sim.cluster import (
     ASSIGN_INTERVAL_S,
     CLUSTER_CHANGE,
+    GRANT_EXPIRY,
     ITERATION_END,
     MOVE_STEP,
     RETRY,
@@ -29,6 +29,7 @@ from sluice_core.sim.cluster import (
 )
 from sluice_core.sim.deadlines import TtftDeadlines
 from sluice_core.sim.engine.sim_engine import SimEngine
+from sluice_core.sim.grant_queue import GrantQueue
 from sluice_core.sim.hand_offs import SimHandOffs, SimMove
 from sluice_core.sim.known_prefixes import KnownPrefixes
 from sluice_core.sim.requests import RequestState, SimRequest, find_expired
@@ -58,8 +59,8 @@ class Simulation(SimCluster):
         self.num_missed = 0
         self._waits_for_grant = cell.options.no_grant is NoGrant.WAIT
         self._hand_offs = SimHandOffs(self) if cell.options.schedules_ahead else None
-        self._parked: deque[tuple[SimRequest, int]] = deque()
-        self._has_targets = self._find_targets()
+        self._grants = GrantQueue(self, self._hand_offs)
+        self._grants.has_targets = self._find_targets()
         for event in sorted(cell.events, key=_at_s_of):
             self._push(event.at_s, CLUSTER_CHANGE, event)
 
@@ -86,6 +87,8 @@ class Simulation(SimCluster):
             if not heap:
                 break
             at_s, _, code, what = heappop(heap)
+            if code == GRANT_EXPIRY and not self._is_parked(what):
+                continue
             self.now = at_s
             if deadlines.next_s < at_s:
                 self.num_missed += deadlines.mark_late(at_s)
@@ -93,27 +96,41 @@ class Simulation(SimCluster):
                 assert isinstance(what, SimEngine)
                 if not what.is_dead:
                     self._end_iteration(what)
-            elif code == TRANSFER_END:
-                assert isinstance(what, SimRequest)
-                self._end_transfer(what)
-            elif code == MOVE_STEP:
-                assert isinstance(what, SimMove)
-                assert self._hand_offs is not None
-                self._hand_offs.receive(what)
-            elif code == RETRY:
-                self._is_retry_due = False
-                self._assign_held()
             else:
-                self._change_cluster(what)
+                self._handle(code, what)
         else:
             return False
         self.check()
         return True
 
+    def _handle(self, code: int, what: object) -> None:
+        """Handle any event but the end of an iteration."""
+        if code == TRANSFER_END:
+            assert isinstance(what, SimRequest)
+            self._end_transfer(what)
+        elif code == MOVE_STEP:
+            assert isinstance(what, SimMove)
+            assert self._hand_offs is not None
+            self._hand_offs.receive(what)
+        elif code == RETRY:
+            self._is_retry_due = False
+            self._assign_held()
+        elif code == GRANT_EXPIRY:
+            assert isinstance(what, SimRequest)
+            self._grants.expire(what)
+        else:
+            self._change_cluster(what)
+
+    @staticmethod
+    def _is_parked(what: object) -> bool:
+        assert isinstance(what, SimRequest)
+        return what.state is RequestState.PARKED
+
     def check(self) -> None:
         """Assert that no request, block or token was lost or counted twice."""
         assert not self._held, f"{len(self._held)} requests wait at the router for ever"
-        assert not self._parked, f"{len(self._parked)} requests wait for a target for ever"
+        self._grants.forget_placed()
+        assert not len(self._grants), f"{len(self._grants)} requests wait for a target for ever"
         num_output_tokens = num_recomputed = 0
         for request in self.requests:
             assert request.state in {RequestState.FINISHED, RequestState.REJECTED}, request.request_id
@@ -226,14 +243,17 @@ class Simulation(SimCluster):
                 self._count_missed(request)
         if self._timeline is not None:
             self._timeline.note_finished(engine.finished)
+        may_place = engine.has_freed_blocks or bool(engine.prefilled)
+        if engine.prefilled:
+            self._grants.add_all(engine.prefilled, engine)
         if engine.batch.num_decodes:
             self._propose(engine)
         if self._hand_offs is not None:
             self._hand_offs.end_iteration(engine)
-        if engine.has_freed_blocks:
-            engine.has_freed_blocks = False
-            if self._parked:
-                self._place_parked()
+            may_place = True  # what a target refuses is not known before it answers
+        engine.has_freed_blocks = False
+        if may_place:
+            self._grants.place(engine)
         self.start_engine(engine)
         if self._held:
             self._retry_held()
@@ -262,9 +282,9 @@ class Simulation(SimCluster):
 
     def _move(self, engine: SimEngine, proposal: MoveProposal) -> bool:
         """Move a request if there is a target; returns whether it left the decode batch."""
-        must_wait = self._waits_for_grant and self._has_targets and proposal.cause is MoveCause.PREFILL_DONE
+        must_wait = self._waits_for_grant and self._grants.has_targets and proposal.cause is MoveCause.PREFILL_DONE
         target = None
-        if not (must_wait and self._parked):
+        if not (must_wait and len(self._grants)):
             target = self.find_target(proposal.request_id, proposal.cause, engine, proposal.num_blocks)
         if target is None and not must_wait:
             self.num_blocked_moves += 1
@@ -274,40 +294,10 @@ class Simulation(SimCluster):
         if proposal.cause is MoveCause.BACKFLOW:
             request.reset_tokens = request.generated_tokens
         if target is None:
-            request.state = RequestState.PARKED
-            self._parked.append((request, request.batch_epoch))
+            self._grants.add(request, engine)
         else:
-            self._begin_transfer(request, engine, target, proposal.cause)
+            self.begin_transfer(request, engine, target, proposal.cause)
         return True
-
-    def _place_parked(self) -> None:
-        """Let finished prefills go whose turn has come; first come, first served."""
-        while self._parked:
-            request, batch_epoch = self._parked[0]
-            if request.state is not RequestState.PARKED or request.batch_epoch != batch_epoch:
-                self._parked.popleft()
-                continue
-            assert request.source is not None
-            source = self._by_id[request.source]
-            if not self._has_targets or source.role is Role.DECODE_HEAVY:
-                # A plan has changed meanwhile: its decode may stay.
-                self._parked.popleft()
-                request.state = RequestState.MOVING
-                source.resume(request)
-                self.start_engine(source)
-                continue
-            target = self.find_target(request.request_id, MoveCause.PREFILL_DONE, source, request.num_blocks)
-            if target is None:
-                break
-            self._parked.popleft()
-            self._begin_transfer(request, source, target, MoveCause.PREFILL_DONE)
-
-    def _begin_transfer(self, request: SimRequest, source: SimEngine, target: SimEngine, cause: MoveCause) -> None:
-        """Reserve the target's blocks and send the KV; transfers of one link go one after the other."""
-        target.reserve(request.num_blocks)
-        request.state = RequestState.MOVING
-        request.target = target.engine_id
-        self.send(request, source, cause, None)
 
     def _end_transfer(self, request: SimRequest) -> None:
         """Free the source's blocks and hand the request to the target."""
@@ -326,9 +316,9 @@ class Simulation(SimCluster):
             self.start_engine(target)
         if source is not None:
             self.start_engine(source)
-            if source.has_freed_blocks and self._parked:
+            if source.has_freed_blocks and len(self._grants):
                 source.has_freed_blocks = False
-                self._place_parked()
+                self._grants.place()
             if self._held:
                 self._retry_held()
 
@@ -343,9 +333,8 @@ class Simulation(SimCluster):
             assert isinstance(event, ConfigureEvent)
             self._configure(event)
         self._spread_chunk_sizes()
-        self._has_targets = self._find_targets()
-        if self._parked:
-            self._place_parked()
+        self._grants.has_targets = self._find_targets()
+        self._grants.place()
         if self._held:
             self._schedule_retry()
 
@@ -381,13 +370,7 @@ class Simulation(SimCluster):
             self.hold(request)
         if self._hand_offs is not None:
             self._hand_offs.fail(engine)
-        for request, batch_epoch in self._parked:
-            if (
-                request.source == engine_id
-                and request.batch_epoch == batch_epoch
-                and request.state is RequestState.PARKED
-            ):
-                self.hold(request)
+        self._grants.fail(engine)
         if self._held:
             self._schedule_retry()
 

@@ -2,7 +2,8 @@
 
 Source: DistServe: Disaggregating Prefill and Decoding for Goodput-optimized Large Language Model Serving
 (arXiv:2401.09670), section 4.3. Prompts go first come, first served to the prefill engine with the shortest queue. It
-batches whole prompts until they saturate the GPU. The first decode goes to the decode engine with the least KV in use.
+batches whole prompts until they saturate the GPU. A finished prefill ends there and its KV stays, until the decode
+engine with the least KV in use has room and pulls it. The wait has an end, ``FlowParameters.grant_wait_s``.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sluice_core.records import FlowParameters
+from sluice_core.records import FlowParameters, Role
+from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import BatchLimits, EngineBatch, EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy
+from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
-from sluice_core.strategies.parameters import EARLY_REJECTION, PREFILL_BATCH_TOKENS, WATERMARK
-from sluice_core.strategies.roles import FlowRules, RoleEngine
+from sluice_core.strategies.parameters import EARLY_REJECTION, GRANT_WAIT_MILLISECONDS, PREFILL_BATCH_TOKENS, WATERMARK
+from sluice_core.strategies.roles import FlowRules, RoleEngine, RoleRouter
 
 
 class DisaggregatedEngine(RoleEngine):
@@ -37,6 +40,25 @@ class DisaggregatedEngine(RoleEngine):
         limits.saturation_tokens = self._prefill_batch_tokens
         return limits
 
+    def hands_off_prefills(self, role: Role) -> bool:
+        """See ``EnginePolicy.hands_off_prefills``."""
+        return self._flow.has_roles and self._flow.moves_first_decodes and role is Role.PREFILL_HEAVY
+
+
+class DisaggregatedRouter(RoleRouter):
+    """Asks for no move of a finished prefill itself: its engine hands it off.
+
+    For the arguments see ``RoleRouter``.
+    """
+
+    def moves_first_decode(self, source: Role | None, engines: EngineTable) -> bool:  # noqa: ARG002 - the base's
+        """See ``RouterPolicy.moves_first_decode``."""
+        return False
+
+    def get_grant_wait_s(self) -> float:
+        """See ``RouterPolicy.get_grant_wait_s``."""
+        return self._flow.parameters.grant_wait_s
+
 
 _RULES = FlowRules(moves_first_decodes=True)
 
@@ -49,7 +71,8 @@ class DisaggregatedPolicies:
         self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
     ) -> RouterPolicy:
         """See ``PolicyMaker.make_router``."""
-        return _RULES.make_router(strategy, parameters, rng, num_records)
+        placement = PLACEMENTS[strategy.placement](parameters, rng, num_records)
+        return DisaggregatedRouter(placement, _RULES.make_flow(strategy, parameters, rng))
 
     def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""
@@ -60,7 +83,7 @@ class DisaggregatedPolicies:
 DISAGGREGATED = Strategy(
     name="disaggregated",
     title="Disaggregated",
-    parameters=(EARLY_REJECTION, PREFILL_BATCH_TOKENS, WATERMARK),
+    parameters=(EARLY_REJECTION, GRANT_WAIT_MILLISECONDS, PREFILL_BATCH_TOKENS, WATERMARK),
     sliders=SliderUse(varies_ratio=True, varies_prefill_tokens=False, varies_decode_tokens=False, decode_tokens=0),
     policies=DisaggregatedPolicies(),
     placement="shortest_queue",

@@ -65,6 +65,14 @@ class RouterPolicy:
         """
         return False
 
+    def has_decode_engines(self, engines: EngineTable) -> bool:  # noqa: ARG002 - for overrides
+        """Say whether a finished prefill whose engine has handed it off may find an engine that decodes it."""
+        return False
+
+    def get_grant_wait_s(self) -> float:
+        """Return how long a finished prefill that its engine has handed off waits for a decode engine, in seconds."""
+        return FlowParameters().grant_wait_s
+
     def is_too_soon(self, cause: MoveCause, tokens_since_move: int | None) -> bool:  # noqa: ARG002 - for overrides
         """Say whether a move follows the last one too closely.
 

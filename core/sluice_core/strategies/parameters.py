@@ -67,6 +67,10 @@ BATCH_TOKEN_BUDGET = Parameter(
     unit="tokens",
     source="FlowPrefill, section 6.3",
 )
+# Engines keep handed-off KV for 30 s at most, and a pull may take 2 s to begin.
+GRANT_WAIT_MILLISECONDS = Parameter(
+    name="grant_wait_milliseconds", default="10000", low=1, high=25_000, unit="milliseconds"
+)
 _PARAMETERS = (
     WATERMARK,
     APPROACHING_FACTOR,
@@ -74,6 +78,7 @@ _PARAMETERS = (
     MIN_TOKENS_BETWEEN_MOVES,
     PREFILL_BATCH_TOKENS,
     BATCH_TOKEN_BUDGET,
+    GRANT_WAIT_MILLISECONDS,
 )
 
 
@@ -103,6 +108,7 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
         min_tokens_between_moves=int(read[MIN_TOKENS_BETWEEN_MOVES.name]),
         prefill_batch_tokens=int(read[PREFILL_BATCH_TOKENS.name]),
         batch_token_budget=int(read[BATCH_TOKEN_BUDGET.name]),
+        grant_wait_s=int(read[GRANT_WAIT_MILLISECONDS.name]) / 1e3,
     )
 
 
@@ -120,5 +126,6 @@ def format_parameters(rows: tuple[Parameter, ...], parameters: FlowParameters) -
         MIN_TOKENS_BETWEEN_MOVES.name: str(parameters.min_tokens_between_moves),
         PREFILL_BATCH_TOKENS.name: str(parameters.prefill_batch_tokens),
         BATCH_TOKEN_BUDGET.name: str(parameters.batch_token_budget),
+        GRANT_WAIT_MILLISECONDS.name: str(round(parameters.grant_wait_s * 1e3)),
     }
     return {row.name: values[row.name] for row in rows}

@@ -56,6 +56,12 @@ class RoleRouter(RouterPolicy):
         is_prefill_heavy = self._flow.moves_first_decodes and source is Role.PREFILL_HEAVY
         return is_prefill_heavy and not engines.has_uniform_chunk_size
 
+    def has_decode_engines(self, engines: EngineTable) -> bool:
+        """See ``RouterPolicy.has_decode_engines``."""
+        return not engines.has_uniform_chunk_size and any(
+            state.role is Role.DECODE_HEAVY and not state.is_draining for state in engines.list_loads()
+        )
+
     def is_too_soon(self, cause: MoveCause, tokens_since_move: int | None) -> bool:
         """See ``RouterPolicy.is_too_soon``: requests must not go back and forth."""
         if cause is not MoveCause.DEGRADE or tokens_since_move is None:

@@ -252,7 +252,15 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         if batch.prefill_tokens:
             self._prefill_room.note_prefill(now_s)
         settle_batch(batch, self._tracker)
+        if batch.new_decodes and self._moves.policy.hands_off_prefills(self._moves.role):
+            self._hand_off_prefills(batch)
         self._timer.start(output, batch)
+
+    def _hand_off_prefills(self, batch: ScheduledBatch) -> None:
+        """Lets the prefills that end now end here; one that recovers tokens decodes where it is."""
+        for tracked in batch.new_decodes:
+            if not tracked.request.num_output_tokens:
+                self._hand_offs.begin(tracked.request)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

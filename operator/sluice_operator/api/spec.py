@@ -92,6 +92,9 @@ class ParametersSpec(ManifestModel):
     A longer prompt runs alone. 0: an iteration is filled to engine.maxBatchTokens."""
     batch_token_budget: Annotated[int, Field(strict=True, ge=16, le=1_048_576)] = 4096
     """Prompt tokens that FlowPrefill batches stay below; a single longer prompt still runs."""
+    grant_wait_milliseconds: Annotated[int, Field(strict=True, ge=1, le=25_000)] = 10_000
+    """Disaggregated: longest time that a finished prefill waits for a D-heavy engine with room, its KV where it is.
+    Then it is recomputed and decodes where that is done."""
 
 
 class KeyRef(ManifestModel):

@@ -164,6 +164,7 @@ def make_problem(request: SearchRequest) -> PlanningProblem:
             min_tokens_between_moves=constraints.min_tokens_between_moves,
             prefill_batch_tokens=constraints.prefill_batch_tokens,
             batch_token_budget=constraints.batch_token_budget,
+            grant_wait_s=constraints.grant_wait_milliseconds / 1e3,
         ),
         # As the engines and routers that it plans for.
         options=SimOptions(schedules_ahead=True, wait_limit_s=ROUTER_WAIT_LIMIT_S),

@@ -51,6 +51,7 @@ class SearchConstraints:
         min_tokens_between_moves: Output tokens.
         prefill_batch_tokens: Prompt tokens.
         batch_token_budget: Prompt tokens.
+        grant_wait_milliseconds: Longest wait of a finished prefill.
         max_batch_tokens: Largest chunk size.
         link: What KV moves over, as ``sluice_core`` calls it.
         prefill_heavy: Least and most P-heavy engines, as counts or percentages.
@@ -68,6 +69,7 @@ class SearchConstraints:
     min_tokens_between_moves: int
     prefill_batch_tokens: int
     batch_token_budget: int
+    grant_wait_milliseconds: int
     max_batch_tokens: int
     link: str
     prefill_heavy: tuple[str, str]
@@ -214,6 +216,7 @@ def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
         min_tokens_between_moves=parameters.min_tokens_between_moves,
         prefill_batch_tokens=parameters.prefill_batch_tokens,
         batch_token_budget=parameters.batch_token_budget,
+        grant_wait_milliseconds=parameters.grant_wait_milliseconds,
         max_batch_tokens=most,
         link="infiniband" if spec.network.mode == "RDMA" else "tcp",
         prefill_heavy=_read_counts(bounds.prefill_heavy, counts),

@@ -31,6 +31,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "grant_asked": ("source", "target", "cause", "num_tokens"),
     "granted": ("target", "cause"),
     "handed_off": ("source", "target", "cause", "fence", "output_tokens"),
+    "kept": ("engine", "longest_s"),
     "moved": ("source", "target", "cause", "duration_s"),
     "returned": ("engine",),
     "lost": ("engine", "reason", "output_tokens"),

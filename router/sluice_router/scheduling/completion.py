@@ -116,6 +116,8 @@ def _remove(state: RouterState, request: LiveRequest, num_output: int, now: floa
     state.requests.awaiting_resume.pop(request.request_id, None)
     # The end carries what is held back.
     state.outbox.actions.flushes.pop(request.request_id, None)
+    if request.kept_kv is not None:
+        migration.drop_kept(state, request, "ended", now)
     if request.migration is not None:
         migration.abandon(state, request.migration, "ended", now)
     submission, request.submission = request.submission, None

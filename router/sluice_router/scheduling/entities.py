@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class LiveRequest:
     """A request from admission to its end; mutable, changed only by the functions of the data plane.
 
-    It is either in ``RequestQueues.waiting``, or ``submission`` is set: its owner is that engine. In between it is only
-    inside of one function, when its source has handed off and the target gets its submit.
+    It is in ``RequestQueues.waiting``, in ``RequestQueues.kept``, or ``submission`` is set: its owner is that engine.
+    In between it is only inside of one function, when its source has handed off and the target gets its submit.
 
     Args:
         request_id: The router's id.
@@ -43,6 +43,7 @@ class LiveRequest:
         submission: Where it runs.
         last_engine: The engine that ran it last, on which its end counts.
         migration: The migration in progress.
+        kept_kv: Where its KV waits for an engine that decodes, after a prefill; None: it does not.
         pending_resume: What the engine may have of it whose stream it lost; None from its next owner on.
         waiting_since_s: When it began to wait for an engine.
         wait_reason: Why it waits.
@@ -73,6 +74,7 @@ class LiveRequest:
     submission: Submission | None = None
     last_engine: ConnectedEngine | None = None
     migration: Migration | None = None
+    kept_kv: KeptKv | None = None
     pending_resume: PendingResume | None = None
     waiting_since_s: float = 0.0
     wait_reason: str = ""
@@ -127,6 +129,23 @@ class Submission:
     has_token: bool = False
     is_aborted: bool = False
     is_pinned: bool = False
+    not_before_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class KeptKv:
+    """KV of a finished prefill that its engine keeps until an engine with room pulls it.
+
+    Args:
+        source: The submission that ended; its slot is released when the KV is no longer needed.
+        kv: The handle.
+        until_s: When the wait ends.
+        not_before_s: When room may be asked for again.
+    """
+
+    source: Submission
+    kv: engine_pb2.KvHandle
+    until_s: float
     not_before_s: float = 0.0
 
 

@@ -50,6 +50,9 @@ def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: f
     for submission in engine.slots:
         if submission is not None and submission.request is not None:
             _recover(state, submission, submission.request, reason, now)
+    for request in list(state.requests.kept.values()):
+        if request.kept_kv is not None and request.kept_kv.source.engine is engine:
+            give_up_kept(state, request, reason, now)
     if reason in {"silence", "hang"}:
         # A hung process keeps its connections open: engines that pull KV from it would wait for ever.
         _give_up_pulls_from(state, engine, now)
@@ -130,6 +133,15 @@ def _give_up_pull(state: RouterState, request: LiveRequest, move: Migration, rea
     assert submission is not None
     migration.abandon(state, move, reason, now)
     dispatch.withdraw(state, submission, request, reason, now)
+    requeue(state, request, reason, now)
+
+
+def give_up_kept(state: RouterState, request: LiveRequest, reason: str, now: float) -> None:
+    """Ends a finished prefill's wait for an engine that decodes: it is recomputed, and decodes where that is done."""
+    assert request.kept_kv is not None
+    engine = request.kept_kv.source.engine
+    migration.drop_kept(state, request, reason, now)
+    dispatch.record_loss(state.decision_log, engine, request, reason, now)
     requeue(state, request, reason, now)
 
 

@@ -6,6 +6,9 @@
                        blocked      blocked        ended                        recompute elsewhere
 
 The request runs on its source until the hand-off. The source keeps the KV until the target has the first token.
+
+A strategy's engines may end a prefill with a hand-off to nobody. Its KV is *kept* there until ``kept_prefills`` has got
+a grant for it.
 """
 
 from __future__ import annotations
@@ -13,16 +16,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_core.kv import blocks_for_tokens
-from sluice_core.records import EngineId, MoveCause
+from sluice_core.records import EngineId, FlowParameters, MoveCause
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_router.errors import EngineProtocolError
 from sluice_router.scheduling import dispatch, wire_conversion
-from sluice_router.scheduling.entities import Migration, MigrationPhase
+from sluice_router.scheduling.entities import KeptKv, Migration, MigrationPhase
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
     from sluice_router.scheduling.state import EnginePool, RouterOutbox, RouterState
+
+
+# Before a finished prefill that an engine has refused room asks again: about an iteration of a decode engine.
+KEPT_RETRY_S = 0.02
+DEFAULT_GRANT_WAIT_S = FlowParameters().grant_wait_s
 
 
 def propose(
@@ -47,12 +55,34 @@ def propose(
     state.decision_log.record(
         now, request.request_id, "proposed", source.engine_id, cause.value, len(request.output_token_ids)
     )
-    target, reason = _pick_target(state, submission, cause, now, target_id)
+    target, reason = _pick_target(state, request, source, cause, now, target_id=target_id)
     if target is None:
         record_blocked(state, submission, cause, reason, now)
         return reason
-    _ask_for_grant(state, submission, target, cause, now)
+    _ask_for_grant(state, request, submission, target, cause=cause, now=now)
     return ""
+
+
+def ask_for_kept(state: RouterState, request: LiveRequest, kept: KeptKv, now: float) -> str:
+    """Asks a target for room for a finished prefill whose KV waits, if there is one.
+
+    Returns:
+        Why no grant was asked for; empty when one was.
+    """
+    target, reason = _pick_target(state, request, kept.source.engine, MoveCause.PREFILL_DONE, now)
+    if target is not None:
+        _ask_for_grant(state, request, kept.source, target, cause=MoveCause.PREFILL_DONE, now=now)
+    return reason
+
+
+def drop_kept(state: RouterState, request: LiveRequest, reason: str, now: float) -> None:
+    """Ends a finished prefill's wait for an engine: its KV is released."""
+    kept, request.kept_kv = request.kept_kv, None
+    assert kept is not None
+    del state.requests.kept[request.request_id]
+    if request.migration is not None:
+        abandon(state, request.migration, reason, now)
+    dispatch.release(state.outbox, kept.source)
 
 
 def propose_first_decode(state: RouterState, submission: Submission, now: float) -> None:
@@ -100,7 +130,13 @@ def handle_grant(state: RouterState, engine: ConnectedEngine, grant: engine_pb2.
     if not grant.is_granted:
         # Out of the table first: ``abandon`` would give back a room that was never granted.
         del engine.grants[grant.grant_id]
+        if move.request.kept_kv is not None:
+            move.request.kept_kv.not_before_s = now + KEPT_RETRY_S
         abandon(state, move, grant.reason or "refused", now)
+        return
+    if move.request.kept_kv is not None:
+        state.decision_log.record(now, move.request.request_id, "granted", engine.engine_id, move.cause.value)
+        _submit_kept(state, move, move.request.kept_kv, engine, now)
         return
     source = move.source
     move.phase = MigrationPhase.HANDING_OFF
@@ -124,9 +160,10 @@ def handle_handed_off(state: RouterState, submission: Submission, finished: engi
         # It was aborted meanwhile: nobody will read that KV.
         dispatch.release(state.outbox, submission)
         return
-    if move is None or move.phase is not MigrationPhase.HANDING_OFF:
-        raise EngineProtocolError(f"slot {submission.slot} was handed off, and nobody had asked for it")
     _check_complete(submission, request, finished)
+    if move is None or move.phase is not MigrationPhase.HANDING_OFF:
+        _keep(state, submission, request, finished.kv, now)
+        return
     submission.request, request.submission = None, None
     # From here on the source does not own the request: the target does, or nobody until it is placed again.
     target = move.target
@@ -136,20 +173,48 @@ def handle_handed_off(state: RouterState, submission: Submission, finished: engi
         request.num_recoveries += 1
         dispatch.enqueue(state.requests, request, now)
         return
+    _submit(state, move, target, finished.kv, now)
+
+
+def _submit(state: RouterState, move: Migration, target: ConnectedEngine, kv: engine_pb2.KvHandle, now: float) -> None:
+    """Makes the target of a migration the owner of the request, which nobody owns."""
+    request = move.request
     move.phase, move.submitted_s = MigrationPhase.SUBMITTED, now
     target.grants.pop(move.grant_id, None)
     _note_move(request, move.cause)
-    dispatch.submit(state, request, target, now, kv=finished.kv, grant_id=move.grant_id)
+    dispatch.submit(state, request, target, now, kv=kv, grant_id=move.grant_id)
     state.decision_log.record(
         now,
         request.request_id,
         "handed_off",
-        submission.engine.engine_id,
+        move.source.engine.engine_id,
         target.engine_id,
         move.cause.value,
         request.fence,
         len(request.output_token_ids),
     )
+
+
+def _submit_kept(state: RouterState, move: Migration, kept: KeptKv, target: ConnectedEngine, now: float) -> None:
+    move.request.kept_kv = None
+    del state.requests.kept[move.request.request_id]
+    _submit(state, move, target, kept.kv, now)
+
+
+def _keep(
+    state: RouterState, submission: Submission, request: LiveRequest, kv: engine_pb2.KvHandle, now: float
+) -> None:
+    """Lets a finished prefill, which its engine has handed off by itself, wait for an engine with room."""
+    num_output = len(request.output_token_ids)
+    if num_output != 1:
+        raise EngineProtocolError(
+            f"slot {submission.slot} was handed off after {num_output} tokens, and nobody had asked for it"
+        )
+    submission.request, request.submission = None, None
+    longest_s = DEFAULT_GRANT_WAIT_S if state.active.policy is None else state.active.policy.get_grant_wait_s()
+    request.kept_kv = KeptKv(source=submission, kv=kv, until_s=now + longest_s)
+    state.requests.kept[request.request_id] = request
+    state.decision_log.record(now, request.request_id, "kept", submission.engine.engine_id, longest_s)
 
 
 def _check_complete(submission: Submission, request: LiveRequest, finished: engine_pb2.Finished) -> None:
@@ -244,11 +309,15 @@ def start_manual(state: RouterState, request_id: str, engine_id: EngineId, now: 
 
 
 def _pick_target(
-    state: RouterState, submission: Submission, cause: MoveCause, now: float, target_id: EngineId | None
+    state: RouterState,
+    request: LiveRequest,
+    source: ConnectedEngine,
+    cause: MoveCause,
+    now: float,
+    *,
+    target_id: EngineId | None = None,
 ) -> tuple[ConnectedEngine | None, str]:
     """Picks the engine to ask; or says why there is none."""
-    request, source = submission.request, submission.engine
-    assert request is not None
     if state.active.policy is None or state.active.plan is None:
         return None, "no_plan"
     cap = max(1, state.limits.max_moves_per_engine // state.active.plan.num_routers)
@@ -294,10 +363,14 @@ def _recompute_elsewhere(state: RouterState, submission: Submission, request: Li
 
 
 def _ask_for_grant(
-    state: RouterState, submission: Submission, target: ConnectedEngine, cause: MoveCause, now: float
+    state: RouterState,
+    request: LiveRequest,
+    submission: Submission,
+    target: ConnectedEngine,
+    *,
+    cause: MoveCause,
+    now: float,
 ) -> None:
-    request = submission.request
-    assert request is not None
     target.num_grants += 1
     grant_id, num_tokens = target.num_grants, request.num_tokens + 1
     move = Migration(request=request, cause=cause, source=submission, target=target, grant_id=grant_id, started_s=now)
@@ -336,4 +409,5 @@ def _close(outbox: RouterOutbox, move: Migration) -> None:
     move.source.engine.migrations_out -= 1
     if move.target is not None:
         move.target.migrations_in -= 1
-    dispatch.release(outbox, move.source)
+    if move.request.kept_kv is None:  # else it asks another engine for room
+        dispatch.release(outbox, move.source)

@@ -15,6 +15,7 @@ from sluice_router.scheduling import (
     completion,
     engine_registry,
     failover,
+    kept_prefills,
     migration,
     plan,
     status,
@@ -212,6 +213,7 @@ class Router:
         finally:
             self._is_busy = False
         state.metrics.count("grpc_messages", "up")
+        kept_prefills.place(state, now)
         admission.assign_if_due(state, now)
         self._act()
 
@@ -219,6 +221,7 @@ class Router:
         """An engine's stream ended."""
         now = self.now()
         failover.lose_engine(self.state, engine, "stream", now, fault=fault)
+        kept_prefills.place(self.state, now)
         admission.assign(self.state, now)
         self._act()
 
@@ -238,6 +241,8 @@ class Router:
             if engine.is_draining:
                 migration.drain(state, engine, now)
         failover.expire_resumes(state, now)
+        kept_prefills.expire(state, now)
+        kept_prefills.place(state, now)
         plan.recheck_refused(state)
         admission.expire(state, now)
         self._report_usage(now)
@@ -251,6 +256,7 @@ class Router:
         """Puts a plan in force, or raises ``PlanRefusedError``."""
         try:
             plan.apply_plan(self.state, message)
+            kept_prefills.place(self.state, self.now())
             admission.assign(self.state, self.now())
         finally:
             self._act()

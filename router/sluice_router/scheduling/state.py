@@ -43,6 +43,7 @@ class RequestQueues:
         live: All of them.
         waiting: Of these, the ones without an engine, in order of arrival in the queue.
         awaiting_resume: Of the waiting ones, those that wait for the engine whose stream they lost.
+        kept: Those whose prefill has ended and whose KV waits for an engine that decodes, first come first.
         deadlines: Heap of (deadline, request).
         last_assign_s: When placement last ran for all waiting requests.
     """
@@ -50,6 +51,7 @@ class RequestQueues:
     live: dict[RequestId, LiveRequest] = field(default_factory=dict)
     waiting: dict[RequestId, LiveRequest] = field(default_factory=dict)
     awaiting_resume: dict[RequestId, LiveRequest] = field(default_factory=dict)
+    kept: dict[RequestId, LiveRequest] = field(default_factory=dict)
     deadlines: list[tuple[float, RequestId]] = field(default_factory=list)
     last_assign_s: float = float("-inf")
 
@@ -258,6 +260,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "live": ("admission completion", "a request enters with its admission and leaves with its end"),
     "waiting": ("admission completion dispatch failover", "who gives a request an owner takes it out of the queue"),
     "awaiting_resume": ("completion dispatch failover", "resumed, recovered elsewhere, or ended meanwhile"),
+    "kept": ("migration", ""),
     "deadlines": ("admission", ""),
     "last_assign_s": ("admission", ""),
     # EnginePool
@@ -321,6 +324,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     ),
     # LiveRequest: what happened to it
     "migration": ("migration", ""),
+    "kept_kv": ("migration", ""),
     "num_hand_offs": ("migration", ""),
     "reset_at_tokens": ("migration", ""),
     "moved_at_tokens": ("migration", ""),

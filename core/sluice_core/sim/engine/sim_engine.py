@@ -35,6 +35,8 @@ class SimEngine(SchedulerState):
     Attributes:
         num_incoming: Requests whose KV is on its way here, or waits to join.
         finished: Requests that ended in the last iteration.
+        hands_off_prefills: Prefills that yield the first token are handed off to nobody yet; set it with a plan.
+        prefilled: Those of the last iteration, until somebody takes them from here.
     """
 
     __slots__ = (
@@ -47,9 +49,11 @@ class SimEngine(SchedulerState):
         "duration_s",
         "ends_at_s",
         "finished",
+        "hands_off_prefills",
         "is_dead",
         "is_draining",
         "num_incoming",
+        "prefilled",
         "role",
     )
 
@@ -72,6 +76,8 @@ class SimEngine(SchedulerState):
         self.duration_s = 0.0
         self.ends_at_s = 0.0
         self.finished: list[SimRequest] = []
+        self.hands_off_prefills = False
+        self.prefilled: list[SimRequest] = []
         self._profile = setup.profile
         self._gaps = gaps
         self._joins_end_ttft = joins_end_ttft
@@ -375,8 +381,19 @@ class SimEngine(SchedulerState):
             self._gaps.add(now - request.last_token_s, 1)
         if request.generated_tokens == request.output_tokens:
             self._finish(request, now)
+        elif self.hands_off_prefills and request.generated_tokens == 1:
+            self._hand_off_prefill(request, now)
         else:
             self._join(request, now)
+
+    def _hand_off_prefill(self, request: SimRequest, now: float) -> None:
+        """End a request's part here with its first token, and pin its KV until ``release``."""
+        request.last_token_s = now
+        request.num_blocks = -(-request.num_kv_tokens // self.setup.block_size_tokens)
+        self.pinned_blocks += request.num_blocks
+        self.cache_filled_blocks(request)
+        request.source_table, request.table = request.table, None
+        self.prefilled.append(request)
 
     def _join(self, request: SimRequest, now: float) -> None:
         request.target = self.engine_id
