@@ -15,6 +15,7 @@ EVERYTHING = {
     },
     "engineImage": "registry.example/engine:1",
     "routerImage": "registry.example/router:1",
+    "gpuResourceName": "amd.com/gpu",
     "watchAllNamespaces": True,
     "allowHostAccess": True,
     "tls": {"mode": "CertManager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}},

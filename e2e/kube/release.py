@@ -26,8 +26,8 @@ DEFINITION = "servingclusters.sluice.dev"
 OPERATOR = "deployment/sluice-operator"
 # Registry and path that the kubelet adds to `sluice-engine:0.1.0`.
 LIBRARY = "docker.io/library"
-# Clusters of tests have namespaces of their own.
-EVERYWHERE = "--set=watchAllNamespaces=true"
+# Clusters of tests have namespaces of their own, and run on CPUs.
+SETTINGS = ("--set=watchAllNamespaces=true", "--set=gpuResourceName=")
 # Labels of a namespace that enforces Pod Security `restricted`.
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
@@ -71,11 +71,11 @@ class Release:
             raise
 
     def install(self) -> None:
-        self._helm("install", "--create-namespace", "--wait", "--timeout=3m", EVERYWHERE, chart=CHART)
+        self._helm("install", "--create-namespace", "--wait", "--timeout=3m", *SETTINGS, chart=CHART)
 
     def upgrade(self, chart: Path, *values: str) -> None:
         """Upgrades to another chart, or to other values, each as KEY=VALUE."""
-        settings = [EVERYWHERE, *(f"--set={value}" for value in values)]
+        settings = [*SETTINGS, *(f"--set={value}" for value in values)]
         self._helm("upgrade", "--wait", "--timeout=3m", *settings, chart=chart)
 
     def roll_back(self) -> None:

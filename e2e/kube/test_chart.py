@@ -110,6 +110,7 @@ def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
         engine_image="registry.example/engine:1",
         router_image="registry.example/router:1",
         max_concurrent_upgrades=3,
+        gpu_resource_name="amd.com/gpu",
         workers=32,
         resync_s=86400,
         request_timeout_s=2,
@@ -118,9 +119,11 @@ def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
         peer_tls="/etc/sluice/peer-tls",
     )
     defaults = read_settings(one(helm.template({}), "Deployment"))
-    assert defaults == OperatorSettings(namespace=SYSTEM, identity="pod-1", watch_namespaces=SYSTEM)
+    assert defaults == OperatorSettings(
+        namespace=SYSTEM, identity="pod-1", watch_namespaces=SYSTEM, gpu_resource_name="nvidia.com/gpu"
+    )
     everywhere = read_settings(one(helm.template({"watchAllNamespaces": True}), "Deployment"))
-    assert everywhere == OperatorSettings(namespace=SYSTEM, identity="pod-1")
+    assert everywhere == defaults.model_copy(update={"watch_namespaces": ""})
 
 
 def flatten_code(rules: dict[Any, tuple[str, ...]]) -> set[tuple[str, str, str]]:

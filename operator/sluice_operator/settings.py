@@ -31,6 +31,11 @@ class OperatorSettings(BaseModel):
     max_concurrent_upgrades: int = Field(
         default=1, ge=0, le=10_000, description="clusters that take new default images at once; 0: annotated ones only"
     )
+    gpu_resource_name: str = Field(
+        default="",
+        pattern=r"^(([a-z0-9.-]+/)?[A-Za-z0-9._-]+)?$",
+        description="extended resource of GPUs, for engines that name no device; empty: nodes have none",
+    )
     host: str = Field(default="0.0.0.0", description="address of probes and metrics")
     port: int = Field(default=9090, ge=0, le=65535, description="port of /livez, /readyz and /metrics; 0: a free one")
     workers: int = Field(default=8, ge=1, le=256, description="clusters that are reconciled at once")

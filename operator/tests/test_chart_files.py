@@ -148,6 +148,7 @@ def test_every_value_has_a_schema_and_a_default() -> None:
         ("image.pullPolicy", "Sometimes"),
         ("image.pullSecrets", ["Not A Name"]),
         ("engineImage", "a b"),
+        ("gpuResourceName", "a gpu"),
         ("watchNamespaces", "default"),
         ("watchNamespaces", ["a", "a"]),
         ("watchNamespaces", ["kube*"]),
@@ -203,6 +204,7 @@ def test_nonsense_is_refused(path: str, value: Any) -> None:
     ("path", "value"),
     [
         ("watchNamespaces", ["default", "team-a"]),
+        ("gpuResourceName", ""),
         ("podLabels", {"team": "serving"}),
         ("extraEnv", [{"name": "HTTPS_PROXY", "value": "http://proxy"}]),
         ("networkPolicy.egress.apiServerCIDRs", ["10.0.0.1/32", "fd00::/64"]),

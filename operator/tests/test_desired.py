@@ -18,6 +18,7 @@ from sluice_operator.api import names
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.names import RESTART_HASH_ANNOTATION
 from sluice_operator.resources.desired import RenderInputs, is_applied, key_of, render_children
+from sluice_operator.resources.engine_deployment import render_engines
 from sluice_operator.resources.rollout_hash import keep_pod_template
 from sluice_operator.resources.router_deployment import CPU_REQUEST
 from sluice_operator.settings import OperatorSettings
@@ -100,6 +101,7 @@ def test_pods_are_as_users_say(template) -> None:
         {"network": RDMA},
         {"network": {"mode": "TCP", "tcpPortRange": "7000-7099"}},
         {"model": {"name": "a/b", "source": {"huggingFace": {"tokenSecretRef": {"name": "t", "key": "k"}}}}},
+        {"model": {"name": "m", "source": {"huggingFace": {"caBundle": {"secretKeyRef": {"name": "t", "key": "k"}}}}}},
         {"model": {"name": "m", "source": {"image": {"reference": "models/x:1", "path": "a/b"}}}},
         {"engine": {"sharedMemory": "2Gi", "resources": {"limits": {"memory": "8Gi", "cpu": 2, "nvidia.com/gpu": 1}}}},
         {"engine": PLACED, "router": PLACED},
@@ -112,7 +114,7 @@ def test_pods_are_as_users_say(template) -> None:
             "network": {"tls": {"mode": "SecretRef", "secretName": "peers"}},
         },
     ],
-    ids=["tcp", "rdma", "ports", "hugging-face", "image", "resources", "placement", "secured"],
+    ids=["tcp", "rdma", "ports", "hugging-face", "authorities", "image", "resources", "placement", "secured"],
 )
 def test_the_clients_own_types_know_every_field(spec) -> None:
     for (kind, _), child in render(**spec).items():
@@ -257,6 +259,69 @@ def test_a_kept_template_that_somebody_has_been_at_is_rendered_anew(text) -> Non
     damaged = copy.deepcopy(live)
     damaged["metadata"]["annotations"][names.TEMPLATE_ANNOTATION] = text
     assert keep_pod_template(live, damaged)["spec"]["template"] == live["spec"]["template"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "engine", "limits"),
+    [
+        ("nvidia.com/gpu", {"tensorParallelSize": 4}, {"nvidia.com/gpu": "4"}),
+        ("nvidia.com/gpu", {"resources": {"limits": {"memory": "8Gi"}}}, {"memory": "8Gi", "nvidia.com/gpu": "1"}),
+        ("nvidia.com/gpu", {"gpuResourceName": "amd.com/gpu"}, {"amd.com/gpu": "1"}),
+        ("nvidia.com/gpu", {"gpuResourceName": ""}, None),
+        ("", {"gpuResourceName": "amd.com/gpu"}, {"amd.com/gpu": "1"}),
+        ("", {}, None),
+        ("nvidia.com/gpu", {"resources": {"limits": {"nvidia.com/mig-1g.10gb": 2}}}, {"nvidia.com/mig-1g.10gb": "2"}),
+        ("nvidia.com/gpu", {"resources": {"requests": {"amd.com/gpu": 1}}}, None),
+        ("nvidia.com/gpu", {"resources": {"claims": [{"name": "gpu"}]}}, None),
+        ("nvidia.com/gpu", {"emulation": {"gpu": "h100", "model": "m"}}, None),
+    ],
+)
+def test_engines_get_the_gpus_that_they_share_unless_their_resources_name_a_device(installed, engine, limits) -> None:
+    deployment = render_engines(check(engine=engine), 1, "i", installed)
+    resources = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert resources.get("limits") == limits
+
+
+def test_a_gpu_name_of_the_installation_replaces_no_pod() -> None:
+    digest = names.RESTART_HASH_ANNOTATION
+    old, new = (render_engines(check(), 1, "i", name) for name in ("", "nvidia.com/gpu"))
+    annotations = [item["spec"]["template"]["metadata"]["annotations"][digest] for item in (old, new)]
+    assert annotations[0] == annotations[1]
+
+
+def test_pods_run_under_the_service_account_of_the_manifest_and_without_its_token() -> None:
+    given = {"serviceAccountName": "reads-models"}
+    for template in (engine_template(engine=given), router_template(router=given)):
+        assert template["spec"]["serviceAccountName"] == "reads-models"
+        assert template["spec"]["automountServiceAccountToken"] is False
+    assert engine_template()["spec"]["serviceAccountName"] == "tiny-engine"
+
+
+@pytest.mark.parametrize("kind", ["secretKeyRef", "configMapKeyRef"])
+def test_what_fetches_the_model_and_nothing_else_uses_proxy_mirror_and_authorities(kind: str) -> None:
+    hub = {
+        "endpoint": "https://hub.example.org",
+        "proxy": {"httpsProxy": "http://proxy:3128", "noProxy": [".svc", "10.0.0.0/8"]},
+        "caBundle": {kind: {"name": "authorities", "key": "all.pem"}},
+    }
+    plain = {"model": {"name": "a/b", "source": {"huggingFace": {}}}}
+    model = {"model": {"name": "a/b", "source": {"huggingFace": hub}}}
+    for render_template in (engine_template, router_template):
+        spec = render_template(**model)["spec"]
+        (fetch,) = spec["initContainers"]
+        assert {item["name"]: item["value"] for item in fetch["env"]} == {
+            "HF_HOME": "/tmp/huggingface",
+            "HF_ENDPOINT": "https://hub.example.org",
+            "HTTPS_PROXY": "http://proxy:3128",
+            "NO_PROXY": ".svc,10.0.0.0/8",
+            "SSL_CERT_FILE": "/etc/sluice/ca/ca.crt",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        (mount,) = (item for item in fetch["volumeMounts"] if item["mountPath"] == "/etc/sluice/ca")
+        (volume,) = (item for item in spec["volumes"] if item["name"] == mount["name"])
+        source = volume.get("secret") or volume["configMap"]
+        assert source["items"] == [{"key": "all.pem", "path": "ca.crt"}]
+        assert spec["containers"][0] == render_template(**plain)["spec"]["containers"][0]
 
 
 def test_shared_memory_is_part_of_the_memory_asked_for() -> None:

@@ -15,6 +15,7 @@ from sluice.certificate_rotation import CertificateFolder
 from sluice.grpc_credentials import PeerCheck, make_server_credentials
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 from sluice_operator.api.names import ClusterKey
+from sluice_operator.routers.connection import fetch_status
 from sluice_operator.routers.connections import RouterConnections
 from sluice_operator.routers.engine_reports import merge_reports, needs_reconcile
 
@@ -74,6 +75,13 @@ async def router() -> AsyncIterator[Router]:
     await made.serve()
     yield made
     await made.end()
+
+
+async def test_a_router_is_reached_directly_where_a_proxy_is_set_for_other_traffic(router, monkeypatch):
+    for name in ("grpc_proxy", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert await fetch_status(f"127.0.0.1:{router.port}", timeout_s=60.0) == router.status
 
 
 class Following:

@@ -120,7 +120,7 @@ REFUSED = [
         "taichi",
         "spec.strategy: 'taichi' is not one of 'TaiChi', 'Aggregated', 'Disaggregated' or 'Flow",
     ),
-    ("spec.parameters.earlyRejection", False, 'which is what YAML reads for a bare Off: write "Off" in quotes'),
+    ("spec.parameters.earlyRejection", False, "which is what YAML reads for a bare Off: write Disabled"),
     ("spec.replica", 2, "spec.replica: is not a field of ServingCluster; remove it (did you mean replicas?)"),
     ("spec.engine.xyz", 2, "spec.engine.xyz: is not a field of ServingCluster; remove it (known here: affinity, "),
     ("spec.model.source", {}, "spec.model.source: '{}' must hold exactly one of huggingFace"),
@@ -145,7 +145,7 @@ REFUSED = [
     ("spec.router.tls.secretName", "a", "spec.router.tls.secretName: '{...}' needs mode SecretRef; remove it"),
     ("spec.network.tls.mode", "CertManager", "spec.network.tls.issuerRef: None is required by mode CertManager"),
     ("spec.router.service.port", 8001, "spec.router.service.port: 8001 is the Service's port of the gRPC API"),
-    ("spec.autotune.mode", "On", "spec.autotune.mode: 'On' is not one of 'Off', 'Recommend' or 'Apply'"),
+    ("spec.autotune.mode", "On", "spec.autotune.mode: 'On' is not one of 'Disabled', 'Off', 'Recommend' or 'Apply'"),
     ("spec.engine.sharedMemory", "much", "spec.engine.sharedMemory: 'much' must be a Kubernetes quantity"),
     (
         "spec.model.source",

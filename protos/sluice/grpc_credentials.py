@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 # gRPC's name of the DNS names in a peer's certificate.
 PEER_NAMES = "peer_dns"
 VERIFY_FAILED = "CERTIFICATE_VERIFY_FAILED"
+# A channel's option: pods speak with pods of the cluster directly, also where http_proxy is set for other traffic.
+WITHOUT_PROXY = ("grpc.enable_http_proxy", 0)
 HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
@@ -73,7 +75,7 @@ def make_channel(
         options: Further gRPC options.
     """
     credentials = grpc.ssl_channel_credentials(certificates.authorities, certificates.key, certificates.chain)
-    named = [("grpc.ssl_target_name_override", server_name), *options]
+    named = [("grpc.ssl_target_name_override", server_name), WITHOUT_PROXY, *options]
     return grpc.aio.secure_channel(address, credentials, options=named)
 
 

@@ -40,6 +40,7 @@ COUNT_OR_PERCENTAGE = r"^(0|[1-9][0-9]{0,2}|10[01][0-9]|102[0-4]|[1-9]?[0-9]%|10
 QUANTITY = r"^[0-9]+([.][0-9]+)?([numkMGTPE]|[KMGTPE]i|[eE][0-9]{1,2})?$"
 PORT_RANGE = r"^[1-9][0-9]{3,4}-[1-9][0-9]{3,4}$"
 PARENT_DIRECTORY = r"(^|/)[.][.](/|$)"
+OPTIONAL_RESOURCE_NAME = r"^(([a-z0-9.-]+/)?[A-Za-z0-9._-]+)?$"
 MAX_ENGINES = 1024
 
 
@@ -115,9 +116,15 @@ Quantity = Annotated[
     WithJsonSchema({"x-kubernetes-int-or-string": True, "minimum": 0, "maxLength": 32, "pattern": QUANTITY}),
 ]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
+HttpUrl = Annotated[str, Field(pattern=r"^https?://[^/?#@ ]+(/[^?# ]*)?$", max_length=1024)]
 # Values of labels, selectors and annotations.
 ShortText = Annotated[str, Field(max_length=1024)]
 RelativePath = Annotated[str, Field(max_length=1024, pattern=r"^[^/]"), AfterValidator(_check_path)]
+# For modes: YAML reads a bare Off as false, so manifests say Disabled. Programs and routers know it as Off.
+DISABLED_IS_OFF = (
+    AfterValidator(lambda mode: "Off" if mode == "Disabled" else mode),
+    Field(json_schema_extra={"default": "Disabled"}),
+)
 StrictBool = Annotated[bool, Field(strict=True)]
 StringMap = Annotated[dict[str, ShortText], Field(max_length=64)]
 

@@ -83,7 +83,7 @@ def _describe(details: ErrorDetails) -> ManifestProblem:
         return ManifestProblem(field=field, message="is required; add it")
     if details["type"] == "extra_forbidden":
         return ManifestProblem(field=field, message=_describe_unknown(location))
-    hint = ', which is what YAML reads for a bare Off: write "Off" in quotes' if details["input"] is False else ""
+    hint = ", which is what YAML reads for a bare Off: write Disabled" if details["input"] is False else ""
     return ManifestProblem(field=field, message=f"{_show(details['input'])} {_describe_limit(details)}{hint}")
 
 

@@ -11,9 +11,12 @@ from pydantic import ConfigDict, Field
 
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.field_types import (
+    DISABLED_IS_OFF,
+    OPTIONAL_RESOURCE_NAME,
     CountOrPercentage,
     ErrorRate,
     HostName,
+    HttpUrl,
     Label,
     ManifestModel,
     ObjectName,
@@ -34,7 +37,8 @@ MAX_BATCH_TOKENS = 1_048_576
 MAX_LIMIT = 2**31 - 1
 
 StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated", "FlowPrefill"]
-EarlyRejectionName = Literal["Off", "Random", "Reject"]
+EarlyRejectionName = Literal["Disabled", "Off", "Random", "Reject"]
+AutotuneMode = Literal["Disabled", "Off", "Recommend", "Apply"]
 
 
 class ChunkSizes(ManifestModel):
@@ -81,10 +85,10 @@ class ParametersSpec(ManifestModel):
     """Watermark M: share of KV blocks above which a D-heavy engine degrades its longest outputs."""
     approaching_factor_percent: Annotated[int, Field(strict=True, ge=50, le=100)] = 96
     """Alpha: share of the TPOT objective above which a decode on a P-heavy engine flows back."""
-    early_rejection: EarlyRejectionName = "Off"
+    early_rejection: Annotated[EarlyRejectionName, *DISABLED_IS_OFF] = "Off"
     """What happens to a request that no engine can serve within its TTFT objective.
-    Off: it goes where it is least late. Random: it goes to any engine. Reject: it is refused, with a time to try again.
-    Quote "Off" in YAML."""
+    Disabled: it goes where it is least late. Random: it goes to any engine. Reject: it is refused, with a time to try
+    again. Off is the older name of Disabled."""
     min_tokens_between_moves: Annotated[int, Field(strict=True, ge=0, le=65_536)] = 16
     """Output tokens between two moves of one request, unless its objective is at stake."""
     prefill_batch_tokens: Annotated[int, Field(strict=True, ge=0, le=1_048_576)] = 2048
@@ -106,6 +110,26 @@ class KeyRef(ManifestModel):
     """Key in it."""
 
 
+class ProxySpec(ManifestModel):
+    """The proxy through which the model is fetched. Traffic among pods of the cluster never takes it."""
+
+    http_proxy: HttpUrl | None = None
+    """Proxy of http addresses (HTTP_PROXY)."""
+    https_proxy: HttpUrl | None = None
+    """Proxy of https addresses (HTTPS_PROXY)."""
+    no_proxy: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
+    """Hosts and domains that are reached without it (NO_PROXY)."""
+
+
+class CaBundle(ManifestModel):
+    """Certificates of the authorities that are trusted, as PEM: exactly one."""
+
+    secret_key_ref: KeyRef | None = None
+    """Key of a Secret."""
+    config_map_key_ref: KeyRef | None = None
+    """Key of a ConfigMap."""
+
+
 class HuggingFaceSource(ManifestModel):
     """The model is fetched from the Hugging Face Hub by model.name."""
 
@@ -113,6 +137,12 @@ class HuggingFaceSource(ManifestModel):
     """Key of the Secret that holds the token for gated models."""
     cache_claim_name: ObjectName | None = None
     """PersistentVolumeClaim that keeps what was fetched; each pod fetches for itself when absent."""
+    endpoint: HttpUrl | None = None
+    """Address of a mirror of the Hub (HF_ENDPOINT); https://huggingface.co when absent."""
+    proxy: ProxySpec | None = None
+    """The proxy through which the model is fetched. Traffic among pods of the cluster never takes it."""
+    ca_bundle: CaBundle | None = None
+    """Certificates of the authorities that are trusted when the model is fetched, instead of the public ones."""
 
 
 class PersistentVolumeClaimSource(ManifestModel):
@@ -243,6 +273,9 @@ class PodFields(ManifestModel):
     """Taints that pods tolerate."""
     affinity: dict[str, Any] = Field(default_factory=dict)
     """Kubernetes' affinity of the pods."""
+    service_account_name: ObjectName | None = None
+    """Service account of the pods, for identities at a cloud; one without rights of Sluice's own when absent.
+    Pods get no token for the API server by it."""
     pod_template: dict[str, Any] = Field(default_factory=dict)
     """Merged over the pod template that the operator renders, for what has no field here: maps by their keys, lists of
     Kubernetes by their elements' keys; null removes a field. The API server checks the result.
@@ -263,7 +296,10 @@ class EngineSpec(PodFields):
     extra_args: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
     """Further arguments of vLLM; those that Sluice sets itself are refused."""
     resources: Resources = Resources()
-    """Resources of the engine container."""
+    """Resources of the engine container. Where they name no device, tensorParallelSize GPUs are added."""
+    gpu_resource_name: Annotated[str, Field(pattern=OPTIONAL_RESOURCE_NAME, max_length=253)] | None = None
+    """Extended resource of the GPUs that are added, such as amd.com/gpu; none are when empty, nor to emulated engines.
+    The name that the operator was installed with when absent."""
     startup_timeout_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 1800
     """Longest time from the start of an engine until it serves."""
     drain_timeout_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] = 300
@@ -524,9 +560,9 @@ class AutotuneBounds(ManifestModel):
 class AutotuneSpec(ManifestModel):
     """The search for better sliders."""
 
-    mode: Literal["Off", "Recommend", "Apply"] = "Off"
-    """Off; Recommend writes what it finds to the status; Apply also applies it, within the bounds.
-    Quote "Off" in YAML."""
+    mode: Annotated[AutotuneMode, *DISABLED_IS_OFF] = "Off"
+    """Disabled; Recommend writes what it finds to the status; Apply also applies it, within the bounds.
+    Off is the older name of Disabled."""
     bounds: AutotuneBounds = AutotuneBounds()
     """Bounds of the search."""
     cooldown_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 300

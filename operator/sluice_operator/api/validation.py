@@ -147,7 +147,10 @@ def _names_differ(spec: SpecFields) -> Iterator[RuleViolation]:
 
 
 def _one_source(spec: SpecFields) -> Iterator[RuleViolation]:
-    yield from _exactly_one(spec.model.source, ("model", "source"))
+    source = spec.model.source
+    yield from _exactly_one(source, ("model", "source"))
+    if source.hugging_face and source.hugging_face.ca_bundle:
+        yield from _exactly_one(source.hugging_face.ca_bundle, ("model", "source", "huggingFace", "caBundle"))
     for path, variable in _list_variables(spec):
         if variable.value_from:
             yield from _exactly_one(variable.value_from, (*path, "valueFrom"))
@@ -168,11 +171,11 @@ def _list_variables(spec: SpecFields) -> Iterator[tuple[tuple[str | int, ...], E
 def _exactly_one(part: ManifestModel, path: tuple[str | int, ...]) -> Iterator[RuleViolation]:
     given = sorted(part.model_dump(exclude_none=True))
     if len(given) != 1:
-        *others, last = (field.alias for field in type(part).model_fields.values())
+        *others, last = (str(field.alias) for field in type(part).model_fields.values())
         yield RuleViolation(
             path=path,
             value=", ".join(given) or "{}",
-            message=f"must hold exactly one of {', '.join(map(str, others))} and {last}",
+            message=f"must hold exactly one of {', '.join(others)} and {last}",
         )
 
 

@@ -316,7 +316,7 @@ def _decide_autotuned(inputs: StatusInputs) -> Condition:
             type=ConditionType.AUTOTUNED, is_true=autotune.is_true, reason=autotune.reason, message=autotune.message
         )
     # Read as it is written: the spec was refused as a whole.
-    if (inputs.body["spec"].get("autotune") or {}).get("mode", "Off") == "Off":
+    if (inputs.body["spec"].get("autotune") or {}).get("mode", "Off") in ("Disabled", "Off"):
         return Condition(type=ConditionType.AUTOTUNED, is_true=False, reason=Reason.OFF, message="autotune is off")
     message = "no search runs until the spec can be carried out; see SpecValid"
     return Condition(type=ConditionType.AUTOTUNED, is_true=False, reason=Reason.SPEC_INVALID, message=message)

@@ -70,7 +70,7 @@ def render_children(cluster: ServingCluster, inputs: RenderInputs, settings: Ope
         keep_pod_template(deployment, inputs.live.get(key_of(deployment)))
         for deployment in (
             render_routers(cluster, settings.router_image, names.name_operator_peer(settings.namespace)),
-            render_engines(cluster, inputs.engine_replicas, settings.engine_image),
+            render_engines(cluster, inputs.engine_replicas, settings.engine_image, settings.gpu_resource_name),
         )
     )
     rendered = [

@@ -39,13 +39,14 @@ CACHES = {
 PULL_MARGIN_S = 1800
 
 
-def render_engines(cluster: ServingCluster, replicas: int, default_image: str) -> Object:
+def render_engines(cluster: ServingCluster, replicas: int, default_image: str, gpu_resource_name: str = "") -> Object:
     """Renders the engines' Deployment.
 
     Args:
         cluster: The manifest.
         replicas: Pods, victims of a scale-down included until they have drained.
         default_image: Image of manifests that name none.
+        gpu_resource_name: Extended resource of GPUs, of manifests that name none; empty: nodes have none.
     """
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ENGINE)
@@ -77,12 +78,12 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str) -
             "minReadySeconds": min_ready_s,
             "revisionHistoryLimit": 3,
             "progressDeadlineSeconds": deadline_s,
-            "template": _render_template(cluster, spec.engine.image or default_image),
+            "template": _render_template(cluster, spec.engine.image or default_image, gpu_resource_name),
         },
     }
 
 
-def _render_template(cluster: ServingCluster, image: str) -> Object:
+def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str) -> Object:
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ENGINE)
     lifecycle, grace_s = containers.render_termination(spec.engine.drain_timeout_seconds)
@@ -91,6 +92,7 @@ def _render_template(cluster: ServingCluster, image: str) -> Object:
     security = describe_security(cluster, names.ENGINE, locate_in_pod, control_name="")
     volumes, mounts = mount_secrets(cluster, names.ENGINE)
     container = _render_container(spec, image, lifecycle, security)
+    container["resources"] = _render_resources(spec, gpu_resource_name)
     container["volumeMounts"] += [model.mount, *mounts]
     memory: Object = {"medium": "Memory"}
     if spec.engine.shared_memory is not None:
@@ -101,11 +103,13 @@ def _render_template(cluster: ServingCluster, image: str) -> Object:
             "annotations": {},
         },
         "spec": {
-            **containers.render_pod_defaults(names.name_workload(name, names.ENGINE)),
+            **containers.render_pod_defaults(
+                spec.engine.service_account_name or names.name_workload(name, names.ENGINE)
+            ),
             "terminationGracePeriodSeconds": grace_s,
             "topologySpreadConstraints": containers.render_topology_spread(labels),
             "containers": [container],
-            "volumes": [model.volume, containers.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
+            "volumes": [*model.volumes, containers.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
             **containers.render_placement(spec.engine),
         },
     }
@@ -139,7 +143,6 @@ def _render_container(spec: ServingClusterSpec, image: str, lifecycle: Object, s
         "command": render_engine_command(spec, site, security),
         "env": _render_variables(spec),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
-        "resources": _render_resources(spec),
         "securityContext": containers.CONTAINER_SECURITY,
         "lifecycle": lifecycle,
         **containers.render_probes("/readyz", spec.engine.startup_timeout_seconds),
@@ -161,12 +164,25 @@ def _render_variables(spec: ServingClusterSpec) -> list[Object]:
     return containers.render_environment({**own, **network}, containers.render_user_variables(spec.engine))
 
 
-def _render_resources(spec: ServingClusterSpec) -> Object:
-    """The user's resources; shared memory counts as memory of the container, so that it is added to it."""
+def _render_resources(spec: ServingClusterSpec, gpu_resource_name: str) -> Object:
+    """The user's resources and GPUs; shared memory counts as memory of the container, so that it is added to it."""
     resources = containers.render_resources(spec.engine.resources)
+    gpus = _count_gpus(spec, gpu_resource_name)
+    if gpus:
+        resources["limits"] = {**resources.get("limits", {}), **gpus}
     if spec.engine.shared_memory is not None:
         for part in ("requests", "limits"):
             amounts = resources.get(part, {})
             if "memory" in amounts:
                 resources[part] = {**amounts, "memory": add_bytes(amounts["memory"], spec.engine.shared_memory)}
     return resources
+
+
+def _count_gpus(spec: ServingClusterSpec, default_name: str) -> dict[str, str]:
+    """GPUs by resource name, where the manifest names no device itself: devices are extended resources or claims."""
+    engine = spec.engine
+    name = default_name if engine.gpu_resource_name is None else engine.gpu_resource_name
+    named = {*engine.resources.limits, *engine.resources.requests}
+    if not name or engine.emulation or engine.resources.claims or any("/" in resource for resource in named):
+        return {}
+    return {name: str(engine.tensor_parallel_size)}

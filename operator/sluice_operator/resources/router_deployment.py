@@ -74,11 +74,13 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     template: Object = {
         "metadata": {"labels": names.label_child(name, names.ROUTER)},
         "spec": {
-            **containers.render_pod_defaults(names.name_workload(name, names.ROUTER)),
+            **containers.render_pod_defaults(
+                spec.router.service_account_name or names.name_workload(name, names.ROUTER)
+            ),
             "terminationGracePeriodSeconds": grace_s,
             "topologySpreadConstraints": containers.render_topology_spread(labels),
             "containers": [container],
-            "volumes": [model.volume, containers.TMP_VOLUME, plan, *volumes],
+            "volumes": [*model.volumes, containers.TMP_VOLUME, plan, *volumes],
             **containers.render_placement(spec.router),
         },
     }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from sluice.grpc_credentials import describe_distrust, make_channel
+from sluice.grpc_credentials import WITHOUT_PROXY, describe_distrust, make_channel
 from sluice.v1 import control_pb2, control_pb2_grpc
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class RouterConnection:
 def open_channel(address: str, tls: ControlTls | None, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Channel:
     """Opens a channel to a control port."""
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.insecure_channel(address, options=[WITHOUT_PROXY, *options])
     return make_channel(address, tls.certificates.current, tls.server_name, options)
 
 

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sluice_operator.api.spec import HuggingFaceSource, ModelSpec
+    from sluice_operator.api.spec import CaBundle, HuggingFaceSource, ModelSpec
     from sluice_operator.kubernetes.interface import Object
 
 MODEL_DIRECTORY = "/model"
 VOLUME = "model"
 FETCH_MODEL = "fetch-model"
+CA_VOLUME = "ca-bundle"
+CA_DIRECTORY = "/etc/sluice/ca"
+CA_FILE = "ca.crt"
 # What routers read: tokenizer, chat template, configuration; never weights.
 ROUTER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
@@ -21,12 +24,12 @@ class ModelMount:
     """How a pod gets the model.
 
     Args:
-        volume: The volume.
+        volumes: The model's volume, and what fetching it needs.
         mount: Where the main container sees it.
         init_containers: What fetches it first, as containers without security context and image.
     """
 
-    volume: Object
+    volumes: tuple[Object, ...]
     mount: Object
     init_containers: tuple[Object, ...] = ()
 
@@ -51,7 +54,7 @@ def mount_model(model: ModelSpec, *, files: tuple[str, ...] = ()) -> ModelMount:
 
 
 def _mount(volume: Object, path: str) -> ModelMount:
-    return ModelMount(volume={"name": VOLUME, **volume}, mount=_describe_mount(path, is_read_only=True))
+    return ModelMount(volumes=({"name": VOLUME, **volume},), mount=_describe_mount(path, is_read_only=True))
 
 
 def _describe_mount(path: str, *, is_read_only: bool) -> Object:
@@ -75,20 +78,49 @@ def _fetch(model: ModelSpec, source: HuggingFaceSource, files: tuple[str, ...]) 
     if source.token_secret_ref:
         reference = {"name": source.token_secret_ref.name, "key": source.token_secret_ref.key}
         environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
+    environment += [{"name": name, "value": value} for name, value in render_fetch_environment(source).items()]
     volume: Object = {"emptyDir": {}}
     path = "."
     if source.cache_claim_name:
         volume = {"persistentVolumeClaim": {"claimName": source.cache_claim_name}}
         # One folder per model, revision and set of files, so that clusters may share the claim.
         path = "--".join([*model.name.split("/"), model.revision or "main", *(["tokenizer"] if files else [])])
-    fetch = {
-        "name": FETCH_MODEL,
-        "command": arguments,
-        "env": environment,
-        "volumeMounts": [_describe_mount(path, is_read_only=False), {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
-    }
+    mounts = [_describe_mount(path, is_read_only=False), {"name": "tmp", "mountPath": "/tmp"}]  # noqa: S108
+    volumes: tuple[Object, ...] = ({"name": VOLUME, **volume},)
+    if source.ca_bundle:
+        mounts.append({"name": CA_VOLUME, "mountPath": CA_DIRECTORY, "readOnly": True})
+        volumes += (_render_ca_volume(source.ca_bundle),)
+    fetch = {"name": FETCH_MODEL, "command": arguments, "env": environment, "volumeMounts": mounts}
     return ModelMount(
-        volume={"name": VOLUME, **volume},
+        volumes=volumes,
         mount=_describe_mount(path, is_read_only=True),
         init_containers=(fetch,),
     )
+
+
+def render_fetch_environment(source: HuggingFaceSource) -> dict[str, str]:
+    """Renders how the Hub is reached. Only the init container has these: servers speak with pods of the cluster only.
+
+    Returns:
+        Variables as huggingface_hub and its HTTP client read them.
+    """
+    given: dict[str, str | None] = {"HF_ENDPOINT": source.endpoint}
+    if source.proxy:
+        given |= {
+            "HTTP_PROXY": source.proxy.http_proxy,
+            "HTTPS_PROXY": source.proxy.https_proxy,
+            "NO_PROXY": ",".join(source.proxy.no_proxy),
+        }
+    if source.ca_bundle:
+        # Xet, the Hub's other way to transfer files, has a TLS library of its own.
+        given |= {"SSL_CERT_FILE": f"{CA_DIRECTORY}/{CA_FILE}", "HF_HUB_DISABLE_XET": "1"}
+    return {name: value for name, value in given.items() if value}
+
+
+def _render_ca_volume(bundle: CaBundle) -> Object:
+    reference = bundle.config_map_key_ref or bundle.secret_key_ref
+    assert reference is not None, "exactly one is given (api/validation.py)"
+    items = [{"key": reference.key, "path": CA_FILE}]
+    if bundle.config_map_key_ref:
+        return {"name": CA_VOLUME, "configMap": {"name": reference.name, "items": items}}
+    return {"name": CA_VOLUME, "secret": {"secretName": reference.name, "items": items}}
