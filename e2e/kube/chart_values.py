@@ -34,7 +34,13 @@ EVERYTHING = {
     "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy.example:3128"}],
     "networkPolicy": {"enabled": True, "egress": {"enabled": True, "apiServerCIDRs": ["10.0.0.1/32"]}},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}, "attainmentPercent": 95},
+    "prometheusRule": {
+        "enabled": True,
+        "labels": {"release": "prometheus"},
+        "attainmentPercent": 95,
+        "runbookUrl": "https://example.org/runbook.md",
+    },
+    "clusterMonitors": {"enabled": False, "labels": {"release": "prometheus", "example.org/team": "a"}},
     "dashboard": {"enabled": True},
 }
 LEAST = {

@@ -111,6 +111,8 @@ def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
         router_image="registry.example/router:1",
         max_concurrent_upgrades=3,
         gpu_resource_name="amd.com/gpu",
+        cluster_monitors=False,
+        monitor_labels="example.org/team=a,release=prometheus",
         workers=32,
         resync_s=86400,
         request_timeout_s=2,
@@ -275,9 +277,15 @@ def test_alerts_name_the_release(helm: Helm) -> None:
     assert "(sluice_attainment_ratio) * 100 < 95" in text
     assert "OPERATOR_" not in text
     assert "ATTAINMENT_" not in text
-    assert "docs/guides/runbook.md#sluiceattainmentlow" in text
+    assert "https://example.org/runbook.md#sluiceattainmentlow" in text
     assert "RUNBOOK" not in text
     assert "{{ $labels.slo_class }}" in text
+
+
+def test_alerts_have_no_link_where_nobody_says_what_it_leads_to(helm: Helm) -> None:
+    rules = one(helm.template({"prometheusRule": {"enabled": True}}), "PrometheusRule")["spec"]
+    annotations = [rule["annotations"] for group in rules["groups"] for rule in group["rules"]]
+    assert {frozenset(found) for found in annotations} == {frozenset({"summary", "description"})}
 
 
 def test_the_dashboard_is_rendered_unchanged(helm: Helm) -> None:

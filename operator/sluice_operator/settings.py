@@ -36,6 +36,14 @@ class OperatorSettings(BaseModel):
         pattern=r"^(([a-z0-9.-]+/)?[A-Za-z0-9._-]+)?$",
         description="extended resource of GPUs, for engines that name no device; empty: nodes have none",
     )
+    cluster_monitors: bool = Field(
+        default=True, description="makes ServiceMonitors of engines and routers, where Kubernetes knows them"
+    )
+    monitor_labels: str = Field(
+        default="",
+        pattern=r"^([^=,\s]+=[^=,\s]*(,[^=,\s]+=[^=,\s]*)*)?$",
+        description="labels of these ServiceMonitors, as NAME=VALUE by comma",
+    )
     host: str = Field(default="0.0.0.0", description="address of probes and metrics")
     port: int = Field(default=9090, ge=0, le=65535, description="port of /livez, /readyz and /metrics; 0: a free one")
     workers: int = Field(default=8, ge=1, le=256, description="clusters that are reconciled at once")
@@ -54,6 +62,12 @@ class OperatorSettings(BaseModel):
     def namespaces(self) -> tuple[str, ...]:
         """Namespaces to work in; empty for all."""
         return tuple(filter(None, (name.strip() for name in self.watch_namespaces.split(","))))
+
+    @property
+    def labels_of_monitors(self) -> dict[str, str]:
+        """Further labels of ServiceMonitors."""
+        pairs = (pair.partition("=") for pair in self.monitor_labels.split(",") if pair)
+        return {name: value for name, _, value in pairs}
 
 
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> OperatorSettings:

@@ -21,8 +21,9 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
 from sluice_engine.server.metrics import EngineCollector
+from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES
-from sluice_operator.metrics import OperatorMetrics
+from sluice_operator.metrics import CONDITION_LABELS, OperatorMetrics
 from sluice_operator.settings import OperatorSettings
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.scheduling.state import RouterState
@@ -140,7 +141,9 @@ def test_every_value_has_a_schema_and_a_default() -> None:
         ("replicas", 0),
         ("replicas", "two"),
         ("replica", 2),
-        ("image.repository", ""),
+        ("registry", "ghcr.io/team/"),
+        ("clusterMonitors.labels", {"release": "a,b"}),
+        ("clusterMonitors.labels", {"a b": "c"}),
         ("image.repository", "sluice-operator:1"),
         ("image.repository", "sluice-operator@sha256:" + "0" * 64),
         ("image.tag", "a b"),
@@ -191,7 +194,7 @@ def test_every_value_has_a_schema_and_a_default() -> None:
         ("podDisruptionBudget.minAvailable", 1),
         ("serviceMonitor.intervalSeconds", "30s"),
         ("prometheusRule.attainmentPercent", 0.9),
-        ("prometheusRule.runbookUrl", ""),
+        ("prometheusRule.runbookUrl", "docs/guides/runbook.md"),
         ("prometheusRule.runbookUrl", "https://example.org/runbook#top"),
         ("dashboard.enabled", 1),
     ],
@@ -209,6 +212,9 @@ def test_nonsense_is_refused(path: str, value: Any) -> None:
         ("extraEnv", [{"name": "HTTPS_PROXY", "value": "http://proxy"}]),
         ("networkPolicy.egress.apiServerCIDRs", ["10.0.0.1/32", "fd00::/64"]),
         ("image.digest", "sha256:" + "0" * 64),
+        ("registry", "registry.example:5000/team"),
+        ("clusterMonitors", {"enabled": False, "labels": {"example.org/release": "prometheus"}}),
+        ("prometheusRule.runbookUrl", "https://example.org/runbook"),
         ("image.repository", "registry.example:5000/team/sluice-operator"),
         ("engineImage", "registry.example/sluice-engine@sha256:" + "0" * 64),
         ("serviceAccount", {"create": False, "name": "mine", "annotations": {}}),
@@ -357,6 +363,19 @@ def test_variables_of_the_dashboard_are_defined() -> None:
     text = json.dumps(DASHBOARD["panels"])
     used = set(re.findall(r"\$\{?(\w+)", text)) - {"__rate_interval"}
     assert used == {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+
+
+@pytest.mark.parametrize("condition", ConditionType)
+def test_each_condition_has_an_alert_on_its_metric(condition: ConditionType) -> None:
+    """By the metric's own labels, with a status and reasons that the condition can have."""
+    expressions = [rule["expr"] for group in ALERTS["groups"] for rule in group["rules"]]
+    (own,) = (expression for expression in expressions if f'condition="{condition}"' in expression)
+    selector = dict(re.findall(r'(\w+)="([^"]*)"', own))
+    assert own.count("sluice_operator_cluster_condition{") == 1
+    assert set(selector) - SCRAPED <= set(CONDITION_LABELS)
+    bad = "True" if condition is ConditionType.DEGRADED else "False"
+    assert selector["status"] == bad
+    assert selector.get("reason", REASONS[condition][0]) in REASONS[condition]
 
 
 def test_alerts_say_how_bad_it_is_and_what_it_means() -> None:

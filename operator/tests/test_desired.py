@@ -470,6 +470,20 @@ def test_monitors_find_a_port_that_services_have() -> None:
         assert ports.count(monitor["endpoints"][0]["port"]) == 1
 
 
+def test_monitors_carry_the_labels_of_the_installation_or_are_not_made() -> None:
+    inputs = RenderInputs(engine_replicas=1, has_monitors=True, live={})
+
+    def render_monitors(**settings: Any) -> list[Any]:
+        children = render_children(check(), inputs, OperatorSettings(identity="a", **settings))
+        return [child["metadata"]["labels"] for child in children if child["kind"] == "ServiceMonitor"]
+
+    labels = render_monitors(monitor_labels="release=prometheus,a.b/c=,sluice.dev/cluster=other")
+    for found in labels:
+        assert found.items() >= {"release": "prometheus", "a.b/c": "", "sluice.dev/cluster": "tiny"}.items()
+    assert len(labels) == 2
+    assert render_monitors(cluster_monitors=False) == []
+
+
 @pytest.mark.parametrize("name", ["a" * 45, "tiny"])
 def test_every_name_is_one_that_kubernetes_takes(name) -> None:
     content = make_cluster(name)

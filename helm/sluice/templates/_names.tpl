@@ -19,8 +19,24 @@
 
 {{- define "sluice.image" -}}
 {{- with .Values.image -}}
-{{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+{{- $repository := .repository | default (include "sluice.repository" (list $ "operator")) -}}
+{{- if .digest }}{{ $repository }}@{{ .digest }}{{ else }}{{ $repository }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
 {{- end }}
+{{- end }}
+
+{{/* Image of a part, as a release names it. The argument: the context, the part. */}}
+{{- define "sluice.repository" -}}
+{{- with (first .).Values.registry }}{{ . }}/{{ end }}sluice-{{ last . }}
+{{- end }}
+
+{{- define "sluice.released" -}}
+{{ include "sluice.repository" . }}:{{ (first .).Chart.AppVersion }}
+{{- end }}
+
+{{/* A map as NAME=VALUE, by comma. */}}
+{{- define "sluice.pairs" -}}
+{{- $pairs := list }}{{ range $name, $value := . }}{{ $pairs = append $pairs (printf "%s=%s" $name $value) }}{{ end }}
+{{- join "," $pairs }}
 {{- end }}
 
 {{/* Filled by cert-manager, or the user's own. */}}

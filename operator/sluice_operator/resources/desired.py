@@ -81,7 +81,11 @@ def render_children(cluster: ServingCluster, inputs: RenderInputs, settings: Ope
         routers,
         mark_rollout(engines, inputs.roll, is_held=inputs.is_roll_held),
         *disruption_budgets.render_disruption_budgets(cluster),
-        *(service_monitors.render_service_monitors(cluster) if inputs.has_monitors else []),
+        *(
+            service_monitors.render_service_monitors(cluster, settings.labels_of_monitors)
+            if inputs.has_monitors and settings.cluster_monitors
+            else []
+        ),
     ]
     return [set_controller_reference(child, cluster) for child in rendered]
 

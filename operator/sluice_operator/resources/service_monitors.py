@@ -7,18 +7,28 @@ from typing import TYPE_CHECKING
 from sluice_operator.api import names
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.kubernetes.interface import Object
 
 
-def render_service_monitors(cluster: ServingCluster) -> list[Object]:
-    """Renders monitors for the Prometheus operator; they find the headless Services, which have a port for metrics."""
+def render_service_monitors(cluster: ServingCluster, labels: Mapping[str, str]) -> list[Object]:
+    """Renders monitors for the Prometheus operator; they find the headless Services, which have a port for metrics.
+
+    Args:
+        cluster: The manifest.
+        labels: By which a Prometheus selects its monitors.
+    """
     name = cluster.metadata.name
     return [
         {
             "apiVersion": "monitoring.coreos.com/v1",
             "kind": "ServiceMonitor",
-            "metadata": {"name": names.name_workload(name, component), "labels": names.label_child(name, component)},
+            "metadata": {
+                "name": names.name_workload(name, component),
+                "labels": {**labels, **names.label_child(name, component)},
+            },
             "spec": {
                 "selector": {"matchLabels": names.select_component(name, component)},
                 "endpoints": [{"port": "metrics"}],
