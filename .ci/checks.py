@@ -88,12 +88,15 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "docs/conf.py",
             "docs/cli_reference.py",
             ".ci/checks.py",
+            ".ci/release_files.py",
+            ".ci/sbom.py",
             ".ci/steps.py",
         ),
     ),
     ("import directions", ".", ("lint-imports",)),
     ("protos", "protos", ("buf", "lint")),
     ("Dockerfiles", ".", ("hadolint", *DOCKERFILES)),
+    ("workflows", ".", ("zizmor", "--offline", "--no-progress", ".github/workflows")),
     ("the wheel's core is compiled", "build/compiled", ("python", "-c", IS_COMPILED)),
 )
 
