@@ -282,6 +282,30 @@ def test_engines_get_the_gpus_that_they_share_unless_their_resources_name_a_devi
     assert resources.get("limits") == limits
 
 
+def test_emulated_engines_fetch_what_routers_read_and_no_weights() -> None:
+    hub: Any = {"name": "a/b", "source": {"huggingFace": {}}}
+    emulation = {"gpu": "h100-80g", "model": "qwen2.5-14b"}
+    (real,) = engine_template(model=hub)["spec"]["initContainers"]
+    (emulated,) = engine_template(model=hub, engine={"emulation": emulation})["spec"]["initContainers"]
+    (router,) = router_template(model=hub)["spec"]["initContainers"]
+    assert "--include" not in real["command"]
+    assert emulated["command"] == router["command"]
+    assert not any("safetensors" in part for part in emulated["command"])
+
+
+def test_the_example_for_kind_runs_on_nodes_without_gpus_and_volumes() -> None:
+    manifest = yaml.safe_load((Path(__file__).parents[2] / "examples" / "kind-emulated.yaml").read_text())
+    manifest["metadata"] |= {"namespace": "llm", "uid": "u"}
+    inputs = RenderInputs(engine_replicas=4, has_monitors=False, live={})
+    children = render_children(check_manifest(manifest), inputs, OperatorSettings(gpu_resource_name="nvidia.com/gpu"))
+    pods = [child["spec"]["template"]["spec"] for child in children if child["kind"] == "Deployment"]
+    assert len(pods) == 2
+    for pod in pods:
+        assert not any("persistentVolumeClaim" in volume for volume in pod["volumes"])
+        amounts = [amount for kind in pod["containers"][0]["resources"].values() for amount in kind]
+        assert set(amounts) <= {"cpu", "memory"}
+
+
 def test_a_gpu_name_of_the_installation_replaces_no_pod() -> None:
     digest = names.RESTART_HASH_ANNOTATION
     old, new = (render_engines(check(), 1, "i", name) for name in ("", "nvidia.com/gpu"))

@@ -14,7 +14,7 @@ from sluice_operator.kubernetes.quantities import add_bytes
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
 from sluice_operator.resources.pods import containers, rdma
-from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, mount_model
+from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
 from sluice_operator.resources.pods.pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
 
@@ -87,7 +87,8 @@ def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ENGINE)
     lifecycle, grace_s = containers.render_termination(spec.engine.drain_timeout_seconds)
-    model = mount_model(spec.model)
+    # Emulated engines load no weights.
+    model = mount_model(spec.model, files=ROUTER_FILES if spec.engine.emulation else ())
     # Engines ask routers for certificates; the control plane speaks with routers only.
     security = describe_security(cluster, names.ENGINE, locate_in_pod, control_name="")
     volumes, mounts = mount_secrets(cluster, names.ENGINE)
