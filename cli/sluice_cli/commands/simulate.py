@@ -34,7 +34,7 @@ from sluice_operator.api.manifest import parse_manifest
 @model_option
 @gpu_option
 @click.option("--tensor-parallel", type=click.IntRange(1, 64), help="GPUs per engine.  [default: 1]")
-@click.option("--strategy", help="taichi, aggregated or disaggregated.  [default: taichi]")
+@click.option("--strategy", help="taichi, aggregated, disaggregated or flowprefill.  [default: taichi]")
 @click.option("--engines", metavar="NxCHUNK[,NxCHUNK]", help="P-heavy engines, then D-heavy ones: 2x1024,2x256.")
 @trace_option
 @ttft_option
