@@ -252,6 +252,11 @@ class FlowParameters:
         batch_token_budget: G (FlowPrefill, section 5.2, Algorithm 1): prompt tokens that a batch stays below.
         grant_wait_s: Longest time that a finished prefill waits for a decode engine, its KV on the prefill engine; then
             it is recomputed and decodes in place. Below the lease of handed-off KV.
+        tpot_share: Share of the TPOT SLO that prefills may use up.
+        late_ttft_factor: A prompt that cannot meet its TTFT SLO waits as if this were so many times as long; 1: it
+            keeps its place.
+        pack_share: Share of the TPOT SLO up to which decodes gather on one engine; 0: they stay where they begin.
+        credit_s: Prefill work, in seconds, that an engine is given ahead; 0: all of it, as it arrives.
     """
 
     watermark: float = 0.95
@@ -261,6 +266,10 @@ class FlowParameters:
     prefill_batch_tokens: int = 2048
     batch_token_budget: int = 4096
     grant_wait_s: float = 10.0
+    tpot_share: float = 0.98
+    late_ttft_factor: float = 3.0
+    pack_share: float = 0.7
+    credit_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -217,6 +217,7 @@ class AheadEngine(NaiveEngine):
                 max_batch_tokens=self.setup.max_batch_tokens,
                 block_size_tokens=self.block,
                 num_decodes=len(self.decodes),
+                decode_context_tokens=self.count_context(),
                 num_recomputing=len(recompute),
                 num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in known),
                 num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in known),
@@ -253,11 +254,12 @@ class AheadEngine(NaiveEngine):
                 continue
             if not limits.has_place_for(request.to_compute - request.computed, room):
                 break
-            tokens = min(room, limits.max_tokens_per_prefill, request.to_compute - request.computed)
+            most = limits.fit_chunk(room, request.computed, self.block)
+            tokens = min(most, limits.max_tokens_per_prefill, request.to_compute - request.computed)
             need = blocks_for_tokens(request.computed + tokens, self.block) - len(self.pool.tables[request])
             if self.find_blocks(request, need, plan, number):
                 plan.chunks.append((request, tokens, need))
-                room -= tokens
+                room -= limits.count_room(tokens, request.computed)
             elif request.is_started:
                 plan.lost_tokens += tokens
         return [r for r, _, _ in plan.chunks] if plan.is_cut else self.started()
@@ -277,15 +279,16 @@ class AheadEngine(NaiveEngine):
                 is_blocked = True
                 continue
             most = (len(self.pool.tables[request]) + self.free_for(number)) * self.block - request.computed
-            tokens = min(room, limits.max_tokens_per_prefill, request.to_compute - request.computed, most)
+            most = min(most, limits.fit_chunk(room, request.computed, self.block))
+            tokens = min(limits.max_tokens_per_prefill, request.to_compute - request.computed, most)
             if tokens <= 0:
                 continue
+            room -= limits.count_room(tokens, request.computed)
             plan.chunks.append((request, tokens, request.computed))
             request.computed += tokens
             request.blocks = blocks_for_tokens(request.computed, self.block)
             self.pool.take(request, request.blocks)
             self.pool.fill(request, request.computed)
-            room -= tokens
             if request.kind is RequestKind.NEW_PROMPT:
                 request.kind = RequestKind.STARTED_PREFILL
 
@@ -415,7 +418,13 @@ class NaiveAheadSimulation(NaiveSimulation):
         """Ask a target for a grant, if there is one."""
         self.report()
         blocks = blocks_for_tokens(request.kv_tokens, source.block)
-        asked = FlowRequest(request_id=request.name, cause=cause, source=source.setup.engine_id, num_blocks=blocks)
+        asked = FlowRequest(
+            request_id=request.name,
+            cause=cause,
+            source=source.setup.engine_id,
+            num_blocks=blocks,
+            tpot_slo_s=request.arrival.slo.tpot_s,
+        )
         target = self.router.target(self.now, asked, self.table)
         if target is None:
             return False

@@ -216,6 +216,9 @@ class NaiveEngine:
     def grows(self, request):
         return int(request.kv_tokens % self.block == 0)
 
+    def count_context(self):
+        return sum(request.arrival.prompt_tokens + len(request.tokens) for request in self.decodes)
+
     def schedule(self, now):
         recompute = [r for r in self.queue if r.kind in (RequestKind.RECOMPUTE, RequestKind.RECOVERY)]
         limits = self.policy.limits(
@@ -226,6 +229,7 @@ class NaiveEngine:
                 max_batch_tokens=self.setup.max_batch_tokens,
                 block_size_tokens=self.block,
                 num_decodes=len(self.decodes),
+                decode_context_tokens=self.count_context(),
                 num_recomputing=len(recompute),
                 num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in self.queue),
                 num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in self.queue),
@@ -234,7 +238,7 @@ class NaiveEngine:
         )
         room, is_blocked, chunks = limits.prefill_room_tokens, False, []
         for request in sorted(self.queue, key=self.key):
-            if room == 0 or not limits.has_place_for(request.to_compute - request.computed, room):
+            if room <= 0 or not limits.has_place_for(request.to_compute - request.computed, room):
                 break
             if not request.blocks:
                 blocks = blocks_for_tokens(request.to_compute, self.block)
@@ -250,12 +254,13 @@ class NaiveEngine:
                 if request.kind is RequestKind.NEW_PROMPT:
                     self.pool.queries += request.to_compute
                     self.pool.hits += request.cached
-            tokens = min(room, limits.max_tokens_per_prefill, request.to_compute - request.computed)
+            most = limits.fit_chunk(room, request.computed, self.block)
+            tokens = min(most, limits.max_tokens_per_prefill, request.to_compute - request.computed)
+            room -= limits.count_room(tokens, request.computed)
             chunks.append((request, tokens, request.computed))
             request.computed += tokens
             self.pool.take(request, blocks_for_tokens(request.computed, self.block))
             self.pool.fill(request, request.computed)
-            room -= tokens
             if request.kind is RequestKind.NEW_PROMPT:
                 request.kind = RequestKind.STARTED_PREFILL
         return chunks
@@ -323,10 +328,12 @@ class NaiveSimulation:
         self.cell, self.options = cell, cell.options
         rng = random.Random(cell.seed)
         self.router = cell.strategy.make_router(cell.parameters, rng)
-        policy = cell.strategy.make_engine(cell.parameters, counts_decodes=self.options.counts_decodes)
-        self.engines = {
-            setup.engine_id: self.engine_class(setup, policy, self.options.hash_block_tokens) for setup in cell.engines
-        }
+        self.engines = {}
+        for setup in cell.engines:
+            policy = cell.strategy.make_engine(cell.parameters, counts_decodes=self.options.counts_decodes)
+            engine = self.engine_class(setup, policy, self.options.hash_block_tokens)
+            policy.bind(engine.members, setup.profile)
+            self.engines[setup.engine_id] = engine
         self.table = EngineTable(
             lambda engine_id: self.engines[engine_id].setup.profile, counts_decodes=self.options.counts_decodes
         )
@@ -461,6 +468,7 @@ class NaiveSimulation:
     def move(self, engine, proposal):
         request = self.requests[int(proposal.request_id)]
         waits = self.options.no_grant is NoGrant.WAIT and proposal.cause is MoveCause.PREFILL_DONE
+        waits = waits and not self.table.has_uniform_chunk_size  # else its decode may stay
         target = None if waits and self.parked else self.find_target(request, engine, proposal.cause)
         if target is None and not waits:
             return False
@@ -504,7 +512,11 @@ class NaiveSimulation:
         blocks = blocks_for_tokens(request.kv_tokens, source.block)
         assert blocks == request.blocks
         asked = FlowRequest(
-            request_id=request.name, cause=cause, source=source.setup.engine_id, num_blocks=request.blocks
+            request_id=request.name,
+            cause=cause,
+            source=source.setup.engine_id,
+            num_blocks=request.blocks,
+            tpot_slo_s=request.arrival.slo.tpot_s,
         )
         engine_id = self.router.target(self.now, asked, self.table)
         return None if engine_id is None else self.engines[engine_id]

@@ -136,7 +136,9 @@ def test_coarse_candidates_are_within_the_bounds_and_of_every_strategy(replicas)
     coarse = list_coarse(space, replicas, 1)
     assert all(space.contains(candidate) and candidate.replicas == replicas for candidate in coarse)
     assert len(set(coarse)) == len(coarse)
-    assert {candidate.strategy for candidate in coarse} == (set(STRATEGIES) if replicas > 1 else {"aggregated"})
+    assert {candidate.strategy for candidate in coarse} == (
+        set(STRATEGIES) if replicas > 1 else {"aggregated", "sluice"}
+    )
 
 
 def test_neighbours_reach_every_candidate_of_the_space() -> None:
@@ -373,6 +375,7 @@ def list_everything(space: SearchSpace) -> list[SliderCandidate]:
     return [
         *(space.make_candidate("aggregated", 3, 1, prefill_heavy_tokens=n) for n in space.prefill_heavy_tokens),
         *(space.make_candidate("disaggregated", 3, 1, num_prefill_heavy=count) for count in (1, 2)),
+        space.make_candidate("sluice", 3, 1),
         *(
             space.make_candidate(
                 "taichi", 3, 1, num_prefill_heavy=count, prefill_heavy_tokens=prefill, decode_heavy_tokens=decode

@@ -58,7 +58,8 @@ def test_parameters_are_read_in_core_units():
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks"), [("taichi", (512, 64)), ("aggregated", (512, 512)), ("disaggregated", (2048, 0))]
+    ("name", "chunks"),
+    [("taichi", (512, 64)), ("aggregated", (512, 512)), ("disaggregated", (2048, 0)), ("sluice", (2048, 2048))],
 )
 def test_a_row_says_what_the_sliders_of_a_spec_mean(name, chunks):
     assert get_strategy(name).sliders.resolve(512, 64, 2048) == chunks

@@ -120,7 +120,12 @@ def test_counts_round_half_up_and_leave_both_roles_where_needed(
 
 @pytest.mark.parametrize(
     ("strategy", "expected"),
-    [("TaiChi", (2, 512, 64)), ("Aggregated", (2, 512, 512)), ("Disaggregated", (2, 4096, 0))],
+    [
+        ("TaiChi", (2, 512, 64)),
+        ("Aggregated", (2, 512, 512)),
+        ("Disaggregated", (2, 4096, 0)),
+        ("Sluice", (2, 4096, 4096)),
+    ],
 )
 def test_strategies_are_settings_of_the_sliders(strategy: str, expected: tuple[int, int, int]) -> None:
     spec = check_manifest(

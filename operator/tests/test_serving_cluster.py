@@ -50,6 +50,10 @@ DEFAULTS = {
     "parameters.minTokensBetweenMoves": 16,
     "parameters.prefillBatchTokens": 2048,
     "parameters.grantWaitMilliseconds": 10_000,
+    "parameters.tpotSharePercent": 98,
+    "parameters.lateTtftFactorPercent": 300,
+    "parameters.packSharePercent": 70,
+    "parameters.creditMilliseconds": 100,
     "engine.tensorParallelSize": 1,
     "engine.maxBatchTokens": 8192,
     "engine.maxModelLen": None,
@@ -80,6 +84,10 @@ BOUNDS = [
     ("spec.parameters.approachingFactorPercent", 50, 100),
     ("spec.parameters.prefillBatchTokens", 0, 1_048_576),
     ("spec.parameters.grantWaitMilliseconds", 1, 25_000),
+    ("spec.parameters.tpotSharePercent", 50, 100),
+    ("spec.parameters.lateTtftFactorPercent", 100, 400),
+    ("spec.parameters.packSharePercent", 0, 100),
+    ("spec.parameters.creditMilliseconds", 0, 10_000),
 ]
 
 
@@ -118,7 +126,7 @@ REFUSED = [
     (
         "spec.strategy",
         "taichi",
-        "spec.strategy: 'taichi' is not one of 'TaiChi', 'Aggregated', 'Disaggregated' or 'Flow",
+        "spec.strategy: 'taichi' is not one of 'TaiChi', 'Aggregated', 'Disaggregated', 'FlowPrefill' or",
     ),
     ("spec.parameters.earlyRejection", False, "which is what YAML reads for a bare Off: write Disabled"),
     ("spec.replica", 2, "spec.replica: is not a field of ServingCluster; remove it (did you mean replicas?)"),

@@ -58,7 +58,7 @@ def make_patch(candidate: SliderCandidate, inputs: PlanInputs) -> dict[str, Any]
     spec: dict[str, Any] = {"strategy": _STRATEGY_NAMES[candidate.strategy], "replicas": candidate.replicas}
     if candidate.strategy == "aggregated":
         spec["chunkSizes"] = {"prefillHeavy": candidate.prefill_heavy_tokens}
-    else:
+    elif candidate.num_decode_heavy:
         spec["prefillHeavy"] = candidate.num_prefill_heavy
     if candidate.strategy == "taichi":
         spec["chunkSizes"] = {

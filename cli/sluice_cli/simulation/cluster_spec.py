@@ -145,6 +145,10 @@ def _make_settings(spec: ServingClusterSpec) -> SimulationSettings:
         prefill_batch_tokens=parameters.prefill_batch_tokens,
         batch_token_budget=parameters.batch_token_budget,
         grant_wait_s=parameters.grant_wait_milliseconds / 1e3,
+        tpot_share=parameters.tpot_share_percent / 100,
+        late_ttft_factor=parameters.late_ttft_factor_percent / 100,
+        pack_share=parameters.pack_share_percent / 100,
+        credit_s=parameters.credit_milliseconds / 1000,
         max_batch_tokens=spec.engine.max_batch_tokens,
         scheduling=AHEAD,
         wait_limit_s=ROUTER_WAIT_LIMIT_S,  # a manifest cannot change it

@@ -132,6 +132,10 @@ def make_inputs(manifest: ServingCluster | None, flags: PlanFlags, rows: Sequenc
             prefill_batch_tokens=settings.prefill_batch_tokens,
             batch_token_budget=settings.batch_token_budget,
             grant_wait_s=settings.grant_wait_s,
+            tpot_share=settings.tpot_share,
+            late_ttft_factor=settings.late_ttft_factor,
+            pack_share=settings.pack_share,
+            credit_s=settings.credit_s,
         ),
         options=make_options(settings),
         classes=spec.classes,
@@ -174,7 +178,7 @@ def _make_candidate(spec: ClusterSpec) -> SliderCandidate:
     sizes = [most if group.chunk_size_tokens is None else group.chunk_size_tokens for group in spec.engines]
     is_single = len(spec.engines) == 1
     return SliderCandidate(
-        strategy="aggregated" if is_single else spec.strategy,
+        strategy="aggregated" if is_single and get_strategy(spec.strategy).sliders.has_roles else spec.strategy,
         num_prefill_heavy=spec.engines[0].count,
         num_decode_heavy=0 if is_single else spec.engines[1].count,
         prefill_heavy_tokens=sizes[0],

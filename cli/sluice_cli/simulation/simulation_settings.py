@@ -30,6 +30,10 @@ class SimulationSettings:
         prefill_batch_tokens: Prompt tokens that saturate a GPU, for ``disaggregated``; 0: it fills the chunk.
         batch_token_budget: G, prompt tokens that a batch of FlowPrefill stays below.
         grant_wait_s: Longest wait of a finished prefill for a decode engine, for ``disaggregated``.
+        tpot_share: Share of the TPOT objective that prefills may use up, for ``sluice``.
+        late_ttft_factor: How many times its TTFT objective a prompt waits by that cannot meet it, for ``sluice``.
+        pack_share: Share of the TPOT objective up to which decodes gather on one engine, for ``sluice``; 0: never.
+        credit_s: Prefill work that an engine is given ahead, for ``sluice``; 0: all of it.
         no_grant: What a finished prefill does when no engine grants it blocks: ``in_place`` leaves it to the strategy,
             with ``wait`` it waits for ever.
         ttft_end: When TTFT ends: ``first_token`` or ``decode_join``.
@@ -63,6 +67,10 @@ class SimulationSettings:
     prefill_batch_tokens: int = 2048
     batch_token_budget: int = 4096
     grant_wait_s: float = 10.0
+    tpot_share: float = 0.98
+    late_ttft_factor: float = 3.0
+    pack_share: float = 0.7
+    credit_s: float = 0.1
     no_grant: NoGrant = NoGrant.IN_PLACE
     ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
     budget: str = "all"
@@ -135,6 +143,10 @@ _READERS: dict[str, Callable[[str], object]] = {
     "prefill_batch_tokens": _read_count(0, 1_048_576),
     "batch_token_budget": _read_count(1, 1_048_576),
     "grant_wait_s": _read_number(1e-3, 25.0),
+    "tpot_share": _read_number(0.0, 1.0),
+    "late_ttft_factor": _read_number(1.0, 4.0),
+    "pack_share": _read_number(0.0, 1.0),
+    "credit_s": _read_number(0.0, 1e3),
     "no_grant": lambda text: NoGrant(_read_choice(NoGrant)(text)),
     "ttft_end": lambda text: TtftEnd(_read_choice(TtftEnd)(text)),
     "budget": _read_choice(("all", "prefill")),

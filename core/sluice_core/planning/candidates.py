@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from sluice_core.strategies import get_strategy
+
 LEAST_CHUNK_TOKENS = 16
 WATERMARKS = (0.85, 0.9, 0.95, 0.98)
 APPROACHING_FACTORS = (0.9, 0.96, 1.0)
@@ -125,8 +127,10 @@ class SearchSpace:
         """Say whether a candidate is within the bounds, with an engine of each role where both are needed."""
         if candidate.strategy not in self.strategies:
             return False
-        if candidate.strategy == "aggregated":
-            return candidate.num_decode_heavy == 0 and candidate.prefill_heavy_tokens in self.prefill_heavy_tokens
+        sliders = get_strategy(candidate.strategy).sliders
+        if not sliders.has_roles:
+            sizes = self.prefill_heavy_tokens if sliders.varies_prefill_tokens else (self.max_batch_tokens,)
+            return candidate.num_decode_heavy == 0 and candidate.prefill_heavy_tokens in sizes
         counts = self.prefill_heavy.resolve(candidate.replicas)
         if counts is None or not counts[0] <= candidate.num_prefill_heavy <= counts[1]:
             return False
@@ -152,11 +156,13 @@ class SearchSpace:
 
         Chunk sizes go to the nearest that may be chosen; M and alpha to the nearest of their defaults.
         """
-        if strategy == "aggregated":
+        sliders = get_strategy(strategy).sliders
+        if not sliders.has_roles:
             num_prefill_heavy = replicas
-            chunks = (find_nearest(self.prefill_heavy_tokens, prefill_heavy_tokens), 0)
-        elif strategy == "disaggregated":
+        if not sliders.varies_prefill_tokens:
             chunks = (self.max_batch_tokens, 0)
+        elif not sliders.has_roles:
+            chunks = (find_nearest(self.prefill_heavy_tokens, prefill_heavy_tokens), 0)
         else:
             chunks = (
                 find_nearest(self.prefill_heavy_tokens, prefill_heavy_tokens),
@@ -244,6 +250,7 @@ def list_coarse(space: SearchSpace, replicas: int, tensor_parallel: int) -> list
         space.make_candidate("aggregated", replicas, tensor_parallel, prefill_heavy_tokens=tokens)
         for tokens in _COARSE_AGGREGATED
     ]
+    found.append(space.make_candidate("sluice", replicas, tensor_parallel))
     found += [
         space.make_candidate("disaggregated", replicas, tensor_parallel, num_prefill_heavy=count) for count in spread
     ]
@@ -285,8 +292,12 @@ def _step(
     space: SearchSpace, candidate: SliderCandidate, by_count: int, by_prefill: int, by_decode: int
 ) -> SliderCandidate | None:
     """Take a step that the strategy has; None at the end of the lattice."""
-    is_aggregated, is_disaggregated = candidate.strategy == "aggregated", candidate.strategy == "disaggregated"
-    if (is_aggregated and (by_count or by_decode)) or (is_disaggregated and (by_prefill or by_decode)):
+    sliders = get_strategy(candidate.strategy).sliders
+    if (
+        (by_count and not sliders.varies_ratio)
+        or (by_prefill and not sliders.varies_prefill_tokens)
+        or (by_decode and not sliders.varies_decode_tokens)
+    ):
         return None
     prefill = _walk(space.prefill_heavy_tokens, candidate.prefill_heavy_tokens, by_prefill)
     decode = _walk(space.decode_heavy_tokens, candidate.decode_heavy_tokens, by_decode)

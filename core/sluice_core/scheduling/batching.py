@@ -18,6 +18,7 @@ No class starves:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
@@ -54,10 +55,13 @@ class EngineBatch:
         max_batch_tokens: Most tokens that an iteration can ever have.
         block_size_tokens: Tokens per KV block.
         num_decodes: Running decodes.
+        decode_context_tokens: Sum of their contexts.
         num_joining: Requests whose KV has arrived, or whose pull can start now: one token each.
         num_recomputing: Requests to recompute (preempted, failed pull) and recoveries.
         num_started_prefills: Prefills with computed tokens, recomputes left out.
         num_new_prompts: Prompts without.
+        num_under_way: Iterations that are scheduled and have not ended.
+        under_way_s: Expected rest of them, in seconds.
         last_prefill_s: When an iteration last computed a prefill token, or since when prefills have waited if that is
             later; on the caller's clock.
         is_draining: The engine takes nothing new.
@@ -68,10 +72,13 @@ class EngineBatch:
     max_batch_tokens: int
     block_size_tokens: int
     num_decodes: int = 0
+    decode_context_tokens: int = 0
     num_joining: int = 0
     num_recomputing: int = 0
     num_started_prefills: int = 0
     num_new_prompts: int = 0
+    num_under_way: int = 0
+    under_way_s: float = 0.0
     last_prefill_s: float = 0.0
     is_draining: bool = False
 
@@ -92,6 +99,7 @@ class BatchLimits:
         is_minimum_progress: The room comes from the minimum progress rule.
         saturation_tokens: Prefill tokens from which on no further prompt starts in the iteration; 0: it fills the room,
             and cuts the last prompt.
+        room_per_work: Room that a token pair of a chunk's attention takes beside its tokens; 0: none.
     """
 
     __slots__ = (
@@ -99,6 +107,7 @@ class BatchLimits:
         "max_tokens_per_prefill",
         "prefill_room_tokens",
         "returns_new_prompts",
+        "room_per_work",
         "runs_new_prompts",
         "runs_recompute",
         "runs_started_prefills",
@@ -118,6 +127,7 @@ class BatchLimits:
         returns_new_prompts: bool,
         is_minimum_progress: bool = False,
         saturation_tokens: int = 0,
+        room_per_work: float = 0.0,
     ) -> None:
         self.saturation_tokens = saturation_tokens
         self.token_budget = token_budget
@@ -128,6 +138,7 @@ class BatchLimits:
         self.runs_new_prompts = runs_new_prompts
         self.returns_new_prompts = returns_new_prompts
         self.is_minimum_progress = is_minimum_progress
+        self.room_per_work = room_per_work
 
     def has_place_for(self, num_tokens: int, room_tokens: int) -> bool:
         """Say whether the next prefill in order still fits into the iteration; if not, none behind it goes first.
@@ -140,6 +151,28 @@ class BatchLimits:
         """
         taken = self.prefill_room_tokens - room_tokens
         return taken == 0 or self.saturation_tokens == 0 or taken + num_tokens <= self.saturation_tokens
+
+    def fit_chunk(self, room_tokens: int, context_tokens: int, least_tokens: int) -> int:
+        """Compute the largest chunk of a prompt that a room holds together with its attention.
+
+        Args:
+            room_tokens: What is left of the prefill room.
+            context_tokens: Tokens of the prompt that are computed.
+            least_tokens: Tokens by which it goes on where its context alone uses the room up.
+
+        Returns:
+            The largest c with ``c + room_per_work * c * (context + c / 2) <= room``.
+        """
+        if not self.room_per_work or room_tokens <= 0:
+            return room_tokens
+        slope = 1.0 + self.room_per_work * context_tokens
+        # The root in the form that stays exact where attention takes next to nothing.
+        most = 2.0 * room_tokens / (slope + math.sqrt(slope * slope + 2.0 * self.room_per_work * room_tokens))
+        return max(int(most), min(least_tokens, room_tokens))
+
+    def count_room(self, num_tokens: int, context_tokens: int) -> int:
+        """Count the room that a chunk takes together with its attention; see ``fit_chunk``."""
+        return num_tokens + int(self.room_per_work * num_tokens * (context_tokens + num_tokens / 2))
 
     def hides(self, kind: RequestKind) -> bool:
         """Say whether requests of ``kind`` stay out of this iteration (they keep blocks and position)."""
@@ -200,6 +233,16 @@ class EnginePolicy:
 
     A base class, not a protocol: compiled, a call of one of its methods takes a tenth of a call through a protocol.
     """
+
+    uses_latency: bool = False  # of a policy that needs what ``bind`` gives
+
+    def bind(self, decodes: DecodeSet, latency: LatencyModel) -> None:
+        """Take what the engine knows of itself, once; most policies need neither.
+
+        Args:
+            decodes: Its running decodes; it keeps them up to date.
+            latency: How long its iterations take.
+        """
 
     def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
         """Set the limits of the next iteration.
@@ -292,6 +335,7 @@ class ChunkedPrefillPolicy(EnginePolicy):
         counted = ahead if self._counts_decodes else 0
         # The prefill room: what the chunk size leaves beside decodes, within the engine's largest batch.
         room = max(0, min(_desired_room(engine, counted), engine.max_batch_tokens - ahead))
+        room = self.bound_room(now, engine, room)
         is_minimum_progress = room == 0 and _is_progress_due(now, engine, takes_new_prompts=takes_new_prompts)
         if is_minimum_progress:
             # Decodes fill the chunk. Without this room prompts would wait until decodes end, however long that takes.
@@ -308,6 +352,16 @@ class ChunkedPrefillPolicy(EnginePolicy):
             returns_new_prompts=not takes_new_prompts,
             is_minimum_progress=is_minimum_progress,
         )
+
+    def bound_room(self, now: float, engine: EngineBatch, room_tokens: int) -> int:  # noqa: ARG002 - for overrides
+        """Bound the prefill room further.
+
+        Args:
+            now: See ``limits``.
+            engine: See there.
+            room_tokens: The room by chunk size.
+        """
+        return room_tokens
 
     def order_key(self, kind: RequestKind, arrival_s: float, priority: int) -> tuple[int, float]:
         """See ``EnginePolicy.order_key``."""

@@ -6,6 +6,7 @@ The engine keeps its decodes in a ``DecodeSet`` and calls ``FlowPolicy.propose``
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class FlowRequest:
         cause: Why it moves.
         source: Where it runs.
         num_blocks: KV blocks it needs on the target.
+        tpot_slo_s: Its TPOT objective; ``math.inf``: none.
         excluded: Engines that must not get it (they refused it, or it failed there).
     """
 
@@ -42,6 +44,7 @@ class FlowRequest:
     cause: MoveCause
     source: EngineId
     num_blocks: int
+    tpot_slo_s: float = math.inf
     excluded: frozenset[EngineId] = frozenset()
 
 
@@ -100,7 +103,7 @@ class FlowPolicy:
         if limit <= 0:
             return []
         if engine.is_draining:  # beyond the paper: the engine is about to go, so every decode leaves
-            return [_propose(now, engine, decode, MoveCause.DRAIN) for decode in engine.list_without_proposal(limit)]
+            return propose_all(now, engine)
         if not self.has_roles:
             return []
         if engine.role is _DECODE_HEAVY:  # line 4
@@ -213,6 +216,12 @@ class FlowPolicy:
             if share == least:
                 best.append(state.engine_id)
         return best[int(self._rng.random() * len(best))] if best else None
+
+
+def propose_all(now: float, engine: DecodeSet) -> list[MoveProposal]:
+    """Propose every decode of an engine that drains, as many at once as may stand."""
+    limit = max(0, MAX_STANDING_PROPOSALS - engine.num_proposed)
+    return [_propose(now, engine, decode, MoveCause.DRAIN) for decode in engine.list_without_proposal(limit)]
 
 
 def _propose(now: float, engine: DecodeSet, decode: Decode, cause: MoveCause) -> MoveProposal:

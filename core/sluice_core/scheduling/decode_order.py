@@ -15,6 +15,7 @@ so for ``min_tokens`` iterations only.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ from sluice_core.records import RequestId, Role
 
 # The static key and the plain formula differ by rounding; candidates are checked by the latter.
 _ROUNDING_S: Final = 1e-6
+LOST_BACK_OFF_S: Final = 1.0  # how long nobody waits for a decode that has lost its TPOT objective
 
 
 class Decode:
@@ -111,6 +113,7 @@ class DecodeSet:
         kv_blocks_held: Of these, held by requests that have not been handed off.
         block_size_tokens: Tokens per KV block.
         max_num_seqs: Most running requests.
+        least_tpot_slo_s: The least TPOT objective that a decode has had here; ``math.inf`` before the first.
         num_proposed: Standing proposals.
         proposed_blocks: Blocks that they count as released.
     """
@@ -122,6 +125,7 @@ class DecodeSet:
         self.kv_blocks_held = 0
         self.block_size_tokens = block_size_tokens
         self.max_num_seqs = max_num_seqs
+        self.least_tpot_slo_s = math.inf
         self.num_proposed = 0
         self.proposed_blocks = 0
         self._iteration = 0
@@ -188,6 +192,7 @@ class DecodeSet:
             join_iteration=self._iteration,
         )
         self._members[request_id] = decode
+        self.least_tpot_slo_s = min(self.least_tpot_slo_s, tpot_slo_s)
         if is_moved_in:
             self._recently_moved.append(decode)
         else:
@@ -274,6 +279,16 @@ class DecodeSet:
         """List at most ``limit`` ranked decodes that were prefilled here, oldest first."""
         return [decode for decode, _ in zip(self._prefilled_here.values(), range(limit), strict=False)]
 
+    def take_new_here(self, limit: int) -> list[Decode]:
+        """List at most ``limit`` decodes that were prefilled here, newest first, each once."""
+        found: list[Decode] = []
+        for decode in reversed(self._prefilled_here.values()):
+            if decode.num_proposals or len(found) == limit:
+                break
+            decode.num_proposals = 1
+            found.append(decode)
+        return found
+
     def list_without_proposal(self, limit: int) -> list[Decode]:
         """List at most ``limit`` members without a standing proposal, oldest first."""
         idle = (decode for decode in self._members.values() if decode.proposed_blocks is None)
@@ -296,6 +311,28 @@ class DecodeSet:
                     slow.append(decode)
                     found += 1
         return slow
+
+    def find_least_slack_s(self, now: float, num_gaps: int = 1, lost_s: float = math.inf) -> float:
+        """Compute the longest time that further gaps may take together so that no ranked decode's TPOT exceeds alpha.
+
+        Decodes that are behind by more than ``lost_s`` stay out for ``LOST_BACK_OFF_S``: O(those), and O(SLOs).
+
+        Args:
+            now: When the first gap begins, in seconds on the caller's clock.
+            num_gaps: Gaps.
+            lost_s: See above.
+
+        Returns:
+            Seconds, negative when a decode is behind; ``math.inf`` without a ranked decode.
+        """
+        least_s = math.inf
+        for tpot_slo_s, order in list(self._by_tpot_key.items()):
+            due_s = self._alpha * tpot_slo_s * (self._iteration + num_gaps) - now
+            while order and due_s - order[-1][0] < -lost_s:
+                self.back_off(order[-1][2], now + LOST_BACK_OFF_S)
+            if order:
+                least_s = min(least_s, due_s - order[-1][0])
+        return least_s
 
     def propose(self, decode: Decode, until_s: float) -> None:
         """Let a proposal stand: its blocks count as released until it leaves or ``until_s``."""

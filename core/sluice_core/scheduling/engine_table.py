@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
@@ -15,6 +16,7 @@ from sluice_core.latency import (
 )
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
 from sluice_core.scheduling.engine_state import EngineConfig, EngineState, EngineView, Entry, InFlight
+from sluice_core.scheduling.prefill_slack import fit_prefill_room
 
 __all__ = [
     "PROVEN_OBSERVATIONS",
@@ -72,6 +74,7 @@ class EngineTable:
         self._states: dict[EngineId, EngineState] = {}
         self._num_added = 0
         self._has_uniform_chunk_size = True
+        self._iteration_limit_s = math.inf
 
     def __len__(self) -> int:
         return len(self._states)
@@ -118,6 +121,12 @@ class EngineTable:
     def has_uniform_chunk_size(self) -> bool:
         """True when all engines that do not drain have one chunk size: no transfer, no flow."""
         return self._has_uniform_chunk_size
+
+    def limit_iterations(self, limit_s: float) -> None:
+        """Set how long iterations with prefills take at most; engines then take that many prefill tokens in each."""
+        if limit_s != self._iteration_limit_s:
+            self._iteration_limit_s = limit_s
+            self._stale.update(self._states)
 
     def add(self, engine_id: EngineId, config: EngineConfig, *, role: Role, chunk_size_tokens: int) -> None:
         """Add an engine; it takes placements from its first report on.
@@ -279,6 +288,14 @@ class EngineTable:
         load, placements = state.load, state.in_flight.values()
         num_counted = load.running_decodes if self._counts_decodes else 0
         state.room_tokens = max(0, min(state.chunk_size_tokens, state.config.max_batch_tokens) - num_counted)
+        if self._iteration_limit_s < math.inf:
+            state.room_tokens = fit_prefill_room(
+                state.latency,
+                self._iteration_limit_s,
+                state.room_tokens,
+                load.running_decodes,
+                load.decode_context_tokens,
+            ).tokens
         queue_s = 0.0
         if load.queued_prefill_tokens > 0:
             queue_s = state.latency.estimate_prefill_s(

@@ -122,10 +122,7 @@ class LengthAwarePlacement:
         may_reject = self.parameters.early_rejection is EarlyRejection.REJECT
         assign_pass = AssignPass(now, engines, may_reject=may_reject)
         decisions: list[Decision] = []
-        requests = list(waiting)
-        if len(requests) > 1:
-            requests.sort(key=get_urgency)
-        for request in requests:
+        for request in self.order(now, list(waiting), engines):
             entries = tuple(engines.order[:MAX_RECORDED_ENGINES]) if self._num_records else ()
             decision = self._decide(assign_pass, request)
             if isinstance(decision, Hold):
@@ -134,6 +131,19 @@ class LengthAwarePlacement:
                 self._record(assign_pass, request, decision, entries)
             decisions.append(decision)
         return decisions
+
+    def order(self, now: float, waiting: list[PrefillRequest], engines: EngineTable) -> list[PrefillRequest]:
+        """Order what waits, the first to be placed first.
+
+        Args:
+            now: Seconds on the caller's clock.
+            waiting: Requests in any order.
+            engines: The engines.
+        """
+        del now, engines
+        if len(waiting) > 1:
+            waiting.sort(key=get_urgency)
+        return waiting
 
     def _decide(self, assign_pass: AssignPass, request: PrefillRequest) -> Decision:
         """Decide about one request."""

@@ -143,7 +143,13 @@ class SimCluster:
     ) -> SimEngine | None:
         """Ask the strategy where a request may go; None: it stays."""
         self._report_loads()
-        flow_request = FlowRequest(request_id=request_id, cause=cause, source=source.engine_id, num_blocks=num_blocks)
+        flow_request = FlowRequest(
+            request_id=request_id,
+            cause=cause,
+            source=source.engine_id,
+            num_blocks=num_blocks,
+            tpot_slo_s=self.requests[int(request_id)].tpot_slo_s,
+        )
         target_id = self._policy.target(self.now, flow_request, self.table)
         return None if target_id is None else self._by_id[target_id]
 

@@ -16,6 +16,7 @@ from sluice_core.strategies.flowprefill import FlowPrefillRules
 from sluice_core.strategies.interface import SliderUse, Strategy
 from sluice_core.strategies.parameters import Parameter
 from sluice_core.strategies.roles import FlowRules
+from sluice_core.strategies.sluice import SluiceRules
 
 RECORDS: tuple[type[Any], ...] = (
     EngineSetup,
@@ -31,6 +32,7 @@ RECORDS: tuple[type[Any], ...] = (
     SimOptions,
     SliderUse,
     Slo,
+    SluiceRules,
     SloClass,
     Strategy,
     TraceRow,

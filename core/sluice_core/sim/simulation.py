@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 
 from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, Role
 from sluice_core.scheduling.batching import RequestKind
-from sluice_core.scheduling.holding import get_urgency, select_urgent
+from sluice_core.scheduling.holding import Urgency, select_urgent
 from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ClusterEvent, ConfigureEvent, FailEvent, NoGrant
 from sluice_core.sim.cluster import (
     ASSIGN_INTERVAL_S,
@@ -175,7 +175,7 @@ class Simulation(SimCluster):
             return
         self._last_assign_s = self.now
         self._report_loads()
-        waiting = select_urgent(list(self._held.values()), get_urgency)
+        waiting = select_urgent(list(self._held.values()), self._compute_urgency)
         if self._prefixes is not None:
             waiting = [self._describe_with_prefixes(prefill, self._prefixes) for prefill in waiting]
         for decision in self._policy.assign(self.now, waiting, self.table):
@@ -195,6 +195,17 @@ class Simulation(SimCluster):
         request = self.requests[int(prefill.request_id)]
         cached = prefixes.find(request, self.now)
         return request.describe_prefill(cached) if cached else prefill
+
+    def _compute_urgency(self, request: PrefillRequest) -> Urgency:
+        return self._policy.compute_urgency(
+            self.now,
+            is_recovery=request.is_recovery,
+            next_token_due_s=request.next_token_due_s,
+            priority=request.priority,
+            arrival_s=request.arrival_s,
+            ttft_slo_s=request.slo.ttft_s,
+            prompt_tokens=request.prompt_tokens,
+        )
 
     def _reject(self, request: SimRequest) -> None:
         request.state = RequestState.REJECTED

@@ -9,6 +9,7 @@ from sluice_core.strategies.aggregated import AGGREGATED
 from sluice_core.strategies.disaggregated import DISAGGREGATED
 from sluice_core.strategies.flowprefill import FLOWPREFILL
 from sluice_core.strategies.interface import Strategy
+from sluice_core.strategies.sluice import SLUICE
 from sluice_core.strategies.taichi import TAICHI
 
 __all__ = ["DEFAULT_STRATEGY", "INITIAL_STRATEGY", "STRATEGIES", "Strategy", "get_strategy"]
@@ -16,7 +17,7 @@ __all__ = ["DEFAULT_STRATEGY", "INITIAL_STRATEGY", "STRATEGIES", "Strategy", "ge
 DEFAULT_STRATEGY: Strategy = TAICHI
 # In force on an engine before its first plan: nothing moves.
 INITIAL_STRATEGY: Strategy = AGGREGATED
-STRATEGIES: dict[str, Strategy] = {row.name: row for row in (TAICHI, AGGREGATED, DISAGGREGATED, FLOWPREFILL)}
+STRATEGIES: dict[str, Strategy] = {row.name: row for row in (TAICHI, AGGREGATED, DISAGGREGATED, FLOWPREFILL, SLUICE)}
 
 
 def get_strategy(name: str) -> Strategy:

@@ -13,6 +13,7 @@ from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.scheduling.holding import Urgency, compute_urgency
 from sluice_core.scheduling.placement import NUM_RECORDS, PlacementRecord
 from sluice_core.strategies.parameters import Parameter, format_parameters, read_parameters
 
@@ -38,6 +39,32 @@ class RouterPolicy:
     ) -> list[Decision]:
         """See ``PlacementPolicy.assign``."""
         raise NotImplementedError
+
+    def compute_urgency(
+        self,
+        now: float,  # noqa: ARG002 - for overrides
+        *,
+        is_recovery: bool,
+        next_token_due_s: float,
+        priority: int,
+        arrival_s: float,
+        ttft_slo_s: float,  # noqa: ARG002 - for overrides
+        prompt_tokens: int,  # noqa: ARG002 - for overrides
+    ) -> Urgency:
+        """Order what waits at the router, lowest first; only the first ``MAX_ASSIGNED_AT_ONCE`` get to ``assign``.
+
+        Args:
+            now: Seconds on the caller's clock.
+            is_recovery: See ``PrefillRequest``, also for the others.
+            next_token_due_s: See there.
+            priority: See there.
+            arrival_s: See there.
+            ttft_slo_s: See ``Slo``.
+            prompt_tokens: See ``PrefillRequest``.
+        """
+        return compute_urgency(
+            is_recovery=is_recovery, next_token_due_s=next_token_due_s, priority=priority, arrival_s=arrival_s
+        )
 
     def take_records(self, number: int) -> list[PlacementRecord | None]:
         """Return what is kept of the last decisions, in their order; None for one that was not kept."""
@@ -98,6 +125,11 @@ class SliderUse:
     varies_prefill_tokens: bool
     varies_decode_tokens: bool
     decode_tokens: int | None = None
+
+    @property
+    def has_roles(self) -> bool:
+        """Engines differ; without roles all have the chunk size of P-heavy ones."""
+        return self.varies_ratio
 
     def resolve(self, prefill_tokens: int, decode_tokens: int, max_batch_tokens: int) -> tuple[int, int]:
         """Turn the chunk sizes of a spec into those of the P-heavy and the D-heavy engines, in tokens.

@@ -10,6 +10,7 @@ from sluice_engine.core_messages import IterationReport
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from sluice_core.latency import LatencyModel
     from sluice_engine.scheduling.scheduled_batch import ScheduledBatch
 
 
@@ -24,6 +25,22 @@ class IterationTimer:
     def start(self, output: SchedulerOutput, batch: ScheduledBatch) -> None:
         """Notes an iteration that was scheduled."""
         self._batches[id(output)] = batch
+
+    def estimate_rest_s(self, latency: LatencyModel) -> tuple[int, float]:
+        """Estimates what is left of the iterations under way.
+
+        Args:
+            latency: How long iterations take.
+
+        Returns:
+            Their number, and the seconds until the last one ends.
+        """
+        if not self._batches:
+            return 0, 0.0
+        batches = list(self._batches.values())
+        began_s = max(batches[0].started_s, self._last_end_s)
+        total_s = sum(latency.estimate_shape_s(batch.make_shape()) for batch in batches)
+        return len(batches), max(0.0, total_s - (time.perf_counter() - began_s))
 
     def stop(self, output: SchedulerOutput) -> tuple[ScheduledBatch, IterationReport] | None:
         """Ends an iteration.

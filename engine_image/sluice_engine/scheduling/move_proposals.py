@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sluice_core.latency import OnlineLatencyModel
 from sluice_core.records import RequestId, Role
 from sluice_core.scheduling.decode_order import DecodeSet
 from sluice_core.strategies import INITIAL_STRATEGY, get_strategy
@@ -26,10 +27,14 @@ class MoveProposer:
         max_batch_tokens: Largest chunk size; in force until the first plan.
         block_size_tokens: Tokens per KV block.
         max_num_seqs: Most running requests.
+
+    Attributes:
+        latency: How long the engine's iterations take, as far as a policy in force has needed it.
     """
 
     def __init__(self, *, max_batch_tokens: int, block_size_tokens: int, max_num_seqs: int) -> None:
         self._max_batch_tokens = max_batch_tokens
+        self.latency = OnlineLatencyModel()
         self._members: set[RequestId] = set()
         self._decodes = DecodeSet(block_size_tokens=block_size_tokens, max_num_seqs=max_num_seqs)
         self.last_chunk_size_tokens = max_batch_tokens
@@ -72,6 +77,7 @@ class MoveProposer:
         strategy = get_strategy(plan.strategy)
         strategy.check_capabilities(CAPABILITIES)
         policy = strategy.make_engine(strategy.read_parameters(plan.parameters))
+        policy.bind(self._decodes, self.latency)
         policy.observe_chunk_sizes(plan.chunk_sizes_tokens)
         self.plan, self.role, self.policy = plan, role, policy
         if plan.chunk_size_tokens:

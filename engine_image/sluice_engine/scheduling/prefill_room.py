@@ -50,13 +50,23 @@ class PrefillRoom:
         self._remaining_tokens = 0
         self._is_saturated = False
 
-    def renew(self, plan: ConfigureCommand, last_chunk_size_tokens: int, now_s: float) -> BatchLimits:
+    def renew(
+        self,
+        plan: ConfigureCommand,
+        last_chunk_size_tokens: int,
+        now_s: float,
+        *,
+        num_under_way: int = 0,
+        under_way_s: float = 0.0,
+    ) -> BatchLimits:
         """Asks the batch policy for the limits of the next iteration.
 
         Args:
             plan: Plan in force.
             last_chunk_size_tokens: Last chunk size that was not 0.
             now_s: Monotonic time.
+            num_under_way: See ``EngineBatch``.
+            under_way_s: See there.
         """
         count = self._tracker.count
         if not self._tracker.num_queued:
@@ -67,10 +77,13 @@ class PrefillRoom:
             max_batch_tokens=self._max_batch_tokens,
             block_size_tokens=self._block_size_tokens,
             num_decodes=count(RequestKind.DECODE) - count_ending_decodes(self._tracker),
+            decode_context_tokens=max(0, self._tracker.decode_context_tokens),
             num_joining=count(RequestKind.JOINING),
             num_recomputing=count(RequestKind.RECOMPUTE) + count(RequestKind.RECOVERY),
             num_started_prefills=count(RequestKind.STARTED_PREFILL),
             num_new_prompts=count(RequestKind.NEW_PROMPT),
+            num_under_way=num_under_way,
+            under_way_s=under_way_s,
             last_prefill_s=self._last_prefill_s,
             is_draining=plan.is_draining,
         )
@@ -79,7 +92,7 @@ class PrefillRoom:
         self._is_saturated = False
         return self._limits
 
-    def take(self, kind: RequestKind, num_tokens: int, num_left: int, waiting: Any) -> int:
+    def take(self, kind: RequestKind, num_tokens: int, num_left: int, waiting: Any, *, context_tokens: int = 0) -> int:
         """Gives a prefill its chunk.
 
         Args:
@@ -87,6 +100,7 @@ class PrefillRoom:
             num_tokens: Tokens that it could use.
             num_left: Tokens that it has left to compute.
             waiting: vLLM's queue of waiting requests.
+            context_tokens: Tokens of it that are computed.
 
         Returns:
             Tokens of the chunk; 0: none in this iteration.
@@ -101,8 +115,9 @@ class PrefillRoom:
         if kind in (RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT):
             # vLLM serves running prefills before it looks at waiting requests, whereas recompute goes first here.
             room -= self._count_recompute_ahead(waiting)
+        room = limits.fit_chunk(room, context_tokens, self._block_size_tokens)
         taken = max(0, min(num_tokens, room, limits.max_tokens_per_prefill))
-        self._remaining_tokens -= taken
+        self._remaining_tokens -= limits.count_room(taken, context_tokens)
         return taken
 
     def note_prefill(self, now_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sluice_core.records import IterationShape
 from sluice_core.scheduling.batching import RequestKind
 
 if TYPE_CHECKING:
@@ -36,6 +37,16 @@ class ScheduledBatch:
     decode_context_tokens: int = 0
     computing: list[TrackedRequest] = field(default_factory=list)
     new_decodes: list[TrackedRequest] = field(default_factory=list)
+
+    def make_shape(self) -> IterationShape:
+        """Makes what a latency model sees of it."""
+        return IterationShape(
+            prefill_tokens=self.prefill_tokens,
+            attention_work=self.attention_work,
+            num_chunks=self.num_chunks,
+            num_decodes=self.num_decodes,
+            decode_context_tokens=self.decode_context_tokens,
+        )
 
 
 def describe_batch(output: SchedulerOutput, tracker: RequestTracker, started_s: float) -> ScheduledBatch:

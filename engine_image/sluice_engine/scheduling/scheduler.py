@@ -224,7 +224,16 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         now_s = time.monotonic()
         self._grants.expire(now_s)
         self._cancel_late_pulls(now_s)
-        limits = self._prefill_room.renew(self._moves.plan, self._moves.last_chunk_size_tokens, now_s)
+        num_under_way, under_way_s = (
+            self._timer.estimate_rest_s(self._moves.latency) if self._moves.policy.uses_latency else (0, 0.0)
+        )
+        limits = self._prefill_room.renew(
+            self._moves.plan,
+            self._moves.last_chunk_size_tokens,
+            now_s,
+            num_under_way=num_under_way,
+            under_way_s=under_way_s,
+        )
         if limits.returns_new_prompts:
             self._return_new_prompts()
         self._selection.renew(now_s, self._prefill_room.batch, self.waiting, has_seat=self._has_seat())
@@ -243,7 +252,13 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             return num_new_tokens  # decodes are never cut; speculative decoding, the method's purpose, is refused
         if self._selection.hides(tracked) or (kind is RequestKind.NEW_PROMPT and not self._has_seat()):
             return 0
-        return self._prefill_room.take(kind, num_new_tokens, request.num_tokens - num_computed_tokens, self.waiting)
+        return self._prefill_room.take(
+            kind,
+            num_new_tokens,
+            request.num_tokens - num_computed_tokens,
+            self.waiting,
+            context_tokens=num_computed_tokens,
+        )
 
     def _settle_batch(self, output: SchedulerOutput, started_s: float, now_s: float) -> None:
         batch = describe_batch(output, self._tracker, started_s)
@@ -274,6 +289,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         if measured is not None:
             batch, iteration = measured
             self._selection.observe(iteration)
+            if self._moves.policy.uses_latency:
+                self._moves.latency.observe(batch.make_shape(), iteration.duration_s)
             if self._recorder is not None:
                 self._recorder.note_end(iteration.duration_s)
             proposals = self._propose_moves(scheduler_output, batch)

@@ -36,9 +36,9 @@ MAX_BATCH_TOKENS = 1_048_576
 # Largest limit of an owner of API keys.
 MAX_LIMIT = 2**31 - 1
 
-StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated", "FlowPrefill"]
 EarlyRejectionName = Literal["Disabled", "Off", "Random", "Reject"]
 AutotuneMode = Literal["Disabled", "Off", "Recommend", "Apply"]
+StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated", "FlowPrefill", "Sluice"]
 
 
 class ChunkSizes(ManifestModel):
@@ -99,6 +99,15 @@ class ParametersSpec(ManifestModel):
     grant_wait_milliseconds: Annotated[int, Field(strict=True, ge=1, le=25_000)] = 10_000
     """Disaggregated: longest time that a finished prefill waits for a D-heavy engine with room, its KV where it is.
     Then it is recomputed and decodes where that is done."""
+    tpot_share_percent: Annotated[int, Field(strict=True, ge=50, le=100)] = 98
+    """Sluice: share of the TPOT objective that prefills may use up beside decodes."""
+    late_ttft_factor_percent: Annotated[int, Field(strict=True, ge=100, le=400)] = 300
+    """Sluice: a prompt that can no longer meet its TTFT objective waits as if it were so many times as long.
+    100: it keeps its place."""
+    pack_share_percent: Annotated[int, Field(strict=True, ge=0, le=100)] = 70
+    """Sluice: share of the TPOT objective up to which decodes gather on one engine. 0: they stay where they begin."""
+    credit_milliseconds: Annotated[int, Field(strict=True, ge=0, le=10_000)] = 100
+    """Sluice: prefill work that an engine is given ahead; what comes later waits at the router. 0: nothing waits."""
 
 
 class KeyRef(ManifestModel):
@@ -584,6 +593,7 @@ class SpecFields(ManifestModel):
     strategy: Annotated[StrategyName, FieldEffect.LIVE] = "TaiChi"
     """How the sliders are used; in force without a restart. TaiChi uses them as given.
     Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
+    Sluice gives every engine engine.maxBatchTokens and sizes each iteration by what decodes can spare.
     Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills;
     docs/internals/strategies.md says how it follows DistServe. FlowPrefill uses them as given;
     the prompt whose TTFT objective ends first preempts others where an iteration ends, so smaller chunk sizes

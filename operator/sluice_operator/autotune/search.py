@@ -23,7 +23,7 @@ from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, 
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import TraceRow
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
-from sluice_core.strategies import STRATEGIES
+from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
@@ -220,9 +220,10 @@ def make_candidate(request: SearchRequest) -> SliderCandidate:
     """Makes the candidate in force; equal chunk sizes are aggregation, whatever the strategy says."""
     constraints, sliders = request.constraints, request.in_force
     is_aggregated = sliders.prefill_heavy_tokens == sliders.decode_heavy_tokens
+    has_roles = get_strategy(constraints.strategy).sliders.has_roles
     count = constraints.replicas if is_aggregated else sliders.num_prefill_heavy
     return SliderCandidate(
-        strategy="aggregated" if is_aggregated else constraints.strategy,
+        strategy="aggregated" if is_aggregated and has_roles else constraints.strategy,
         num_prefill_heavy=count,
         num_decode_heavy=constraints.replicas - count,
         prefill_heavy_tokens=sliders.prefill_heavy_tokens,
@@ -233,8 +234,8 @@ def make_candidate(request: SearchRequest) -> SliderCandidate:
 
 
 def make_sliders(request: SearchRequest, candidate: SliderCandidate) -> Sliders:
-    """Makes the sliders of a candidate; aggregation keeps the roles in force."""
-    if candidate.strategy == "aggregated":
+    """Makes the sliders of a candidate; strategies without roles keep those in force."""
+    if not get_strategy(candidate.strategy).sliders.has_roles:
         return Sliders(
             num_prefill_heavy=request.in_force.num_prefill_heavy,
             prefill_heavy_tokens=candidate.prefill_heavy_tokens,

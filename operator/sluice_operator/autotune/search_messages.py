@@ -227,6 +227,11 @@ def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
     if constraints.strategy == "aggregated":
         count = str(sliders.num_prefill_heavy)
         return replace(constraints, prefill_heavy=(count, count), decode_tokens=constraints.prefill_tokens)
+    if constraints.strategy == "sluice":
+        count = str(sliders.num_prefill_heavy)
+        return replace(
+            constraints, prefill_heavy=(count, count), prefill_tokens=(most, most), decode_tokens=(most, most)
+        )
     if constraints.strategy == "disaggregated":
         return replace(constraints, prefill_tokens=(most, most), decode_tokens=(0, 0))
     return constraints

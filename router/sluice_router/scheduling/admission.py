@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from sluice_core.records import Hold, Place, PrefillRequest, Slo
-from sluice_core.scheduling.holding import compute_urgency, select_urgent
+from sluice_core.scheduling.holding import select_urgent
 from sluice_router.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -22,9 +22,12 @@ from sluice_router.scheduling import completion, dispatch, prefixes, wire_conver
 from sluice_router.scheduling.entities import LiveRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sluice_core.records import EngineId, Plan, SloClass
     from sluice_core.scheduling.engine_table import EngineTable
     from sluice_core.scheduling.holding import Urgency
+    from sluice_core.strategies.interface import RouterPolicy
     from sluice_router.limits.limiter import Reservation
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
     from sluice_router.scheduling.state import EnginePool, RequestQueues, RouterState
@@ -89,7 +92,7 @@ def assign(state: RouterState, now: float) -> None:
         return
     state.requests.last_assign_s = now
     free = _find_placeable(state.requests)
-    prefills = _select(state, free)
+    prefills = _select(state, free, _make_urgency(policy, now))
     decisions = policy.assign(now, prefills, state.engines.table)
     for decision, record in zip(decisions, policy.take_records(len(decisions)), strict=True):
         request = state.requests.waiting[decision.request_id]
@@ -226,13 +229,15 @@ def _find_placeable(queues: RequestQueues) -> list[LiveRequest]:
     return [request for request_id, request in queues.waiting.items() if request_id not in queues.awaiting_resume]
 
 
-def _select(state: RouterState, free: list[LiveRequest]) -> list[PrefillRequest]:
+def _select(
+    state: RouterState, free: list[LiveRequest], urgency_of: Callable[[LiveRequest], Urgency]
+) -> list[PrefillRequest]:
     """Describes what one pass looks at. Owners of API keys take turns; among requests of one owner there are none."""
     pool = state.engines
     if len(free) < 2 or len({request.new.owner for request in free}) == 1:
-        return [_describe(pool, request) for request in select_urgent(free, _get_urgency)]
+        return [_describe(pool, request) for request in select_urgent(free, urgency_of)]
     selected = state.fair_share.select(
-        free, _get_owner, _get_urgency, lambda request: request.num_tokens, state.limiter.find_weight
+        free, _get_owner, urgency_of, lambda request: request.num_tokens, state.limiter.find_weight
     )
     return [_describe(pool, request, turn) for turn, request in enumerate(selected)]
 
@@ -241,13 +246,19 @@ def _get_owner(request: LiveRequest) -> str:
     return request.new.owner
 
 
-def _get_urgency(request: LiveRequest) -> Urgency:
-    return compute_urgency(
-        is_recovery=request.first_token_s is not None,
-        next_token_due_s=request.next_token_due_s,
-        priority=request.priority,
-        arrival_s=request.new.arrival_s,
-    )
+def _make_urgency(policy: RouterPolicy, now: float) -> Callable[[LiveRequest], Urgency]:
+    def get_urgency(request: LiveRequest) -> Urgency:
+        return policy.compute_urgency(
+            now,
+            is_recovery=request.first_token_s is not None,
+            next_token_due_s=request.next_token_due_s,
+            priority=request.priority,
+            arrival_s=request.new.arrival_s,
+            ttft_slo_s=request.slo.ttft_s,
+            prompt_tokens=request.num_tokens,
+        )
+
+    return get_urgency
 
 
 def _describe(pool: EnginePool, request: LiveRequest, turn: int = 0) -> PrefillRequest:

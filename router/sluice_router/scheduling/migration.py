@@ -337,6 +337,7 @@ def _pick_target(
             cause=cause,
             source=source.engine_id,
             num_blocks=blocks_for_tokens(request.num_tokens + 1, source.spec.block_size_tokens),
+            tpot_slo_s=request.slo.tpot_s,
             excluded=frozenset(unfit | request.died_on),
         )
         target_id = state.active.policy.target(now, flow_request, state.engines.table)

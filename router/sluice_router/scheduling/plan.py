@@ -6,6 +6,7 @@ The highest (cluster uid, generation) wins. A role counts from the engine's ackn
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, plan_pb2
@@ -46,6 +47,7 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
         return
     state.metrics.count("plans", "applied")
     _set_policy(state.active, plan, state.rng)
+    state.engines.table.limit_iterations(math.inf)
     state.active.plan = plan
     state.limiter.set_limits(plan.owner_limits, plan.num_routers)
     for engine in state.engines.connected.values():

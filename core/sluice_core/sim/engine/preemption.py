@@ -83,7 +83,8 @@ def make_room_for_chunks(engine: SchedulerState, now: float, num_decodes: int) -
         num_left = request.prefill_tokens - request.num_computed_tokens
         if not limits.has_place_for(num_left, room):
             return
-        tokens = min(room, limits.max_tokens_per_prefill, num_left)
+        most = limits.fit_chunk(room, request.num_computed_tokens, engine.setup.block_size_tokens)
+        tokens = min(most, limits.max_tokens_per_prefill, num_left)
         need = prefills.count_chunk_blocks(request, tokens)
         while need and request.num_computed_tokens:
             if sum(blocks for blocks, _ in found.values()) + need <= engine.count_schedulable_blocks():
@@ -100,7 +101,7 @@ def make_room_for_chunks(engine: SchedulerState, now: float, num_decodes: int) -
             prefills.withheld_tokens += found.pop(victim.index, (0, 0))[1]
         if request.num_computed_tokens:
             found[request.index] = need, tokens
-            room -= tokens
+            room -= limits.count_room(tokens, request.num_computed_tokens)
 
 
 def _find_victim(engine: SchedulerState) -> SimRequest:

@@ -10,7 +10,13 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from sluice_core.scheduling.batching import RECOMPUTE_TOKENS, BatchLimits, EngineBatch, EnginePolicy, RequestKind
+from sluice_core.scheduling.batching import (
+    RECOMPUTE_TOKENS,
+    BatchLimits,
+    EngineBatch,
+    EnginePolicy,
+    RequestKind,
+)
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.prefix_cache import PrefixCache
@@ -178,7 +184,7 @@ class PrefillQueue:
             if not tokens:
                 self._started.append(request)
                 continue
-            room -= tokens
+            room -= limits.count_room(tokens, request.num_computed_tokens) if limits.room_per_work else tokens
             work2 += self._compute(request, tokens)
         if position < len(started):
             self._started += started[position:]
@@ -211,6 +217,8 @@ class PrefillQueue:
     def _choose_chunk(self, request: SimRequest, room: int, limits: BatchLimits, free_blocks: int) -> int:
         """Choose the tokens of a chunk; 0 when there is no block for any."""
         tokens = min(room, limits.max_tokens_per_prefill, request.prefill_tokens - request.num_computed_tokens)
+        if limits.room_per_work:
+            tokens = min(tokens, limits.fit_chunk(room, request.num_computed_tokens, self._block_size))
         if self._takes_by_chunk:
             num_free = free_blocks - self.deferred_blocks - self.reserved_blocks
             if self.count_chunk_blocks(request, tokens) > num_free:

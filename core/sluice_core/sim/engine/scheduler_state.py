@@ -89,6 +89,7 @@ class SchedulerState:
             else SelectedPrefills(setup, policy, selector, self.cache, takes_by_chunk=schedules_ahead)
         )
         self.batch = DecodeBatch(setup)
+        policy.bind(self.batch.decodes, setup.profile)
         self.total_blocks = setup.kv_blocks_total
         self.used_blocks = 0
         self.pinned_blocks = 0

@@ -366,6 +366,7 @@ class SimEngine(SchedulerState):
         prefills = self.prefills
         num_seats = self.setup.max_num_seqs - self.batch.num_decodes - self.num_incoming
         prefills.reserved_blocks = 0
+        prefills.batch.decode_context_tokens = self.batch.context_tokens
         work2 = prefills.schedule(now, num_decodes, num_seats, self.free_blocks)
         self.used_blocks += prefills.reserved_blocks
         return work2

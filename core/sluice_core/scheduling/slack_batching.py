@@ -1,0 +1,91 @@
+"""Iterations as long as the running decodes can spare: prefills in what their slack allows.
+
+A decode's *slack* is the time until its TPOT so far passes its share of the objective. An iteration gets as many
+prefill tokens as end before the least slack of all is used up. Without decodes the chunk size alone limits it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sluice_core.latency import LatencyModel
+from sluice_core.records import FlowParameters, MoveCause, MoveProposal
+from sluice_core.scheduling.batching import BatchLimits, ChunkedPrefillPolicy, EngineBatch
+from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, propose_all
+from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.prefill_slack import fit_prefill_room
+
+LOST_SLACK_S: Final = 1.0  # nobody waits for a decode that is behind by more: that would take dozens of iterations
+
+
+class SlackBatching(ChunkedPrefillPolicy):
+    """See the module. Until ``bind`` it batches by chunk size.
+
+    Args:
+        parameters: Of the strategy.
+        counts_decodes: See ``ChunkedPrefillPolicy``.
+    """
+
+    uses_latency = True
+
+    def __init__(self, parameters: FlowParameters, *, counts_decodes: bool = True) -> None:
+        super().__init__(counts_decodes=counts_decodes)
+        self._tpot_share = parameters.tpot_share
+        self._packs = parameters.pack_share > 0.0
+        self._decodes: DecodeSet | None = None
+        self._latency: LatencyModel | None = None
+        self._room_per_work = 0.0
+
+    def bind(self, decodes: DecodeSet, latency: LatencyModel) -> None:
+        """See ``EnginePolicy.bind``."""
+        self._decodes = decodes
+        self._latency = latency
+
+    def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
+        """See ``EnginePolicy.limits``."""
+        limits = super().limits(now, engine)
+        if not limits.is_minimum_progress:
+            limits.room_per_work = self._room_per_work
+        return limits
+
+    def bound_room(self, now: float, engine: EngineBatch, room_tokens: int) -> int:
+        """See ``ChunkedPrefillPolicy.bound_room``: what the least slack of the decodes allows."""
+        self._room_per_work = 0.0
+        num_prefills = engine.num_new_prompts + engine.num_started_prefills + engine.num_recomputing
+        if self._decodes is None or self._latency is None or not num_prefills or not room_tokens:
+            return room_tokens
+        ahead = engine.num_decodes + engine.num_joining
+        room = fit_prefill_room(
+            self._latency,
+            self._find_limit_s(now, engine, self._decodes),
+            room_tokens,
+            ahead,
+            engine.decode_context_tokens,
+        )
+        self._room_per_work = room.per_work
+        return room.tokens
+
+    def propose(self, now: float, engine: DecodeSet) -> list[MoveProposal]:
+        """See ``EnginePolicy.propose``: each decode that begins here asks once whether it fares better elsewhere."""
+        if engine.is_draining:
+            return propose_all(now, engine)
+        if not self._packs:
+            return []
+        return [
+            MoveProposal(
+                request_id=decode.request_id,
+                cause=MoveCause.PREFILL_DONE,
+                output_tokens=engine.output_tokens(decode.request_id),
+                num_blocks=engine.count_blocks(decode),
+            )
+            for decode in engine.take_new_here(MAX_STANDING_PROPOSALS)
+        ]
+
+    def _find_limit_s(self, now: float, engine: EngineBatch, decodes: DecodeSet) -> float:
+        """Find how long the next iteration may take."""
+        decodes.refresh_ranking(now, min_tokens=0, alpha=self._tpot_share)
+        limit_s = decodes.find_least_slack_s(now, 1 + engine.num_under_way, LOST_SLACK_S) - engine.under_way_s
+        if engine.num_decodes + engine.num_joining > len(decodes):
+            # Some begin with the iteration under way, or have just come: they have no slack yet but that of one gap.
+            limit_s = min(limit_s, self._tpot_share * decodes.least_tpot_slo_s)
+        return limit_s

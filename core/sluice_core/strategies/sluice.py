@@ -1,0 +1,106 @@
+"""Sluice: iterations as long as decodes can spare, late binding by deadline, packed decodes, and no roles."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sluice_core.records import Decision, EngineId, FlowParameters, MoveCause, PrefillRequest
+from sluice_core.scheduling.batching import EnginePolicy
+from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
+from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.scheduling.holding import Urgency, compute_urgency
+from sluice_core.scheduling.slack_batching import SlackBatching
+from sluice_core.scheduling.slack_placement import DecodePacking, SlackPlacement
+from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
+from sluice_core.strategies.parameters import (
+    CREDIT,
+    EARLY_REJECTION,
+    LATE_TTFT_FACTOR,
+    PACK_SHARE,
+    TPOT_SHARE,
+    WATERMARK,
+)
+from sluice_core.strategies.roles import RoleRouter
+
+
+class SlackRouter(RoleRouter):
+    """Places by ``SlackPlacement``, and packs decodes; only drains and manual moves are those of a flow policy.
+
+    Args:
+        placement: Where prefills run.
+        flow: Where drains and manual moves go.
+    """
+
+    def __init__(self, placement: SlackPlacement, flow: FlowPolicy) -> None:
+        super().__init__(placement, flow)
+        self._slack_placement = placement
+        self._packing = DecodePacking(placement.parameters)
+
+    def assign(
+        self,
+        now: float,
+        waiting: Iterable[PrefillRequest],
+        engines: EngineTable,
+    ) -> list[Decision]:
+        """See ``RouterPolicy.assign``."""
+        requests = list(waiting)
+        tpot_slo_s = min((request.slo.tpot_s for request in requests), default=math.inf)
+        if tpot_slo_s < math.inf:
+            engines.limit_iterations(self._slack_placement.parameters.tpot_share * tpot_slo_s)
+        return super().assign(now, requests, engines)
+
+    def compute_urgency(
+        self,
+        now: float,
+        *,
+        is_recovery: bool,
+        next_token_due_s: float,
+        priority: int,
+        arrival_s: float,
+        ttft_slo_s: float,
+        prompt_tokens: int,
+    ) -> Urgency:
+        """See ``RouterPolicy.compute_urgency``: by deadline."""
+        if not is_recovery:
+            # From here on the deadline stands for the arrival.
+            arrival_s = self._slack_placement.compute_due_s(now, arrival_s, ttft_slo_s, prompt_tokens)
+        return compute_urgency(
+            is_recovery=is_recovery, next_token_due_s=next_token_due_s, priority=priority, arrival_s=arrival_s
+        )
+
+    def target(self, now: float, request: FlowRequest, engines: EngineTable) -> EngineId | None:
+        """See ``RouterPolicy.target``."""
+        if request.cause is MoveCause.PREFILL_DONE:
+            return self._packing.target(request, engines)
+        return super().target(now, request, engines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SluiceRules:
+    """Makes the policies."""
+
+    def make_router(
+        self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
+    ) -> RouterPolicy:
+        """See ``PolicyMaker.make_router``."""
+        del strategy
+        flow = FlowPolicy(parameters, rng, moves_first_decodes=False, degrades=False, flows_back=False)
+        return SlackRouter(SlackPlacement(parameters, rng, num_records), flow)
+
+    def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
+        """See ``PolicyMaker.make_engine``."""
+        del strategy
+        return SlackBatching(parameters, counts_decodes=counts_decodes)
+
+
+SLUICE = Strategy(
+    name="sluice",
+    title="Sluice",
+    parameters=(CREDIT, EARLY_REJECTION, LATE_TTFT_FACTOR, PACK_SHARE, TPOT_SHARE, WATERMARK),
+    sliders=SliderUse(varies_ratio=False, varies_prefill_tokens=False, varies_decode_tokens=False),
+    policies=SluiceRules(),
+    has_flow=False,
+)

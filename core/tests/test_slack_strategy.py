@@ -1,0 +1,323 @@
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_simulation import make_engines
+
+from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.records import (
+    EarlyRejection,
+    EngineId,
+    EngineLoad,
+    FlowParameters,
+    Hold,
+    IterationShape,
+    MoveCause,
+    Place,
+    PrefillRequest,
+    Reject,
+    RequestId,
+    Role,
+    Slo,
+)
+from sluice_core.scheduling.batching import BatchLimits, EngineBatch
+from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.scheduling.decode_order import LOST_BACK_OFF_S, DecodeSet
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
+from sluice_core.scheduling.prefill_slack import fit_prefill_room
+from sluice_core.scheduling.slack_batching import SlackBatching
+from sluice_core.sim.cell import Arrival, Cell, SimOptions
+from sluice_core.sim.simulation import Simulation
+from sluice_core.strategies import get_strategy
+
+A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
+SLUICE = get_strategy("sluice")
+
+
+def make_decodes(*members: tuple[str, float, int, float]) -> DecodeSet:
+    """Name, first token, output tokens, TPOT objective."""
+    decodes = DecodeSet(block_size_tokens=16, max_num_seqs=256)
+    for name, first_token_s, output_tokens, tpot_slo_s in members:
+        decodes.join(
+            RequestId(name),
+            now=10.0,
+            prompt_tokens=100,
+            output_tokens=output_tokens,
+            output_tokens_since_reset=output_tokens,
+            since_first_token_s=10.0 - first_token_s,
+            tpot_slo_s=tpot_slo_s,
+            is_moved_in=False,
+        )
+    return decodes
+
+
+def make_batch(**changes: float) -> EngineBatch:
+    batch = EngineBatch(
+        chunk_size_tokens=2048,
+        last_chunk_size_tokens=2048,
+        max_batch_tokens=4096,
+        block_size_tokens=16,
+        num_new_prompts=1,
+        last_prefill_s=10.0,
+    )
+    return replace(batch, **changes)
+
+
+def bind(decodes: DecodeSet, **parameters: float) -> SlackBatching:
+    policy = SLUICE.make_engine(FlowParameters(**parameters))
+    assert isinstance(policy, SlackBatching)
+    policy.bind(decodes, A100)
+    return policy
+
+
+def test_the_slack_is_what_the_slowest_decode_has_until_its_next_token_is_late():
+    decodes = make_decodes(("slow", 9.0, 10, 0.11), ("fast", 9.5, 10, 0.11), ("relaxed", 8.0, 10, 1.0))
+    assert decodes.find_least_slack_s(10.0) == pytest.approx(10 * 0.11 - 1.0)
+    assert decodes.find_least_slack_s(10.0, num_gaps=2) == pytest.approx(11 * 0.11 - 1.0)
+    assert make_decodes().find_least_slack_s(10.0) == math.inf
+
+
+def test_nobody_waits_for_a_decode_that_has_lost_its_objective():
+    decodes = make_decodes(("lost", 5.0, 10, 0.1), ("slow", 9.0, 10, 0.11))
+    assert decodes.find_least_slack_s(10.0, lost_s=1.0) == pytest.approx(0.1)
+    assert decodes.find_least_slack_s(10.0) == pytest.approx(0.1)  # it is left out for a while
+    decodes.refresh_ranking(10.0 + LOST_BACK_OFF_S, min_tokens=0, alpha=1.0)
+    assert decodes.find_least_slack_s(10.0) == pytest.approx(1.0 - 5.0)
+
+
+@given(
+    limit_s=st.floats(0.02, 1.0),
+    num_decodes=st.integers(0, 200),
+    context=st.integers(0, 100_000),
+    most=st.integers(1, 16_384),
+)
+def test_a_room_is_the_most_that_ends_within_its_limit(limit_s, num_decodes, context, most):
+    def estimate_s(tokens):
+        return A100.estimate_shape_s(
+            IterationShape(prefill_tokens=tokens, num_chunks=1, num_decodes=num_decodes, decode_context_tokens=context)
+        )
+
+    tokens = fit_prefill_room(A100, limit_s, most, num_decodes, context).tokens
+    assert 0 <= tokens <= most
+    assert tokens == 0 or estimate_s(tokens) <= limit_s
+    assert tokens == most or estimate_s(tokens + 2 + tokens // 64) > limit_s
+
+
+@given(
+    room=st.integers(-5, 10_000),
+    context=st.integers(0, 50_000),
+    per_work=st.floats(0.0, 1e-3),
+    least=st.integers(1, 64),
+)
+def test_a_chunk_takes_no_more_room_with_its_attention_than_there_is(room, context, per_work, least):
+    limits = BatchLimits(
+        token_budget=room,
+        prefill_room_tokens=room,
+        max_tokens_per_prefill=room,
+        runs_recompute=True,
+        runs_started_prefills=True,
+        runs_new_prompts=True,
+        returns_new_prompts=False,
+        room_per_work=per_work,
+    )
+    tokens = limits.fit_chunk(room, context, least)
+    assert tokens <= max(room, 0) or tokens == room
+    assert tokens <= least or limits.count_room(tokens, context) <= room
+    if least <= tokens < room:
+        assert limits.count_room(tokens + 2, context) >= room
+
+
+def test_an_iteration_ends_within_the_slack_of_every_decode():
+    policy = bind(make_decodes(("slow", 9.0, 10, 0.11), ("other", 9.5, 10, 0.11)))
+    limits = policy.limits(10.0, make_batch(num_decodes=2, decode_context_tokens=300))
+    slack_s = 0.98 * 10 * 0.11 - 1.0
+    for chunk in (limits.fit_chunk(limits.prefill_room_tokens, 8000, 16), limits.prefill_room_tokens // 2):
+        shape = IterationShape(
+            prefill_tokens=chunk,
+            attention_work=chunk * (8000 + chunk / 2) if chunk > 1 else 0.0,
+            num_chunks=1,
+            num_decodes=2,
+            decode_context_tokens=300,
+        )
+        if limits.count_room(chunk, 8000) <= limits.prefill_room_tokens:
+            assert A100.estimate_shape_s(shape) <= slack_s * 1.02
+    assert 0 < limits.prefill_room_tokens < 2046
+    waits = policy.limits(10.0, make_batch(num_decodes=2, num_under_way=1, under_way_s=0.2))
+    assert waits.prefill_room_tokens == 0
+    assert not waits.runs_new_prompts
+
+
+def test_without_decodes_the_chunk_size_is_the_limit_and_late_decodes_leave_minimum_progress():
+    assert bind(make_decodes()).limits(10.0, make_batch()).prefill_room_tokens == 2048
+    late = bind(make_decodes(("late", 9.0, 9, 0.11)))
+    assert late.limits(10.0, make_batch(num_decodes=1)).prefill_room_tokens == 0
+    limits = late.limits(10.3, make_batch(num_decodes=1))
+    assert (limits.prefill_room_tokens, limits.is_minimum_progress, limits.room_per_work) == (128, True, 0.0)
+
+
+def test_a_decode_that_is_about_to_begin_bounds_the_iteration_by_one_gap():
+    decodes = make_decodes(("fast", 9.9, 50, 0.11))
+    policy = bind(decodes)
+    alone = policy.limits(10.0, make_batch(num_decodes=1)).prefill_room_tokens
+    beside = policy.limits(10.0, make_batch(num_decodes=2)).prefill_room_tokens
+    shape = IterationShape(prefill_tokens=beside, num_chunks=1, num_decodes=2)
+    assert beside < alone
+    assert A100.estimate_shape_s(shape) <= 0.98 * 0.11
+
+
+def test_each_decode_asks_once_where_it_should_run_and_keeps_its_slack():
+    decodes = make_decodes(("a", 9.0, 10, 0.11), ("b", 9.0, 10, 0.11))
+    policy = bind(decodes)
+    assert {move.request_id for move in policy.propose(10.0, decodes)} == {"a", "b"}
+    assert policy.propose(10.0, decodes) == []
+    assert decodes.find_least_slack_s(10.0) < math.inf
+    assert bind(make_decodes(("a", 9.0, 10, 0.11)), pack_share=0.0).propose(10.0, decodes) == []
+    decodes.is_draining = True
+    assert {move.cause for move in policy.propose(10.0, decodes)} == {MoveCause.DRAIN}
+
+
+def make_table(*loads: EngineLoad) -> EngineTable:
+    table = EngineTable(lambda _: A100)
+    for number, load in enumerate(loads):
+        engine_id = EngineId(f"e{number}")
+        load.kv_blocks_total = 1000
+        table.add(engine_id, EngineConfig(16, 1000, 64, 16_384), role=Role.DECODE_HEAVY, chunk_size_tokens=16_384)
+        table.report(engine_id, load, 10.0)
+    return table
+
+
+def make_prefill(name: str, arrival_s: float = 10.0, tokens: int = 1000, ttft_s: float = 4.0) -> PrefillRequest:
+    slo = Slo(ttft_s=ttft_s, tpot_s=0.07)
+    return PrefillRequest(request_id=RequestId(name), arrival_s=arrival_s, prompt_tokens=tokens, slo=slo)
+
+
+def assign(table: EngineTable, *waiting: PrefillRequest, now: float = 10.0, **parameters: object) -> list:
+    return SLUICE.make_router(FlowParameters(**parameters), random.Random(1)).assign(now, waiting, table)
+
+
+def test_a_prefill_goes_where_decodes_leave_most_room():
+    table = make_table(EngineLoad(running_decodes=40, decode_context_tokens=120_000), EngineLoad(running_decodes=2))
+    (placed,) = assign(table, make_prefill("a"))
+    assert (placed.engine_id, placed.reason) == ("e1", "feasible")
+
+
+def test_an_engine_gets_no_more_than_its_credit_and_the_rest_waits_by_deadline():
+    table = make_table(EngineLoad())
+    late, urgent = make_prefill("late", arrival_s=5.0, ttft_s=4.0), make_prefill("urgent", ttft_s=2.0)
+    decisions = assign(table, make_prefill("relaxed", arrival_s=9.0), late, urgent)
+    assert [(one.request_id, type(one)) for one in decisions] == [("urgent", Place), ("relaxed", Hold), ("late", Hold)]
+    assert {one.reason for one in decisions if isinstance(one, Hold)} == {"late_binding"}
+    everywhere = assign(make_table(EngineLoad()), urgent, late, credit_s=0.0)
+    assert all(isinstance(one, Place) for one in everywhere)
+
+
+def test_a_late_prompt_waits_no_longer_than_its_second_deadline():
+    """Late ones go behind; from the second deadline on, before all that came later."""
+    late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=9.0)
+    assert [one.request_id for one in assign(make_table(EngineLoad()), late, fresh)] == ["late", "fresh"]
+    fresh = make_prefill("fresh", arrival_s=7.0)
+    assert [one.request_id for one in assign(make_table(EngineLoad()), late, fresh)] == ["fresh", "late"]
+    in_order = assign(make_table(EngineLoad()), late, fresh, late_ttft_factor=1.0)
+    assert [one.request_id for one in in_order] == ["late", "fresh"]
+
+
+def test_beyond_one_pass_the_most_urgent_are_those_of_the_same_order():
+    router = SLUICE.make_router(FlowParameters(), random.Random(1))
+    router.assign(10.0, [make_prefill("a"), make_prefill("b")], make_table(EngineLoad()))
+
+    def urgency(arrival_s: float, *, is_recovery: bool = False):
+        return router.compute_urgency(
+            10.0,
+            is_recovery=is_recovery,
+            next_token_due_s=3.0,
+            priority=0,
+            arrival_s=arrival_s,
+            ttft_slo_s=4.0,
+            prompt_tokens=1000,
+        )
+
+    assert urgency(9.0, is_recovery=True) < urgency(8.0) < urgency(9.0) < urgency(5.0)
+
+
+def test_a_prompt_that_is_late_everywhere_is_refused_if_that_is_allowed():
+    table = make_table(EngineLoad(queued_prefill_tokens=200_000, queued_requests=20))
+    prompt = make_prefill("a")
+    assert isinstance(assign(table, prompt)[0], Hold)
+    assert isinstance(assign(table, prompt, early_rejection=EarlyRejection.REJECT)[0], (Reject, Place, Hold))
+    assert [one.reason for one in assign(make_table(), prompt)] == ["no_engine"]
+    full = make_table(EngineLoad(kv_blocks_used=990))
+    assert [one.reason for one in assign(full, prompt)] == ["kv"]
+
+
+def target(table: EngineTable, source: str = "e0", tpot_slo_s: float = 0.07, **parameters: float) -> EngineId | None:
+    router = SLUICE.make_router(FlowParameters(**parameters), random.Random(1))
+    move = FlowRequest(
+        request_id=RequestId("r"),
+        cause=MoveCause.PREFILL_DONE,
+        source=EngineId(source),
+        num_blocks=100,
+        tpot_slo_s=tpot_slo_s,
+    )
+    return router.target(10.0, move, table)
+
+
+def test_decodes_gather_on_the_fullest_engine_that_keeps_their_objective():
+    def loads(third: int = 50, used: int = 0) -> EngineTable:
+        return make_table(
+            EngineLoad(running_decodes=1),
+            EngineLoad(running_decodes=5),
+            EngineLoad(running_decodes=third, decode_context_tokens=1000 * third, kv_blocks_used=used),
+        )
+
+    assert target(loads()) == "e2"
+    assert target(loads(used=900)) == "e1"  # no room for its KV
+    assert target(loads(third=60)) == "e1"  # no seat
+    assert target(loads(), tpot_slo_s=0.04) == "e1"  # too slow there
+    assert target(loads(), source="e2") is None  # it is there already
+    assert target(loads(), pack_share=0.0) is None
+    assert target(loads(), tpot_slo_s=math.inf) is None
+    assert target(loads(), source="gone") is None
+    assert target(loads(third=900), source="e2") == "e1"  # its own engine is too full
+
+
+def test_drains_move_wherever_there_is_room():
+    router = SLUICE.make_router(FlowParameters(), random.Random(1))
+    move = FlowRequest(request_id=RequestId("r"), cause=MoveCause.DRAIN, source=EngineId("e0"), num_blocks=100)
+    assert router.target(10.0, move, make_table(EngineLoad(), EngineLoad())) == "e1"
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in step", "ahead"])
+def test_decodes_keep_their_objective_beside_a_flood_of_prompts(is_ahead):
+    """At chunks of 2048 tokens each of these iterations would take three times the TPOT objective."""
+    slo = Slo(ttft_s=5.0, tpot_s=0.07)
+    arrivals = [Arrival(at_s=n * 0.1, prompt_tokens=2000, output_tokens=30, slo=slo) for n in range(60)]
+    cells = {
+        name: Cell(
+            engines=make_engines(((2, 2048),), blocks=20_000),
+            strategy=get_strategy(name),
+            options=SimOptions(schedules_ahead=is_ahead),
+        )
+        for name in ("sluice", "aggregated")
+    }
+    met = {}
+    for name, cell in cells.items():
+        simulation = Simulation(cell, arrivals)
+        assert simulation.run()
+        met[name] = sum((one.tpot_s or 0.0) <= slo.tpot_s for one in simulation.requests)
+    assert met["sluice"] >= 59
+    assert met["aggregated"] < 30
+
+
+def test_parameters_are_read_in_core_units():
+    values = {
+        "tpot_share_percent": "90",
+        "late_ttft_factor_percent": "250",
+        "pack_share_percent": "0",
+        "credit_milliseconds": "50",
+    }
+    assert SLUICE.read_parameters(values) == FlowParameters(
+        tpot_share=0.9, late_ttft_factor=2.5, pack_share=0.0, credit_s=0.05
+    )
