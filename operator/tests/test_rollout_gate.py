@@ -224,6 +224,17 @@ async def test_a_roll_whose_engines_are_worse_goes_back_by_itself_and_says_why(o
     assert world.deployment()["spec"]["template"] == rolling.template
 
 
+async def test_a_first_batch_is_held_however_late_the_operator_comes() -> None:
+    rolling = Rolling(maxSurge="100%", maxUnavailable=0)
+    await rolling.begin()
+    await rolling.world.reconcile()
+    for _ in range(60):
+        # Nobody leads, for longer than a batch is measured.
+        rolling.world.run_controllers()
+        rolling.world.now += 1.0
+    assert rolling.old < rolling.world.engine_uids
+
+
 async def test_a_surge_of_all_engines_keeps_the_old_ones_until_the_verdict() -> None:
     rolling = Rolling(maxSurge="100%", maxUnavailable=0)
     await rolling.begin()

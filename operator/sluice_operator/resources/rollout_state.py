@@ -87,9 +87,10 @@ def mark_rollout(deployment: Object, state: RolloutState | None, *, is_held: boo
         text = json.dumps(state.good_template, sort_keys=True, separators=(",", ":"))
         annotations[names.TEMPLATE_ANNOTATION] = text
         spec = {**spec, "template": state.good_template}
-    if is_held:
+    elif is_held or not state.num_passed:
         # A paused Deployment still ends its old pods once all new ones are available: they are not, until the verdict.
-        spec = {**spec, "paused": True, "minReadySeconds": spec["progressDeadlineSeconds"] - 1}
+        # The first batch is held by this from its beginning, however late the operator comes to pause it.
+        spec = {**spec, "paused": spec["paused"] or is_held, "minReadySeconds": spec["progressDeadlineSeconds"] - 1}
     return {
         **deployment,
         "metadata": {**metadata, "annotations": annotations},
