@@ -37,11 +37,11 @@ async def test_the_second_turn_of_a_conversation_lands_where_its_first_is(cluste
     prompt = workload.make_prompt(700, random.Random(77))
     async with aiohttp.ClientSession(cluster.url()) as session:
         first, request_id = await complete(session, prompt)
-        assert await find_chosen(session, request_id) == (0, [0, 0, 0, 0])
+        assert set((await find_chosen(session, request_id))[1]) == {0}
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         turn = [*prompt, *first["choices"][0]["token_ids"], *workload.make_prompt(50, random.Random(78))]
         alone, request_id = await complete(session, turn, cache_salt="nobody else's")
-        assert await find_chosen(session, request_id) == (0, [0, 0, 0, 0])
+        assert set((await find_chosen(session, request_id))[1]) == {0}
         assert alone["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         second, request_id = await complete(session, turn)
         chosen, known = await find_chosen(session, request_id)
