@@ -59,6 +59,7 @@ class FakeCore:
     refuse_grants: str = ""
     refuse_hand_offs: str = ""
     prefix_root: bytes = b""
+    num_cached_tokens: int = 0
     acknowledges: bool = True
     hands_off_prefills: bool = False
     logprobs: bool = False
@@ -238,7 +239,14 @@ class FakeCore:
         answer.configured.CopyFrom(self.configured)
 
     def _add_finished(self, answer, request: FakeRequest, reason: int, **fields: object) -> None:
-        answer.finished.add(slot=request.submit.slot, reason=reason, num_output_tokens=request.num_output, **fields)
+        num_cached_tokens = 0 if request.submit.HasField("kv") else self.num_cached_tokens
+        answer.finished.add(
+            slot=request.submit.slot,
+            reason=reason,
+            num_output_tokens=request.num_output,
+            num_cached_tokens=num_cached_tokens,
+            **fields,
+        )
 
     def propose(self, cause: int, slots: Sequence[int] | None = None) -> engine_pb2.AttachResponse:
         """Proposes to move what runs."""

@@ -66,6 +66,17 @@ def test_finished_prefill_moves_to_a_decode_heavy_engine():
     assert harness.count("moves", "prefill_done", "done") == 1
 
 
+def test_tokens_found_where_the_prefill_ran_count_after_a_move():
+    harness = Harness(PD)
+    harness.cores["p0"].num_cached_tokens = 16
+    request_id, response_stream = harness.admit(20, 40)
+    for _ in range(4):
+        harness.step_all()
+    assert harness.engine_of(request_id) == "d0"
+    check_end(harness, response_stream)
+    assert response_stream.finish.usage.cached_tokens == 16
+
+
 def test_prefill_on_a_decode_heavy_engine_decodes_in_place():
     harness = Harness(PD)
     _, response_stream = start_on(harness, "d0")

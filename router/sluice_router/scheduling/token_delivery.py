@@ -168,6 +168,8 @@ def _note_first_of_submission(state: RouterState, submission: Submission, reques
 def _handle_finished(state: RouterState, engine: ConnectedEngine, finished: engine_pb2.Finished, now: float) -> None:
     """Ends a submission; what that means for its request depends on the reason."""
     submission = _find_submission(engine, finished.slot)
+    if submission.request is not None:
+        submission.request.cached_tokens = max(submission.request.cached_tokens, finished.num_cached_tokens)
     if finished.reason == sampling_pb2.FINISH_REASON_HANDED_OFF:
         migration.handle_handed_off(state, submission, finished, now)
         return
@@ -181,7 +183,6 @@ def _handle_finished(state: RouterState, engine: ConnectedEngine, finished: engi
     if request is None:
         return
     request.submission = None
-    request.cached_tokens = max(request.cached_tokens, finished.num_cached_tokens)
     if finished.reason in _ENDS:
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         completion.finish(state, request, finished.reason, now, stop_token_id=stop_token_id)
