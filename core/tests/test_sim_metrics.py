@@ -25,7 +25,7 @@ from sluice_core.sim.timeline import Timeline
 from sluice_core.sim.traces import TraceError, TraceRow, parse_trace
 from sluice_core.sim.workload import PoissonWorkload, scale_trace
 from sluice_core.slo import check_slo, compute_tpot_s
-from sluice_core.strategies import get_strategy
+from sluice_core.strategies import STRATEGIES, get_strategy
 
 ROWS = [TraceRow(prompt_tokens=10 + number, output_tokens=1 + number % 7) for number in range(200)]
 
@@ -165,7 +165,7 @@ def test_records_survive_the_way_between_processes(simulation):
     records = [SLO, slo_class, summary, summary.engines[0], engine, engine.profile, engine.link, engine.link.speed]
     strategy = get_strategy("taichi")
     records += [FlowParameters(), SimOptions(), ROWS[0]]
-    records += [strategy, strategy.sliders, strategy.policies, strategy.parameters[0]]
+    records += [strategy, strategy.sliders, strategy.parameters[0], *(row.policies for row in STRATEGIES.values())]
     assert pickle.loads(pickle.dumps(records)) == records
     assert {type(record) for record in records} == set(RECORDS)
 
