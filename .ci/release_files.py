@@ -167,10 +167,11 @@ def check_wheel(wheel: Path, version: str) -> None:
         install = [str(BIN / "uv"), "pip", "install", "--quiet", "--python", python, "--no-deps"]
         run(*install, "--require-hashes", "-r", str(ROOT / "requirements" / "operator.txt"))
         run(*install, "--offline", str(wheel))
-        found = run(python, "-c", INSTALLED).strip()
+        # -I: a PYTHONPATH of the caller would name the checkout.
+        found = run(python, "-I", "-c", INSTALLED).strip()
         if found != version:
             raise ReleaseError(f"{wheel.name} installs version {found}, must be {version}")
-        run(python, "-m", "sluice_operator", "--help")
+        run(python, "-I", "-m", "sluice_operator", "--help")
 
 
 def check_chart(package: Path, helm: str, release: Release) -> None:

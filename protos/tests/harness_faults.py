@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import traceback
@@ -54,5 +55,7 @@ class LogWatcher(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, asyncio.CancelledError):
+            return  # gRPC logs so when a client goes, or a server stops, before the call's handler has begun
         if isinstance(error, AssertionError) or record.name.startswith(OUTERMOST):
             _faults.append(self.format(record))

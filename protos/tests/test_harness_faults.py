@@ -57,6 +57,13 @@ def test_fault_of_the_product_that_it_logs():
     swallow(act)
 
 
+def test_call_that_ends_before_its_handler_begins():
+    try:
+        raise asyncio.CancelledError
+    except asyncio.CancelledError:
+        logging.getLogger("grpc._cython.cygrpc").exception("Exception not handled")
+
+
 def test_fault_that_the_test_takes():
     harness_faults.record("wanted")
     assert harness_faults.take() == ["wanted"]
@@ -79,4 +86,4 @@ def test_faults_behind_an_except_fail_their_tests(tmp_path: Path) -> None:
         "callback_that_raises",
         "task_that_nobody_awaits",
     ], done.stdout
-    assert " 6 passed, 4 errors" in done.stdout
+    assert " 7 passed, 4 errors" in done.stdout
