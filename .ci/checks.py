@@ -81,6 +81,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "benchmarks/planning",
             "benchmarks/profiles",
             "benchmarks/simulator/run.py",
+            "benchmarks/strategies",
             "examples/tiny_model.py",
             "e2e/kube/testbed",
             "requirements",

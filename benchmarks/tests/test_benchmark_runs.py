@@ -36,6 +36,21 @@ def test_simulator_counts_requests_and_iterations(tmp_path: Path, cell: str) -> 
     assert 0.5 < found["attainment"] <= 1.0
 
 
+def test_strategies_are_compared_on_the_same_requests(tmp_path: Path) -> None:
+    options = ("--only", "code", "--seeds", "2", "--scale", "0.05", "--ablations")
+    figures = run(tmp_path, "benchmarks/strategies/run.py", *options)
+    (rates,) = figures["cells"].values()
+    own = rates.pop("sluice 4xmax")
+    ablations = [name for name in rates if "x" not in name]
+    assert len(ablations) == 3
+    assert len(own) == 2
+    assert all(rate > 0 for rate in own)
+    rivals = [rates[name] for name in rates if name not in ablations]
+    assert len(rivals) == 4
+    least = min(sum(one / other for one, other in zip(own, rival, strict=True)) / 2 for rival in rivals)
+    assert figures["least"] == figures["geometric_mean"] == pytest.approx(least)
+
+
 def test_placement_measures_each_number_of_engines(tmp_path: Path) -> None:
     figures = run(tmp_path, "benchmarks/placement/run.py", "--decisions", "20", "--repeats", "1")
     cells = [(row["engines"], row["case"]) for row in figures["placement"]]
