@@ -224,27 +224,16 @@ def list_coarse(space: SearchSpace, replicas: int, tensor_parallel: int) -> list
         spread = sorted({min(max(round(share * replicas), low), high) for share in _COARSE_SHARES})
     found = [
         space.make_candidate(
-            "taichi",
+            strategy,
             replicas,
             tensor_parallel,
             num_prefill_heavy=count,
             prefill_heavy_tokens=prefill,
             decode_heavy_tokens=decode,
         )
+        for strategy, chunks in (("taichi", _COARSE_CHUNKS), ("flowprefill", _COARSE_FLOWPREFILL))
         for count in spread
-        for prefill, decode in _COARSE_CHUNKS
-    ]
-    found += [
-        space.make_candidate(
-            "flowprefill",
-            replicas,
-            tensor_parallel,
-            num_prefill_heavy=count,
-            prefill_heavy_tokens=prefill,
-            decode_heavy_tokens=decode,
-        )
-        for count in spread
-        for prefill, decode in _COARSE_FLOWPREFILL
+        for prefill, decode in chunks
     ]
     found += [
         space.make_candidate("aggregated", replicas, tensor_parallel, prefill_heavy_tokens=tokens)

@@ -164,18 +164,24 @@ class SimHandOffs:
         if target is None:
             cluster.num_blocked_moves += 1
             return
+        move = self._begin_move(request, source, target, proposal.cause, proposal.num_blocks)
+        cluster.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
+        self._send(HandOffStep.GRANT, move)
+
+    def _begin_move(
+        self, request: SimRequest, source: SimEngine, target: SimEngine, cause: MoveCause, num_blocks: int
+    ) -> SimMove:
+        """Make a numbered move of a request, which from now on counts as leaving."""
         self._num_moves += 1
         request.is_leaving = True
-        move = SimMove(
+        return SimMove(
             number=self._num_moves,
             request=request,
             source=source,
             target=target,
-            cause=proposal.cause,
-            num_blocks=proposal.num_blocks,
+            cause=cause,
+            num_blocks=num_blocks,
         )
-        cluster.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
-        self._send(HandOffStep.GRANT, move)
 
     def ask_for_room(
         self, request: SimRequest, source: SimEngine, target: SimEngine, at_boundary: SimEngine | None
@@ -188,16 +194,7 @@ class SimHandOffs:
             target: Where it may go.
             at_boundary: An engine that is between two iterations.
         """
-        self._num_moves += 1
-        request.is_leaving = True
-        move = SimMove(
-            number=self._num_moves,
-            request=request,
-            source=source,
-            target=target,
-            cause=MoveCause.PREFILL_DONE,
-            num_blocks=request.num_blocks,
-        )
+        move = self._begin_move(request, source, target, MoveCause.PREFILL_DONE, request.num_blocks)
         move.is_handed_off = True
         move.num_kv_tokens, move.table = request.num_kv_tokens, request.source_table
         self._cluster.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
