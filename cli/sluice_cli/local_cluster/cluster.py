@@ -393,15 +393,17 @@ class LocalCluster:
     # Events.
 
     def _on_process_change(self) -> None:
-        for engine_id, engine in self._engines.items():
-            status = self._engine_status(engine_id)
-            if engine.process.pid is None and status:
-                engine.stale_epoch = status.epoch
+        for engine in self._engines.values():
+            if engine.process.pid is None:
+                engine.stale_epoch = engine.last_epoch
         self._directory.write_processes(list_processes(self._routers, self._engines))
         self._follow_role_holders()
         self._notify()
 
     def _on_status(self) -> None:
+        for engine_id, engine in self._engines.items():
+            if status := self._engine_status(engine_id):
+                engine.last_epoch = status.epoch
         statuses = [router.link.status for router in self._routers.values()]
         plan = self._plan.plan
         is_acknowledged = plan is not None and all(

@@ -34,12 +34,14 @@ class ManagedEngine:
         site: Its name and ports.
         process: Runs it, and starts it again when it ends.
         spec_hash: Identifies its command and environment.
+        last_epoch: Newest epoch that a router has said, though it may say nothing of the engine by now.
         stale_epoch: Epoch of the process before the present one; a status that names it is old.
     """
 
     site: commands.EngineSite
     process: SupervisedProcess
     spec_hash: str
+    last_epoch: int = 0
     stale_epoch: int = 0
 
 
