@@ -19,7 +19,7 @@ SLEEP = "import threading\ndef stand_here(): threading.Event().wait()\nstand_her
 # Ends once its child has printed its number; the child holds the output open, as what a test leaves behind does.
 LEAVE_CHILD = f"""
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}])
+child = subprocess.Popen([sys.executable, "-S", "-c", {SLEEP!r}])
 print(child.pid, flush=True)
 child.wait()
 """
@@ -65,11 +65,11 @@ SKIP_FILE = 'import pytest\npytest.importorskip("no_such_module")'
 def test_a_step_that_sleeps_ends_at_its_limit_with_its_stack_and_its_children(tmp_path: Path, capfd) -> None:
     with (tmp_path / "output").open("wb") as output:
         status = run_limited(
-            [sys.executable, "-c", LEAVE_CHILD], limit_s=10, environment=dict(os.environ), stdout=output
+            [sys.executable, "-S", "-c", LEAVE_CHILD], limit_s=20, environment=dict(os.environ), stdout=output
         )
     assert status == -signal.SIGABRT
     printed = capfd.readouterr()
-    assert "STOPPED at its limit of 10 s" in printed.out
+    assert "STOPPED at its limit of 20 s" in printed.out
     assert "in stand_here" in printed.err
     child = int((tmp_path / "output").read_text())
     while Path(f"/proc/{child}").exists() and ") Z " not in Path(f"/proc/{child}/stat").read_text():
@@ -90,7 +90,7 @@ def run(folder: Path, tests: str, limit_s: float) -> subprocess.CompletedProcess
 
 
 def test_a_run_that_hangs_names_its_test_and_counts_a_failure(tmp_path: Path) -> None:
-    done = run(tmp_path, HANG.replace("    assert False", "    hang()"), 15)
+    done = run(tmp_path, HANG.replace("    assert False", "    hang()"), 30)
     assert "tests that had begun and not ended:\ntest_it.py::test_failing_and_hanging_in_teardown" in done.stdout
     assert done.stdout.endswith("0 passed, 1 failed, 0 skipped\n")
     assert "in hang" in done.stderr
