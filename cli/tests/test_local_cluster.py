@@ -113,7 +113,7 @@ class Running:
         file.with_suffix(".new").write_text(json.dumps(requests))
         file.with_suffix(".new").replace(file)
 
-    def misreport(self, **views: dict[str, int]) -> None:
+    def misreport(self, **views: dict[str, int] | None) -> None:
         """Has the router say of engines what is not so."""
         file = self.directory.engines_file.with_name("views.json")
         file.with_suffix(".new").write_text(json.dumps({name.replace("_", "-"): view for name, view in views.items()}))
@@ -398,6 +398,22 @@ async def test_a_roll_waits_for_the_new_process_and_not_for_what_a_router_says_o
     running.misreport()
     await running.until(lambda: running.is_ready() and not set(before.values()) & {running.pids()["engine-2"]})
     assert running.lines.index("engine-0 serves again") > running.lines.index("the router knows the new process")
+
+
+async def test_an_old_report_counts_for_no_new_process_though_the_router_knew_nothing_meanwhile(
+    running: Running,
+) -> None:
+    old = running.pids()["engine-0"]
+    running.misreport(engine_0=None)
+    await running.until(lambda: running.cluster.status().engines[0].state != "ready")
+    os.kill(old, signal.SIGKILL)
+    await running.until(lambda: running.pids()["engine-0"] is None)
+    running.misreport(engine_0={"epoch": old})
+    await running.until(lambda: running.pids()["engine-0"] is not None)
+    await running.until(lambda: running.cluster.status().engines[0].state == "ready")
+    assert not running.cluster._is_serving("engine-0")
+    running.misreport()
+    await running.until(lambda: running.cluster._is_serving("engine-0"))
 
 
 LOST, READY = control_pb2.ENGINE_STATE_LOST, control_pb2.ENGINE_STATE_READY

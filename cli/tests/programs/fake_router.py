@@ -1,7 +1,7 @@
 """Stands in for a router: serves Control, finds engines through the file, takes any plan but one of 13 % attainment.
 
 Beside the file of the engines, ``requests.json`` holds the requests that it says to have served, and ``views.json``
-what it says of an engine instead of the truth, by name, if they exist.
+what it says of an engine instead of the truth, by name (null: it says nothing of it), if they exist.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
         part = next((part for part in self.plan.engines if part.engine_id == engine_id), plan_pb2.EnginePlan())
         state = control_pb2.ENGINE_STATE_DRAINED if part.is_draining else control_pb2.ENGINE_STATE_READY
         untrue = json.loads(self.views_file.read_text()) if self.views_file.exists() else {}
+        if untrue.get(engine_id, {}) is None:
+            return None
         return control_pb2.EngineStatus(
             engine_id=engine_id,
             address=address,
