@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
-# Time for processes to print where they stood.
-DUMP_S = 10.0
+# Time for a process to print where it stood.
+DUMP_S = 5.0
 # Names the file in which conftest.py keeps the tests that have begun and not ended.
 RUNNING_TESTS = "SLUICE_RUNNING_TESTS"
 _processes: set[subprocess.Popen[bytes]] = set()
@@ -75,15 +75,30 @@ def run_limited(command: Sequence[Any], *, limit_s: float, environment: dict[str
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a group: first so that Python prints its stacks, then for good."""
-    deadline_s = time.monotonic() + DUMP_S
+    """Ends a group: one process after another prints its stacks, so that they do not mingle; then what is left ends."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGABRT)
-        while time.monotonic() < deadline_s:
-            process.poll()
-            os.killpg(process.pid, 0)
-            time.sleep(0.05)
+        # The rest stands still meanwhile: it would go on, or end without a word, because another one ended.
+        os.killpg(process.pid, signal.SIGSTOP)
+        for member in _list_group(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, signal.SIGABRT)
+                os.kill(member, signal.SIGCONT)
+            deadline_s = time.monotonic() + DUMP_S
+            while member in _list_group(process.pid) and time.monotonic() < deadline_s:
+                time.sleep(0.01)
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _list_group(group: int) -> list[int]:
+    """The processes of a group that have not ended, oldest number first."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # After the program's name in parentheses, which may hold any character: state, parent, group.
+            state, _parent, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state not in "ZX":
+                members.append(int(stat.parent.name))
+    return sorted(members)
 
 
 def end_steps_with_this_process() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,12 +17,14 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = ["-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", str(ROOT / "pyproject.toml")]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos/tests'}:{ROOT / '.ci'}"}
 SLEEP = "import threading\ndef stand_here(): threading.Event().wait()\nstand_here()"
-# Ends once its child has printed its number; the child holds the output open, as what a test leaves behind does.
-LEAVE_CHILD = f"""
+NUM_CHILDREN = 8
+# The children hold the output open, as what a test leaves behind does.
+LEAVE_CHILDREN = f"""
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-S", "-c", {SLEEP!r}])
-print(child.pid, flush=True)
-child.wait()
+children = [subprocess.Popen([sys.executable, "-S", "-c", {SLEEP!r}]) for _ in range({NUM_CHILDREN})]
+print(*[child.pid for child in children], flush=True)
+for child in children:
+    child.wait()
 """
 RUN_PYTEST = f"""
 from pathlib import Path
@@ -62,18 +65,19 @@ def test_run():
 SKIP_FILE = 'import pytest\npytest.importorskip("no_such_module")'
 
 
-def test_a_step_that_sleeps_ends_at_its_limit_with_its_stack_and_its_children(tmp_path: Path, capfd) -> None:
+def test_a_step_that_sleeps_ends_at_its_limit_with_its_children_and_their_stacks(tmp_path: Path, capfd) -> None:
     with (tmp_path / "output").open("wb") as output:
         status = run_limited(
-            [sys.executable, "-S", "-c", LEAVE_CHILD], limit_s=20, environment=dict(os.environ), stdout=output
+            [sys.executable, "-S", "-c", LEAVE_CHILDREN], limit_s=20, environment=dict(os.environ), stdout=output
         )
     assert status == -signal.SIGABRT
     printed = capfd.readouterr()
     assert "STOPPED at its limit of 20 s" in printed.out
-    assert "in stand_here" in printed.err
-    child = int((tmp_path / "output").read_text())
-    while Path(f"/proc/{child}").exists() and ") Z " not in Path(f"/proc/{child}/stat").read_text():
-        time.sleep(0.01)
+    # Each prints its stack whole: two at once would mingle their lines.
+    assert len(re.findall(r'^  File "<string>", line 2 in stand_here$', printed.err, re.MULTILINE)) == NUM_CHILDREN
+    for child in (tmp_path / "output").read_text().split():
+        while Path(f"/proc/{child}").exists() and ") Z " not in Path(f"/proc/{child}/stat").read_text():
+            time.sleep(0.01)
 
 
 def test_a_step_within_its_limit_keeps_its_exit_status() -> None:
