@@ -121,7 +121,7 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def wait(self, what: str, is_reached: Callable[[dict[str, Any]], bool], timeout_s: float = 180.0) -> dict[str, Any]:
+    def wait(self, what: str, is_reached: Callable[[dict[str, Any]], bool], timeout_s: float = 90.0) -> dict[str, Any]:
         """Poll ``sluice status`` until a condition on it holds.
 
         Raises:
@@ -147,7 +147,7 @@ class Cluster:
             timeout_s,
         )
 
-    def wait_idle(self, timeout_s: float = 120.0) -> dict[str, Any]:
+    def wait_idle(self, timeout_s: float = 45.0) -> dict[str, Any]:
         """Wait until no request is left, and every engine has all blocks free, none granted and none pinned."""
         return self.wait("every engine idle with all its blocks free", is_idle, timeout_s)
 

@@ -131,7 +131,7 @@ async def test_keys_and_certificates_rotate_under_a_stream_and_stay_secret(
                 await asyncio.sleep(1.5)
             mount_secret(secrets / "keys", {"alice": NEXT_KEY.encode()})
             mount_secret(secrets / "front", make_files(second, "127.0.0.1"))
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(30):
                 while not await is_let_in(secured, second, NEXT_KEY):  # noqa: ASYNC110 - it is another process
                     await asyncio.sleep(0.1)
             assert not await is_let_in(secured, second, KEY)

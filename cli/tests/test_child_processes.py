@@ -39,7 +39,7 @@ async def test_kill_group_takes_along_what_the_child_started(tmp_path: Path) -> 
     grandchild = psutil.Process(int(wait_for_line(tmp_path / "log")))
     child.kill_group()
     assert await child.wait() == -signal.SIGKILL
-    assert not psutil.wait_procs([grandchild], timeout=120)[1]
+    assert not psutil.wait_procs([grandchild], timeout=10)[1]
 
 
 def test_a_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ asyncio.run(main())
         assert parent.stdout
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-    assert not psutil.wait_procs([child], timeout=120)[1]
+    assert not psutil.wait_procs([child], timeout=10)[1]
 
 
 def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:

@@ -349,7 +349,7 @@ async def test_edits_of_the_file_are_followed(tmp_path: Path, *, is_replaced: bo
     target = tmp_path / "new" if is_replaced else path
     target.write_text(text.replace("decodeHeavy: 64", "decodeHeavy: 128"))
     target.replace(path)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(20):
         await cluster.changed.wait()
     task.cancel()
     assert cluster.manifest.spec.chunk_sizes.decode_heavy == 128

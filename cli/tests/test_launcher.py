@@ -96,11 +96,11 @@ async def test_the_first_signal_drains_and_the_second_does_not_wait() -> None:
     _handle_signals(stop, hurry, lines.append)
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(10):
             await stop.wait()
         assert not hurry.is_set()
         os.kill(os.getpid(), signal.SIGINT)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(10):
             await hurry.wait()
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -121,7 +121,7 @@ class Running:
 
     async def serve_until(self, is_reached: Callable[[], bool], share: float = 1.0, prompt_tokens: int = 1000) -> None:
         """Has requests finish until something is the case."""
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(30):
             while not is_reached():
                 self.finish(10, share, prompt_tokens)
                 await asyncio.sleep(0.1)
@@ -134,7 +134,7 @@ class Running:
         return is_taken
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(20):
             while not is_reached():
                 await self.cluster.wait_for_change()
 
@@ -162,7 +162,7 @@ async def run_cluster(home: Path, text: str = MANIFEST) -> AsyncIterator[Running
         pids = [pid for pid in running.pids().values() if pid]
         running.stop.set()
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(30):
                 await task
         except TimeoutError:
             for pid in pids:

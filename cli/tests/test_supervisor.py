@@ -105,7 +105,7 @@ async def test_a_refusal_is_said_in_one_line_and_not_tried_again(tmp_path: Path)
     task = asyncio.create_task(world.program.run())
     await world.started.wait()
     world.children[-1].end(7)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(10):
         while not world.lines:  # noqa: ASYNC110 - it becomes true within the loop's next rounds
             await asyncio.sleep(0)
     assert world.lines == [
@@ -154,7 +154,7 @@ async def test_stop_during_a_start_ends_what_starts() -> None:
     stop = asyncio.create_task(world.program.stop(20.0))
     await asyncio.sleep(0)
     world.may_start.set()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(10):
         await asyncio.gather(task, stop)
     assert world.children[0].signals == [signal.SIGTERM]
     assert world.lines == []
@@ -167,7 +167,7 @@ async def test_stop_during_a_pause_ends_the_pause_and_starts_nothing() -> None:
     await world.started.wait()
     world.children[0].end(1)
     await world.paused.wait()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(10):
         await world.program.stop(20.0)
         await task
     assert len(world.children) == 1

@@ -44,7 +44,9 @@ def start_engine(tiny_model: Path) -> Iterator[Callable[..., Engine]]:
 @pytest.fixture(scope="session")
 def shared_pair(start_engine: Callable[..., Engine]) -> tuple[Engine, Engine]:
     """Two engines with plenty of KV."""
-    return start_engine("a"), start_engine("b")
+    engines = start_engine("a"), start_engine("b")
+    harness.compile_logprobs(engines)
+    return engines
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +58,9 @@ def shared_small_pair(start_engine: Callable[..., Engine]) -> tuple[Engine, Engi
 @pytest.fixture(scope="session")
 def shared_async_pair(start_engine: Callable[..., Engine]) -> tuple[Engine, Engine]:
     """Two engines that schedule ahead."""
-    return tuple(start_engine(name, is_async=True) for name in ("async-a", "async-b"))
+    engines = tuple(start_engine(name, is_async=True) for name in ("async-a", "async-b"))
+    harness.compile_logprobs(engines)
+    return engines
 
 
 def _hand_out(engines: tuple[Engine, ...]) -> Iterator[tuple[Engine, ...]]:

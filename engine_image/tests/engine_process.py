@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 START_TIMEOUT_S = 240.0  # a start takes 12 s, unless the machine is overcommitted
-ANSWER_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 30.0
 
 
 class EngineProcess:

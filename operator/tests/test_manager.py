@@ -96,7 +96,7 @@ async def test_probes_and_metrics_are_served() -> None:
     health = Health(metrics, refresh=lambda: age_s, is_ready=lambda: is_ready, now=lambda: 0.0)
     task = asyncio.create_task(health.run("127.0.0.1", 0))
     async with aiohttp.ClientSession() as session:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(10):
             await health.started.wait()
 
         async def get(path: str) -> tuple[int, str]:
@@ -150,7 +150,7 @@ async def test_resync_enqueues_every_known_cluster() -> None:
         for _ in keys:
             operator._queue.finish(await operator._queue.get())
         resync = asyncio.create_task(operator._resync())
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(10):
             assert {await operator._queue.get() for _ in keys} == keys
         resync.cancel()
 
@@ -209,7 +209,7 @@ async def test_a_cluster_is_reconciled_until_the_process_stops_and_gives_its_lea
             operator._stop.set()
 
     kubernetes.after = stop
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(20):
         await operator.run()
     assert {item["metadata"]["name"] for item in kubernetes.select(DEPLOYMENTS)} == {"tiny-engine", "tiny-router"}
     assert operator._elector.is_released
@@ -217,7 +217,7 @@ async def test_a_cluster_is_reconciled_until_the_process_stops_and_gives_its_lea
 
 async def test_a_process_without_the_lease_writes_nothing_and_ends(operator: Operator) -> None:
     operator._elector.is_leading = False
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(20):
         with pytest.raises(ExceptionGroup) as ended:
             await operator.run()
     assert isinstance(find_cause(ended.value), LeaseLostError)
@@ -232,7 +232,7 @@ async def test_a_write_that_failed_is_not_repeated_once_the_lease_is_lost(operat
             raise BusyError("503")
 
     operator._kubernetes.before = lose
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(20):
         with pytest.raises(ExceptionGroup) as ended:
             await operator.run()
     assert isinstance(find_cause(ended.value), LeaseLostError)

@@ -114,7 +114,7 @@ class Following:
         self.heard.set()
 
     async def wait(self) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(10):
             await self.enqueued.wait()
         self.enqueued.clear()
 
@@ -134,7 +134,7 @@ ROUTER_NAME, OPERATOR_NAME = "c-router-control.n.svc", "sluice-operator.system.s
 
 async def until_following(following: Following, generation: int) -> None:
     """Waits until the router's status with a generation has come back."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(20):
         while True:
             status = following.connections.statuses(KEY).get("pod")
             if status is not None and status.generation == generation:
@@ -177,7 +177,7 @@ async def test_a_control_port_with_tls_is_spoken_with_and_certificates_change_un
         # Another name is another router.
         following.connections.set_routers(KEY, {"pod": "127.0.0.1"}, {"pod": "other-router-control.n.svc"})
         following.connections.set_plan(KEY, plan_pb2.Plan(generation=6))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(20):
             while not following.connections.refusals(KEY):
                 await following.wait()
         (refusal,) = following.connections.refusals(KEY).values()
@@ -215,7 +215,7 @@ async def test_a_tls_error_is_reported_in_words(tmp_path, signers, operator_name
         certificates.current = trusting
     async with Following(made, certificates) as following:
         following.connections.set_routers(KEY, {"pod": "127.0.0.1"}, {"pod": ROUTER_NAME})
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(20):
             while not following.connections.refusals(KEY):
                 await following.wait()
         assert words in following.connections.refusals(KEY)["pod"]
@@ -280,7 +280,7 @@ async def test_counters_are_recorded_and_enqueue_nothing(router) -> None:
         following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
         await following.wait()
         router.change(classes=[control_pb2.ClassCounters(num_finished=7)])
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(10):
             while not following.measured[-1].classes:
                 await following.heard.wait()
                 following.heard.clear()

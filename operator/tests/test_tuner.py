@@ -338,7 +338,7 @@ async def test_the_tuner_of_a_deleted_cluster_ends_its_search() -> None:
     await tuned.run(3)
     tuned.world.kubernetes.objects.pop(next(key for key in tuned.world.kubernetes.objects if key[0] == CLUSTERS.name))
     await tuned.world.reconcile()
-    await asyncio.wait_for(ended.wait(), 120)
+    await asyncio.wait_for(ended.wait(), 5)
 
 
 # What the routers say.

@@ -146,7 +146,7 @@ async def test_what_changed_is_noticed_by_itself(tmp_path: Path, authority: trus
     folder = CertificateFolder(tmp_path, is_mutual=True)
     task = asyncio.create_task(keep_fresh([folder.refresh], interval_s=0.01))
     mount_secret(tmp_path, make_files(authority, "b.svc"))
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(10):
         while folder.current.names != ("b.svc",):  # noqa: ASYNC110 - another task changes it, without a word
             await asyncio.sleep(0.01)
     task.cancel()

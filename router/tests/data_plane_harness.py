@@ -280,7 +280,7 @@ class Harness:
             assert core.is_idle, f"{name}: {core.running} {core.pinned} {core.grants}"
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 120) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
     """Waits for a condition of the real world."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - what is awaited has no event

@@ -141,7 +141,7 @@ class FakePlane:
             live.response_stream.on_error(error)
             self._note()
 
-    async def wait(self, condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    async def wait(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
         """Waits for something that the plane will notice."""
         async with asyncio.timeout(timeout_s):
             while not condition():
@@ -250,7 +250,7 @@ def say(text: ModelText, answer: str, *, ends: bool = True) -> Callable[[NewRequ
     return lambda request: [*ids, 2] if ends else ids
 
 
-async def read_until(reader: asyncio.StreamReader, mark: bytes, timeout_s: float = 120) -> bytes:
+async def read_until(reader: asyncio.StreamReader, mark: bytes, timeout_s: float = 60) -> bytes:
     async with asyncio.timeout(timeout_s):
         return await reader.readuntil(mark)
 

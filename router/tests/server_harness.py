@@ -51,7 +51,7 @@ async def running(settings: RouterSettings) -> AsyncIterator[RouterServer]:
         yield server
     finally:
         server.stop()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(30):
             await task
 
 

@@ -143,7 +143,7 @@ async def test_a_change_of_keys_is_in_force_at_once_and_breaks_no_stream(tmp_pat
             async def is_let_in(key: str) -> bool:
                 return (await http.get("/v1/models", headers=bearing(key))).status_code == 200
 
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(10):
                 while not await is_let_in(SECOND_KEY):  # noqa: ASYNC110 - the folder is looked at from time to time
                     await asyncio.sleep(0.05)
             assert not await is_let_in(KEY)
@@ -362,7 +362,7 @@ async def test_a_new_certificate_is_shown_to_new_clients_while_a_stream_goes_on(
                 await anext(lines)
                 assert await trusts_http(authority)
                 mount_secret(folder, make_files(second, "127.0.0.1"))
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(10):
                     while not await trusts_http(second):  # noqa: ASYNC110 - looked at from time to time
                         await asyncio.sleep(0.05)
                 assert not await trusts_http(authority)
@@ -383,7 +383,7 @@ async def test_a_client_that_does_not_end_its_handshake_is_cut_off(tmp_path, aut
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     # The first byte of a handshake, and no more.
     writer.write(b"\x16")
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(10):
         assert await reader.read() == b""
     writer.close()
     await api.close(0)

@@ -302,7 +302,7 @@ async def test_status_poll_waits_for_news():
         wired.router.apply_plan(make_plan(DD))
         await until(lambda: is_ready(wired, 2))
         status = await control.GetStatus(control_pb2.GetStatusRequest())
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             # A version of this router's predecessor, which had more to report, is news too.
             for version in (status.version - 1, status.version + 100):
                 earlier = control_pb2.GetStatusRequest(after_version=version, timeout_s=30)
@@ -317,7 +317,7 @@ async def test_status_poll_waits_for_news():
         await asyncio.sleep(0.05)
         assert not poll.done()
         wired.router.apply_plan(make_plan(DD, generation=2))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             news = await poll
         assert news.version > status.version
         assert news.generation == 2

@@ -62,7 +62,7 @@ async def calling(
 async def gather(stream: EngineStream) -> tuple[list[engine_pb2.AttachResponse], str]:
     """Reads a stream to its end."""
     messages: list[engine_pb2.AttachResponse] = []
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(20):
         fault = await stream.serve(messages.append)
     return messages, fault
 
@@ -129,7 +129,7 @@ async def test_burst_is_handled_one_message_per_loop_iteration():
 
         count_turn()
         seen: list[int] = []
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(20):
             await stream.serve(lambda _message: seen.append(next(turns)))
         is_over = True
         assert len(seen) == 49
@@ -155,7 +155,7 @@ async def test_engines_with_bursts_are_handled_round_robin():
         # The rest has arrived, and lies in the streams' queues.
         await until(lambda: [len(stream._messages) for stream in (one, other)] == [9, 9])
         seen: list[str] = []
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(20):
             await asyncio.gather(
                 one.serve(lambda _message: seen.append("one")), other.serve(lambda _message: seen.append("other"))
             )
@@ -291,7 +291,7 @@ async def test_fault_of_the_handler_costs_the_stream_and_says_so(caplog):
         raise ZeroDivisionError
 
     async with serving(send_two) as address, calling(address) as stream:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(20):
             assert await stream.serve(fail) == "a message could not be handled"
         assert "ZeroDivisionError" in caplog.text
 
@@ -310,7 +310,7 @@ async def test_cancel_reaches_the_engine_and_drops_what_waits():
         await stream.read_first()
         stream.cancel("enough")
         stream.send(engine_pb2.AttachRequest())
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(20):
             assert await stream.serve(lambda _message: None) == "enough"
             await cancelled.wait()
 

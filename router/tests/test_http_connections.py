@@ -120,7 +120,7 @@ async def test_headers_that_do_not_end_close_the_connection(start):
     _, port = await start(header_timeout_s=0.1)
     async with connect(port) as (reader, writer):
         writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n")
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             assert await reader.read() == b""
 
 
@@ -150,7 +150,7 @@ async def test_headers_that_do_not_end_close_the_connection_whichever_request_th
             writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await _read_response(reader))[0] == 200
         writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n")
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             assert await reader.read() == b""
 
 
@@ -159,7 +159,7 @@ async def test_idle_connection_is_closed(start):
     async with connect(port) as (reader, writer):
         writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await _read_response(reader))[0] == 200
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             assert await reader.read() == b""
 
 
@@ -241,7 +241,7 @@ async def test_http_1_0_stream_ends_with_the_connection(start, plane, text, head
     _, port = await start()
     async with connect(port) as (reader, writer):
         writer.write(request_bytes("/v1/completions", STREAM, headers, version="1.0"))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             answer = await reader.read()
         head, _, body = answer.partition(b"\r\n\r\n")
         assert b"chunked" not in head.lower()
@@ -331,7 +331,7 @@ async def test_client_that_sends_no_more_gets_its_answer(start, plane, body, ver
                 start_of_answer += await read_until(reader, b":\n\n")
         plane.emit("req-1", [101])
         plane.finish("req-1")
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             answer = start_of_answer + await reader.read()
     assert not plane.cancelled
     assert answer.count(b" 200 OK") == 1
@@ -348,7 +348,7 @@ async def test_requests_sent_before_the_end_are_all_answered(start, plane, text)
     async with connect(port) as (reader, writer):
         writer.write(request_bytes("/v1/completions", BODY) * 3)
         writer.write_eof()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             answer = await reader.read()
     assert answer.count(b" 200 OK") == 3
 
@@ -359,7 +359,7 @@ async def test_client_that_ends_before_its_request_is_closed(start, plane, sent)
     async with connect(port) as (reader, writer):
         writer.write(sent)
         writer.write_eof()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             assert await reader.read() == b""
     assert not plane.admitted
 
@@ -452,7 +452,7 @@ async def test_slow_reader_is_shed_at_its_limit_and_others_are_not(start, plane,
 async def _read_rest(reader):
     """Reads what the kernel still has of an aborted connection."""
     data = b""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(5):
         with contextlib.suppress(ConnectionError):
             while part := await reader.read(65536):
                 data += part
@@ -491,7 +491,7 @@ async def test_whole_answer_that_is_not_read_is_cut_in_time(start, plane, text):
         connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         plane.emit("req-1", ids)
         plane.finish("req-1")
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             while not connection.writing_paused:  # noqa: ASYNC110 - the transport has no event
                 await asyncio.sleep(0)
         api._server.sweep(29.0)
@@ -538,13 +538,13 @@ async def test_close_lets_answers_end_and_then_says_close(start, plane):
         writer.write(request_bytes("/v1/completions", STREAM))
         await plane.wait(lambda: bool(plane.live))
         closing = asyncio.create_task(api.close(5))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             assert await idle.read() == b""
         plane.emit("req-1", [100])
         plane.finish("req-1")
         head = await read_until(reader, b"\r\n\r\n")
         assert b"Connection: close" in head
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             assert (await reader.read()).endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
             await closing
     with pytest.raises(ConnectionError):
@@ -556,7 +556,7 @@ async def test_close_cuts_what_outlasts_the_grace_time(start, plane):
     async with connect(port) as (_, writer):
         writer.write(request_bytes("/v1/completions", STREAM))
         await plane.wait(lambda: bool(plane.live))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(5):
             await api.close(0.05)
         assert plane.cancelled == [("req-1", "client_gone")]
 

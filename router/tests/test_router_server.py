@@ -71,7 +71,7 @@ async def test_grpc_clients_get_goaway_while_their_calls_go_on(settings, tmp_pat
             deltas = aiter(call)
             num_tokens = len((await anext(deltas)).token_ids)
             server.stop()
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(10):
                 await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
             assert server.router.state.requests.live
             async for delta in deltas:
