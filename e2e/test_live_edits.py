@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
 import time
@@ -25,9 +26,9 @@ from sluice_operator.autotune.search_process import SearchRunner
 from sluice_operator.autotune.workload import read_workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
-    from cluster import Cluster
+    from cluster import Client, Cluster
     from workload import Answer, Request
 
     from sluice_core.strategies import Strategy
@@ -75,6 +76,29 @@ EDITS: dict[str, tuple[Edit, Callable[[dict[str, Any]], bool]]] = {
 }
 
 
+@contextlib.asynccontextmanager
+async def keep_streaming(client: Client, known: list[tuple[Request, Answer]]) -> AsyncIterator[None]:
+    """Asks every request again and again while the block runs, and checks each answer.
+
+    However long an edit takes, streams are in flight when it takes effect. The block begins once each has a token.
+    """
+    is_over = False
+    first = [Result(name=request.name) for request, _ in known]
+
+    async def ask(request: Request, answer: Answer, result: Result) -> None:
+        check(await client.generate(request, result=result), answer)
+        while not is_over:
+            check(await client.generate(request), answer)
+
+    async with asyncio.TaskGroup() as tasks:
+        for (request, answer), result in zip(known, first, strict=True):
+            tasks.create_task(ask(request, answer, result))
+        while not all(result.token_ids for result in first):  # noqa: ASYNC110  streams have no event for it
+            await asyncio.sleep(0.01)
+        yield
+        is_over = True
+
+
 @pytest.mark.parametrize("name", EDITS)
 async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[Request, Answer]], name: str) -> None:
     edit, is_in_force = EDITS[name]
@@ -88,17 +112,19 @@ async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[
         return is_in_force(status) and all(r["acknowledged_generation"] > generation for r in status["routers"])
 
     async with cluster.client() as client:
-        tasks = [asyncio.create_task(client.generate(request)) for request, _ in asked]
-        await asyncio.sleep(0.3)
-        start_s = time.monotonic()
-        await loop.run_in_executor(None, lambda: cluster.edit(lambda spec: merge(spec, edit)))
-        after = await loop.run_in_executor(None, lambda: cluster.wait(f"{name} is in force", is_reached, IN_FORCE_S))
-        print(f"{name}: in force after {time.monotonic() - start_s:.2f} s, status calls included")
-        results = await asyncio.wait_for(asyncio.gather(*tasks), 120)
-        # Requests under the new settings are exact too.
-        later = [await client.generate(request) for request, _ in asked[:4]]
-    for result, (_, answer) in zip(results + later, asked + asked[:4], strict=True):
-        check(result, answer)
+        async with keep_streaming(client, asked):
+            start_s = time.monotonic()
+            await loop.run_in_executor(None, lambda: cluster.edit(lambda spec: merge(spec, edit)))
+            after = await loop.run_in_executor(None, cluster.wait, f"{name} is in force", is_reached, IN_FORCE_S)
+            print(f"{name}: in force after {time.monotonic() - start_s:.2f} s, status calls included")
+        # Requests under the new settings are exact too, and have the objectives that are in force.
+        for request, answer in asked[:4]:
+            check(await client.generate(request), answer)
+    async with aiohttp.ClientSession() as session, session.get(f"{cluster.url()}/debug/requests/{request.name}") as log:
+        admitted = next(event for event in (await log.json())["events"] if event["event"] == "admitted")
+    slo = cluster.manifest["spec"]["slo"]
+    assert admitted["ttft_slo_s"] == slo["ttftMilliseconds"] / 1000
+    assert admitted["tpot_slo_s"] == slo["tpotMilliseconds"] / 1000
     assert {e["pid"] for e in after["engines"]} == {e["pid"] for e in before["engines"]}
 
 
@@ -125,22 +151,12 @@ async def test_a_switch_of_strategy_breaks_no_stream(
 
     if cluster.manifest["spec"]["strategy"] != before.title:
         await switch(before)
-    asked = known[:16]
-    results = [Result(name=request.name) for request, _ in asked]
+    pids = {engine["pid"] for engine in cluster.status()["engines"]}
     async with cluster.client() as client:
-        streams = [
-            asyncio.create_task(client.generate(request, result=result))
-            for (request, _), result in zip(asked, results, strict=True)
-        ]
-        while not any(result.token_ids for result in results):  # noqa: ASYNC110  streams have no event for it
-            await asyncio.sleep(0.01)
-        pids = {engine["pid"] for engine in cluster.status()["engines"]}
-        now_in_force = await switch(after)
-        assert any(not stream.done() for stream in streams), "every stream ended before the switch"
-        await asyncio.wait_for(asyncio.gather(*streams), 120)
-        later = [await client.generate(request) for request, _ in asked[:4]]
-    for result, (_, answer) in zip(results + later, asked + asked[:4], strict=True):
-        check(result, answer)
+        async with keep_streaming(client, known[:16]):
+            now_in_force = await switch(after)
+        for request, answer in known[:4]:
+            check(await client.generate(request), answer)
     assert {engine["pid"] for engine in now_in_force["engines"]} == pids
 
 
