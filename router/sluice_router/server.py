@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha import reflection
 from sluice.v1 import control_pb2_grpc, plan_pb2
 from sluice_core.latency import OnlineLatencyModel
 from sluice_router.api import control_service
-from sluice_router.api.grpc_api import GrpcApi
+from sluice_router.api.grpc_api import GrpcApi, join_address
 from sluice_router.api.http_api import HttpApi
 from sluice_router.api.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
 from sluice_router.engines import discovery
@@ -38,6 +38,8 @@ from sluice_router.settings import load_profile
 from sluice_router.text.tokenizer import ModelText
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from sluice_router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,10 @@ def make_router(settings: RouterSettings) -> Router:
         make_latency_model=lambda _: OnlineLatencyModel(profile),
     )
     return Router(state, time.monotonic)
+
+
+class ListenError(Exception):
+    """The router cannot listen on a port; names the option, the port and the host."""
 
 
 class RouterServer:
@@ -90,7 +96,10 @@ class RouterServer:
         self._text = ModelText.load(Path(settings.model))
         self._http = HttpApi(self.router, self._text, access=security.client_access)
         self._grpc = GrpcApi(self.router, self._text, self._http.metrics, access=security.client_access)
-        self._control = grpc.aio.server(interceptors=peers.interceptors if peers else ())
+        # gRPC shares ports by default: another router on this one would then take part of the calls, unnoticed.
+        self._control = grpc.aio.server(
+            interceptors=peers.interceptors if peers else (), options=[("grpc.so_reuseport", 0)]
+        )
         self._health = health.aio.HealthServicer()
         # Whoever may scrape may not therefore use what clients need a key for.
         open_paths = PROBE_PATHS | {METRICS_PATH} if security.client_access.keys else None
@@ -100,10 +109,14 @@ class RouterServer:
         self.ports: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Serves until ``stop`` is called, then shuts down in order."""
+        """Serves until ``stop`` is called, then shuts down in order.
+
+        Raises:
+            ListenError: It cannot listen on one of its ports.
+        """
         try:
+            await self._start()
             async with asyncio.TaskGroup() as tasks:
-                await self._start()
                 runners = [
                     tasks.create_task(self._tick(), name="tick"),
                     tasks.create_task(self._report_health(), name="health"),
@@ -127,15 +140,23 @@ class RouterServer:
     async def _start(self) -> None:
         settings = self._settings
         self._load_plan()
-        self.ports["control"] = await self._start_control()
-        self.ports["metrics"] = await self._start_info()
-        self.ports["grpc"] = await self._grpc.start(settings.host, settings.grpc_port)
-        self.ports["http"] = await self._http.start(settings.host, settings.http_port)
+        await self._listen("control", self._start_control())
+        await self._listen("metrics", self._start_info())
+        await self._listen("grpc", self._grpc.start(settings.host, settings.grpc_port))
+        await self._listen("http", self._http.start(settings.host, settings.http_port))
         gc.collect()
         # What lives since the start need not be walked at all.
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         logger.info("router %s listens on %s, ports %s", self.router.state.router_id, settings.host, self.ports)
+
+    async def _listen(self, name: str, starting: Awaitable[int]) -> None:
+        try:
+            self.ports[name] = await starting
+        except (OSError, RuntimeError) as error:  # gRPC raises the latter
+            host, port = self._settings.host, getattr(self._settings, f"{name}_port")
+            message = f"--{name}-port {port}: the router cannot listen on it at {host}; is it in use? ({error})"
+            raise ListenError(message) from error
 
     def _load_plan(self) -> None:
         """Takes the mounted plan for a cold start; one that is missing or wrong is no reason not to start."""
@@ -153,7 +174,7 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._control)
         names = (control_service.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._control)
-        address, peers = f"{self._settings.host}:{self._settings.control_port}", self._security.peers
+        address, peers = join_address(self._settings.host, self._settings.control_port), self._security.peers
         if peers is None:
             port = self._control.add_insecure_port(address)
         else:

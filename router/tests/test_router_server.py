@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server_harness import PD, get, make_settings, running, until_ready, write_engine_addresses
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc, sampling_pb2
-from sluice_router.server import TICK_S
+from sluice_router.server import TICK_S, ListenError, RouterServer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +55,26 @@ async def test_router_becomes_ready_serves_and_lets_answers_end_at_shutdown(sett
             assert answer.status == 200
             usage = (await answer.json())["usage"]
         assert usage["completion_tokens"] == 60
+
+
+@pytest.mark.parametrize("name", ["control", "metrics", "grpc", "http"])
+async def test_two_routers_never_share_a_port(settings, name):
+    """gRPC servers share a port by default: each would then get part of the calls, and answer for the other."""
+    async with running(settings) as first:
+        port = first.ports[name]
+        second = RouterServer(settings.model_copy(update={f"{name}_port": port}))
+        with pytest.raises(ListenError, match=f"^--{name}-port {port}: the router cannot listen on it at 127.0.0.1"):
+            async with asyncio.timeout(10):
+                await second.run()
+
+
+async def test_a_router_listens_on_ipv6(settings):
+    async with (
+        running(settings.model_copy(update={"host": "::1"})) as server,
+        grpc.aio.insecure_channel(f"[::1]:{server.ports['control']}") as channel,
+    ):
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_grpc_clients_get_goaway_while_their_calls_go_on(settings, tmp_path):

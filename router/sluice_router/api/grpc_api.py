@@ -223,7 +223,7 @@ class GrpcApi:
         Returns:
             The port.
         """
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = join_address(host, port)
         if self._certificates is None:
             bound = self._server.add_insecure_port(address)
         else:
@@ -265,6 +265,11 @@ class GrpcApi:
                 for name in ("", SERVICE):
                     await self._health.set(name, states[last])
             await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+def join_address(host: str, port: int) -> str:
+    """The address of a host, which may be an IPv6 address, and a port, as gRPC reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _make_handlers(service: RouterService) -> grpc.GenericRpcHandler:
