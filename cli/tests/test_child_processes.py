@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from worker_ports import NAMED_PORTS
 
 from sluice_cli.local_cluster.cluster_directory import ProcessRecord, read_start_time
 from sluice_cli.processes import die_with_parent
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PORTS = range(25410, 25420)
+PORT, PORTS = NAMED_PORTS[30], NAMED_PORTS[31:41]
 
 
 async def test_a_child_runs_in_a_session_of_its_own_with_its_environment_and_log(tmp_path: Path) -> None:
@@ -127,19 +128,19 @@ def test_two_launchers_never_choose_one_port(tmp_path: Path) -> None:
     first, second = PortAllocator(PORTS, directory=tmp_path), PortAllocator(PORTS, directory=tmp_path)
     chosen = [book.choose() for book in (first, second) for _ in range(5)]
     assert sorted(chosen) == list(PORTS)
-    with pytest.raises(PortError, match="no port from 25410 to 25419 is free"):
+    with pytest.raises(PortError, match=f"no port from {PORTS[0]} to {PORTS[-1]} is free"):
         first.choose()
     second.release(chosen[-1])
     assert first.choose() == chosen[-1]
 
 
 def test_a_taken_port_is_named_with_its_owner_and_a_way_out(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 25409)):
+    with socket.create_server(("127.0.0.1", PORT)):
         book = PortAllocator(PORTS, directory=tmp_path)
         with pytest.raises(
-            PortError, match=rf"port 25409 \(the manifest\) is in use .*process {os.getpid()}.*; do this"
+            PortError, match=rf"port {PORT} \(the manifest\) is in use .*process {os.getpid()}.*; do this"
         ):
-            book.take(25409, "the manifest", "do this")
+            book.take(PORT, "the manifest", "do this")
 
 
 def test_a_record_finds_its_process_and_no_later_one_of_the_same_pid() -> None:

@@ -22,6 +22,7 @@ from aiohttp import web
 from certificate_files import make_files, mount_secret
 from click.testing import CliRunner
 from rich.console import Console
+from worker_ports import CLUSTER_PORTS, NAMED_PORTS
 
 from sluice.certificate_rotation import CertificateFolder
 from sluice.certificates import make_server_context
@@ -171,10 +172,11 @@ def test_up_refuses_a_wrong_manifest_by_field(home: Path, old: str, new: str, me
 
 def test_up_names_a_taken_port_and_the_ways_out(home: Path) -> None:
     (home / ".sluice/volumes/models/tiny").mkdir(parents=True)
-    with socket.create_server(("127.0.0.1", 25430)):
-        code, output = run("up", str(EXAMPLE), "--http-port", "25430", "--port-range", "25431-25499")
+    port, first, last = NAMED_PORTS[50], CLUSTER_PORTS[0], CLUSTER_PORTS[-1]
+    with socket.create_server(("127.0.0.1", port)):
+        code, output = run("up", str(EXAMPLE), "--http-port", str(port), "--port-range", f"{first}-{last}")
     assert code == 1
-    assert "port 25430 (--http-port) is in use on 127.0.0.1" in output
+    assert f"port {port} (--http-port) is in use on 127.0.0.1" in output
     assert "choose another, or stop what uses it" in output
 
 
@@ -196,7 +198,7 @@ def test_status_as_json_works_while_no_router_answers(home: Path) -> None:
     directory = ClusterDirectory("test")
     directory.lock()
     directory.write_launcher("starting", manifest="m.yaml", model="tiny")
-    ports = {"http": 25440, "grpc": 25441, "control": 25442, "metrics": 25443}
+    ports = dict(zip(("http", "grpc", "control", "metrics"), NAMED_PORTS[60:64], strict=True))
     started = read_start_time(os.getpid())
     directory.write_processes(
         [

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from worker_ports import CLUSTER_PORTS, NAMED_PORTS
 
 from sluice_cli.commands.up import up
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
@@ -32,41 +33,41 @@ if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
-PORTS = range(25450, 25470)
+PORT, OTHER_PORT = NAMED_PORTS[70], NAMED_PORTS[80]
 
 
 def make_endpoints(home: Path, http_port: int | None = None) -> EndpointAllocator:
-    ports = PortAllocator(PORTS, directory=home / "ports")
+    ports = PortAllocator(CLUSTER_PORTS, directory=home / "ports")
     return EndpointAllocator(ports, ClusterDirectory("a", home), http_port)
 
 
 def test_the_first_router_has_the_port_of_the_option_or_else_the_manifests(tmp_path: Path) -> None:
-    assert make_endpoints(tmp_path).choose_http_port(25480) == 25480
-    assert make_endpoints(tmp_path, 25470).choose_http_port(25480) == 25470
-    first = make_endpoints(tmp_path, 25470).make_first_router(25480, tmp_path)
-    assert list_ports(first) == {"http": 25470, "grpc": 25471, "control": 25472, "metrics": first.metrics_port}
-    assert first.metrics_port in PORTS
+    assert make_endpoints(tmp_path).choose_http_port(OTHER_PORT) == OTHER_PORT
+    assert make_endpoints(tmp_path, PORT).choose_http_port(OTHER_PORT) == PORT
+    first = make_endpoints(tmp_path, PORT).make_first_router(OTHER_PORT, tmp_path)
+    assert list_ports(first) == {"http": PORT, "grpc": PORT + 1, "control": PORT + 2, "metrics": first.metrics_port}
+    assert first.metrics_port in CLUSTER_PORTS
 
 
 def test_ports_beside_the_first_routers_are_others_where_they_are_taken(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 25471)):
-        router = make_endpoints(tmp_path).make_first_router(25470, tmp_path)
-    assert router.grpc_port in PORTS
-    assert router.control_port == 25472
+    with socket.create_server(("127.0.0.1", PORT + 1)):
+        router = make_endpoints(tmp_path).make_first_router(PORT, tmp_path)
+    assert router.grpc_port in CLUSTER_PORTS
+    assert router.control_port == PORT + 2
 
 
 def test_ports_are_claimed_until_they_are_released(tmp_path: Path) -> None:
     endpoints = make_endpoints(tmp_path)
-    router, engine = endpoints.make_first_router(25470, tmp_path), endpoints.make_engine(EngineId("e"), tmp_path)
+    router, engine = endpoints.make_first_router(PORT, tmp_path), endpoints.make_engine(EngineId("e"), tmp_path)
     other = make_endpoints(tmp_path)
-    with pytest.raises(PortError, match=r"port 25470 \(spec.router.service.port\) is in use"):
-        other.check_http_port(25470)
+    with pytest.raises(PortError, match=rf"port {PORT} \(spec.router.service.port\) is in use"):
+        other.check_http_port(PORT)
     assert len({*list_ports(router).values(), *list_ports(engine).values()}) == 7
     endpoints.release(router)
     endpoints.release(engine)
-    other.check_http_port(25470)
+    other.check_http_port(PORT)
     # To check it is not to claim it.
-    assert endpoints.make_first_router(25470, tmp_path).http_port == 25470
+    assert endpoints.make_first_router(PORT, tmp_path).http_port == PORT
     assert len({other.make_further_router(tmp_path).http_port for _ in range(4)}) == 4
 
 
@@ -75,19 +76,19 @@ def test_options_of_a_launcher_in_the_background_are_those_that_were_given(tmp_p
     manifest.write_text("")
     options = UpOptions(
         manifest=manifest,
-        http_port=25470,
+        http_port=PORT,
         volumes={"models": Path("/m"), "more": Path("/n")},
         secrets={"keys": Path("/k")},
-        ports=range(25450, 25470),
+        ports=CLUSTER_PORTS,
     )
     parsed = up.make_context("up", options.as_arguments()).params
     assert parsed == {
         "manifest": manifest,
         "detach": False,
-        "http_port": 25470,
+        "http_port": PORT,
         "volumes": {"models": Path("/m"), "more": Path("/n")},
         "secrets": {"keys": Path("/k")},
-        "ports": range(25450, 25470),
+        "ports": CLUSTER_PORTS,
     }
 
 

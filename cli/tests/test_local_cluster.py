@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 import yaml
+from worker_ports import CLUSTER_PORTS, NAMED_PORTS
 
 from sluice.v1 import control_pb2
 from sluice_cli.local_cluster.cluster import LocalCluster
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
     from sluice_operator.autotune.search_messages import SearchRequest
 
 PROGRAMS = Path(__file__).parent / "programs"
-PORTS = range(25000, 25400)
-MANIFEST = """
+PORT, OTHER_PORT, THIRD_PORT = NAMED_PORTS[0], NAMED_PORTS[10], NAMED_PORTS[20]
+ROUTER = f"  router: {{replicas: 1, service: {{port: {PORT}}}}}\n"
+MANIFEST = (
+    """
 apiVersion: sluice.dev/v1alpha1
 kind: ServingCluster
 metadata: {name: test}
@@ -47,8 +50,9 @@ spec:
   slo: {ttftMilliseconds: 500, tpotMilliseconds: 50}
   model: {name: tiny, source: {persistentVolumeClaim: {claimName: models}}}
   engine: {drainTimeoutSeconds: 5}
-  router: {replicas: 1, service: {port: 25400}}
 """
+    + ROUTER
+)
 
 
 async def spawn_stand_in(launch: LaunchSpec) -> ChildProcess:
@@ -68,7 +72,7 @@ class Running:
         self.path = home / "test.yaml"
         self.directory = ClusterDirectory("test", home)
         self.directory.path.mkdir(parents=True)
-        self.ports = PortAllocator(PORTS, directory=home / "ports")
+        self.ports = PortAllocator(CLUSTER_PORTS, directory=home / "ports")
         self.cluster = LocalCluster(
             parse_manifest(self.text),
             self.directory,
@@ -187,7 +191,7 @@ P, D = ("P-heavy", 512), ("D-heavy", 64)
 
 async def test_a_cluster_starts_with_the_roles_and_chunk_sizes_of_its_manifest(running: Running) -> None:
     assert sorted(running.engines().values()) == [D, D, P]
-    assert running.cluster.status().url == "http://127.0.0.1:25400"
+    assert running.cluster.status().url == f"http://127.0.0.1:{PORT}"
     plan = json.loads(running.directory.plan_file.read_text())
     assert len(plan["engines"]) == 3
     assert json.loads(running.directory.engines_file.read_text())
@@ -277,27 +281,27 @@ async def test_routers_are_added_and_removed_with_their_replicas(running: Runnin
 
 async def test_the_port_of_the_router_moves_and_the_engines_stay(running: Running) -> None:
     before, roles = running.pids(), running.engines()
-    running.edit("port: 25400", "port: 25410")
-    await running.until(lambda: running.cluster.status().url == "http://127.0.0.1:25410" and running.is_ready())
+    running.edit(f"port: {PORT}", f"port: {OTHER_PORT}")
+    await running.until(lambda: running.cluster.status().url == f"http://127.0.0.1:{OTHER_PORT}" and running.is_ready())
     assert {name for name, pid in running.pids().items() if pid != before[name]} == {"router-0"}
     assert running.engines() == roles
     assert running.cluster.status().routers[0].generation > 0
     (router,) = [record for record in running.directory.read_processes() if record.kind == "router"]
     assert {name: router.ports[name] for name in ("http", "grpc", "control")} == {
-        "http": 25410,
-        "grpc": 25411,
-        "control": 25412,
+        "http": OTHER_PORT,
+        "grpc": OTHER_PORT + 1,
+        "control": OTHER_PORT + 2,
     }
-    assert "router-0 stops once its streams have ended, then starts again on port 25410" in running.lines
+    assert f"router-0 stops once its streams have ended, then starts again on port {OTHER_PORT}" in running.lines
     # The old port is free again, for whoever wants it.
-    assert running.ports.take(25400, "a test", "none") == 25400
+    assert running.ports.take(PORT, "a test", "none") == PORT
 
 
 async def test_only_routers_restart_when_api_keys_are_required(running: Running) -> None:
     running.edit("router: {replicas: 1", "router: {replicas: 2")
     await running.until(lambda: len(running.cluster.status().routers) == 2 and running.is_ready())
     before = running.pids()
-    running.edit("port: 25400}", "port: 25400}, auth: {mode: APIKey, apiKey: {secretName: keys}}")
+    running.edit(f"port: {PORT}}}", f"port: {PORT}}}, auth: {{mode: APIKey, apiKey: {{secretName: keys}}}}")
     await running.until(lambda: all(router.needs_key for router in running.cluster.status().routers))
     await running.until(lambda: len(running.cluster.status().routers) == 2 and running.is_ready())
     after = running.pids()
@@ -305,7 +309,7 @@ async def test_only_routers_restart_when_api_keys_are_required(running: Running)
     for name in ("router-0", "router-1"):
         command = psutil.Process(after[name]).cmdline()
         assert command[command.index("--api-keys") + 1].endswith("/keys")
-    assert running.cluster.status().url == "http://127.0.0.1:25400"
+    assert running.cluster.status().url == f"http://127.0.0.1:{PORT}"
 
 
 @pytest.mark.parametrize(
@@ -315,7 +319,7 @@ async def test_only_routers_restart_when_api_keys_are_required(running: Running)
 )
 async def test_only_routers_restart_for_a_field_of_theirs(running: Running, field: str) -> None:
     before = running.pids()
-    running.edit("service: {port: 25400}", f"service: {{port: 25400}}, {field}")
+    running.edit(f"service: {{port: {PORT}}}", f"service: {{port: {PORT}}}, {field}")
     await running.until(lambda: running.pids().get("router-0") not in (None, before["router-0"]) and running.is_ready())
     assert {name for name, pid in running.pids().items() if pid != before[name]} == {"router-0"}
     process = psutil.Process(running.pids()["router-0"])
@@ -326,18 +330,18 @@ async def test_only_routers_restart_for_a_field_of_theirs(running: Running, fiel
 
 async def test_a_port_in_use_is_said_and_the_router_stays_until_another_is_named(running: Running) -> None:
     before = running.pids()
-    with socket.create_server(("127.0.0.1", 25420)):
-        running.edit("port: 25400", "port: 25420")
+    with socket.create_server(("127.0.0.1", OTHER_PORT)):
+        running.edit(f"port: {PORT}", f"port: {OTHER_PORT}")
         await running.until(lambda: any("router-0 stays at its port" in line for line in running.lines))
-        assert any("port 25420 (spec.router.service.port) is in use" in line for line in running.lines)
+        assert any(f"port {OTHER_PORT} (spec.router.service.port) is in use" in line for line in running.lines)
         assert running.pids() == before
         assert running.is_ready()
         # The rest of the manifest is followed all the same.
         running.edit("replicas: 3", "replicas: 4")
         await running.until(lambda: sorted(running.engines().values()) == [D, D, D, P])
-        assert running.cluster.status().url == "http://127.0.0.1:25400"
-    running.edit("port: 25420", "port: 25430")
-    await running.until(lambda: running.cluster.status().url == "http://127.0.0.1:25430" and running.is_ready())
+        assert running.cluster.status().url == f"http://127.0.0.1:{PORT}"
+    running.edit(f"port: {OTHER_PORT}", f"port: {THIRD_PORT}")
+    await running.until(lambda: running.cluster.status().url == f"http://127.0.0.1:{THIRD_PORT}" and running.is_ready())
 
 
 async def test_a_restart_class_edit_rolls_one_engine_at_a_time(running: Running) -> None:
@@ -518,7 +522,7 @@ TUNED = [("D-heavy", 128), ("P-heavy", 1024), ("P-heavy", 1024)]
 
 
 def start_tuning(running: Running) -> None:
-    assert running.edit("  router: {replicas: 1, service: {port: 25400}}\n", MANIFEST.splitlines()[-1] + AUTOTUNE)
+    assert running.edit(ROUTER, ROUTER + AUTOTUNE)
 
 
 async def test_the_tuner_changes_sliders_and_restarts_nothing(running: Running) -> None:

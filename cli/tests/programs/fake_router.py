@@ -125,7 +125,8 @@ async def main() -> None:
     parser.add_argument("--engines")
     options, _ = parser.parse_known_args()
     router = FakeRouter(Path(options.engines.removeprefix("file:")))
-    server = grpc.aio.server()
+    # gRPC shares ports by default: another test could then get an answer of this router.
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     control_pb2_grpc.add_ControlServicer_to_server(router, server)
     server.add_insecure_port(f"127.0.0.1:{options.control_port}")
     await server.start()
