@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -22,7 +22,7 @@ from programs import ProgramStartError, StartedProgram, answers, run_program
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -213,12 +213,14 @@ class Sluice:
         is_text_off: Pass raw pieces, once the router has a setting for it.
         checkout: Root of the checkout that it runs from.
         split: File for the CPU of its stages (``traced_router.py``); None: it runs as it is.
+        tracing: Variables that turn OpenTelemetry traces on.
     """
 
     strategy: str = "aggregated"
     is_text_off: bool = False
     checkout: Path = natives.REPOSITORY
     split: Path | None = None
+    tracing: Mapping[str, str] = field(default_factory=dict)
     backend: Backend = "attach"
     is_router: bool = True
 
@@ -231,7 +233,8 @@ class Sluice:
         """Reads the commit, and whether the tree differs from it."""
         command = ["git", "-C", str(self.checkout), "describe", "--always", "--dirty"]
         answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=10)
-        return answer.stdout.strip() or metadata.version("sluice-serve")
+        version = answer.stdout.strip() or metadata.version("sluice-serve")
+        return f"{version}, traced" if self.tracing else version
 
     @contextmanager
     def run(self, site: Site) -> Iterator[StartedProgram | None]:
@@ -263,7 +266,7 @@ class Sluice:
         """Names the checkout's parts; first what the caller names, such as the compiled core, for our own."""
         parts = [str(self.checkout / part) for part in ("core", "protos", "router")]
         own = [os.environ.get("PYTHONPATH", "")] if self.checkout == natives.REPOSITORY else []
-        return {"PYTHONPATH": os.pathsep.join([*filter(None, own), *parts])}
+        return {"PYTHONPATH": os.pathsep.join([*filter(None, own), *parts]), **self.tracing}
 
 
 def make_plan(site: Site, strategy: str) -> plan_pb2.Plan:

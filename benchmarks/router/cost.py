@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/router/cost.py [--seconds S] [--repeats N] [--json PATH]
     .venv/bin/python benchmarks/router/cost.py --split --large-tokenizer
     .venv/bin/python benchmarks/router/cost.py --against ../old        # another checkout in turn, and the ratio
+    .venv/bin/python benchmarks/router/cost.py --traced 0.01           # with traces of 1 % in turn, and the ratio
 
 The router is measured idle (engines report, no requests come), under long streams at several widths, and under
 one-token requests. In each repeat, two trials give the cost of a token and of a request: the widest streams and the
@@ -17,24 +18,29 @@ import json
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import contestants
+import grpc
 import machine
 import natives
 import report
 import trial
 from large_tokenizer import NUM_ENTRIES, make_large_model
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from programs import ProgramStartError
 from run import add_common_options, make_site
 from traffic import TrafficWorkload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 LONG_PROMPT_TOKENS = 1000
+SAMPLER = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +277,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=natives.BUILD / "router-cost.json", help="result file")
     parser.add_argument("--split", action="store_true", help="times the stages of a one-token stream, too")
     parser.add_argument("--against", type=Path, action="append", default=[], help="root of another checkout, in turn")
+    parser.add_argument("--traced", type=float, metavar="SHARE", help="share of requests traced, by a router in turn")
     parser.add_argument(
         "--large-tokenizer", action="store_true", help=f"of {NUM_ENTRIES} entries, which is trained at the first use"
     )
@@ -286,11 +293,49 @@ def measure_all(options: argparse.Namespace, cases: Cases, files: trial.Files, f
     site = make_site(options, folder)
     checkouts = [natives.REPOSITORY, *(path.resolve() for path in options.against)]
     routers = [contestants.Sluice(strategy=options.strategy, checkout=checkout) for checkout in checkouts]
-    everyone = [Costs(router, options, cases, site, files) for router in routers]
-    for number in range(options.repeats):
-        for costs in everyone if number % 2 == 0 else everyone[::-1]:
-            costs.measure(number)
+    with collect_traces() as (endpoint, collector):
+        if options.traced is not None:
+            tracing = {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+                **SAMPLER,
+                "OTEL_TRACES_SAMPLER_ARG": str(options.traced),
+            }
+            routers.append(replace(routers[0], tracing=tracing))
+        everyone = [Costs(router, options, cases, site, files) for router in routers]
+        for number in range(options.repeats):
+            for costs in everyone if number % 2 == 0 else everyone[::-1]:
+                costs.measure(number)
+    if options.traced is not None:
+        print(f"the collector got {collector.num_spans} spans", flush=True)
     return everyone
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Counts the spans that a router sends."""
+
+    def __init__(self) -> None:
+        self.num_spans = 0
+
+    def Export(  # noqa: N802 - gRPC's name
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        """Takes spans; see OpenTelemetry's protocol."""
+        del context
+        self.num_spans += sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@contextmanager
+def collect_traces() -> Iterator[tuple[str, Collector]]:
+    """Serves a collector of traces in this process, off the router's core; yields its URL too."""
+    server, collector = grpc.server(ThreadPoolExecutor(max_workers=1)), Collector()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"http://127.0.0.1:{port}", collector
+    finally:
+        server.stop(None)
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ import uvloop
 from pydantic import ValidationError
 
 from sluice.certificates import CertificateError
+from sluice_router.observability.request_traces import TracingError
 from sluice_router.server import ListenError, serve
 from sluice_router.settings import parse_settings
 
@@ -23,7 +24,7 @@ def main() -> int:
         return 2
     try:
         uvloop.run(serve(settings))
-    except (CertificateError, ListenError) as error:
+    except (CertificateError, ListenError, TracingError) as error:
         print(f"sluice_router: {error}", file=sys.stderr)
         return 2
     return 0

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import random
 import signal
 import time
@@ -31,6 +32,7 @@ from sluice_router.api.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndp
 from sluice_router.engines import discovery
 from sluice_router.engines.engine_connections import EngineConnections
 from sluice_router.errors import PlanRefusedError, ShuttingDownError
+from sluice_router.observability.request_traces import make_request_traces
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
 from sluice_router.security.tls import RouterSecurity
@@ -53,14 +55,23 @@ CLOSE_GRACE_S = 1.0
 
 
 def make_router(settings: RouterSettings) -> Router:
-    """Makes the data plane, without I/O."""
+    """Makes the data plane.
+
+    Args:
+        settings: Of the process.
+
+    Raises:
+        TracingError: The environment asks for traces in a way that the router cannot send them.
+    """
     profile = load_profile(settings.latency_profile) if settings.latency_profile else None
+    router_id = settings.router_id or f"router-{uuid.uuid4().hex[:12]}"
     state = RouterState(
-        router_id=settings.router_id or f"router-{uuid.uuid4().hex[:12]}",
+        router_id=router_id,
         limits=settings.limits,
         rng=random.Random(),  # noqa: S311 - ids, seeds and ties, nothing secret
         started_unix_s=int(time.time()),
         make_latency_model=lambda _: OnlineLatencyModel(profile),
+        traces=make_request_traces(os.environ, router_id, time.monotonic),
     )
     return Router(state, time.monotonic)
 
@@ -249,6 +260,8 @@ class RouterServer:
         if self._info_runner is not None:
             await self._info_runner.cleanup()
         await self._control.stop(CLOSE_GRACE_S)
+        if self.router.state.traces is not None:
+            await asyncio.to_thread(self.router.state.traces.shut_down, CLOSE_GRACE_S)
         self._text.close()
 
 

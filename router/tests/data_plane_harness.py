@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sluice_core.latency import LatencyModel
     from sluice_core.records import EngineId
     from sluice_router.errors import RouterError
+    from sluice_router.observability.request_traces import RequestTraces
     from sluice_router.scheduling.entities import ConnectedEngine
     from sluice_router.scheduling.requests import Finish
 
@@ -127,10 +128,15 @@ class Harness:
         limits: Limits | None = None,
         plan: bool = True,
         make_latency_model: Callable[[EngineId], LatencyModel] | None = None,
+        make_traces: Callable[[Clock], RequestTraces] | None = None,
     ) -> None:
         self.clock = Clock()
         self.state = RouterState(
-            router_id="router-1", limits=limits or Limits(), rng=make_rng(), make_latency_model=make_latency_model
+            router_id="router-1",
+            limits=limits or Limits(),
+            rng=make_rng(),
+            make_latency_model=make_latency_model,
+            traces=make_traces(self.clock) if make_traces else None,
         )
         self.router = Router(self.state, self.clock)
         self.router.connect(self)

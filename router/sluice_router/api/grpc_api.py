@@ -26,6 +26,7 @@ from sluice_router.api.request_preparation import (
 )
 from sluice_router.api.response_streams import GrpcResponseStream
 from sluice_router.errors import InvalidRequestError, RouterError, error_status_of
+from sluice_router.observability.request_traces import read_trace_headers
 from sluice_router.scheduling.requests import Finish
 from sluice_router.security.access_control import OPEN_ACCESS
 from sluice_router.text.output import Output
@@ -121,6 +122,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             client_request_id=check_request_id("request_id", request.request_id),
             deadline_s=None if remaining_s is None else arrival_s + remaining_s,
             owner=owner,
+            trace_headers=read_trace_headers(metadata),
         )
         fields = grpc_fields.read_fields(request)
         kind = request.WhichOneof("prompt")

@@ -44,6 +44,7 @@ from sluice_router.errors import (
     RouterError,
     UnsupportedEndpointError,
 )
+from sluice_router.observability.request_traces import read_trace_headers
 from sluice_router.security.access_control import OPEN_ACCESS
 from sluice_router.security.cors import CorsPolicy
 
@@ -312,6 +313,7 @@ class HttpApi:
             client_request_id=request.headers.get(REQUEST_ID_HEADER, ""),
             default_output_tokens=None if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS,
             owner=request.get(OWNER, ""),
+            trace_headers=read_trace_headers(request.headers),
         )
 
     async def _read_body(self, request: web.BaseRequest) -> bytes:

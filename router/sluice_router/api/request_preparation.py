@@ -49,6 +49,7 @@ class Caller:
         deadline_s: When the caller gives up, on the same clock; None: never.
         default_output_tokens: Most output tokens when neither caller nor model say; None: up to the model's length.
         owner: Whose API key it came with; empty where none is asked for.
+        trace_headers: W3C trace context of the call; None: it has none.
     """
 
     arrival_s: float
@@ -58,6 +59,7 @@ class Caller:
     deadline_s: float | None = None
     default_output_tokens: int | None = None
     owner: str = ""
+    trace_headers: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +272,7 @@ class RequestPreparer:
             client_request_id=caller.client_request_id,
             owner=caller.owner,
             cache_salt=body.cache_salt or "",
+            trace_headers=caller.trace_headers,
         )
         return PreparedRequest(request=request, output=self._describe_output(body, sampling))
 

@@ -11,6 +11,7 @@ from sluice_core.scheduling.placement import explain as explain_placement
 if TYPE_CHECKING:
     from sluice_core.records import RequestId
     from sluice_core.scheduling.placement import PlacementRecord
+    from sluice_router.observability.request_traces import RequestTraces
 
 # Names of the values of each kind of event.
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -32,10 +33,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "granted": ("target", "cause"),
     "handed_off": ("source", "target", "cause", "fence", "output_tokens"),
     "kept": ("engine", "longest_s"),
+    "abandoned": ("engine", "cause", "reason"),
     "moved": ("source", "target", "cause", "duration_s"),
     "returned": ("engine",),
     "lost": ("engine", "reason", "output_tokens"),
     "resumed": ("engine", "output_tokens", "stall_s"),
+    "recovered": ("engine", "output_tokens", "stall_s"),
     "finished": ("reason", "output_tokens", "ttft_s", "tpot_s", "is_slo_met"),
     "failed": ("code", "message"),
     "cancelled": ("reason",),
@@ -47,10 +50,12 @@ class DecisionLog:
 
     Args:
         size: Events kept.
+        traces: Take each event too; None: nobody collects traces.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, traces: RequestTraces | None = None) -> None:
         self._events: deque[tuple[Any, ...]] = deque(maxlen=size)
+        self._traces = traces
 
     def __len__(self) -> int:
         return len(self._events)
@@ -58,6 +63,8 @@ class DecisionLog:
     def record(self, now: float, request_id: RequestId, kind: str, *values: object) -> None:
         """Keep one event; ``values`` as ``FIELDS[kind]`` names them."""
         self._events.append((now, request_id, kind, *values))
+        if self._traces is not None and request_id in self._traces and kind != "placement":
+            self._traces.note(now, request_id, kind, dict(zip(FIELDS[kind], values, strict=True)))
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """Lists every decision about a request.

@@ -259,6 +259,9 @@ def abandon(state: RouterState, move: Migration, reason: str, now: float) -> Non
         state.engines.table.record_grant_answer(target.engine_id, move.grant_id)
     if move.phase is MigrationPhase.GRANT_ASKED:
         record_blocked(state, move.source, move.cause, reason, now)
+    else:
+        source_id = move.source.engine.engine_id
+        state.decision_log.record(now, move.request.request_id, "abandoned", source_id, move.cause.value, reason)
     state.metrics.count("moves", move.cause.value, reason)
     _close(state.outbox, move)
 

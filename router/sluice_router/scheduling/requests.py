@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Mapping
 
     from prometheus_client import CollectorRegistry
 
@@ -38,6 +39,7 @@ class NewRequest:
         deadline_s: When the caller gives up, on the same clock; None: never.
         client_request_id: The caller's own id (``x-request-id``), at most 128 characters; empty: none. Never a key.
         owner: Whose API key it came with; empty where none is asked for.
+        trace_headers: W3C trace context of the call (``traceparent``, ``tracestate``); None: it has none.
         cache_salt: It shares cached KV only with requests of the same salt; empty: with all that have none.
     """
 
@@ -53,6 +55,7 @@ class NewRequest:
     client_request_id: str = ""
     owner: str = ""
     cache_salt: str = ""
+    trace_headers: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from sluice_router.errors import EngineProtocolError
+from sluice_router.errors import EngineProtocolError, RouterError
 from sluice_router.scheduling import (
     admission,
     completion,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from sluice.v1 import control_pb2, engine_pb2, plan_pb2
     from sluice_core.records import EngineId, RequestId
-    from sluice_router.errors import RouterError
     from sluice_router.observability.metrics import EngineTraffic
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
@@ -93,8 +92,15 @@ class Router:
     def admit(self, request: NewRequest, response_stream: ResponseStream) -> None:
         """See ``DataPlane.admit``."""
         started_s = time.perf_counter()
+        traces = self.state.traces
+        if traces is not None:
+            traces.begin(request.request_id, request.arrival_s, request.trace_headers)
         try:
             admission.admit(self.state, request, response_stream, self.now())
+        except RouterError as error:
+            if traces is not None:
+                traces.refuse(self.now(), request.request_id, error.code, error.message)
+            raise
         finally:
             self.state.metrics.decision_s.observe(time.perf_counter() - started_s)
             self._act()

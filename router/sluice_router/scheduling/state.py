@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sluice_core.scheduling.prefix_index import PrefixIndex
     from sluice_core.strategies.interface import RouterPolicy
     from sluice_router.errors import RouterError
+    from sluice_router.observability.request_traces import RequestTraces
     from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, Submission
     from sluice_router.scheduling.prompt_hashes import PrefixScheme
     from sluice_router.scheduling.requests import Finish, ResponseStream
@@ -207,6 +208,7 @@ class RouterState:
         rng: Makes ids, seeds and breaks ties; seeded by the caller.
         started_unix_s: Unix time, for ``/v1/models``.
         make_latency_model: Makes the latency model of a new engine; None: one that knows nothing yet.
+        traces: Of requests; None: nobody collects them.
 
     Attributes:
         requests: Requests and their queues.
@@ -230,6 +232,7 @@ class RouterState:
         rng: random.Random,
         started_unix_s: int = 0,
         make_latency_model: Callable[[EngineId], LatencyModel] | None = None,
+        traces: RequestTraces | None = None,
     ) -> None:
         self.router_id = router_id
         self.limits = limits
@@ -245,7 +248,8 @@ class RouterState:
         self.fair_share = FairShare()
         self.statistics = RequestStatistics(samples=deque(maxlen=limits.num_samples))
         self.metrics = RouterMetrics()
-        self.decision_log = DecisionLog(limits.ring_size)
+        self.decision_log = DecisionLog(limits.ring_size, traces)
+        self.traces = traces
 
     def make_request_id(self) -> RequestId:
         """Makes the router's id of a request."""

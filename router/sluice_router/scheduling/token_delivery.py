@@ -157,8 +157,16 @@ def _note_first_of_submission(state: RouterState, submission: Submission, reques
         request.itl_s.observe(now - request.last_token_s)
     request.last_token_s = now
     if request.lost_since_s is not None:
-        state.metrics.recovery_stall_s["engine"].observe(now - request.lost_since_s)
-        request.lost_since_s = None
+        stall_s, request.lost_since_s = now - request.lost_since_s, None
+        state.metrics.recovery_stall_s["engine"].observe(stall_s)
+        state.decision_log.record(
+            now,
+            request.request_id,
+            "recovered",
+            submission.engine.engine_id,
+            len(request.output_token_ids),
+            stall_s,
+        )
     if request.migration is not None and request.migration.phase is MigrationPhase.SUBMITTED:
         migration.complete(state, request.migration, now)
     elif len(request.output_token_ids) < request.new.sampling.max_tokens:
