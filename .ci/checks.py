@@ -54,7 +54,9 @@ COMPILED_TESTS = (
     "core/tests",
     "router/tests/test_admission.py",
     "router/tests/test_migration.py",
+    "router/tests/test_drained_engines.py",
     "router/tests/test_failover.py",
+    "router/tests/test_stalled_engines.py",
 )
 IS_COMPILED = """
 import sys

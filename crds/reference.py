@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,15 @@ def write_reference() -> str:
         for part in ("spec", "status")
         for path, node in _find_parts(schema["properties"][part], part)
     ]
-    return "\n".join([head, *sections])
+    return "\n".join(map(_wrap, "\n".join([head, *sections]).split("\n")))
+
+
+def _wrap(line: str) -> str:
+    """Breaks a long line of prose, or of a list; a row of a table stays on its line."""
+    if line.startswith("|"):
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _find_parts(node: Schema, path: str) -> Iterator[tuple[str, Schema]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.papers.findings import Chapter, Finding, Results
@@ -109,13 +110,19 @@ def write_chapter(chapter: Chapter, pictures: str) -> list[str]:
         chapter: The chapter.
         pictures: Folder of the pictures, as seen from the document.
     """
-    lines = [f"### {chapter.title}", "", f"{chapter.setting} (`--only {chapter.name}`)", ""]
+    lines = [f"### {chapter.title}", "", *_wrap(f"{chapter.setting} (`--only {chapter.name}`)"), ""]
     lines += [_write_row(_COLUMNS), _write_row(("---",) * len(_COLUMNS))]
     lines += [_write_row(list_cells(finding)) for finding in chapter.findings]
-    lines += [""] + [f"- {note}" for note in chapter.notes] + [""] * bool(chapter.notes)
+    lines += ["", *(line for note in chapter.notes for line in _wrap(f"- {note}")), *[""] * bool(chapter.notes)]
     for plot in chapter.plots:
         lines += [f"![{plot.title}]({pictures}/{plot.name}.svg)", ""]
     return lines
+
+
+def _wrap(text: str) -> list[str]:
+    """Breaks a paragraph or an item of a list into lines."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.wrap(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _write_row(cells: Iterable[str]) -> str:

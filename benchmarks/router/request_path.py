@@ -1,7 +1,7 @@
 """CPU of the router's request path in one process: one-token requests over real sockets, without engines of its own.
 
     .venv/bin/python benchmarks/router/request_path.py [--requests N] [--rounds N] [--unary] [--chat] [--json PATH]
-    .venv/bin/python benchmarks/router/request_path.py --against ../old
+    .venv/bin/python benchmarks/router/request_path.py --against OTHER_CHECKOUT
 
 In a round every connection of a child process sends one request and reads its answer. Messages to engines become
 HTTP/2 frames, which are dropped; the engine's answer comes at the next iteration of the loop. The figure is the fastest

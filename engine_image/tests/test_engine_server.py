@@ -3,80 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from engine_server_harness import LENGTH, STOP, Engine, Router, output, report, settle, submit
 from fake_core import FINGERPRINT, Builder, Clock, Core
 
 from sluice.v1 import engine_pb2 as wire
-from sluice.v1 import engine_pb2_grpc, plan_pb2, sampling_pb2
+from sluice.v1 import engine_pb2_grpc, sampling_pb2
 from sluice_engine import core_messages
-from sluice_engine.server import attach_stream, router_session
 from sluice_engine.server.engine_server import EngineServer
 from sluice_engine.server.grpc_server import EngineService
 from sluice_engine.server.session_table import choose_owner
-
-STOP, LENGTH, ERROR = 0, 1, 3  # vllm.v1.engine.FinishReason
-
-
-@dataclass
-class Router:
-    """A router's end of a stream, without gRPC."""
-
-    server: EngineServer
-    session: router_session.RouterSession
-    stream: attach_stream.AttachStream
-
-    async def send(self, **fields: Any) -> None:
-        await self.server.take(self.session, wire.AttachRequest(**fields))
-        await settle()
-
-    def receive(self) -> list[wire.AttachResponse]:
-        messages = list(self.stream._waiting)
-        self.stream._waiting.clear()
-        return messages
-
-    def lose_stream(self) -> None:
-        self.server.detach(self.session, self.stream)
-
-
-@dataclass
-class Engine:
-    """A server with its fakes."""
-
-    server: EngineServer
-    core: Core
-    clock: Clock
-
-    def attach(self, router_id: str = "router-1") -> Router:
-        return Router(self.server, *self.server.attach(router_id))
-
-    def attached(self, router_id: str = "router-1") -> Router:
-        """Attaches, and reads the hello away."""
-        router = self.attach(router_id)
-        router.receive()
-        return router
-
-    def put_out(self, *outputs: Any, report: core_messages.SchedulerReport | None = None) -> None:
-        if report is not None:
-            outputs = (
-                *outputs,
-                output(core_messages.REPORT_ID, (), kv_transfer_params=core_messages.encode_report(report)),
-            )
-        self.server.take_outputs(SimpleNamespace(outputs=list(outputs)), self.clock.now_s)
-
-    def core_id(self, request_id: str) -> str:
-        return next(core_id for core_id in reversed(self.core.requests) if core_id.startswith(f"{request_id}-"))
-
-
-async def settle() -> None:
-    """Lets every ready task run."""
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -84,31 +25,6 @@ def engine() -> Engine:
     core, clock = Core(), Clock()
     hello = wire.EngineHello(engine_id="engine-1", epoch=7, fingerprint=FINGERPRINT, max_batch_tokens=512)
     return Engine(EngineServer(hello, core, Builder(), clock=clock, transport="tcp"), core, clock)
-
-
-def submit(slot: int, request_id: str, **fields: Any) -> wire.Submit:
-    defaults = {"fence": 1, "submit_number": slot + 1, "prompt_token_ids": [1, 2, 3]}
-    return wire.Submit(slot=slot, request_id=request_id, **{**defaults, **fields})
-
-
-def output(core_id: str, tokens: Any, **fields: Any) -> Any:
-    defaults = dict.fromkeys(("new_logprobs", "finish_reason", "stop_reason", "kv_transfer_params", "prefill_stats"))
-    return SimpleNamespace(request_id=core_id, new_token_ids=list(tokens), **{**defaults, **fields})
-
-
-def report(number: int = 1, **fields: Any) -> core_messages.SchedulerReport:
-    iteration = core_messages.IterationReport(
-        number=number,
-        prefill_tokens=0,
-        attention_work=0.0,
-        num_chunks=0,
-        num_decodes=1,
-        decode_context_tokens=3,
-        duration_s=0.03,
-    )
-    return core_messages.SchedulerReport(
-        load=core_messages.SchedulerLoad(running_decodes=1), iteration=iteration, **fields
-    )
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -369,173 +285,6 @@ async def test_an_abort_of_an_ended_slot_is_answered_by_nothing(engine):
     assert (router.receive(), engine.core.aborted) == ([], [])
 
 
-# --- lost streams ----------------------------------------------------------------------------------------------------
-
-
-async def test_requests_of_a_lost_stream_are_listed_in_the_next_hello(engine):
-    router = engine.attached()
-    await router.send(submits=[submit(0, "a", fence=6)])
-    engine.put_out(output(engine.core_id("a"), [1]))
-    router.lose_stream()
-    engine.put_out(output(engine.core_id("a"), [2]))
-    [message] = engine.attach().receive()
-    assert list(message.hello.held) == [wire.HeldRequest(request_id="a", fence=6, num_output_tokens=2)]
-
-
-def resume(slot: int, request_id: str, next_index: int, fence: int = 1) -> wire.Resume:
-    return wire.Resume(slot=slot, request_id=request_id, fence=fence, next_output_index=next_index)
-
-
-@pytest.mark.parametrize("next_index", [2, 3, 5], ids=["all that it made", "what was on the way", "nothing"])
-async def test_a_held_request_goes_on_from_the_token_that_its_router_names(engine, next_index):
-    router = engine.attached()
-    await router.send(submits=[submit(7, "a", output_token_ids=[90, 91])])
-    engine.put_out(output(engine.core_id("a"), [10]))
-    router.lose_stream()
-    engine.put_out(output(engine.core_id("a"), [11, 12]))
-    router = engine.attached()
-    await router.send(resumes=[resume(4, "a", next_index)])
-    engine.put_out(output(engine.core_id("a"), [13], finish_reason=LENGTH))
-    messages = router.receive()
-    columns = [column for message in messages for column in zip(message.output_indexes, message.token_ids, strict=True)]
-    assert columns == [(2, 10), (3, 11), (4, 12), (5, 13)][next_index - 2 :]
-    assert {slot for message in messages for slot in message.slots} == {4}
-    assert [(item.slot, item.num_output_tokens) for item in messages[-1].finished] == [(4, 6)]
-    assert engine.core.aborted == []
-    engine.clock.now_s += 11
-    assert engine.server.tick(engine.clock.now_s) == []
-
-
-async def test_a_request_that_ended_while_it_was_held_ends_when_it_is_resumed(engine):
-    router = engine.attached()
-    await router.send(submits=[submit(0, "a")])
-    core_id = engine.core_id("a")
-    router.lose_stream()
-    engine.put_out(output(core_id, [10, 2], finish_reason=STOP, stop_reason=2))
-    assert engine.server.num_requests == 0
-    router = engine.attach()
-    [hello] = router.receive()
-    assert list(hello.hello.held) == [wire.HeldRequest(request_id="a", fence=1, num_output_tokens=2)]
-    await router.send(resumes=[resume(3, "a", 0)])
-    [message] = router.receive()
-    assert list(message.token_ids) == [10, 2]
-    [finished] = message.finished
-    assert (finished.slot, finished.reason, finished.stop_token_id) == (3, sampling_pb2.FINISH_REASON_STOP, 2)
-    assert list(engine.attach().receive()[0].hello.held) == []
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [resume(3, "b", 1), resume(3, "a", 1, fence=2), resume(3, "a", 9), resume(3, "a", 0)],
-    ids=["unknown", "another fence", "a token ahead of it", "a token of another engine"],
-)
-async def test_what_cannot_be_resumed_ends_its_slot(engine, wrong):
-    router = engine.attached()
-    await router.send(submits=[submit(0, "a", output_token_ids=[90])])
-    router.lose_stream()
-    router = engine.attached()
-    await router.send(resumes=[wrong])
-    [message] = router.receive()
-    assert [(item.slot, item.reason) for item in message.finished] == [(3, sampling_pb2.FINISH_REASON_ABORTED)]
-    assert not message.slots
-
-
-async def test_logprobs_are_kept_with_the_tokens_of_a_held_request(engine):
-    def rows(token: int) -> SimpleNamespace:
-        return SimpleNamespace(
-            logprob_token_ids=np.array([[token, token]]),
-            logprobs=np.array([[-token, -token]], dtype=np.float32),
-            sampled_token_ranks=np.array([1]),
-        )
-
-    router = engine.attached()
-    await router.send(submits=[submit(0, "a"), submit(1, "b")])
-    plain, with_logprobs = engine.core_id("a"), engine.core_id("b")
-    engine.put_out(output(with_logprobs, [20], new_logprobs=rows(20)))
-    router.lose_stream()
-    engine.put_out(output(plain, [10]), output(with_logprobs, [21], new_logprobs=rows(21)))
-    router = engine.attached()
-    await router.send(resumes=[resume(5, "a", 0), resume(6, "b", 1)])
-    [message] = router.receive()
-    assert list(zip(message.slots, message.token_ids, strict=True)) == [(5, 10), (6, 21)]
-    assert [(item.column, item.logprob) for item in message.logprobs] == [(1, -21.0)]
-
-
-async def test_kv_of_a_hand_off_without_a_stream_is_freed_and_not_resumed(engine):
-    router = engine.attached()
-    await router.send(submits=[submit(0, "a")])
-    core_id = engine.core_id("a")
-    router.lose_stream()
-    params = {core_messages.NUM_TOKENS_KEY: 3}
-    engine.put_out(output(core_id, [1], finish_reason=LENGTH, kv_transfer_params=params))
-    await settle()
-    assert engine.core.commands == [core_messages.ReleaseCommand(request_id=core_id)]
-    assert list(engine.attach().receive()[0].hello.held) == []
-
-
-async def test_requests_of_a_lost_stream_end_with_its_lease(engine):
-    router = engine.attached()
-    await router.send(submits=[submit(0, "a")])
-    router.lose_stream()
-    engine.clock.now_s += 9.9
-    assert engine.server.tick(engine.clock.now_s) == []
-    engine.clock.now_s += 0.2
-    assert engine.server.tick(engine.clock.now_s) == [engine.core_id("a")]
-    assert engine.server.num_requests == 0
-    assert list(engine.attach().receive()[0].hello.held) == []
-
-
-async def test_a_router_that_comes_back_and_ignores_what_is_held_leaks_nothing(engine):
-    router = engine.attached()
-    await router.send(submits=[submit(0, "a")])
-    router.lose_stream()
-    engine.clock.now_s += 5
-    router = engine.attached()
-    await router.send(submits=[submit(0, "b")])
-    engine.clock.now_s += 5
-    assert engine.server.tick(engine.clock.now_s) == [engine.core_id("a")]
-    assert engine.server.num_requests == 1
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"aborts": [wire.Abort(held_request_id="a")]}, {"submits": [submit(0, "a", fence=2)]}],
-    ids=["aborted", "submitted again"],
-)
-async def test_a_held_request_ends_when_its_router_aborts_it(engine, fields):
-    router = engine.attached()
-    await router.send(submits=[submit(0, "a")])
-    core_id = engine.core_id("a")
-    router.lose_stream()
-    await engine.attached().send(**fields)
-    assert engine.core.aborted == [core_id]
-
-
-async def test_a_second_stream_of_a_router_takes_the_place_of_the_first(engine):
-    old = engine.attached()
-    await old.send(submits=[submit(0, "a")])
-    new = engine.attached()
-    old.lose_stream()  # its coroutine ends after the new one has begun
-    engine.put_out(output(engine.core_id("a"), [1]), report=report())
-    assert engine.server.num_routers == 1
-    assert old.receive() == []
-    assert all(not message.slots for message in new.receive())
-
-
-async def test_a_router_that_does_not_read_loses_its_stream(engine):
-    router = engine.attached()
-    for _ in range(attach_stream.MAX_WAITING_MESSAGES + 1):
-        router.session.send(wire.AttachResponse())
-    written = []
-
-    class Writer:
-        async def write(self, message):
-            written.append(message)
-
-    await router.stream.write(Writer())  # returns: the stream is closed
-    assert len(written) == attach_stream.MAX_WAITING_MESSAGES
-
-
 # --- grants and hand-offs --------------------------------------------------------------------------------------------
 
 
@@ -605,98 +354,6 @@ async def test_a_command_that_fails_costs_its_batch_and_not_the_engine(engine, c
     engine.core.is_broken = False
     await router.send(submits=[submit(0, "a")])
     assert engine.server.num_requests == 1
-
-
-# --- plans -----------------------------------------------------------------------------------------------------------
-
-
-def configure(generation: int, chunk: int = 256, uid: str = "u", **fields: Any) -> wire.Configure:
-    defaults = {"role": plan_pb2.ROLE_PREFILL_HEAVY, "strategy": "taichi"}
-    return wire.Configure(cluster_uid=uid, generation=generation, chunk_size_tokens=chunk, **{**defaults, **fields})
-
-
-async def test_the_highest_generation_wins_whoever_brings_it(engine):
-    first, second = engine.attached("router-1"), engine.attached("router-2")
-    await first.send(configure=configure(7, chunk=512))
-    await second.send(configure=configure(6, chunk=64))
-    await second.send(configure=configure(8, chunk=128))
-    seen = [
-        (message.configured.generation, message.configured.chunk_size_tokens)
-        for message in second.receive()
-        if message.HasField("configured")
-    ]
-    assert seen == [(7, 512), (7, 512), (8, 128)]
-    assert [command.chunk_size_tokens for command in engine.core.commands] == [512, 128]
-    assert engine.attach("router-3").receive()[0].configured.generation == 8
-
-
-async def test_a_plan_of_another_cluster_is_newer_for_the_engine_core(engine):
-    router = engine.attached()
-    await router.send(configure=configure(7))
-    await router.send(configure=configure(1, uid="v"))
-    generations = [command.generation for command in engine.core.commands]
-    assert generations == sorted(set(generations))
-    assert router.receive()[-1].configured.cluster_uid == "v"
-
-
-@pytest.mark.parametrize("refused_by", ["server", "scheduler"])
-async def test_a_refused_plan_part_leaves_the_old_one_in_force(engine, refused_by):
-    router = engine.attached()
-    await router.send(configure=configure(1))
-    router.receive()
-    if refused_by == "server":
-        await router.send(configure=configure(2, strategy=""))
-    else:
-        engine.core.answers[core_messages.ConfigureCommand] = core_messages.ConfigureAnswer(
-            generation=1, role="P-heavy", chunk_size_tokens=256, error="chunk_size_tokens: too large"
-        )
-        await router.send(configure=configure(2))
-        del engine.core.answers[core_messages.ConfigureCommand]
-    [message] = router.receive()
-    assert message.configured.generation == 2
-    assert message.configured.error
-    assert engine.attach("router-2").receive()[0].configured.generation == 1
-    await router.send(configure=configure(2))
-    assert router.receive()[-1].configured.error == ""
-
-
-async def test_an_engine_that_the_plan_does_not_name_is_d_heavy(engine):
-    router = engine.attached()
-    await router.send(configure=configure(1, role=plan_pb2.ROLE_UNSPECIFIED))
-    assert engine.core.commands[0].role == "D-heavy"
-
-
-# --- the end ---------------------------------------------------------------------------------------------------------
-
-
-async def test_a_drain_is_reported_at_once_and_no_plan_ends_it(engine):
-    router = engine.attached()
-    await router.send(configure=configure(1, chunk=300))
-    router.receive()
-    await engine.server.drain()
-    assert router.receive()[0].load.is_draining
-    await router.send(configure=configure(2))
-    assert [command.is_draining for command in engine.core.commands] == [False, True, True]
-    assert engine.core.commands[1].chunk_size_tokens == 300
-
-
-async def test_drained_means_no_request_and_no_pinned_block(engine):
-    router = engine.attached()
-    await router.send(submits=[submit(0, "a")])
-    assert not engine.server.is_drained
-    pinned = core_messages.SchedulerReport(load=core_messages.SchedulerLoad(kv_blocks_pinned=2))
-    engine.put_out(output(engine.core_id("a"), [1], finish_reason=LENGTH), report=pinned)
-    assert not engine.server.is_drained
-    engine.put_out(report=core_messages.SchedulerReport(load=core_messages.SchedulerLoad()))
-    assert engine.server.is_drained
-
-
-async def test_a_fault_is_the_last_message(engine):
-    router = engine.attached()
-    await engine.server.close("EngineCore died", timeout_s=0.0)
-    assert [message.fault for message in router.receive()] == ["EngineCore died"]
-    router.session.send(wire.AttachResponse())
-    assert router.receive() == []
 
 
 # --- over gRPC -------------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engine_server_harness import Engine, report
 from fake_core import FINGERPRINT, Builder, Clock, Core
-from test_engine_server import Engine, report
 
 from sluice.v1 import engine_pb2 as wire
 from sluice_engine import core_messages

@@ -5,43 +5,23 @@ from __future__ import annotations
 import pytest
 from data_plane_harness import Harness
 from fake_engine import PARAMETERS, expected_output, make_plan
+from migration_harness import PDD, TWO, check_end, start_on
 
-from sluice.v1 import control_pb2, engine_pb2, plan_pb2, sampling_pb2
+from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId, RequestId
 from sluice_router.scheduling.entities import MigrationPhase
 from sluice_router.settings import Limits
 
 PD = {"p0": "P", "d0": "D"}
-PDD = {"p0": "P", "d0": "D", "d1": "D"}
-TWO = {"d0": "D", "d1": "D"}
+
+
 DEGRADE = engine_pb2.MOVE_CAUSE_DEGRADE
+
+
 BACKFLOW = engine_pb2.MOVE_CAUSE_BACKFLOW
+
+
 NO_PAUSE = {**PARAMETERS, "min_tokens_between_moves": "0"}
-
-
-def start_on(harness: Harness, name: str, max_tokens: int = 40):
-    """Admits a request that is placed on one engine."""
-    others = [other for other in harness.engines if other != name]
-    for other in others:
-        harness.state.engines.table.configure(
-            EngineId(other), role=harness.engines[other].role, chunk_size_tokens=0, is_draining=False
-        )
-    request_id, response_stream = harness.admit(20, max_tokens)
-    for other in others:
-        engine = harness.engines[other]
-        harness.state.engines.table.configure(
-            EngineId(other), role=engine.role, chunk_size_tokens=engine.chunk_size_tokens, is_draining=False
-        )
-    assert harness.engine_of(request_id) == name
-    harness.deliver()
-    return request_id, response_stream
-
-
-def check_end(harness: Harness, response_stream, num_tokens: int = 40) -> None:
-    harness.run()
-    assert response_stream.token_ids == expected_output(response_stream.prompt, num_tokens)
-    assert response_stream.finish is not None
-    harness.assert_idle()
 
 
 def test_finished_prefill_moves_to_a_decode_heavy_engine():
@@ -353,144 +333,6 @@ def test_moves_in_flight_are_capped_per_target_too():
     assert harness.count("flow_blocked", "prefill_done", "no_target") == 2
     harness.run()
     harness.assert_idle()
-
-
-def test_engine_with_a_submit_on_the_way_is_not_drained():
-    harness = Harness(TWO)
-    harness.admit(20, 4)
-    harness.admit(20, 4)
-    harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
-    idle = engine_pb2.AttachResponse(load=harness.cores["d0"].load())
-    harness.router.handle_message(harness.engines["d0"], idle)
-    assert harness.engines["d0"].status == control_pb2.ENGINE_STATE_DRAINING
-    harness.run()
-    assert harness.engines["d0"].status == control_pb2.ENGINE_STATE_DRAINED
-
-
-def test_draining_engine_is_emptied_and_gets_nothing_new():
-    roles = {"d0": "D", "d1": "D"}
-    harness = Harness(roles)
-    request_id, response_stream = start_on(harness, "d0")
-    for _ in range(3):
-        harness.step_all()
-    harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
-    assert harness.engine_of(harness.admit(20, 2)[0]) == "d1"
-    for _ in range(5):
-        harness.clock.advance(0.3)
-        harness.step_all()
-    assert harness.engine_of(request_id) == "d1"
-    assert harness.engines["d0"].status == control_pb2.ENGINE_STATE_DRAINED
-    check_end(harness, response_stream)
-    assert harness.count("moves", "drain", "done") == 1
-
-
-@pytest.mark.parametrize("work", ["queued_requests", "running_decodes", "pulling_requests", "kv_blocks_pinned"])
-def test_engine_is_drained_only_when_nobody_needs_it_any_more(work):
-    """Not even another router's requests, or the engine that pulls KV from it: it is ended once it is drained."""
-    harness = Harness(TWO)
-    harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
-    harness.deliver()
-    load = harness.cores["d0"].load()
-    for number, state in ((1, control_pb2.ENGINE_STATE_DRAINING), (0, control_pb2.ENGINE_STATE_DRAINED)):
-        setattr(load, work, number)
-        harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
-        assert {item.engine_id: item.state for item in harness.router.describe().engines}["d0"] == state
-
-
-def test_draining_engine_proposes_its_decodes_from_time_to_time():
-    harness = Harness(TWO, limits=Limits(drain_retry_s=0.25))
-    harness.cores["d1"].refuse_grants = "kv"
-    _, response_stream = start_on(harness, "d0", 60)
-    harness.step_all()
-    harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
-    for _ in range(20):
-        harness.step_all()
-    assert harness.count("flow_blocked", "drain", "kv") == 1
-    for _ in range(10):
-        harness.step_all()
-    assert harness.count("flow_blocked", "drain", "kv") == 2
-    harness.cores["d1"].refuse_grants = ""
-    check_end(harness, response_stream, 60)
-
-
-def test_kv_moves_between_equal_fingerprints_only():
-    harness = Harness()
-    for name, fingerprint in (("p0", "new"), ("d0", "old"), ("d1", "new")):
-        harness.attach(name, model="m", fingerprint=fingerprint)
-    harness.router.apply_plan(make_plan(PDD))
-    harness.deliver()
-    for _ in range(6):
-        start_on(harness, "p0")
-    harness.run()
-    assert harness.count("moves", "prefill_done", "done") == 6
-    assert not harness.cores["d0"].submitted
-    harness.assert_idle()
-
-
-def roll(harness: Harness, name: str, generation: int, requests: list) -> int:
-    """Drains an engine under load, and replaces it by one with another fingerprint.
-
-    Returns:
-        Generation of the last plan.
-    """
-    harness.router.apply_plan(make_plan({**TWO, name: "D-drain"}, generation=generation + 1))
-    for _ in range(20):
-        harness.step_all()
-    states = {item.engine_id: item.state for item in harness.router.describe().engines}
-    assert states[name] == control_pb2.ENGINE_STATE_DRAINED
-    harness.kill(name)
-    harness.attach(name, epoch=2, model="m", fingerprint="new")
-    harness.router.apply_plan(make_plan(TWO, generation=generation + 2))
-    harness.deliver()
-    requests += [harness.admit(20, 60) for _ in range(4)]
-    for _ in range(3):
-        harness.step_all()
-    return generation + 2
-
-
-def test_a_roll_that_changes_the_fingerprint_completes_and_breaks_no_stream():
-    harness = Harness()
-    for name in TWO:
-        harness.attach(name, model="m", fingerprint="old")
-    harness.router.apply_plan(make_plan(TWO))
-    harness.deliver()
-    requests = [harness.admit(20, 120) for _ in range(6)]
-    for _ in range(3):
-        harness.step_all()
-    generation = roll(harness, "d0", 1, requests)
-    # Their KV could be read by the other engine of the old fingerprint.
-    assert harness.count("recoveries", "fingerprint") == 0
-    assert harness.count("moves", "drain", "done") > 0
-    roll(harness, "d1", generation, requests)
-    assert harness.count("recoveries", "fingerprint") > 0
-    harness.run(300)
-    for request_id, response_stream in requests:
-        assert response_stream.finish is not None, request_id
-        assert response_stream.finish.usage.num_recoveries == 0
-    assert {engine.fingerprint for engine in harness.engines.values()} == {"new"}
-    harness.assert_idle()
-
-
-def test_the_last_engine_of_its_fingerprint_keeps_its_requests_while_nobody_else_serves():
-    harness = Harness(TWO)
-    request_id, response_stream = start_on(harness, "d0")
-    harness.kill("d1")
-    harness.router.apply_plan(make_plan({"d0": "D-drain"}, generation=2))
-    harness.run()
-    assert response_stream.finish is not None, request_id
-    assert harness.count("recoveries", "fingerprint") == 0
-
-
-def test_engine_that_says_it_drains_is_emptied_too():
-    harness = Harness({"d0": "D", "d1": "D"})
-    request_id, response_stream = start_on(harness, "d0")
-    harness.step_all()
-    harness.cores["d0"].is_draining = True
-    for _ in range(5):
-        harness.clock.advance(0.3)
-        harness.step_all()
-    assert harness.engine_of(request_id) == "d1"
-    check_end(harness, response_stream)
 
 
 @pytest.mark.parametrize(

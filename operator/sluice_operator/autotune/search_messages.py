@@ -185,6 +185,16 @@ def _freeze(data: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
+def _read_objectives(spec: ServingClusterSpec) -> tuple[SearchObjectives, ...]:
+    default = SearchObjectives(
+        name="",
+        ttft_milliseconds=spec.slo.ttft_milliseconds,
+        tpot_milliseconds=spec.slo.tpot_milliseconds,
+        priority=0,
+    )
+    return default, *(SearchObjectives(**slo_class.model_dump(by_alias=False)) for slo_class in spec.slo.classes)
+
+
 def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
     """Reads the constraints of a search from a spec.
 
@@ -198,17 +208,10 @@ def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
         prefill_tokens = (sliders.prefill_heavy_tokens, sliders.prefill_heavy_tokens)
         decode_tokens = (sliders.decode_heavy_tokens, sliders.decode_heavy_tokens)
     parameters = spec.parameters
-    default = SearchObjectives(
-        name="",
-        ttft_milliseconds=spec.slo.ttft_milliseconds,
-        tpot_milliseconds=spec.slo.tpot_milliseconds,
-        priority=0,
-    )
-    named = [SearchObjectives(**slo_class.model_dump(by_alias=False)) for slo_class in spec.slo.classes]
     constraints = SearchConstraints(
         replicas=spec.replicas,
         strategy=spec.strategy.lower(),
-        classes=(default, *named),
+        classes=_read_objectives(spec),
         target=percent(spec.slo.attainment) / 100,
         watermark=parameters.watermark_percent / 100,
         approaching_factor=parameters.approaching_factor_percent / 100,

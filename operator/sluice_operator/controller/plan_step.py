@@ -92,11 +92,24 @@ async def reconcile_plan(
     if new == stored:
         return PlanOutcome(scale=scale, stored=stored)
     applier = ChildApplier(kubernetes, cluster, observed.live)
+    return await _replace_plan(applier, own_writes, observed, stored, new, scale=scale)
+
+
+async def _replace_plan(
+    applier: ChildApplier,
+    own_writes: OwnWrites,
+    observed: ObservedState,
+    stored: StoredPlan,
+    new: StoredPlan,
+    *,
+    scale: ScaleDecision,
+) -> PlanOutcome:
+    """Stores a plan in place of another one, and says what became of it."""
     is_stored = await store_plan(applier, _find_config_map(observed), new, own_writes)
     return PlanOutcome(
         scale=scale,
         stored=new if is_stored else stored,
-        is_new=is_stored and plan != stored.plan,
+        is_new=is_stored and new.plan != stored.plan,
         failures=tuple(applier.failures),
     )
 

@@ -7,7 +7,7 @@ it began. Only timing and counters are kept in between (``ClusterState``).
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from sluice_operator.resources.default_images import DefaultImages, keep_default
 from sluice_operator.resources.rollout_state import went_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from sluice.v1 import control_pb2
     from sluice_operator.api.names import ClusterKey
@@ -50,6 +50,21 @@ if TYPE_CHECKING:
 ROUTER_GRACE_S = 5.0
 # Rights, names of foreign objects and cert-manager are not watched; they are checked again this often.
 DEGRADED_REQUEUE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildrenOutcome:
+    """What became of the children of a cluster.
+
+    Args:
+        failures: Why some of them, or the plan, are not as they should be.
+        waiting_upgrade: What is said of new default images that wait for their turn; empty: none do.
+        rollout: How the roll of the engines goes on.
+    """
+
+    failures: tuple[Failure, ...]
+    waiting_upgrade: str = ""
+    rollout: GateDecision = field(default_factory=lambda: GateDecision(state=None))
 
 
 class Reconciler:
@@ -156,26 +171,13 @@ class Reconciler:
             return DEFER_S
 
         observed = await observe_children(self._kubernetes, key, observed)
-        failures: Sequence[Failure] = planned.failures
-        upgrade, rollout = "", GateDecision(state=None)
+        applied = ChildrenOutcome(failures=planned.failures)
         if verdict.cluster and verdict.may_apply:
-            images, upgrade = self._choose_images(key, verdict.cluster, observed)
-            rollout = decide_rollout(
-                verdict.cluster,
-                observed.deployment(names.ENGINE),
-                observed,
-                reported,
-                state,
-                default_image=images.engine,
-                now=self._now(),
-                wall_s=self._wall_s(),
-            )
-            failures = await self._apply(verdict.cluster, observed, reported, planned, images=images, rollout=rollout)
+            applied = await self._apply(key, verdict.cluster, observed, reported, planned, state=state)
 
         inputs = self._collect_status_inputs(
-            key, verdict, observed=observed, reported=reported, planned=planned, failures=failures, state=state
+            key, verdict, observed=observed, reported=reported, planned=planned, applied=applied, state=state
         )
-        inputs = replace(inputs, waiting_upgrade=upgrade, rollout=rollout)
         grace_s = state.first_reconcile_s + ROUTER_GRACE_S - self._now()
         if grace_s > 0 and len(inputs.statuses) < inputs.num_routers_ready:
             # A new leader knows nothing of the routers yet: its status would take back what its predecessor wrote.
@@ -226,14 +228,26 @@ class Reconciler:
 
     async def _apply(
         self,
+        key: ClusterKey,
         cluster: ServingCluster,
         observed: ObservedState,
         reported: ObservedRouters,
         planned: PlanOutcome,
         *,
-        images: DefaultImages,
-        rollout: GateDecision,
-    ) -> list[Failure]:
+        state: ClusterState,
+    ) -> ChildrenOutcome:
+        """Decides the images and how a roll goes on, then applies the children."""
+        images, waiting_upgrade = self._choose_images(key, cluster, observed)
+        rollout = decide_rollout(
+            cluster,
+            observed.deployment(names.ENGINE),
+            observed,
+            reported,
+            state,
+            default_image=images.engine,
+            now=self._now(),
+            wall_s=self._wall_s(),
+        )
         failures = await apply_children(
             self._kubernetes,
             self._own_writes,
@@ -245,7 +259,9 @@ class Reconciler:
             rollout=rollout,
             wall_s=self._wall_s(),
         )
-        return [*planned.failures, *failures]
+        return ChildrenOutcome(
+            failures=(*planned.failures, *failures), waiting_upgrade=waiting_upgrade, rollout=rollout
+        )
 
     def _collect_status_inputs(
         self,
@@ -255,7 +271,7 @@ class Reconciler:
         observed: ObservedState,
         reported: ObservedRouters,
         planned: PlanOutcome,
-        failures: Sequence[Failure],
+        applied: ChildrenOutcome,
         state: ClusterState,
     ) -> StatusInputs:
         deployments = {component: observed.deployment(component) for component in (names.ENGINE, names.ROUTER)}
@@ -263,7 +279,7 @@ class Reconciler:
             body=observed.body,
             cluster=verdict.cluster,
             refusal=verdict.refusal,
-            failures=tuple(failures),
+            failures=applied.failures,
             engines=observed.engines,
             routers=observed.routers,
             deployments={component: found for component, found in deployments.items() if found},
@@ -275,6 +291,8 @@ class Reconciler:
             attainment=state.window.sum_up(self._now()),
             autotune=state.tuner.describe_status() if verdict.cluster else None,
             recommended=state.tuner.result,
+            waiting_upgrade=applied.waiting_upgrade,
+            rollout=applied.rollout,
         )
 
     def _compute_requeue_s(

@@ -151,10 +151,7 @@ class PrefillQueue:
         Returns:
             Twice the attention work of the chunks.
         """
-        self._batch_number += 1
-        limits = self.find_limits(now, num_decodes)
-        if limits.returns_new_prompts and self.batch.num_new_prompts:
-            self._return_new_prompts()
+        limits = self._begin_batch(now, num_decodes)
         room = limits.prefill_room_tokens - self.withheld_tokens
         started, self._started = self._started, []
         position, num_started = 0, min(len(started), self.max_started)
@@ -192,6 +189,14 @@ class PrefillQueue:
             self._started.sort(key=_order_of)
         self.queued_work2 -= work2
         return work2
+
+    def _begin_batch(self, now: float, num_decodes: int) -> BatchLimits:
+        """Begin an iteration: find its limits, and give new prompts back where it has no place for them."""
+        self._batch_number += 1
+        limits = self.find_limits(now, num_decodes)
+        if limits.returns_new_prompts and self.batch.num_new_prompts:
+            self._return_new_prompts()
+        return limits
 
     def _has_place_for_next(
         self, started: list[SimRequest], room: int, limits: BatchLimits, *, may_admit: bool

@@ -1,0 +1,49 @@
+"""Decodes of an engine, for the tests of their flow."""
+
+import random
+
+from sluice_core.kv import KvBlocks
+from sluice_core.records import FlowParameters, RequestId, Role
+from sluice_core.scheduling.decode_flow import (
+    FlowPolicy,
+)
+from sluice_core.scheduling.decode_order import DecodeSet
+
+P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
+
+
+BLOCK = 16
+
+
+TAU = 0.05
+
+
+def make_decodes(role=D, *, total=1000, used=0, pinned=0, max_num_seqs=1000):
+    decodes = DecodeSet(block_size_tokens=BLOCK, max_num_seqs=max_num_seqs)
+    decodes.role = role
+    decodes.observe_kv(KvBlocks(total=total, used=used, pinned=pinned))
+    return decodes
+
+
+def join(decodes, name, *, now=0.0, output_tokens=1, length=None, tpot_s=0.0, tau=TAU, moved=False, prompt_tokens=160):
+    """Join a decode whose TPOT so far is ``tpot_s``."""
+    decodes.join(
+        RequestId(name),
+        now=now,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        output_tokens_since_reset=output_tokens if length is None else length,
+        since_first_token_s=tpot_s * (output_tokens - 1),
+        tpot_slo_s=tau,
+        is_moved_in=moved,
+    )
+
+
+def make_policy(**changes):
+    switches = {key: changes.pop(key) for key in ("moves_first_decodes", "degrades", "flows_back") if key in changes}
+    parameters = {"watermark": 0.9, "min_tokens_between_moves": 16} | changes
+    return FlowPolicy(FlowParameters(**parameters), random.Random(0), **switches)
+
+
+def names(proposals):
+    return [proposal.request_id for proposal in proposals]

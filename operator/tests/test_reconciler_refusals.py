@@ -1,0 +1,223 @@
+"""Reconciles of what is refused: specs, rights and pod templates, and what the status says."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_harness import World
+
+from sluice_operator.kubernetes.interface import (
+    PODS,
+    ForbiddenError,
+    InvalidError,
+)
+
+
+async def test_an_invalid_spec_changes_nothing_and_says_why() -> None:
+    world = World()
+    await world.settle()
+    spec = world.deployment()["spec"]
+    world.edit(prefillHeavy=9)
+    await world.settle()
+    assert world.deployment()["spec"] == spec
+    assert world.conditions["SpecValid"] == ("False", "Refused")
+    assert "spec.prefillHeavy" in world.message("SpecValid")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert world.conditions["Degraded"] == ("True", "SpecInvalid")
+    assert all(plan == world.plan for plan in world.routers.plans.values())
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["the same process", "a new one"])
+async def test_while_a_spec_is_refused_the_last_accepted_one_stays_in_force(*, restarts: bool) -> None:
+    world = World()
+    await world.settle()
+    before = world.engine_uids
+    world.edit(prefillHeavy=9, slo={"ttftMilliseconds": 1})
+    await world.settle()
+    if restarts:
+        world.start_operator()
+    for pod in world.engines:
+        world.kubernetes.remove(PODS, "default", pod["metadata"]["name"])
+    await world.settle()
+    assert not before & world.engine_uids
+    # The new pods have the roles and the objectives of the old spec.
+    assert {part.engine_id for part in world.plan.engines} == world.engine_uids
+    assert sorted(world.roles.values()) == ["d-heavy", "d-heavy", "p-heavy", "p-heavy"]
+    assert world.plan.slo_classes[0].ttft_milliseconds > 1
+    assert world.conditions["SpecValid"] == ("False", "Refused")
+    assert "spec.prefillHeavy" in world.message("Degraded")
+    world.edit(prefillHeavy=1)
+    await world.settle()
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+    assert sorted(world.roles.values()) == ["d-heavy", "d-heavy", "d-heavy", "p-heavy"]
+    assert world.plan.slo_classes[0].ttft_milliseconds == 1
+
+
+async def test_routers_that_start_while_a_spec_is_refused_get_the_plan_in_force() -> None:
+    world = World()
+    await world.settle()
+    world.edit(prefillHeavy=9)
+    await world.settle()
+    plan = world.plan
+    world.start_operator()
+    world.routers.plans.clear()
+    await world.settle()
+    assert len(world.routers.plans) == 2
+    assert all(found == plan for found in world.routers.plans.values())
+    assert world.conditions["SLOMet"] == ("Unknown", "NoTraffic")
+
+
+async def test_a_new_process_says_nothing_of_routers_before_they_had_time_to_answer() -> None:
+    world = World()
+    await world.settle()
+    before = world.snapshot()
+    world.start_operator()
+    world.routers.is_silent = True
+    after_s = await world.reconcile()
+    assert after_s is not None
+    assert world.snapshot() == before
+    world.now += after_s
+    await world.reconcile()
+    assert world.conditions["Progressing"] == ("True", "ApplyingPlan")
+    # What was in force stays known.
+    assert world.status["effective"]["prefillHeavy"] == 2
+    world.routers.is_silent = False
+    await world.settle()
+    assert world.conditions["Progressing"] == ("False", "Settled")
+
+
+async def test_forbidden_writes_are_reported_and_the_rest_is_applied() -> None:
+    world = World()
+
+    def forbid(verb: str, plural: str) -> None:
+        if (verb, plural) == ("apply", "networkpolicies"):
+            raise ForbiddenError("networkpolicies is forbidden")
+
+    world.kubernetes.before = forbid
+    await world.settle()
+    assert world.conditions["Degraded"] == ("True", "Forbidden")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert await world.reconcile() == 30.0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "reason"),
+    [
+        (("apply", "deployments"), InvalidError("spec.template: unknown"), "PodTemplateRefused"),
+        (("apply", "services"), InvalidError("spec.ports: invalid"), "Forbidden"),
+        (("apply", "deployments"), ForbiddenError("deployments is forbidden"), "Forbidden"),
+        (("apply", "services"), ForbiddenError("exceeded quota: services=1"), "QuotaExceeded"),
+        (("apply", "deployments"), InvalidError("exceeded quota: cpu=1"), "QuotaExceeded"),
+    ],
+    ids=["invalid pods", "invalid service", "forbidden", "quota", "quota of pods"],
+)
+async def test_each_refused_write_is_reported_by_its_cause(call, error, reason: str) -> None:
+    world = World()
+
+    def refuse(*called: str) -> None:
+        if called == call:
+            raise error
+
+    world.kubernetes.before = refuse
+    await world.settle()
+    assert world.conditions["Degraded"] == ("True", reason)
+    assert str(error) in world.message("Degraded")
+    world.kubernetes.before = lambda *_: None
+    await world.settle()
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+
+
+@pytest.mark.parametrize("plural", ["pods", "deployments", "services"])
+async def test_a_missing_right_to_list_is_reported(plural) -> None:
+    world = World()
+    await world.settle()
+
+    def forbid(verb: str, kind: str) -> None:
+        if (verb, kind) == ("list", plural):
+            raise ForbiddenError(f"{plural} is forbidden")
+
+    world.kubernetes.before = forbid
+    for _ in range(3):
+        assert await world.reconcile() == 0.5
+    assert world.conditions["Degraded"] == ("True", "Forbidden")
+    assert plural in world.message("Degraded")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert world.kubernetes.events[-1]["reason"] == "Forbidden"
+    world.kubernetes.before = lambda *_: None
+    await world.settle()
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+
+
+@pytest.mark.parametrize("plural", ["services", "configmaps"])
+async def test_a_missing_right_to_get_is_reported(plural) -> None:
+    world = World()
+
+    def forbid(verb: str, kind: str) -> None:
+        if (verb, kind) == ("get", plural):
+            raise ForbiddenError(f"{plural} is forbidden")
+
+    world.kubernetes.before = forbid
+    assert await world.reconcile() == 0.5
+    assert world.conditions["Degraded"] == ("True", "Forbidden")
+    assert plural in world.message("Degraded")
+    world.kubernetes.before = lambda *_: None
+    await world.settle()
+    assert world.conditions["Degraded"] == ("False", "AsExpected")
+
+
+async def test_a_pod_template_that_reaches_the_host_is_refused() -> None:
+    world = World()
+    await world.settle()
+    spec = world.deployment()["spec"]
+    world.edit(engine={"podTemplate": {"spec": {"hostNetwork": True}}})
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("False", "PodTemplateRefused")
+    assert world.deployment()["spec"] == spec
+
+
+async def test_an_affinity_that_reaches_other_namespaces_is_refused() -> None:
+    world = World()
+    everywhere = {"topologyKey": "kubernetes.io/hostname", "namespaceSelector": {}}
+    rule = {"requiredDuringSchedulingIgnoredDuringExecution": [everywhere]}
+    world.edit(engine={"affinity": {"podAntiAffinity": rule}})
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("False", "PodTemplateRefused")
+    assert "spec.engine.affinity.podAntiAffinity" in world.message("SpecValid")
+
+
+OTHER_SOURCE = {"persistentVolumeClaim": {"claimName": "models", "path": "other"}}
+
+
+@pytest.mark.parametrize(
+    "model", [{"name": "other"}, {"revision": "b"}, {"source": OTHER_SOURCE}], ids=["name", "revision", "source"]
+)
+async def test_another_model_is_refused_once_one_has_served(model) -> None:
+    world = World()
+    await world.settle()
+    before, template, plan = world.engine_uids, world.deployment()["spec"]["template"], world.plan
+    world.edit(model=model)
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("False", "ModelChanged")
+    assert "another ServingCluster" in world.message("SpecValid")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    # A new operator knows it too; no pod is replaced, and routers answer by the name that they had.
+    world.start_operator()
+    await world.settle()
+    assert (world.engine_uids, world.deployment()["spec"]["template"]) == (before, template)
+    assert world.plan.served_model_name == plan.served_model_name == "tiny"
+    world.edit(model={"name": "tiny", "revision": None, "source": {"persistentVolumeClaim": {"path": "tiny"}}})
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("True", "Valid")
+
+
+async def test_a_model_that_never_served_may_be_corrected_and_one_that_does_may_get_another_name_for_clients() -> None:
+    world = World(engine={"image": "broken:1"})
+    world.kubernetes.broken_images.add("broken:1")
+    await world.settle()
+    world.edit(model={"name": "other"}, engine={"image": None})
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("True", "Valid")
+    assert world.conditions["Ready"] == ("True", "Serving")
+    world.edit(model={"servedName": "mine"})
+    await world.settle()
+    assert world.conditions["SpecValid"] == ("True", "Valid")
+    assert world.plan.served_model_name == "mine"
