@@ -191,12 +191,13 @@ class Client:
         move_at: tuple[int, ...] = (),
         route: tuple[str, ...] = (),
         result: Result | None = None,
+        ttft_slo_ms: int = 0,
         tpot_slo_ms: int = 0,
     ) -> Result:
         """Stream one request. Once ``move_at[i]`` tokens have come, request its move to ``route[i]`` until it begins.
 
-        ``result`` grows while tokens come, for callers that watch it. ``tpot_slo_ms`` 0 means the objective of the
-        class.
+        ``result`` grows while tokens come, for callers that watch it. An objective of 0 means that of
+        the class.
         """
         result = result or Result(name=request.name)
         call = self.api.Generate(
@@ -204,6 +205,7 @@ class Client:
                 token_ids=router_pb2.TokenIds(values=request.prompt_token_ids),
                 sampling=request.to_proto(),
                 request_id=request.name,
+                ttft_slo_milliseconds=ttft_slo_ms,
                 tpot_slo_milliseconds=tpot_slo_ms,
             )
         )

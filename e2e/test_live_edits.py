@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import random
 import re
 import time
 from itertools import permutations
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+import workload
 from cluster import Result
 from test_exactness import check
+from workload import Request
 
 from sluice.v1 import control_pb2
 from sluice_core.records import IterationShape
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from cluster import Client, Cluster
-    from workload import Answer, Request
+    from workload import Answer
 
     from sluice_core.strategies import Strategy
 
@@ -72,7 +75,7 @@ EDITS: dict[str, tuple[Edit, Callable[[dict[str, Any]], bool]]] = {
     "aggregated": ({"strategy": "Aggregated"}, lambda s: chunk_sizes(s) == [512] * 4),
     "disaggregated": ({"strategy": "Disaggregated"}, lambda s: chunk_sizes(s) == [0, 0, 2048, 2048]),
     "slo": ({"slo": {"ttftMilliseconds": 900, "tpotMilliseconds": 50}}, lambda _: True),
-    "parameters": ({"parameters": {"watermarkPercent": 50, "approachingFactorPercent": 50}}, lambda _: True),
+    "parameters": ({"parameters": {"watermarkPercent": 50, "earlyRejection": "Random"}}, lambda _: True),
 }
 
 
@@ -99,6 +102,23 @@ async def keep_streaming(client: Client, known: list[tuple[Request, Answer]]) ->
         is_over = True
 
 
+async def find_late_placement(cluster: Cluster, client: Client, number: int) -> str:
+    """Asks for a prompt that no engine can serve in time; returns how the router chose an engine for it.
+
+    It depends on a parameter, and no status has parameters.
+    """
+    late = Request(
+        name=f"late-{number}",
+        prompt_token_ids=workload.make_prompt(1500, random.Random(number)),
+        sampling={"temperature": 0.0, "max_tokens": 1},
+    )
+    await client.generate(late, ttft_slo_ms=1)
+    async with aiohttp.ClientSession() as session, session.get(f"{cluster.url()}/debug/requests/{late.name}") as log:
+        story = await log.json()
+    (placement,) = [event for event in story["events"] if event["event"] == "placement"]
+    return str(placement["decision"]["reason"])
+
+
 @pytest.mark.parametrize("name", EDITS)
 async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[Request, Answer]], name: str) -> None:
     edit, is_in_force = EDITS[name]
@@ -112,6 +132,8 @@ async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[
         return is_in_force(status) and all(r["acknowledged_generation"] > generation for r in status["routers"])
 
     async with cluster.client() as client:
+        if "parameters" in edit:
+            assert await find_late_placement(cluster, client, 1) == "least_late"
         async with keep_streaming(client, asked):
             start_s = time.monotonic()
             await loop.run_in_executor(None, lambda: cluster.edit(lambda spec: merge(spec, edit)))
@@ -120,6 +142,8 @@ async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[
         # Requests under the new settings are exact too, and have the objectives that are in force.
         for request, answer in asked[:4]:
             check(await client.generate(request), answer)
+        if "parameters" in edit:
+            assert await find_late_placement(cluster, client, 2) == "random"
     async with aiohttp.ClientSession() as session, session.get(f"{cluster.url()}/debug/requests/{request.name}") as log:
         admitted = next(event for event in (await log.json())["events"] if event["event"] == "admitted")
     slo = cluster.manifest["spec"]["slo"]

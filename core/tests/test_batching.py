@@ -49,6 +49,23 @@ batches = st.builds(
 
 
 @pytest.mark.parametrize(
+    ("saturation", "taken", "next_tokens", "has_place"),
+    [
+        (400, 0, 500, True),
+        (400, 300, 100, True),
+        (400, 300, 101, False),
+        (400, 401, 1, False),
+        (0, 300, 500, True),
+    ],
+    ids=["the first, however long", "up to saturation", "beyond it", "saturated by one", "without a limit"],
+)
+def test_whole_prompts_are_batched_until_they_saturate_the_gpu(saturation, taken, next_tokens, has_place):
+    limits = POLICY.limits(NOW, make_batch(chunk_size_tokens=1024, num_new_prompts=1))
+    limits.saturation_tokens = saturation
+    assert limits.has_place_for(next_tokens, limits.prefill_room_tokens - taken) is has_place
+
+
+@pytest.mark.parametrize(
     ("decodes", "joining", "room"),
     [(0, 0, 256), (100, 0, 156), (100, 50, 106), (256, 0, 0), (200, 100, 0)],
     ids=["empty", "decodes", "joining count too", "full", "overfull"],

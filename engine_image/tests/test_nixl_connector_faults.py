@@ -11,11 +11,12 @@ import pytest
 from engine_harness import BLOCK_SIZE, make_prompt, run_alone, wait
 
 from sluice_engine import core_messages
+from sluice_engine.scheduling import incoming_pulls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine_harness import Engine
+    from engine_harness import Engine, Part
 
 pytestmark = pytest.mark.engine
 
@@ -26,7 +27,15 @@ def short_lived(start_engine: Callable[..., Engine]) -> Engine:
     return start_engine("short", lease_s=2)
 
 
-def start_and_hand_off(engine: Engine, prompt: list[int]) -> object:
+@pytest.fixture(scope="module")
+def patient(start_engine: Callable[..., Engine]) -> Engine:
+    """An engine that never gives a hand-off up which it has no room for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(incoming_pulls, "PULL_START_S", 3600.0)
+        return start_engine("patient")
+
+
+def start_and_hand_off(engine: Engine, prompt: list[int]) -> Part:
     part = engine.submit(prompt, max_tokens=400)
     wait([engine], lambda: bool(part.tokens))
     assert engine.command(core_messages.HandOffCommand(request_id=part.request_id)).is_accepted
@@ -34,17 +43,25 @@ def start_and_hand_off(engine: Engine, prompt: list[int]) -> object:
     return part
 
 
-def test_lease_ends_in_time_whatever_the_reader_does(short_lived: Engine, pair: tuple[Engine, Engine]) -> None:
+def test_lease_ends_in_time_whatever_the_reader_does(short_lived: Engine, patient: Engine) -> None:
     """A target without room keeps the request in its queue; stock heartbeats would extend the lease meanwhile."""
-    target = pair[1]
-    part = start_and_hand_off(short_lived, make_prompt(4 * BLOCK_SIZE))
+    free = patient.load().kv_blocks_total - patient.load().kv_blocks_used
+    assert patient.grant("all", free * BLOCK_SIZE, ttl_s=3600.0).is_granted
+    prompt = make_prompt(4 * BLOCK_SIZE)
+    part = start_and_hand_off(short_lived, prompt)
     began_s = time.monotonic()
-    target.configure(0)
-    assert target.grant("all", 1200 * BLOCK_SIZE, ttl_s=1.0).is_granted
-    wait([short_lived], lambda: short_lived.load().kv_blocks_pinned == 0)
+    reader = patient.resume(part, part.tokens, prompt, max_tokens=60)
+    assert short_lived.load().kv_blocks_pinned >= 4
+    wait([short_lived, patient], lambda: short_lived.load().kv_blocks_pinned == 0)
     assert time.monotonic() - began_s > 1.0
     assert short_lived.load().kv_blocks_used == 0
-    assert part is not None
+    # The reader waits all the same.
+    assert patient.load().num_recomputed_pulls == 0
+    assert not reader.tokens
+    assert not reader.is_over
+    patient.abort(reader)
+    patient.command(core_messages.ReleaseGrantCommand(key="all"))
+    wait([patient], patient.is_idle)
 
 
 def test_source_that_dies_before_the_pull_costs_a_recompute_and_no_token(

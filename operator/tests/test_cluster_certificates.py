@@ -87,7 +87,7 @@ def test_one_certificate_each_is_rendered_for_cert_manager() -> None:
     }
     for spec in certificates.values():
         assert spec["issuerRef"] == {"group": "cert-manager.io", "kind": "ClusterIssuer", "name": "ca"}
-        assert spec["privateKey"]["rotationPolicy"] == "Always"
+        assert spec["privateKey"] == {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"}
     assert certificates["tiny-engine-tls"]["usages"] == ["digital signature", "server auth", "client auth"]
     assert certificates["tiny-front-tls"]["usages"] == ["digital signature", "server auth"]
     template = children["Deployment", "tiny-engine"]["spec"]["template"]

@@ -97,6 +97,13 @@ def test_a_pods_trouble_is_one_word_and_names_the_pod(status, reason, words) -> 
         assert "engine-1" in failure.message
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_is_in_force_is_not_said_to_match_a_spec_that_is_refused(*, is_refused: bool) -> None:
+    found = find(refusal=REFUSAL if is_refused else None)
+    (message,) = [item.message for item in decide_conditions(found) if item.type == "Progressing"]
+    assert message == "everything matches the spec" + " that was accepted last; see SpecValid" * is_refused
+
+
 def test_the_exit_codes_of_refusals_are_the_engines() -> None:
     refusals = (SettingsError, UnsupportedVllmError, ModelRefusedError)
     assert {error.exit_status for error in refusals} == ENGINE_REFUSAL_EXIT_CODES

@@ -19,7 +19,12 @@ from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.names import RESTART_HASH_ANNOTATION
 from sluice_operator.resources.desired import RenderInputs, is_applied, key_of, render_children
 from sluice_operator.resources.engine_deployment import render_engines
-from sluice_operator.resources.rollout_hash import keep_pod_template
+from sluice_operator.resources.rollout_hash import (
+    RESTARTS_ENGINES,
+    RESTARTS_ROUTERS,
+    compute_rollout_hash,
+    keep_pod_template,
+)
 from sluice_operator.resources.router_deployment import CPU_REQUEST
 from sluice_operator.settings import OperatorSettings
 
@@ -229,6 +234,13 @@ def test_restarting_fields_change_the_hash_of_those_that_they_restart(edit, is_e
     assert (digest(router_template(**edit)) != digest(router_template())) == is_router
 
 
+def test_a_new_operator_computes_the_hash_that_the_last_one_did() -> None:
+    """Where it is another one, an upgrade of the operator replaces every pod of every cluster."""
+    spec = check(engine={"image": "e:1"}, router={"image": "r:1"}).spec
+    assert compute_rollout_hash(spec, RESTARTS_ENGINES, "e:1") == "e8c77932e6d11e32"
+    assert compute_rollout_hash(spec, RESTARTS_ROUTERS, "r:1", "control") == "7de7cfb1d7ade309"
+
+
 def test_pods_of_a_manifest_that_names_no_image_restart_with_the_operators_own() -> None:
     def digests(**images: str) -> list[str]:
         settings = SETTINGS.model_copy(update=images)
@@ -428,6 +440,22 @@ def test_a_model_of_the_hub_is_fetched_first_and_routers_fetch_no_weights() -> N
         "readOnly": True,
         "subPath": "org--model--r1",
     }
+
+
+@pytest.mark.parametrize(
+    ("source", "of_engines", "of_routers"),
+    [
+        ({}, None, None),
+        ({"cacheClaimName": "cache"}, "org--model--main", "org--model--main--tokenizer"),
+    ],
+    ids=["in the pod", "in a claim"],
+)
+def test_a_fetched_model_has_a_folder_of_its_own_where_clusters_share_it(source, of_engines, of_routers) -> None:
+    model = {"name": "org/model", "source": {"huggingFace": source}}
+    for template, folder in ((engine_template(model=model), of_engines), (router_template(model=model), of_routers)):
+        containers = template["spec"]["initContainers"][0], template["spec"]["containers"][0]
+        mounts = [mount for each in containers for mount in each["volumeMounts"] if mount["name"] == "model"]
+        assert [mount.get("subPath") for mount in mounts] == [folder, folder]
 
 
 def test_rdma_gives_devices_networks_and_a_check() -> None:

@@ -33,6 +33,7 @@ class Server:
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, dict[str, str], str, Any]] = []
+        self.authorizations: list[str] = []
         self.status, self.body, self.headers = 200, {}, {}
         self.delay_s = 0.0
         self.address = ""
@@ -41,6 +42,7 @@ class Server:
         text = await request.text()
         content_type = request.headers.get("Content-Type", "")
         query = dict(request.query)
+        self.authorizations.append(request.headers.get("Authorization", ""))
         self.requests.append((request.method, request.path, query, content_type, json.loads(text) if text else None))
         await asyncio.sleep(self.delay_s)
         return web.json_response(self.body, status=self.status, headers=self.headers)
@@ -74,6 +76,12 @@ async def client(server: Server, calls: list[tuple[str, str, int]]) -> AsyncIter
 
 CONTENT = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "d", "namespace": "n"}, "spec": {"x": 1}}
 OWNER = {"fieldManager": "sluice-operator"}
+
+
+async def test_each_request_carries_the_service_account_s_token(server, client) -> None:
+    client._api.configuration.api_key["BearerToken"] = "Bearer t"
+    await client.get(DEPLOYMENTS, "n", "d")
+    assert server.authorizations == ["Bearer t"]
 
 
 async def test_each_verb_is_the_request_that_it_should_be(server, client) -> None:

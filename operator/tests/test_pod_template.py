@@ -216,8 +216,12 @@ def test_affinity_stays_in_its_namespace(affinity, component) -> None:
             "spec.containers[0].volumeMounts[0] has no mountPath",
         ),
         ({"spec": {"imagePullSecrets": ["registry"]}}, "spec.imagePullSecrets[0] has no name"),
+        (
+            {"spec": {"initContainers": None}},
+            "spec.initContainers is not a list; write it as `kubectl explain pod.spec.init",
+        ),
     ],
-    ids=["volume", "container", "mount", "text"],
+    ids=["volume", "container", "mount", "text", "no-list"],
 )
 def test_an_element_without_the_field_by_which_lists_are_merged_is_refused(over, line) -> None:
     found = find_refused_fields(over, "engine", allow_host_access=True)

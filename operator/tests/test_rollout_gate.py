@@ -224,6 +224,16 @@ async def test_a_roll_whose_engines_are_worse_goes_back_by_itself_and_says_why(o
     assert world.deployment()["spec"]["template"] == rolling.template
 
 
+async def test_a_batch_is_judged_by_what_ended_since_it_began() -> None:
+    rolling = Rolling()
+    await rolling.begin()
+    for _ in range(60):
+        # The first batch serves many requests, all of them in time.
+        await rolling.step((2, 2, 0), (50, 50, 0) if rolling.most_new < 2 else (2, 0, 0))
+    assert rolling.most_new == 2
+    assert rolling.world.conditions["Progressing"] == ("False", "RolledBack")
+
+
 async def test_a_first_batch_is_held_however_late_the_operator_comes() -> None:
     rolling = Rolling(maxSurge="100%", maxUnavailable=0)
     await rolling.begin()

@@ -106,6 +106,11 @@ def test_replicas_fall_by_those_who_may_go(world, wanted, live, num_prefill_heav
         assert len(scale.victims) <= max(0, len(present) - wanted)
 
 
+def test_a_deployment_that_is_gone_is_made_again_as_the_manifest_says() -> None:
+    scale = decide_scale(2, None, [make_pod(0), make_pod(1), make_pod(2)], roles={}, num_prefill_heavy=1, reports={})
+    assert scale == ScaleDecision(replicas=2)
+
+
 def test_a_victim_keeps_its_mark_and_gets_no_requests_until_kubernetes_ends_it() -> None:
     pods = [make_pod(0, goes_next=True), make_pod(1), make_pod(2)]
     # The Deployment is lowered already, and the pod is still there.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from dataclasses import replace
 
@@ -21,7 +22,14 @@ from sluice_operator.api.names import TUNED_ANNOTATION
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune import search_process
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, MeasuredEngineFacts, find_engine_facts
-from sluice_operator.autotune.search import compute_least_gain, make_effort, make_engine, make_problem, search
+from sluice_operator.autotune.search import (
+    compute_least_gain,
+    make_candidate,
+    make_effort,
+    make_engine,
+    make_problem,
+    search,
+)
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
 from sluice_operator.autotune.search_process import SearchError, SearchRunner
 from sluice_operator.autotune.workload import WorkloadSample, has_shifted, read_workload
@@ -376,13 +384,17 @@ def test_small_samples_shift_by_chance_and_large_ones_do_not() -> None:
     assert not has_shifted(make(100, 30), make(150, 30))
     assert has_shifted(make(100, 1000), make(150, 1000))
     assert not has_shifted(make(100, 1000), make(120, 1000))
+    nothing = replace(make(100, 1000), rate_rps=0.0)
+    assert has_shifted(make(100, 1000), nothing)
+    assert has_shifted(nothing, make(100, 1000))
+    assert not has_shifted(nothing, nothing)
 
 
 def test_fits_of_engines_are_averaged_by_what_they_have_seen() -> None:
     spec = make_question().constraints and make_spec()
     slow = control_pb2.LatencyCoefficients(base_s=0.03)
     fast = control_pb2.LatencyCoefficients(base_s=0.01)
-    known = {"kv_blocks_total": 10, "block_size_tokens": 16, "max_num_seqs": 8}
+    known = {"kv_blocks_total": 10, "block_size_tokens": 16, "kv_bytes_per_token": 1024, "max_num_seqs": 8}
     views = [
         make_status([], latency=slow, num_fitted_iterations=100, **known),
         make_status([], latency=fast, num_fitted_iterations=300, **known),
@@ -397,6 +409,9 @@ def test_fits_of_engines_are_averaged_by_what_they_have_seen() -> None:
     assert isinstance(equal, MeasuredEngineFacts)
     assert equal.coefficients[0] == pytest.approx(0.02)
     assert not facts.differs(facts)
+    alone, _ = find_engine_facts(spec, views[1:])
+    assert isinstance(alone, MeasuredEngineFacts)
+    assert (alone.coefficients[0], alone.block_size_tokens, alone.kv_bytes_per_token) == (0.01, 16, 1024)
     slower, _ = find_engine_facts(spec, views[:1] * 2)
     assert slower is not None
     assert facts.differs(slower)
@@ -451,11 +466,44 @@ def test_a_search_request_survives_json() -> None:
     assert SearchResult.from_json(answer.to_json()) == answer
 
 
+@pytest.mark.parametrize(
+    ("found_rps", "in_force_rps", "gain"),
+    [(3.0, 2.0, 0.5), (0.5, 0.0, math.inf), (0.0, 0.0, 0.0), (0.5, 0.4, 0.25)],
+)
+def test_the_gain_is_over_what_is_in_force(found_rps: float, in_force_rps: float, gain: float) -> None:
+    answer = replace(make_answer(), goodput_rps=found_rps, in_force_goodput_rps=in_force_rps)
+    assert answer.gain == pytest.approx(gain)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chunks", "candidate"),
+    [
+        ("TaiChi", (512, 512), ("aggregated", 2, 512, 0)),
+        ("TaiChi", (512, 64), ("taichi", 1, 512, 64)),
+        ("Aggregated", (512, 512), ("aggregated", 2, 512, 0)),
+        ("Sluice", (512, 512), ("sluice", 2, 512, 0)),
+    ],
+)
+def test_equal_chunk_sizes_of_roles_are_aggregation(strategy: str, chunks: tuple[int, int], candidate: object) -> None:
+    request = make_question(strategy=strategy)
+    sliders = Sliders(num_prefill_heavy=1, prefill_heavy_tokens=chunks[0], decode_heavy_tokens=chunks[1])
+    made = make_candidate(replace(request, in_force=sliders))
+    assert (made.strategy, made.num_prefill_heavy, made.prefill_heavy_tokens, made.decode_heavy_tokens) == candidate
+
+
 @pytest.mark.parametrize("rate_rps", [0.5, 5.0, 50.0])
 def test_runs_of_a_search_hold_hundreds_of_requests(rate_rps: float) -> None:
     """Among few, the share that no sliders serve in time is chance."""
     effort = make_effort(make_problem(make_question()))
     assert rate_rps * effort.choose_duration_s(rate_rps) >= 500
+
+
+@pytest.mark.parametrize(
+    ("tpot_ms", "filled_s"), [(5, 2.34), (70, 32.7), (1000, 90.0)], ids=["short", "usual", "no longer than that"]
+)
+def test_runs_of_a_search_last_until_its_engines_are_full(tpot_ms: int, filled_s: float) -> None:
+    question = make_question(slo={"ttftMilliseconds": 4000, "tpotMilliseconds": tpot_ms})
+    assert make_effort(make_problem(question)).filled_s == pytest.approx(filled_s, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -472,6 +520,12 @@ def test_a_search_stays_within_bounds_and_is_no_worse_than_what_is_in_force(stra
     assert 0.0 <= answer.attainment <= 1.0
     if kept is not None:
         assert getattr(answer.sliders, kept) == getattr(request.in_force, kept)
+
+
+def test_a_search_chooses_its_own_effort() -> None:
+    answer = search(make_question(autotune={**APPLY, "bounds": {"prefillHeavy": {"min": 1, "max": 1}}}))
+    assert answer.sliders == make_question().in_force
+    assert answer.gain == 0.0
 
 
 @pytest.mark.parametrize(

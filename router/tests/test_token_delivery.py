@@ -7,6 +7,7 @@ from data_plane_harness import Harness
 from fake_engine import expected_output, expected_token
 
 from sluice.v1 import engine_pb2, sampling_pb2
+from sluice_core.records import EngineId
 from sluice_router.errors import EngineFaultError, InvalidRequestError
 
 ONE = {"d0": "D"}
@@ -231,12 +232,14 @@ def test_logprobs_come_with_their_tokens():
 def test_error_of_an_engine_reaches_the_client(reason, error):
     harness = Harness(ONE)
     _, response_stream = harness.admit(20, 9)
-    harness.deliver()
+    assert harness.state.engines.table[EngineId("d0")].queued_prefill_tokens == 20
     message = engine_pb2.AttachResponse()
     message.finished.add(slot=0, reason=reason, error="grammar: bad")
     say(harness, "d0", message)
     assert isinstance(response_stream.error, error)
     assert "grammar: bad" in response_stream.error.message
+    # Nor does its prompt count as work of that engine any longer.
+    assert harness.state.engines.table[EngineId("d0")].queued_prefill_tokens == 0
 
 
 def test_returned_prompt_is_placed_elsewhere():

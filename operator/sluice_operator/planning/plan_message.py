@@ -61,8 +61,5 @@ def render_plan(
         unnamed_chunk_size_tokens=sliders.decode_heavy_tokens,
         served_model_name=cluster.served_name,
         num_routers=spec.router.replicas,
-        owner_limits=[
-            plan_pb2.OwnerLimits(**limits.model_dump(by_alias=False, exclude_none=True))
-            for limits in spec.router.auth.limits
-        ],
+        owner_limits=[plan_pb2.OwnerLimits(**limits.model_dump(by_alias=False)) for limits in spec.router.auth.limits],
     )
