@@ -17,7 +17,7 @@ from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.routers.connection import fetch_status
 from sluice_operator.routers.connections import RouterConnections
-from sluice_operator.routers.engine_reports import merge_reports, needs_reconcile
+from sluice_operator.routers.engine_reports import count_loads, merge_reports, needs_reconcile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -339,3 +339,16 @@ def test_states_need_a_reconcile_and_loads_do_not(change, verdict) -> None:
     new = control_pb2.GetStatusResponse(version=2, engines=[engine(**change)])
     assert needs_reconcile(old, new) is verdict
     assert needs_reconcile(old, None)
+
+
+def test_the_load_of_an_engine_is_the_highest_that_a_router_with_a_stream_to_it_says() -> None:
+    def report(state: control_pb2.EngineState.ValueType, decodes: int, waiting: int = 0) -> control_pb2.EngineStatus:
+        return control_pb2.EngineStatus(engine_id="e", state=state, running_decodes=decodes, waiting_requests=waiting)
+
+    ready, lost = control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_LOST
+    statuses = [
+        control_pb2.GetStatusResponse(engines=[engine])
+        for engine in (report(ready, 2), report(ready, 3, 1), report(lost, 9))
+    ]
+    assert count_loads(merge_reports(statuses)) == {"e": 4}
+    assert count_loads(merge_reports(statuses[2:])) == {}

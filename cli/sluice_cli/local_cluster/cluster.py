@@ -22,7 +22,7 @@ from sluice_cli.processes.ports import PortError
 from sluice_core.records import EngineId
 from sluice_operator.api import names
 from sluice_operator.autotune.tuner import TunerInputs
-from sluice_operator.routers.engine_reports import has_acknowledged, merge_reports
+from sluice_operator.routers.engine_reports import count_loads, has_acknowledged, merge_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,7 +180,7 @@ class LocalCluster:
             engines={engine_id: engine.spec_hash for engine_id, engine in self._engines.items()},
             routers={name: router.spec_hash for name, router in self._routers.items()},
             roles=self._plan.roles,
-            loads=managed_processes.count_loads(self._engines, self._statuses()),
+            loads=count_loads(merge_reports(self._statuses())),
             serving=frozenset(filter(self._is_serving, self._engines)),
         )
 
@@ -325,7 +325,7 @@ class LocalCluster:
         self._write_engines()
         if self.phase != "stopping":
             self._effective_manifest = self._autotuner.reconcile(self._circumstances())
-        loads = managed_processes.count_loads(self._engines, self._statuses())
+        loads = count_loads(merge_reports(self._statuses()))
         self._role_holders = self._choose_role_holders()
         plan = self._plan.update(self._effective_manifest, self._engines, loads, self._role_holders)
         if plan is None:

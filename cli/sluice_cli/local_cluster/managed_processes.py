@@ -15,7 +15,7 @@ from sluice_cli.local_cluster.endpoints import list_ports
 from sluice_operator.routers.connection import ControlTls
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from sluice.v1 import plan_pb2
     from sluice_cli.processes.supervisor import SupervisedProcess
@@ -66,16 +66,6 @@ class ManagedRouter:
     link_task: asyncio.Task[None]
     security: commands.Security
     drain_timeout_s: float
-
-
-def count_loads(
-    engine_ids: Iterable[EngineId], statuses: Sequence[control_pb2.GetStatusResponse]
-) -> dict[EngineId, int]:
-    """Counts the requests of each engine that a router knows."""
-    known = {engine_id: pick_engine_status(statuses, engine_id) for engine_id in engine_ids}
-    return {
-        engine_id: status.running_decodes + status.waiting_requests for engine_id, status in known.items() if status
-    }
 
 
 def is_serving(engine: ManagedEngine, statuses: Sequence[control_pb2.GetStatusResponse]) -> bool:

@@ -20,6 +20,7 @@ from sluice_operator.autotune.decision import StoredSliders
 from sluice_operator.kubernetes.interface import annotations_of
 from sluice_operator.planning.plan_message import render_plan
 from sluice_operator.planning.roles import decide_roles
+from sluice_operator.routers.engine_reports import count_loads
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -128,7 +129,7 @@ def make_plan(
         away=sorted(pod.engine_id for pod in staying if not pod.is_ready),
         sliders=resolve_sliders(cluster.spec),
         replicas=cluster.spec.replicas,
-        loads={engine_id: report.load for engine_id, report in reports.items()},
+        loads=count_loads(reports),
     )
     # An engine that never had a role serves with the D-heavy setting, and drains like the others.
     gone = {engine_id: roles.get(engine_id, Role.DECODE_HEAVY) for engine_id in (*ending, *victims)}

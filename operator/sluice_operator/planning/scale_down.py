@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice_operator.planning.victims import RemovableEngine, choose_victims
+from sluice_operator.routers.engine_reports import count_loads
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -89,11 +90,12 @@ def _choose_victims(
     num_prefill_heavy: int,
     reports: Mapping[EngineId, EngineReport],
 ) -> set[EngineId]:
+    loads = count_loads(reports)
     engines = [
         RemovableEngine(
             engine_id=pod.engine_id,
             role=roles.get(pod.engine_id),
-            load=reports[pod.engine_id].load if pod.engine_id in reports else 0,
+            load=loads.get(pod.engine_id, 0),
             is_serving=pod.is_ready,
             is_victim=pod.has_deletion_cost,
         )

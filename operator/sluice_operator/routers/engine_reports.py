@@ -74,6 +74,11 @@ def _merge(views: list[control_pb2.EngineStatus]) -> EngineReport:
     )
 
 
+def count_loads(reports: Mapping[EngineId, EngineReport]) -> dict[EngineId, int]:
+    """Requests on each engine, by which roles and victims are chosen. The operator and ``sluice up`` both call this."""
+    return {engine_id: report.load for engine_id, report in reports.items()}
+
+
 def has_acknowledged(
     plan: plan_pb2.Plan,
     reports: Mapping[EngineId, EngineReport],
