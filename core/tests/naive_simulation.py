@@ -312,7 +312,8 @@ class NaiveEngine:
         is_prefilling = bool(waiting) or (self.batch is not None and self.last_batch[1] > 0)
         phase = self.policy.describe_phase(now, is_prefilling=is_prefilling)
         phases = {} if phase is None else {"prefill_phase_s": phase[0], "saved_tpot_s": phase[1]}
-        return EngineLoad(**phases,
+        return EngineLoad(
+            **phases,
             last_submit_number=self.submits,
             queued_prefill_tokens=sum(r.to_compute - r.computed for r in waiting),
             queued_requests=len(waiting),

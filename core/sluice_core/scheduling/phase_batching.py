@@ -19,8 +19,8 @@ from sluice_core.scheduling.decode_order import DecodeSet
 class PhaseBatching(ChunkedPrefillPolicy):
     """See the module. The chunk size is the most tokens of an iteration of prefills; decodes have no part in it.
 
-    Requests whose KV has arrived join in an iteration of decodes, which goes ahead of the prefills then. Where no
-    prefill finds a seat and blocks, decodes go on.
+    A request that arrives with its KV has one token in whichever iteration it joins. Where no prefill finds a seat and
+    blocks, decodes go on.
 
     Args:
         counts_decodes: See ``ChunkedPrefillPolicy``; of no effect, since decodes are never beside prefills.
@@ -43,7 +43,7 @@ class PhaseBatching(ChunkedPrefillPolicy):
     def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
         """See ``EnginePolicy.limits``."""
         num_decodes = engine.num_decodes
-        if not engine.is_stalled and not engine.num_joining:
+        if not engine.is_stalled:
             engine.num_decodes = 0
             limits = super().limits(now, engine)
             engine.num_decodes = num_decodes
