@@ -175,6 +175,7 @@ class NaiveEngine:
         self.members.leave(request.name)
 
     def start(self, now, *, joins_end_ttft):
+        self.joins_end_ttft = joins_end_ttft
         for request in self.arrived:
             if joins_end_ttft and len(request.tokens) == 1:
                 request.first_s = now
@@ -209,6 +210,10 @@ class NaiveEngine:
 
     def run(self, now, chunks, decodes):
         self.running = decodes
+        if self.joins_end_ttft and self.policy.separates_phases:
+            for request in decodes:
+                if len(request.tokens) == 1:
+                    request.first_s = now
         if self.policy.separates_phases:
             self.policy.note_batch(now, has_prefills=bool(chunks))
         self.batch = [r for r, _, _ in chunks if r.computed == r.to_compute]

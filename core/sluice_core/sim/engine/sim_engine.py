@@ -48,6 +48,7 @@ class SimEngine(SchedulerState):
         "_num_submitted",
         "_prefilled_alone",
         "_profile",
+        "_switching",
         "duration_s",
         "ends_at_s",
         "finished",
@@ -84,6 +85,7 @@ class SimEngine(SchedulerState):
         self.withholds_decodes = False
         self._prefilled_alone: list[SimRequest] = []  # joined the decodes with the end of an iteration of prefills
         self._profile = setup.profile
+        self._switching: list[SimRequest] = []  # have a first token, and wait for the phase of decodes
         self._gaps = gaps
         self._joins_end_ttft = joins_end_ttft
         self._arrived: list[SimRequest] = []
@@ -271,6 +273,8 @@ class SimEngine(SchedulerState):
         prefills = self.prefills
         if self.policy.separates_phases:
             self.policy.note_batch(now, has_prefills=prefills.num_tokens > 0)
+            if num_decodes and self._switching:
+                self._end_phase_switch(now)
         self.duration_s = self._profile.estimate_iteration_s(
             num_decodes + prefills.num_tokens,
             prefills.num_chunks,
@@ -284,6 +288,14 @@ class SimEngine(SchedulerState):
         self.note_change()
         self.counters.peak_blocks = max(self.counters.peak_blocks, self.used_blocks)
         return self.duration_s
+
+    def _end_phase_switch(self, now: float) -> None:
+        """Begin a phase of decodes, where TTFT ends with it (EcoServe, section 3.3)."""
+        paused = self.batch.paused
+        for request in self._switching:
+            if request.state is RequestState.DECODING and request not in paused:
+                request.first_token_s = now
+        self._switching = [request for request in self._switching if request in paused]
 
     def _start_prefills_alone(self, now: float) -> float:
         """Begin an iteration of prefills while the decodes wait; negative when none finds a seat and blocks."""
@@ -454,6 +466,8 @@ class SimEngine(SchedulerState):
             self._hand_off_prefill(request, now)
         else:
             self._join(request, now)
+            if self._joins_end_ttft and self.policy.separates_phases and request.generated_tokens == 1:
+                self._switching.append(request)
             if self.withholds_decodes:
                 self._prefilled_alone.append(request)
 
@@ -477,6 +491,8 @@ class SimEngine(SchedulerState):
             self.num_incoming -= 1
             if self._joins_end_ttft and request.generated_tokens == 1:
                 request.first_token_s = request.last_token_s = now
+                if self.policy.separates_phases:
+                    self._switching.append(request)
             request.is_moved_in = True
             self._join(request, now)
             self.joined.append(request)
