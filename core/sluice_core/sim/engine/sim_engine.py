@@ -293,8 +293,9 @@ class SimEngine(SchedulerState):
         """Begin a phase of decodes, where TTFT ends with it (EcoServe, section 3.3)."""
         paused = self.batch.paused
         for request in self._switching:
-            if request.state is RequestState.DECODING and request not in paused:
-                request.first_token_s = now
+            is_first = request.state is RequestState.DECODING and request.generated_tokens == 1
+            if is_first and request not in paused:
+                request.first_token_s = request.last_token_s = now
         self._switching = [request for request in self._switching if request in paused]
 
     def _start_prefills_alone(self, now: float) -> float:
