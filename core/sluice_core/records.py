@@ -7,6 +7,7 @@ monotonic clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -93,6 +94,8 @@ class EngineLoad:
         iteration_remaining_s: Expected rest of the iteration under way.
         pull_bytes_per_s: Measured rate of KV pulls; 0 when none was measured.
         is_of_others: The engine belongs to the share of another router, which tries it first.
+        prefill_phase_s: For how long its phase of prefills has gone on; 0: it is in none (``batching.PhaseReport``).
+        saved_tpot_s: Mean saved TPOT of the decodes that were there before; ``math.inf`` without any.
     """
 
     last_submit_number: int = 0
@@ -108,6 +111,8 @@ class EngineLoad:
     iteration_remaining_s: float = 0.0
     pull_bytes_per_s: float = 0.0
     is_of_others: bool = False
+    prefill_phase_s: float = 0.0
+    saved_tpot_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +201,8 @@ class Hold:
 
     Args:
         request_id: The request.
-        reason: ``no_engine``, ``room`` (decodes fill every chunk), ``kv``, ``late_binding``, ``recovery_cap``.
+        reason: ``no_engine``, ``room`` (decodes fill every chunk), ``kv``, ``late_binding``, ``recovery_cap``,
+            ``saved_tpot`` (a prefill would take longer than decodes have saved, or the phase than the TTFT objective).
     """
 
     request_id: RequestId
@@ -257,6 +263,8 @@ class FlowParameters:
             keeps its place.
         pack_share: Share of the TPOT SLO up to which decodes gather on one engine; 0: they stay where they begin.
         credit_s: Prefill work, in seconds, that an engine is given ahead; 0: all of it, as it arrives.
+        macro_instance_least: N_l, engines of the macro instance that a split makes (EcoServe, section 3.5.1).
+        macro_instance_most: N_u, most engines of one; it counts as ``2 * N_l - 1`` where it is less.
     """
 
     watermark: float = 0.95
@@ -270,6 +278,8 @@ class FlowParameters:
     late_ttft_factor: float = 3.0
     pack_share: float = 0.7
     credit_s: float = 0.1
+    macro_instance_least: int = 4
+    macro_instance_most: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

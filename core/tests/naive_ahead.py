@@ -50,6 +50,7 @@ class Plan:
     chunks: list = field(default_factory=list)  # request, tokens, tokens before
     has_preempted: bool = False
     is_cut: bool = False  # somebody found no block: nobody behind has a token
+    is_alone: bool = False  # prefills, while decodes wait
     lost_tokens: int = 0  # of the prefill room, given to somebody who cannot use them
 
     def reserved(self):
@@ -146,6 +147,7 @@ class AheadEngine(NaiveEngine):
     # --- an iteration ---
 
     def start(self, now, *, joins_end_ttft):
+        self.joins_end_ttft = joins_end_ttft
         for request in self.arrived:
             if joins_end_ttft and len(request.tokens) == 1:
                 request.first_s = now
@@ -178,6 +180,12 @@ class AheadEngine(NaiveEngine):
         for request in [*plan.decodes, *(r for r, _, _ in plan.chunks)]:
             request.last_iteration = number
         prefill_tokens = sum(tokens for _, tokens, _ in plan.chunks)
+        self.last_batch = (len(plan.decodes), prefill_tokens)
+        if self.policy.separates_phases:
+            self.policy.note_batch(now, has_prefills=prefill_tokens > 0)
+            for request in plan.decodes:
+                if self.joins_end_ttft and len(request.tokens) == 1:
+                    request.first_s = now
         context = sum(r.kv_tokens + 1 for r in plan.decodes)
         time_s = self.setup.profile.estimate_iteration_s(
             prefill_tokens + len(plan.decodes),
@@ -193,6 +201,13 @@ class AheadEngine(NaiveEngine):
 
     def plan(self, now, number):
         """Choose what iteration ``number`` holds."""
+        self.is_stalled = False
+        if self.policy.separates_phases and self.decodes and self.queue:
+            plan, limits = Plan(is_alone=True), self.limits(now, number)
+            self.feed_and_fill(plan, limits, number)
+            if plan.chunks:
+                return plan
+            self.is_stalled = True
         plan, limits = Plan(), self.limits(now, number)
         for request in sorted(self.decodes, key=self.victim_order):
             if plan.is_cut or not request.is_decoding:
@@ -201,10 +216,13 @@ class AheadEngine(NaiveEngine):
                 request.blocks += self.grows(request)
                 self.pool.take(request, request.blocks)
                 plan.decodes.append(request)
+        self.feed_and_fill(plan, limits, number)
+        return plan
+
+    def feed_and_fill(self, plan, limits, number):
         fed = self.feed_started(plan, limits, number)
         plan.chunks = []
         self.fill_room(plan, limits, number, fed)
-        return plan
 
     def limits(self, now, number):
         known = [r for r in self.queue if r.first_iteration <= number]
@@ -222,6 +240,7 @@ class AheadEngine(NaiveEngine):
                 num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in known),
                 num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in known),
                 last_prefill_s=self.last_prefill_s,
+                is_stalled=self.is_stalled,
             ),
         )
 
@@ -312,7 +331,8 @@ class AheadEngine(NaiveEngine):
         self.is_running, self.is_between = False, True
         self.num_ended += 1
         plan, batch, self.batch = self.current, self.batch, None
-        self.members.advance([r.name for r in self.decodes if r not in plan.decodes])
+        if not plan.is_alone:
+            self.members.advance([r.name for r in self.decodes if r not in plan.decodes])
         self.in_flight, self.ended_in_flight = self.number, []
         for request in plan.decodes:
             request.tokens.append(now)

@@ -175,12 +175,20 @@ class NaiveEngine:
         self.members.leave(request.name)
 
     def start(self, now, *, joins_end_ttft):
+        self.joins_end_ttft = joins_end_ttft
         for request in self.arrived:
             if joins_end_ttft and len(request.tokens) == 1:
                 request.first_s = now
             request.is_moved_in = True
             self.join(request, now)
         self.arrived = []
+        self.is_stalled = False
+        if self.policy.separates_phases and self.decodes and self.queue:
+            chunks = self.schedule(now)
+            if chunks:
+                self.last_prefill_s = now
+                return self.run(now, chunks, [])
+            self.is_stalled = True
         while self.free() < sum(self.grows(r) for r in self.decodes):
             victim = max(
                 self.decodes, key=lambda r: (self.policy.victim_key(r.arrival.at_s, r.arrival.priority), r.index)
@@ -198,19 +206,29 @@ class NaiveEngine:
             self.last_prefill_s = now
         if not self.decodes and not chunks:
             return None
+        return self.run(now, chunks, list(self.decodes))
+
+    def run(self, now, chunks, decodes):
+        self.running = decodes
+        if self.joins_end_ttft and self.policy.separates_phases:
+            for request in decodes:
+                if len(request.tokens) == 1:
+                    request.first_s = now
+        if self.policy.separates_phases:
+            self.policy.note_batch(now, has_prefills=bool(chunks))
         self.batch = [r for r, _, _ in chunks if r.computed == r.to_compute]
         self.queue = [r for r in self.queue if r not in self.batch]
         prefill_tokens = sum(c for _, c, _ in chunks)
         time_s = self.setup.profile.estimate_iteration_s(
-            prefill_tokens + len(self.decodes),
+            prefill_tokens + len(decodes),
             len(chunks),
             prefill_tokens,
             sum(c * (before + c / 2) for _, c, before in chunks),
-            len(self.decodes),
-            sum(r.kv_tokens + 1 for r in self.decodes),
+            len(decodes),
+            sum(r.kv_tokens + 1 for r in decodes),
         )
         self.ends_at_s = now + time_s
-        self.last_batch = (len(self.decodes), prefill_tokens)
+        self.last_batch = (len(decodes), prefill_tokens)
         return self.ends_at_s
 
     def grows(self, request):
@@ -234,6 +252,7 @@ class NaiveEngine:
                 num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in self.queue),
                 num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in self.queue),
                 last_prefill_s=self.last_prefill_s,
+                is_stalled=self.is_stalled,
             ),
         )
         room, is_blocked, chunks = limits.prefill_room_tokens, False, []
@@ -267,10 +286,11 @@ class NaiveEngine:
 
     def end(self, now):
         batch, self.batch = self.batch, None
-        self.members.advance()
-        for request in self.decodes:
+        if self.running or not self.decodes:
+            self.members.advance()
+        for request in self.running:
             request.tokens.append(now)
-        for request in list(self.decodes):
+        for request in self.running:
             if len(request.tokens) == request.arrival.output_tokens:
                 self.leave(request)
                 self.free_blocks_of(request)
@@ -294,7 +314,11 @@ class NaiveEngine:
 
     def load(self, now):
         waiting = [r for r in self.queue if r.computed < r.to_compute]
+        is_prefilling = bool(waiting) or (self.batch is not None and self.last_batch[1] > 0)
+        phase = self.policy.describe_phase(now, is_prefilling=is_prefilling)
+        phases = {} if phase is None else {"prefill_phase_s": phase[0], "saved_tpot_s": phase[1]}
         return EngineLoad(
+            **phases,
             last_submit_number=self.submits,
             queued_prefill_tokens=sum(r.to_compute - r.computed for r in waiting),
             queued_requests=len(waiting),

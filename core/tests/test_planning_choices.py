@@ -97,7 +97,8 @@ def test_of_a_strategy_far_behind_the_best_is_compared():
     )
     found = landscape.search(make_space())
     chosen = {one.candidate.strategy: one.candidate.prefill_heavy_tokens for one in reversed(found.ranking)}
-    assert chosen == {"taichi": 512, "aggregated": 512, "disaggregated": 2048, "flowprefill": 512, "sluice": 2048}
+    whole = {"disaggregated": 2048, "ecoserve": 2048, "sluice": 2048}
+    assert chosen == {"taichi": 512, "aggregated": 512, "flowprefill": 512, **whole}
 
 
 @pytest.mark.parametrize(("gain", "chosen"), [(1.02, 0.9), (1.003, 0.95)], ids=["more than chance", "chance"])
@@ -333,7 +334,14 @@ def test_whole_runs_last_as_long_as_their_result_needs(ttft_s, outputs, compute_
 
 
 def test_every_strategy_is_among_the_alternatives():
-    goodputs_rps = {"taichi": 4.0, "aggregated": 1.0, "disaggregated": 2.0, "flowprefill": 3.0, "sluice": 1.5}
+    goodputs_rps = {
+        "taichi": 4.0,
+        "aggregated": 1.0,
+        "disaggregated": 2.0,
+        "flowprefill": 3.0,
+        "ecoserve": 1.2,
+        "sluice": 1.5,
+    }
     landscape = Landscape(lambda one: goodputs_rps[one.strategy])
     result = plan(landscape, Goal(target=0.9, most_replicas=4))
     assert {one.ranked.candidate.strategy for one in result.alternatives} | {result.chosen.strategy} == set(STRATEGIES)

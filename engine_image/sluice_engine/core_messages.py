@@ -10,15 +10,12 @@ All are plain msgpack once encoded. Durations cross, and times on the machine's 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from sluice_core.strategies import DEFAULT_STRATEGY
-
-if TYPE_CHECKING:
-    from sluice_core.strategies.interface import Need
-
+from sluice_core.strategies.interface import Need
 
 # Name of the EngineCore utility that carries commands.
 UTILITY = "sluice"
@@ -30,8 +27,8 @@ REPORT_ID = "\0sluice"
 NUM_TOKENS_KEY = "sluice_num_tokens"
 
 
-# What this engine can do for a strategy beyond chunked prefill and hand-offs of whole requests: nothing yet.
-CAPABILITIES: frozenset[Need] = frozenset()
+# What this engine can do for a strategy beyond chunked prefill and hand-offs of whole requests.
+CAPABILITIES: frozenset[Need] = frozenset({Need.PHASES})
 
 # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -183,6 +180,10 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
         pull_bytes_per_s: Measured rate of KV pulls; 0: none yet.
         num_preemptions: Since the start.
         num_suspended_prefills: Prefills that had started and made way for a more urgent one, since the start.
+        num_phase_switches: Times that it went from prefills to decodes or back, since the start; of a strategy that
+            separates these phases.
+        prefill_phase_s: For how long its phase of prefills has gone on; 0: it is in none.
+        saved_tpot_s: Mean saved TPOT of the decodes that were there before; None without any.
         num_moved_in: Requests that arrived with KV, since the start.
         num_moved_out: Requests handed off, since the start.
         num_recomputed_pulls: Pulls that failed, came too late or were malformed, and were recomputed, since the start.
@@ -204,6 +205,9 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     pull_bytes_per_s: float = 0.0
     num_preemptions: int = 0
     num_suspended_prefills: int = 0
+    num_phase_switches: int = 0
+    prefill_phase_s: float = 0.0
+    saved_tpot_s: float | None = None
     num_moved_in: int = 0
     num_moved_out: int = 0
     num_recomputed_pulls: int = 0

@@ -37,8 +37,8 @@ def test_every_enum_value_but_the_unspecified_has_a_name():
 
 
 def test_every_number_of_a_load_is_reported():
-    # Suspended prefills are a metric of the engine alone.
-    others = {"generation", "is_draining", "num_suspended_prefills"}
+    # Suspended prefills and switches of phases are metrics of the engine alone.
+    others = {"generation", "is_draining", "num_suspended_prefills", "num_phase_switches"}
     fields = [name for name in core_messages.SchedulerLoad.__struct_fields__ if name not in others]
     load = core_messages.SchedulerLoad(is_draining=True, **{name: number for number, name in enumerate(fields, 1)})
     report = wire_conversion.load_report(load)

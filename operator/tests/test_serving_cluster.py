@@ -54,6 +54,8 @@ DEFAULTS = {
     "parameters.lateTtftFactorPercent": 300,
     "parameters.packSharePercent": 70,
     "parameters.creditMilliseconds": 100,
+    "parameters.macroInstanceLeast": 4,
+    "parameters.macroInstanceMost": 16,
     "engine.tensorParallelSize": 1,
     "engine.maxBatchTokens": 8192,
     "engine.maxModelLen": None,
@@ -88,6 +90,8 @@ BOUNDS = [
     ("spec.parameters.lateTtftFactorPercent", 100, 400),
     ("spec.parameters.packSharePercent", 0, 100),
     ("spec.parameters.creditMilliseconds", 0, 10_000),
+    ("spec.parameters.macroInstanceLeast", 1, 256),
+    ("spec.parameters.macroInstanceMost", 1, 1024),
 ]
 
 
@@ -126,7 +130,7 @@ REFUSED = [
     (
         "spec.strategy",
         "taichi",
-        "spec.strategy: 'taichi' is not one of 'TaiChi', 'Aggregated', 'Disaggregated', 'FlowPrefill' or",
+        "spec.strategy: 'taichi' is not one of 'TaiChi', 'Aggregated', 'Disaggregated', 'FlowPrefill', 'EcoServe' or",
     ),
     ("spec.parameters.earlyRejection", False, "which is what YAML reads for a bare Off: write Disabled"),
     ("spec.replica", 2, "spec.replica: is not a field of ServingCluster; remove it (did you mean replicas?)"),

@@ -30,6 +30,7 @@ MEANINGS = {
     "recovery_cap": "other recoveries have the share of each engine that prompts must leave to them",
     "kv": "too few KV blocks are free for the prompt",
     "late_binding": "no engine will take a prompt within creditMilliseconds: it waits here, where order still counts",
+    "saved_tpot": "a prefill here would outlast what decodes have saved, or the TTFT objective: it waits for a turn",
     "room": "its iterations are full of decodes: no prefill has room",
     "draining": "it hands its requests over and takes no new ones",
     "no_report": "it has not reported its load yet",

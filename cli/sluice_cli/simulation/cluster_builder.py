@@ -44,6 +44,8 @@ def build_cluster(spec: ClusterSpec, seed: int) -> Cell:
             late_ttft_factor=settings.late_ttft_factor,
             pack_share=settings.pack_share,
             credit_s=settings.credit_s,
+            macro_instance_least=settings.macro_instance_least,
+            macro_instance_most=settings.macro_instance_most,
         ),
         options=make_options(settings),
         seed=seed,

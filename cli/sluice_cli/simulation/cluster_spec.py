@@ -149,6 +149,8 @@ def _make_settings(spec: ServingClusterSpec) -> SimulationSettings:
         late_ttft_factor=parameters.late_ttft_factor_percent / 100,
         pack_share=parameters.pack_share_percent / 100,
         credit_s=parameters.credit_milliseconds / 1000,
+        macro_instance_least=parameters.macro_instance_least,
+        macro_instance_most=parameters.macro_instance_most,
         max_batch_tokens=spec.engine.max_batch_tokens,
         scheduling=AHEAD,
         wait_limit_s=ROUTER_WAIT_LIMIT_S,  # a manifest cannot change it

@@ -34,6 +34,8 @@ class SimulationSettings:
         late_ttft_factor: How many times its TTFT objective a prompt waits by that cannot meet it, for ``sluice``.
         pack_share: Share of the TPOT objective up to which decodes gather on one engine, for ``sluice``; 0: never.
         credit_s: Prefill work that an engine is given ahead, for ``sluice``; 0: all of it.
+        macro_instance_least: N_l, engines of the macro instance that a split makes, for ``ecoserve``.
+        macro_instance_most: N_u, most engines of one, for ``ecoserve``.
         no_grant: What a finished prefill does when no engine grants it blocks: ``in_place`` leaves it to the strategy,
             with ``wait`` it waits for ever.
         ttft_end: When TTFT ends: ``first_token`` or ``decode_join``.
@@ -71,6 +73,8 @@ class SimulationSettings:
     late_ttft_factor: float = 3.0
     pack_share: float = 0.7
     credit_s: float = 0.1
+    macro_instance_least: int = 4
+    macro_instance_most: int = 16
     no_grant: NoGrant = NoGrant.IN_PLACE
     ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
     budget: str = "all"
@@ -147,6 +151,8 @@ _READERS: dict[str, Callable[[str], object]] = {
     "late_ttft_factor": _read_number(1.0, 4.0),
     "pack_share": _read_number(0.0, 1.0),
     "credit_s": _read_number(0.0, 1e3),
+    "macro_instance_least": _read_count(1, 256),
+    "macro_instance_most": _read_count(1, 1024),
     "no_grant": lambda text: NoGrant(_read_choice(NoGrant)(text)),
     "ttft_end": lambda text: TtftEnd(_read_choice(TtftEnd)(text)),
     "budget": _read_choice(("all", "prefill")),

@@ -7,7 +7,7 @@ finish at the last non-zero size, unstarted ones return to their router, recompu
 
 No class starves:
 
-- decodes and joining requests always have their token;
+- decodes and joining requests always have their token (``phase_batching``: but for phases of prefills);
 - recompute goes ahead of other prefills;
 - within a class the order is by arrival, and priority is worth a bounded head start, so every request becomes first;
 - where decodes fill the chunk, prefills still get a small chunk now and then (minimum progress,
@@ -22,7 +22,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import MoveCause, MoveProposal, RequestId, Role
@@ -65,6 +65,7 @@ class EngineBatch:
         last_prefill_s: When an iteration last computed a prefill token, or since when prefills have waited if that is
             later; on the caller's clock.
         is_draining: The engine takes nothing new.
+        is_stalled: No prefill that waits or has started finds a seat and blocks, of engines that separate phases.
     """
 
     chunk_size_tokens: int
@@ -81,6 +82,7 @@ class EngineBatch:
     under_way_s: float = 0.0
     last_prefill_s: float = 0.0
     is_draining: bool = False
+    is_stalled: bool = False
 
 
 class BatchLimits:
@@ -100,6 +102,7 @@ class BatchLimits:
         saturation_tokens: Prefill tokens from which on no further prompt starts in the iteration; 0: it fills the room,
             and cuts the last prompt.
         room_per_work: Room that a token pair of a chunk's attention takes beside its tokens; 0: none.
+        withholds_decodes: Decodes get no token in this iteration; they keep their blocks.
     """
 
     __slots__ = (
@@ -113,6 +116,7 @@ class BatchLimits:
         "runs_started_prefills",
         "saturation_tokens",
         "token_budget",
+        "withholds_decodes",
     )
 
     def __init__(
@@ -128,7 +132,9 @@ class BatchLimits:
         is_minimum_progress: bool = False,
         saturation_tokens: int = 0,
         room_per_work: float = 0.0,
+        withholds_decodes: bool = False,
     ) -> None:
+        self.withholds_decodes = withholds_decodes
         self.saturation_tokens = saturation_tokens
         self.token_budget = token_budget
         self.prefill_room_tokens = prefill_room_tokens
@@ -177,7 +183,7 @@ class BatchLimits:
     def hides(self, kind: RequestKind) -> bool:
         """Say whether requests of ``kind`` stay out of this iteration (they keep blocks and position)."""
         if kind in {RequestKind.DECODE, RequestKind.JOINING}:
-            return False
+            return self.withholds_decodes and kind is RequestKind.DECODE
         if kind is RequestKind.NEW_PROMPT:
             return not self.runs_new_prompts
         return not (self.runs_started_prefills if kind is RequestKind.STARTED_PREFILL else self.runs_recompute)
@@ -228,6 +234,20 @@ class PrefillSelector:
         raise NotImplementedError
 
 
+class PhaseReport(NamedTuple):
+    """Where an engine is that separates prefills from decodes in time.
+
+    Args:
+        prefill_phase_s: For how long its phase of prefills has gone on, in seconds; 0: it is in none.
+        saved_tpot_s: Mean saved TPOT of the decodes that were there before it; ``math.inf`` without any.
+        num_switches: Times that it went from one phase to the other.
+    """
+
+    prefill_phase_s: float
+    saved_tpot_s: float
+    num_switches: int
+
+
 class EnginePolicy:
     """Decides what an engine batches, in which order, and which decodes should leave.
 
@@ -235,6 +255,7 @@ class EnginePolicy:
     """
 
     uses_latency: bool = False  # of a policy that needs what ``bind`` gives
+    separates_phases: bool = False  # of a policy whose iterations hold either prefills or decodes
 
     def bind(self, decodes: DecodeSet, latency: LatencyModel) -> None:
         """Take what the engine knows of itself, once; most policies need neither.
@@ -312,6 +333,26 @@ class EnginePolicy:
 
     def observe_chunk_sizes(self, chunk_sizes: Collection[int]) -> None:
         """Take the chunk sizes of the plan's engines that do not drain; no policy needs to."""
+
+    def note_batch(self, now: float, *, has_prefills: bool) -> None:
+        """Take note of an iteration that begins, of a policy that separates phases.
+
+        Args:
+            now: Seconds on the caller's clock.
+            has_prefills: It computes prompt tokens.
+        """
+
+    def describe_phase(self, now: float, *, is_prefilling: bool) -> PhaseReport | None:  # noqa: ARG002 - for overrides
+        """Describe the phase that the engine is in.
+
+        Args:
+            now: Seconds on the caller's clock.
+            is_prefilling: Prefills wait or run.
+
+        Returns:
+            None, unless a policy that separates phases overrides it.
+        """
+        return None
 
 
 class ChunkedPrefillPolicy(EnginePolicy):

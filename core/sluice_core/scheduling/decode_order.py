@@ -23,6 +23,7 @@ from typing import Final
 
 from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import RequestId, Role
+from sluice_core.scheduling.saved_tpot import SavedTpot
 
 # The static key and the plain formula differ by rounding; candidates are checked by the latter.
 _ROUNDING_S: Final = 1e-6
@@ -137,6 +138,8 @@ class DecodeSet:
         self._longest: list[tuple[int, int, Decode]] = []
         self._by_tpot_key: dict[float, list[tuple[float, int, Decode]]] = {}  # by TPOT SLO; the most urgent is last
         self._backing_off: list[tuple[float, int, Decode]] = []  # a heap by the end of the back-off
+        self._saved = SavedTpot()  # of those that have had an iteration of decodes here
+        self._saved_of_new = SavedTpot()
 
     def __len__(self) -> int:
         return len(self._members)
@@ -192,6 +195,7 @@ class DecodeSet:
             join_iteration=self._iteration,
         )
         self._members[request_id] = decode
+        self._saved_of_new.add(tpot_slo_s, decode.start_iteration, decode.first_token_s)
         self.least_tpot_slo_s = min(self.least_tpot_slo_s, tpot_slo_s)
         if is_moved_in:
             self._recently_moved.append(decode)
@@ -204,6 +208,7 @@ class DecodeSet:
         if decode is None:
             return
         decode.has_left = True
+        self._get_saved(decode).remove(decode.tpot_slo_s, decode.start_iteration, decode.first_token_s)
         self._unrank(decode)
         self._withdraw_proposal(decode)
 
@@ -214,12 +219,24 @@ class DecodeSet:
             skipped: Members that gained none (not scheduled); costs O(skipped).
         """
         self._iteration += 1
+        self._saved.take(self._saved_of_new)
         for request_id in skipped:
             self._shift(self._members[request_id], 1)
 
     def set_output_tokens(self, request_id: RequestId, output_tokens: int) -> None:
         """Correct a member's output length after the current iteration (several tokens in one step)."""
         self._shift(self._members[request_id], self.output_tokens(request_id) - output_tokens)
+
+    def compute_mean_saved_tpot_s(self, now: float) -> float:
+        """Compute the mean saved TPOT of those that were here before the last iteration of decodes began.
+
+        Args:
+            now: Seconds on the caller's clock.
+
+        Returns:
+            Seconds; ``math.inf`` without a decode that has an objective.
+        """
+        return self._saved.compute_mean_s(now, self._iteration)
 
     def output_tokens(self, request_id: RequestId) -> int:
         """Count the tokens of the whole request so far."""
@@ -360,10 +377,17 @@ class DecodeSet:
         """Move a decode's counters by some iterations, and its place in the orders with them."""
         was_ranked = decode.is_ranked
         self._unrank(decode)
+        saved = self._get_saved(decode)
+        saved.remove(decode.tpot_slo_s, decode.start_iteration, decode.first_token_s)
         decode.start_iteration += num_iterations
         decode.reset_iteration += num_iterations
+        saved.add(decode.tpot_slo_s, decode.start_iteration, decode.first_token_s)
         if was_ranked:
             self._rank(decode)
+
+    def _get_saved(self, decode: Decode) -> SavedTpot:
+        """Return the sums that a decode counts in."""
+        return self._saved_of_new if decode.join_iteration == self._iteration else self._saved
 
     def _compute_tpot_key(self, decode: Decode) -> float:
         """Compute the static key of the TPOT order."""

@@ -75,6 +75,7 @@ class EngineTable:
         self._num_added = 0
         self._has_uniform_chunk_size = True
         self._iteration_limit_s = math.inf
+        self._separates_phases = False
 
     def __len__(self) -> int:
         return len(self._states)
@@ -126,6 +127,12 @@ class EngineTable:
         """Set how long iterations with prefills take at most; engines then take that many prefill tokens in each."""
         if limit_s != self._iteration_limit_s:
             self._iteration_limit_s = limit_s
+            self._stale.update(self._states)
+
+    def separate_phases(self, *, separates: bool) -> None:
+        """Set whether engines withhold decodes while they compute prefills, which then have iterations of their own."""
+        if separates != self._separates_phases:
+            self._separates_phases = separates
             self._stale.update(self._states)
 
     def add(self, engine_id: EngineId, config: EngineConfig, *, role: Role, chunk_size_tokens: int) -> None:
@@ -286,15 +293,18 @@ class EngineTable:
         """Recompute what follows from the last report, the settings and the placements in flight."""
         self._stale.pop(state.engine_id, None)
         load, placements = state.load, state.in_flight.values()
-        num_counted = load.running_decodes if self._counts_decodes else 0
+        num_decodes, context_tokens = load.running_decodes, load.decode_context_tokens
+        if self._separates_phases:
+            num_decodes = context_tokens = 0
+        num_counted = num_decodes if self._counts_decodes else 0
         state.room_tokens = max(0, min(state.chunk_size_tokens, state.config.max_batch_tokens) - num_counted)
         if self._iteration_limit_s < math.inf:
             state.room_tokens = fit_prefill_room(
                 state.latency,
                 self._iteration_limit_s,
                 state.room_tokens,
-                load.running_decodes,
-                load.decode_context_tokens,
+                num_decodes,
+                context_tokens,
             ).tokens
         queue_s = 0.0
         if load.queued_prefill_tokens > 0:
@@ -303,8 +313,8 @@ class EngineTable:
                 attention_work=load.queued_attention_work,
                 num_prompts=load.queued_requests,
                 room_tokens=state.room_tokens,
-                num_decodes=load.running_decodes,
-                decode_context_tokens=load.decode_context_tokens,
+                num_decodes=num_decodes,
+                decode_context_tokens=context_tokens,
             )
         reported_at_s = state.reported_at_s or 0.0
         queued_blocks = blocks_for_tokens(load.queued_prefill_tokens, state.config.block_size_tokens)
@@ -324,8 +334,10 @@ class EngineTable:
         transfers = not self._has_uniform_chunk_size and state.role is Role.PREFILL_HEAVY
         rate = self.pull_bytes_per_s or DEFAULT_TRANSFER_BYTES_PER_S
         available_blocks = load.kv_blocks_total - state.committed_kv_blocks - state.reserved_kv_blocks
+        num_decodes = 0 if self._separates_phases else load.running_decodes
+        context_tokens = 0 if self._separates_phases else load.decode_context_tokens
         per_token_s, per_work_s, per_iteration_s = state.latency.compute_prefill_coefficients(
-            load.running_decodes, load.decode_context_tokens, state.room_tokens
+            num_decodes, context_tokens, state.room_tokens
         )
         return EngineView(
             engine_id=state.engine_id,

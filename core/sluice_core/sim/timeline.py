@@ -55,11 +55,11 @@ class Timeline:
                 engine.engine_id,
                 now,
                 engine.duration_s,
-                engine.batch.num_decodes,
+                0 if engine.withholds_decodes else engine.batch.num_decodes,
                 engine.prefills.num_tokens,
                 engine.prefills.num_chunks,
                 engine.used_blocks,
-                engine.decode_context_tokens,
+                0 if engine.withholds_decodes else engine.decode_context_tokens,
             )
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sluice_core.strategies.aggregated import AGGREGATED
 from sluice_core.strategies.disaggregated import DISAGGREGATED
+from sluice_core.strategies.ecoserve import ECOSERVE
 from sluice_core.strategies.flowprefill import FLOWPREFILL
 from sluice_core.strategies.interface import Strategy
 from sluice_core.strategies.sluice import SLUICE
@@ -17,7 +18,9 @@ __all__ = ["DEFAULT_STRATEGY", "INITIAL_STRATEGY", "STRATEGIES", "Strategy", "ge
 DEFAULT_STRATEGY: Strategy = TAICHI
 # In force on an engine before its first plan: nothing moves.
 INITIAL_STRATEGY: Strategy = AGGREGATED
-STRATEGIES: dict[str, Strategy] = {row.name: row for row in (TAICHI, AGGREGATED, DISAGGREGATED, FLOWPREFILL, SLUICE)}
+STRATEGIES: dict[str, Strategy] = {
+    row.name: row for row in (TAICHI, AGGREGATED, DISAGGREGATED, FLOWPREFILL, ECOSERVE, SLUICE)
+}
 
 
 def get_strategy(name: str) -> Strategy:

@@ -75,6 +75,12 @@ TPOT_SHARE = Parameter(name="tpot_share_percent", default="98", low=50, high=100
 LATE_TTFT_FACTOR = Parameter(name="late_ttft_factor_percent", default="300", low=100, high=400, unit="percent")
 PACK_SHARE = Parameter(name="pack_share_percent", default="70", low=0, high=100, unit="percent")
 CREDIT = Parameter(name="credit_milliseconds", default="100", low=0, high=10_000, unit="milliseconds")
+MACRO_INSTANCE_LEAST = Parameter(
+    name="macro_instance_least", default="4", low=1, high=256, unit="engines", source="EcoServe, section 4.3.2: N_l"
+)
+MACRO_INSTANCE_MOST = Parameter(
+    name="macro_instance_most", default="16", low=1, high=1024, unit="engines", source="EcoServe, section 4.3.2: N_u"
+)
 _PARAMETERS = (
     WATERMARK,
     APPROACHING_FACTOR,
@@ -87,6 +93,8 @@ _PARAMETERS = (
     LATE_TTFT_FACTOR,
     PACK_SHARE,
     CREDIT,
+    MACRO_INSTANCE_LEAST,
+    MACRO_INSTANCE_MOST,
 )
 
 
@@ -121,6 +129,8 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
         late_ttft_factor=int(read[LATE_TTFT_FACTOR.name]) / 100,
         pack_share=int(read[PACK_SHARE.name]) / 100,
         credit_s=int(read[CREDIT.name]) / 1000,
+        macro_instance_least=int(read[MACRO_INSTANCE_LEAST.name]),
+        macro_instance_most=int(read[MACRO_INSTANCE_MOST.name]),
     )
 
 
@@ -143,5 +153,7 @@ def format_parameters(rows: tuple[Parameter, ...], parameters: FlowParameters) -
         LATE_TTFT_FACTOR.name: str(round(parameters.late_ttft_factor * 100)),
         PACK_SHARE.name: str(round(parameters.pack_share * 100)),
         CREDIT.name: str(round(parameters.credit_s * 1000)),
+        MACRO_INSTANCE_LEAST.name: str(parameters.macro_instance_least),
+        MACRO_INSTANCE_MOST.name: str(parameters.macro_instance_most),
     }
     return {row.name: values[row.name] for row in rows}

@@ -26,6 +26,10 @@ class IterationTimer:
         """Notes an iteration that was scheduled."""
         self._batches[id(output)] = batch
 
+    def has_prefills(self) -> bool:
+        """Says whether an iteration under way computes prompt tokens."""
+        return any(batch.prefill_tokens for batch in self._batches.values())
+
     def estimate_rest_s(self, latency: LatencyModel) -> tuple[int, float]:
         """Estimates what is left of the iterations under way.
 

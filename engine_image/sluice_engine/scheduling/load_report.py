@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from sluice_core.scheduling.batching import RequestKind
@@ -9,6 +10,7 @@ from sluice_engine.core_messages import SchedulerLoad
 
 if TYPE_CHECKING:
     from sluice_core.kv import KvBlocks
+    from sluice_core.scheduling.batching import PhaseReport
     from sluice_engine.core_messages import ConfigureCommand
     from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
     from sluice_engine.scheduling.incoming_pulls import IncomingPulls
@@ -24,6 +26,8 @@ def measure_load(
     hand_offs: OutgoingHandOffs,
     num_preemptions: int,
     num_suspended: int,
+    phase: PhaseReport | None = None,
+    num_phase_switches: int = 0,
 ) -> SchedulerLoad:
     """Reads the load after an iteration, or between two.
 
@@ -35,6 +39,8 @@ def measure_load(
         hand_offs: Requests on their way out.
         num_preemptions: Since the start.
         num_suspended: Prefills that made way, since the start.
+        phase: Where the engine is, with a policy that separates phases.
+        num_phase_switches: Since the start.
     """
     return SchedulerLoad(
         queued_prefill_tokens=tracker.queued_prefill_tokens,
@@ -54,6 +60,9 @@ def measure_load(
         pull_bytes_per_s=pulls.bytes_per_s,
         num_preemptions=num_preemptions,
         num_suspended_prefills=num_suspended,
+        num_phase_switches=num_phase_switches,
+        prefill_phase_s=0.0 if phase is None else phase.prefill_phase_s,
+        saved_tpot_s=None if phase is None or phase.saved_tpot_s == math.inf else phase.saved_tpot_s,
         num_moved_in=pulls.num_moved_in,
         num_moved_out=hand_offs.num_moved_out,
         num_recomputed_pulls=pulls.num_recomputed,

@@ -115,7 +115,9 @@ class MoveProposer:
         Args:
             scheduled: Tokens of the iteration by request id.
         """
-        self._decodes.advance(self._members.difference(scheduled))
+        skipped = self._members.difference(scheduled)
+        if not skipped or len(skipped) < len(self._members):  # else it was one of prefills alone
+            self._decodes.advance(skipped)
 
     def propose(self, now_s: float, kv: KvBlocks) -> list[ProposedMove]:
         """Decodes that should leave."""

@@ -49,6 +49,7 @@ class PrefillRoom:
         self._limits: BatchLimits
         self._remaining_tokens = 0
         self._is_saturated = False
+        self._stall: tuple[int, ...] | None = None  # what there was when prefills found no seat or blocks
 
     def renew(
         self,
@@ -86,11 +87,16 @@ class PrefillRoom:
             under_way_s=under_way_s,
             last_prefill_s=self._last_prefill_s,
             is_draining=plan.is_draining,
+            is_stalled=self._is_stalled(),
         )
         self._limits = self._tracker.policy.limits(now_s, self.batch)
         self._remaining_tokens = self._limits.prefill_room_tokens
         self._is_saturated = False
         return self._limits
+
+    def hides(self, kind: RequestKind) -> bool:
+        """Says whether requests of a class stay out of this iteration."""
+        return self._limits.hides(kind)
 
     def take(self, kind: RequestKind, num_tokens: int, num_left: int, waiting: Any, *, context_tokens: int = 0) -> int:
         """Gives a prefill its chunk.
@@ -123,6 +129,29 @@ class PrefillRoom:
     def note_prefill(self, now_s: float) -> None:
         """Notes that an iteration computes prefill tokens."""
         self._last_prefill_s = now_s
+
+    def note_scheduled(self, num_tokens: int) -> None:
+        """Notes what vLLM scheduled: with nothing in a phase of prefills, decodes go on from the next iteration on.
+
+        Args:
+            num_tokens: Tokens of the iteration.
+        """
+        if not num_tokens and self._limits.withholds_decodes and self._tracker.count(RequestKind.DECODE):
+            self._stall = self._describe_room()
+
+    def _is_stalled(self) -> bool:
+        """Says whether prefills would find as little room as when they last found too little."""
+        if self._stall is None:
+            return False
+        now = self._describe_room()
+        if now[:-1] != self._stall[:-1] or now[-1] > self._stall[-1]:
+            self._stall = None
+        return self._stall is not None
+
+    def _describe_room(self) -> tuple[int, ...]:
+        """Counts requests by class, and the blocks that are left."""
+        count = self._tracker.count
+        return (*(count(kind) for kind in RequestKind), self._kv_usage.measure().available)
 
     def _count_recompute_ahead(self, waiting: Any) -> int:
         """Room that the next waiting recompute will use; 0 when none waits or its blocks are not free."""

@@ -86,7 +86,8 @@ def settle_batch(batch: ScheduledBatch, tracker: RequestTracker) -> None:
         batch: The iteration; ``new_decodes`` is filled in.
         tracker: The requests.
     """
-    tracker.decode_context_tokens = batch.decode_context_tokens
+    if batch.num_decodes or not tracker.count(RequestKind.DECODE):
+        tracker.decode_context_tokens = batch.decode_context_tokens  # else they stand still, and their contexts too
     for tracked in batch.computing:
         # vLLM has taken it out of the waiting heap, so that its fields may change.
         tracker.place_running(tracked)

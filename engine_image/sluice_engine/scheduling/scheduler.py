@@ -32,6 +32,7 @@ from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
 from sluice_engine.scheduling.load_report import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
+from sluice_engine.scheduling.phase_tracker import PhaseTracker
 from sluice_engine.scheduling.prefill_room import PrefillRoom
 from sluice_engine.scheduling.prefill_selection import PrefillSelection
 from sluice_engine.scheduling.prefix_recorder import PrefixRecorder
@@ -83,6 +84,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         )
         self._selection = PrefillSelection(self._tracker, self._kv_usage)
         self._timer = IterationTimer()
+        self._phases = PhaseTracker(self._tracker)
         self._outbox = ReportOutbox()
         self._prefixes = self.kv_event_publisher = PrefixRecorder()
         self._recorder = open_recorder(self.vllm_config.kv_transfer_config.engine_id)
@@ -240,6 +242,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._order_running()
         output = super().schedule(throttle_prefills)
         self._selection.note_scheduled(output.total_num_scheduled_tokens)
+        self._prefill_room.note_scheduled(output.total_num_scheduled_tokens)
         if output.total_num_scheduled_tokens:
             self._settle_batch(output, started_s, now_s)
         return output
@@ -249,7 +252,9 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         tracked = self._tracker.by_id[request.request_id]
         kind = tracked.kind
         if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
-            return num_new_tokens  # decodes are never cut; speculative decoding, the method's purpose, is refused
+            # Decodes are never cut; speculative decoding, the method's purpose, is refused. vLLM leaves out of the
+            # iteration whoever gets 0, and serves those behind it.
+            return 0 if self._prefill_room.hides(kind) else num_new_tokens
         if self._selection.hides(tracked) or (kind is RequestKind.NEW_PROMPT and not self._has_seat()):
             return 0
         return self._prefill_room.take(
@@ -266,6 +271,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             self._recorder.note_batch(output, batch)
         if batch.prefill_tokens:
             self._prefill_room.note_prefill(now_s)
+        self._phases.note_batch(now_s, batch)
         settle_batch(batch, self._tracker)
         if batch.new_decodes and self._moves.policy.hands_off_prefills(self._moves.role):
             self._hand_off_prefills(batch)
@@ -317,7 +323,13 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             hand_offs=self._hand_offs,
             num_preemptions=self._num_preemptions,
             num_suspended=self._selection.num_suspended,
+            phase=self._phases.describe(time.monotonic(), is_prefilling=self._is_prefilling()),
+            num_phase_switches=self._phases.num_switches,
         )
+
+    def _is_prefilling(self) -> bool:
+        """True while prefills wait or run."""
+        return self._tracker.num_queued > 0 or self._timer.has_prefills()
 
     # --- preempt ---------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ LOAD_GAUGES = (
 LOAD_COUNTERS = (
     ("preemptions", "num_preemptions", "Preemptions."),
     ("suspended_prefills", "num_suspended_prefills", "Prefills that made way for a more urgent one."),
+    ("phase_switches", "num_phase_switches", "Changes from prefills to decodes or back, by strategies with phases."),
     ("moved_in", "num_moved_in", "Requests that arrived with KV."),
     ("moved_out", "num_moved_out", "Requests handed off."),
     ("recomputed_pulls", "num_recomputed_pulls", "Pulls that failed or came too late and were recomputed."),

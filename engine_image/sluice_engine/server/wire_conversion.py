@@ -100,6 +100,8 @@ def load_report(load: core_messages.SchedulerLoad) -> wire.LoadReport:
         num_moved_in=load.num_moved_in,
         num_moved_out=load.num_moved_out,
         num_recomputed_pulls=load.num_recomputed_pulls,
+        prefill_phase_s=load.prefill_phase_s,
+        saved_tpot_s=load.saved_tpot_s,
     )
 
 

@@ -38,7 +38,7 @@ MAX_LIMIT = 2**31 - 1
 
 EarlyRejectionName = Literal["Disabled", "Off", "Random", "Reject"]
 AutotuneMode = Literal["Disabled", "Off", "Recommend", "Apply"]
-StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated", "FlowPrefill", "Sluice"]
+StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated", "FlowPrefill", "EcoServe", "Sluice"]
 
 
 class ChunkSizes(ManifestModel):
@@ -108,6 +108,10 @@ class ParametersSpec(ManifestModel):
     """Sluice: share of the TPOT objective up to which decodes gather on one engine. 0: they stay where they begin."""
     credit_milliseconds: Annotated[int, Field(strict=True, ge=0, le=10_000)] = 100
     """Sluice: prefill work that an engine is given ahead; what comes later waits at the router. 0: nothing waits."""
+    macro_instance_least: Annotated[int, Field(strict=True, ge=1, le=256)] = 4
+    """EcoServe: engines of the macro instance that is split off when one grows beyond macroInstanceMost (N_l)."""
+    macro_instance_most: Annotated[int, Field(strict=True, ge=1, le=1024)] = 16
+    """EcoServe: most engines of a macro instance (N_u). Less than twice macroInstanceLeast less 1 counts as that."""
 
 
 class KeyRef(ManifestModel):
@@ -594,6 +598,7 @@ class SpecFields(ManifestModel):
     """How the sliders are used; in force without a restart. TaiChi uses them as given.
     Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
     Sluice gives every engine engine.maxBatchTokens and sizes each iteration by what decodes can spare.
+    EcoServe gives every engine engine.maxBatchTokens for iterations of prefills, in which decodes wait.
     Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills;
     docs/internals/strategies.md says how it follows DistServe. FlowPrefill uses them as given;
     the prompt whose TTFT objective ends first preempts others where an iteration ends, so smaller chunk sizes

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from sluice_core.strategies import get_strategy
 from sluice_operator.api.field_types import percent
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, EngineFacts, MeasuredEngineFacts
@@ -230,7 +231,8 @@ def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
     if constraints.strategy == "aggregated":
         count = str(sliders.num_prefill_heavy)
         return replace(constraints, prefill_heavy=(count, count), decode_tokens=constraints.prefill_tokens)
-    if constraints.strategy == "sluice":
+    sliders_used = get_strategy(constraints.strategy).sliders
+    if not (sliders_used.varies_ratio or sliders_used.varies_prefill_tokens or sliders_used.varies_decode_tokens):
         count = str(sliders.num_prefill_heavy)
         return replace(
             constraints, prefill_heavy=(count, count), prefill_tokens=(most, most), decode_tokens=(most, most)

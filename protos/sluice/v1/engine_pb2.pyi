@@ -1045,6 +1045,8 @@ class LoadReport(_message.Message):
     NUM_MOVED_OUT_FIELD_NUMBER: _builtins.int
     NUM_RECOMPUTED_PULLS_FIELD_NUMBER: _builtins.int
     IS_OF_OTHERS_FIELD_NUMBER: _builtins.int
+    PREFILL_PHASE_S_FIELD_NUMBER: _builtins.int
+    SAVED_TPOT_S_FIELD_NUMBER: _builtins.int
     last_submit_number: _builtins.int
     """Last submit of this router that the report includes."""
     queued_prefill_tokens: _builtins.int
@@ -1093,6 +1095,14 @@ class LoadReport(_message.Message):
     """True: the engine is in the share of another attached router, which places on it first. Each engine is in the share
     of one of its routers.
     """
+    prefill_phase_s: _builtins.float
+    """For how long the engine's phase of prefills has gone on, in seconds, where a strategy separates prefills from
+    decodes; 0: it is in none.
+    """
+    saved_tpot_s: _builtins.float
+    """Mean saved TPOT of the decodes that were there before that phase: tokens so far * objective - time since the first
+    token, in seconds; absent without a decode that has an objective.
+    """
     @_builtins.property
     def iteration(self) -> Global___Iteration:
         """The iteration that this message follows; absent in idle reports."""
@@ -1122,12 +1132,16 @@ class LoadReport(_message.Message):
         num_moved_out: _builtins.int = ...,
         num_recomputed_pulls: _builtins.int = ...,
         is_of_others: _builtins.bool = ...,
+        prefill_phase_s: _builtins.float = ...,
+        saved_tpot_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["iteration", b"iteration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "iteration", b"iteration", "saved_tpot_s", b"saved_tpot_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "is_draining", b"is_draining", "is_of_others", b"is_of_others", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "is_draining", b"is_draining", "is_of_others", b"is_of_others", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "prefill_phase_s", b"prefill_phase_s", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "saved_tpot_s", b"saved_tpot_s", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__saved_tpot_s: _TypeAlias = _typing.Literal["saved_tpot_s"]  # noqa: Y015
+    _WhichOneofArgType__saved_tpot_s: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__saved_tpot_s) -> _WhichOneofReturnType__saved_tpot_s | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 

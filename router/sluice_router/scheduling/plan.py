@@ -48,6 +48,7 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
     state.metrics.count("plans", "applied")
     _set_policy(state.active, plan, state.rng)
     state.engines.table.limit_iterations(math.inf)
+    state.engines.table.separate_phases(separates=False)
     state.active.plan = plan
     state.limiter.set_limits(plan.owner_limits, plan.num_routers)
     for engine in state.engines.connected.values():

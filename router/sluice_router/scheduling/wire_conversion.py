@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2, plan_pb2
@@ -87,6 +88,8 @@ def load_from(report: engine_pb2.LoadReport, iteration_remaining_s: float) -> En
         iteration_remaining_s=iteration_remaining_s,
         pull_bytes_per_s=report.pull_bytes_per_s,
         is_of_others=report.is_of_others,
+        prefill_phase_s=report.prefill_phase_s + report.iteration_age_s if report.prefill_phase_s > 0.0 else 0.0,
+        saved_tpot_s=report.saved_tpot_s - report.iteration_age_s if report.HasField("saved_tpot_s") else math.inf,
     )
 
 

@@ -96,7 +96,7 @@ def make_room_for_chunks(engine: SchedulerState, now: float, num_decodes: int) -
                 return
             if victim is request:
                 prefills.max_started = len(found)
-            _preempt(engine, victim, now, has_grown=True)
+            _preempt(engine, victim, now, has_grown=not limits.withholds_decodes)
             # The room that it was given is nobody else's in this iteration.
             prefills.withheld_tokens += found.pop(victim.index, (0, 0))[1]
         if request.num_computed_tokens:

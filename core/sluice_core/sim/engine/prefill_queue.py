@@ -263,6 +263,10 @@ class PrefillQueue:
         """Say whether the last ``schedule`` gave a prefill a chunk."""
         return request.batch_number == self._batch_number
 
+    def undo_batch(self) -> None:
+        """Forget the last ``schedule``, which gave nobody a chunk."""
+        self._batch_number -= 1
+
     def drop(self, request: SimRequest) -> None:
         """Take a prefill out that has started."""
         self._started.remove(request)

@@ -37,6 +37,7 @@ class SimEngine(SchedulerState):
         finished: Requests that ended in the last iteration.
         hands_off_prefills: Prefills that yield the first token are handed off to nobody yet; set it with a plan.
         prefilled: Those of the last iteration, until somebody takes them from here.
+        withholds_decodes: The iteration under way, or the last one, is of prefills alone, and the decodes wait.
     """
 
     __slots__ = (
@@ -45,7 +46,9 @@ class SimEngine(SchedulerState):
         "_joins_end_ttft",
         "_load",
         "_num_submitted",
+        "_prefilled_alone",
         "_profile",
+        "_switching",
         "duration_s",
         "ends_at_s",
         "finished",
@@ -55,6 +58,7 @@ class SimEngine(SchedulerState):
         "num_incoming",
         "prefilled",
         "role",
+        "withholds_decodes",
     )
 
     def __init__(
@@ -78,7 +82,10 @@ class SimEngine(SchedulerState):
         self.finished: list[SimRequest] = []
         self.hands_off_prefills = False
         self.prefilled: list[SimRequest] = []
+        self.withholds_decodes = False
+        self._prefilled_alone: list[SimRequest] = []  # joined the decodes with the end of an iteration of prefills
         self._profile = setup.profile
+        self._switching: list[SimRequest] = []  # have a first token, and wait for the phase of decodes
         self._gaps = gaps
         self._joins_end_ttft = joins_end_ttft
         self._arrived: list[SimRequest] = []
@@ -234,6 +241,10 @@ class SimEngine(SchedulerState):
         if self._arrived:
             self._take_in(now)
         batch, prefills = self.batch, self.prefills
+        if self.policy.separates_phases:
+            duration_s = self._start_prefills_alone(now)
+            if duration_s >= 0.0:
+                return duration_s
         num_decodes = batch.num_decodes
         if num_decodes:
             need = batch.count_growth_blocks()
@@ -248,19 +259,77 @@ class SimEngine(SchedulerState):
         num_tokens = batch.num_decodes + prefills.num_tokens
         if num_tokens == 0:
             return self._start_without_lookahead(now) if batch.paused else -1.0
+        return self._run(now, work2, batch.num_decodes, batch.context_tokens)
+
+    def _run(self, now: float, work2: int, num_decodes: int, context_tokens: int) -> float:
+        """Begin an iteration.
+
+        Args:
+            now: Seconds of the simulated clock.
+            work2: Twice the attention work of its chunks.
+            num_decodes: Its decodes.
+            context_tokens: Sum of their contexts.
+        """
+        prefills = self.prefills
+        if self.policy.separates_phases:
+            self.policy.note_batch(now, has_prefills=prefills.num_tokens > 0)
+            if num_decodes and self._switching:
+                self._end_phase_switch(now)
         self.duration_s = self._profile.estimate_iteration_s(
-            num_tokens,
+            num_decodes + prefills.num_tokens,
             prefills.num_chunks,
             prefills.num_tokens,
             work2 * 0.5,
-            batch.num_decodes,
-            batch.context_tokens,
+            num_decodes,
+            context_tokens,
         )
         self.ends_at_s = now + self.duration_s
         self.is_running = True
         self.note_change()
         self.counters.peak_blocks = max(self.counters.peak_blocks, self.used_blocks)
         return self.duration_s
+
+    def _end_phase_switch(self, now: float) -> None:
+        """Begin a phase of decodes, where TTFT ends with it (EcoServe, section 3.3)."""
+        paused = self.batch.paused
+        for request in self._switching:
+            is_first = request.state is RequestState.DECODING and request.generated_tokens == 1
+            if is_first and request not in paused:
+                request.first_token_s = request.last_token_s = now
+        self._switching = [request for request in self._switching if request in paused]
+
+    def _start_prefills_alone(self, now: float) -> float:
+        """Begin an iteration of prefills while the decodes wait; negative when none finds a seat and blocks."""
+        batch, prefills = self.batch, self.prefills
+        had_withheld, self.withholds_decodes = self.withholds_decodes, False
+        prefills.batch.is_stalled = False
+        if not batch.num_decodes or not prefills.num_queued:
+            return -1.0
+        prefills.num_tokens = prefills.num_chunks = 0
+        fill_room = self._fill_room_ahead if self.schedules_ahead else self._fill_room
+        work2 = fill_room(now, batch.num_decodes)
+        if not prefills.num_tokens:
+            prefills.batch.is_stalled = True
+            prefills.undo_batch()
+            return -1.0
+        prefills.release_deferred()
+        self.ending = []
+        prefills.batch.last_prefill_s = now
+        self.withholds_decodes = True
+        self._note_waiting_decodes(now, had_withheld=had_withheld)
+        return self._run(now, work2, 0, 0)
+
+    def _note_waiting_decodes(self, now: float, *, had_withheld: bool) -> None:
+        """Let the gaps of the decodes go on whose last token came now: O(decodes) where they begin to wait."""
+        waiting = self._prefilled_alone
+        if not had_withheld:
+            known = {request.index for request in self.joined}
+            waiting = [request for request in self.batch.list_requests() if request.index not in known]
+        for request in waiting:
+            if request.state is RequestState.DECODING:
+                request.last_token_s = now
+                self.joined.append(request)
+        self._prefilled_alone = []
 
     def _start_without_lookahead(self, now: float) -> float:
         """Schedule an iteration of which nothing could be scheduled ahead, for want of blocks."""
@@ -274,15 +343,18 @@ class SimEngine(SchedulerState):
         """Take the iteration's tokens in; see ``finished``."""
         self.is_running = False
         self.note_change()
-        counters, num_decodes = self.counters, self.batch.num_decodes
+        counters, num_decodes = self.counters, 0 if self.withholds_decodes else self.batch.num_decodes
         counters.num_iterations += 1
         counters.busy_s += self.duration_s
         counters.kv_block_seconds += self.duration_s * self.used_blocks
         counters.num_output_tokens += num_decodes
         counters.num_prefill_tokens += self.prefills.num_tokens
-        self._count_gaps(now)
         self.finished = []
-        ending = self.batch.advance()
+        self._prefilled_alone = []
+        ending = None
+        if not self.withholds_decodes:
+            self._count_gaps(now)
+            ending = self.batch.advance()
         if ending is not None:
             for batch_epoch, request in ending:
                 if request.batch_epoch == batch_epoch:
@@ -324,7 +396,16 @@ class SimEngine(SchedulerState):
         load.kv_blocks_granted = self.granted_blocks
         load.kv_blocks_pinned = min(self.used_blocks, self.pinned_blocks)
         load.iteration_remaining_s = self.ends_at_s - now if self.is_running else 0.0
+        if self.policy.separates_phases:
+            self._report_phase(load, now)
         return load
+
+    def _report_phase(self, load: EngineLoad, now: float) -> None:
+        """Report where the engine is that separates prefills from decodes."""
+        is_prefilling = self.prefills.num_queued > 0 or (self.is_running and self.prefills.num_tokens > 0)
+        phase = self.policy.describe_phase(now, is_prefilling=is_prefilling)
+        if phase is not None:
+            load.prefill_phase_s, load.saved_tpot_s = phase.prefill_phase_s, phase.saved_tpot_s
 
     def check_idle(self) -> None:
         """Assert that nothing is left: no block, no queue, and sums that have not drifted."""
@@ -386,6 +467,10 @@ class SimEngine(SchedulerState):
             self._hand_off_prefill(request, now)
         else:
             self._join(request, now)
+            if self._joins_end_ttft and self.policy.separates_phases and request.generated_tokens == 1:
+                self._switching.append(request)
+            if self.withholds_decodes:
+                self._prefilled_alone.append(request)
 
     def _hand_off_prefill(self, request: SimRequest, now: float) -> None:
         """End a request's part here with its first token, and pin its KV until ``release``."""
@@ -407,6 +492,8 @@ class SimEngine(SchedulerState):
             self.num_incoming -= 1
             if self._joins_end_ttft and request.generated_tokens == 1:
                 request.first_token_s = request.last_token_s = now
+                if self.policy.separates_phases:
+                    self._switching.append(request)
             request.is_moved_in = True
             self._join(request, now)
             self.joined.append(request)

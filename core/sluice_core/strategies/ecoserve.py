@@ -1,0 +1,54 @@
+"""EcoServe: engines compute prefills or decodes, never both, and take turns in computing prefills.
+
+Source: EcoServe: Enabling Cost-effective LLM Serving with Proactive Intra- and Inter-Instance Orchestration
+(arXiv:2504.18154), sections 3.2 to 3.5. The engines are those of ``phase_batching``, the router goes round among them
+as ``rolling_activation`` says, and ``macro_instances`` groups them. No KV is transferred, but from engines that drain.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from sluice_core.records import FlowParameters
+from sluice_core.scheduling.batching import EnginePolicy
+from sluice_core.scheduling.decode_flow import FlowPolicy
+from sluice_core.scheduling.phase_batching import PhaseBatching
+from sluice_core.scheduling.rolling_activation import RollingPlacement
+from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
+from sluice_core.strategies.parameters import (
+    EARLY_REJECTION,
+    MACRO_INSTANCE_LEAST,
+    MACRO_INSTANCE_MOST,
+    WATERMARK,
+)
+from sluice_core.strategies.roles import RoleRouter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EcoServeRules:
+    """Makes the policies."""
+
+    def make_router(
+        self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
+    ) -> RouterPolicy:
+        """See ``PolicyMaker.make_router``."""
+        del strategy
+        flow = FlowPolicy(parameters, rng, moves_first_decodes=False, degrades=False, flows_back=False)
+        return RoleRouter(RollingPlacement(parameters, rng, num_records), flow)
+
+    def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
+        """See ``PolicyMaker.make_engine``."""
+        del strategy, parameters
+        return PhaseBatching(counts_decodes=counts_decodes)
+
+
+ECOSERVE = Strategy(
+    name="ecoserve",
+    title="EcoServe",
+    parameters=(EARLY_REJECTION, MACRO_INSTANCE_LEAST, MACRO_INSTANCE_MOST, WATERMARK),
+    sliders=SliderUse(varies_ratio=False, varies_prefill_tokens=False, varies_decode_tokens=False),
+    policies=EcoServeRules(),
+    needs=frozenset({Need.PHASES}),
+    has_flow=False,
+)
