@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import yaml
 
+from sluice.v1 import control_pb2
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 from sluice_cli.local_cluster.cluster_plan import ClusterPlan
 from sluice_cli.local_cluster.desired_processes import make_desired_processes
-from sluice_cli.local_cluster.rollout_steps import DesiredProcesses, ObservedProcesses, RemoveEngines, next_step
+from sluice_cli.local_cluster.local_autotune import LocalAutotuner
+from sluice_cli.local_cluster.rollout_steps import (
+    DesiredProcesses,
+    ObservedProcesses,
+    RemoveEngines,
+    RestartEngine,
+    next_step,
+)
 from sluice_core.records import EngineId, Role
+from sluice_core.slo import SloCounts
 from sluice_operator.api import names
 from sluice_operator.api.manifest import ManifestError, parse_manifest
+from sluice_operator.api.sliders import Sliders, resolve_sliders
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
+from sluice_operator.autotune.tuner import Tuner, TunerInputs
 from sluice_operator.controller.preconditions import check_cluster
 from sluice_operator.planning.plan import StoredPlan, make_plan
 from sluice_operator.planning.plan_message import render_plan
 from sluice_operator.planning.scale_down import decide_scale
 from sluice_operator.resources.certificates import describe_security, locate_in_pod
+from sluice_operator.resources.engine_deployment import render_engines
 from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, RESTARTS_ROUTERS, compute_rollout_hash
 from sluice_operator.routers.engine_reports import EngineReport
@@ -254,7 +268,7 @@ def test_the_same_edits_restart_the_same_pods(edit: dict[str, Any], restarted: s
     old, new = parse(), parse(**edit)
 
     def hash_locally(cluster: ServingCluster) -> dict[str, str]:
-        security = describe_security(cluster, names.ROUTER, locate_in_pod, None)
+        security = describe_security(cluster, names.ROUTER, locate_in_pod, "")
         state = make_desired_processes(cluster.spec, cluster.spec, http_port=8000, router_security=security)
         return {"engine": state.engine_hash + state.compatibility_key, "router": state.router_hash}
 
@@ -265,3 +279,113 @@ def test_the_same_edits_restart_the_same_pods(edit: dict[str, Any], restarted: s
     for hash_parts in (hash_locally, hash_in_operator):
         before, after = hash_parts(old), hash_parts(new)
         assert {part for part in before if before[part] != after[part]} == restarted
+
+
+@pytest.mark.parametrize(
+    ("rollout", "is_paused"),
+    [pytest.param({}, False, id="by default"), pytest.param({"paused": True}, True, id="paused")],
+)
+def test_a_roll_replaces_as_many_engines_at_once_and_stops_at_the_same_word(
+    rollout: dict[str, Any], *, is_paused: bool
+) -> None:
+    """``sluice up`` chooses the next engine itself, the oldest old one.
+
+    In Kubernetes the Deployment's controller chooses it. So what the operator decides is compared: how many engines may
+    be away or beyond replicas, and whether the roll is paused.
+    """
+    old, cluster = parse(replicas=3), parse(replicas=3, rollout=rollout, engine={"maxModelLen": 1024})
+    deployment = render_engines(cluster, cluster.spec.replicas, "engine:1")["spec"]
+    assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert deployment["paused"] == is_paused
+
+    security = describe_security(cluster, names.ROUTER, locate_in_pod, "")
+    before, desired = (
+        make_desired_processes(each.spec, each.spec, http_port=8000, router_security=security)
+        for each in (old, cluster)
+    )
+    engines = dict.fromkeys([EngineId("engine-2"), EngineId("engine-0"), EngineId("engine-1")], before.engine_hash)
+    routers = dict.fromkeys((f"router-{number}" for number in range(desired.num_routers)), desired.router_hash)
+    restarted: list[EngineId] = []
+    while len(restarted) <= len(engines):
+        step = next_step(
+            ObservedProcesses(
+                compatibility_key=desired.compatibility_key,
+                engines=engines,
+                routers=routers,
+                roles={},
+                loads={},
+                serving=set(engines),
+            ),
+            desired,
+        )
+        if step is None:
+            break
+        # One engine per step, and a step is carried out to its end: none beyond replicas, one away.
+        assert isinstance(step, RestartEngine)
+        engines[step.engine_id] = desired.engine_hash
+        restarted.append(step.engine_id)
+    assert restarted == ([] if is_paused else list(engines))
+
+
+FOUND = Sliders(num_prefill_heavy=3, prefill_heavy_tokens=1024, decode_heavy_tokens=128)
+BOUNDS = {
+    "prefillHeavy": {"min": 1, "max": 3},
+    "chunkSizes": {"prefillHeavy": {"min": 256, "max": 2048}, "decodeHeavy": {"min": 0, "max": 256}},
+}
+
+
+async def find_sliders(_: SearchRequest) -> SearchResult:
+    return SearchResult(
+        sliders=FOUND,
+        goodput_rps=3.0,
+        attainment=0.93,
+        in_force_goodput_rps=2.0,
+        in_force_attainment=0.7,
+        least_gain=0.4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("autotune", "num_samples", "is_settled", "reason"),
+    [
+        pytest.param({}, 100, True, "Off", id="disabled"),
+        pytest.param({"mode": "Recommend"}, 100, True, "Recommended", id="recommend"),
+        pytest.param({"mode": "Apply", "bounds": BOUNDS, "cooldownSeconds": 10}, 100, True, "Tuned", id="apply"),
+        pytest.param(
+            {"mode": "Apply", "bounds": BOUNDS, "cooldownSeconds": 10},
+            100,
+            False,
+            "Measuring",
+            id="engines come and go",
+        ),
+        pytest.param({"mode": "Apply"}, 100, True, "NothingToTune", id="no bounds"),
+        pytest.param({"mode": "Apply", "bounds": BOUNDS}, 3, True, "NoSample", id="too few requests"),
+    ],
+)
+async def test_the_same_requests_put_the_same_sliders_in_force(
+    autotune: dict[str, Any], num_samples: int, reason: str, tmp_path: Path, *, is_settled: bool
+) -> None:
+    """The operator goes by its ``Tuner``, ``sluice up`` by one in ``LocalAutotuner``; both are told the same."""
+    cluster = parse(autotune=autotune, engine={"emulation": {"gpu": "a100-80g", "model": "qwen2.5-14b"}})
+    sample = control_pb2.RequestSample(gap_s=0.5, prompt_tokens=500, output_tokens=50)
+    status = control_pb2.GetStatusResponse(router_id="r", samples=[sample] * num_samples)
+    now_s = 0.0
+    directory = ClusterDirectory("test", tmp_path)
+    directory.path.mkdir(parents=True)
+    local = LocalAutotuner(directory, report=lambda _: None, wake=lambda: None, clock=lambda: now_s, ask=find_sliders)
+    tuner = Tuner(find_sliders, enqueue=lambda: None, now=lambda: now_s)
+    for num_requests in (0, 50, 100, 150):
+        counts = SloCounts(
+            num_finished=num_requests, num_met_ttft=num_requests, num_met_tpot=num_requests, num_met_both=num_requests
+        )
+        inputs = TunerInputs(cluster=cluster, statuses=[status], counts=counts, is_settled=is_settled)
+        in_force = resolve_sliders(tuner.update(inputs).spec)
+        assert resolve_sliders(local.reconcile(inputs).spec) == in_force
+        said = tuner.describe_status()
+        assert (local.status.reason if local.status else "Off") == (said.reason if said else "Off")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        now_s += 20.0
+    assert said is not None
+    assert said.reason == reason
+    assert (in_force == FOUND) == (reason == "Tuned")

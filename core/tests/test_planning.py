@@ -4,203 +4,30 @@ from __future__ import annotations
 
 import math
 import pickle
-import random
 from dataclasses import replace
 
 import pytest
+from planning_harness import EFFORT, PROFILE, Formula, Shares, make_problem, make_space, make_taichi
 
-from sluice_core.latency import IterationProfile
 from sluice_core.planning.candidates import (
     PrefillHeavyBounds,
     SearchSpace,
     SliderCandidate,
-    list_chunk_sizes,
-    list_coarse,
-    list_neighbours,
-    list_parameter_neighbours,
-    list_smaller,
-    resize,
 )
 from sluice_core.planning.comparison import CandidateComparison, Fidelity
 from sluice_core.planning.curves import AttainmentCurve
 from sluice_core.planning.planner import Goal, Planner, estimate_response_s, estimate_start_rps
 from sluice_core.planning.prediction import estimate_interval, find_bottleneck
 from sluice_core.planning.search import Search, SearchEffort
-from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult, build_cell
-from sluice_core.records import EngineId, Role, Slo
-from sluice_core.sim.cell import EngineSetup
-from sluice_core.sim.traces import TraceRow
-from sluice_core.strategies import STRATEGIES
+from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
+from sluice_core.records import Slo
 
-# An engine whose iterations take 10 ms and 0.1 ms per token beyond 64.
-PROFILE = IterationProfile(
-    linear_s=(0.0, *(0.01 + 1e-4 * max(0, 8 * row - 64) for row in range(1, 257))),
-    slope_s=1e-4,
-    prefill_work_s=2e-9,
-    decode_base_s=1e-3,
-    decode_context_s=1e-7,
-)
-SLO = Slo(ttft_s=1.0, tpot_s=0.04)
-
-
-REPORTS = ((200, 2000), (10, 60))
 CHATS = ((10, 60), (20, 60))
-
-
-def make_problem(kv_blocks: int = 4000, lengths=REPORTS, max_num_seqs: int = 256) -> PlanningProblem:
-    rng = random.Random(5)
-    prompt, output = lengths
-    engine = EngineSetup(
-        engine_id=EngineId("any"),
-        profile=PROFILE,
-        role=Role.PREFILL_HEAVY,
-        chunk_size_tokens=256,
-        kv_blocks_total=kv_blocks,
-        kv_bytes_per_token=100_000,
-        max_batch_tokens=2048,
-        max_num_seqs=max_num_seqs,
-    )
-    rows = [TraceRow(prompt_tokens=rng.randint(*prompt), output_tokens=rng.randint(*output)) for _ in range(400)]
-    return PlanningProblem(rows=rows, slo=SLO, engines={1: engine, 2: engine}, strategies=STRATEGIES)
-
-
-def make_space(**changes) -> SearchSpace:
-    values = {
-        "strategies": tuple(STRATEGIES),
-        "prefill_heavy_tokens": (256, 512, 1024),
-        "decode_heavy_tokens": (0, 128),
-        "max_batch_tokens": 2048,
-        "watermarks": (0.95,),
-        "approaching_factors": (0.96,),
-    }
-    return SearchSpace(**(values | changes))
 
 
 def make_comparison(problem: PlanningProblem, target: float = 0.9) -> CandidateComparison:
     evaluator = TrialEvaluator(problem)
     return CandidateComparison(lambda trials: [evaluator.evaluate(trial) for trial in trials], target)
-
-
-def make_taichi(**changes) -> SliderCandidate:
-    values = {
-        "strategy": "taichi",
-        "num_prefill_heavy": 2,
-        "num_decode_heavy": 2,
-        "prefill_heavy_tokens": 512,
-        "decode_heavy_tokens": 128,
-    }
-    return SliderCandidate(**(values | changes))
-
-
-# --- what may be chosen --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "extra", "sizes"),
-    [
-        (64, 512, (), (64, 96, 128, 192, 256, 384, 512)),
-        (0, 128, (100,), (0, 64, 96, 100, 128)),
-        (200, 300, (999,), (200, 256, 300)),
-        (16, 50, (), (16, 50)),
-        (0, 8, (), (0,)),
-    ],
-    ids=["lattice", "with one in force", "bounds between", "below the lattice", "none but 0"],
-)
-def test_chunk_sizes_are_the_lattice_the_bounds_and_what_is_in_force(low, high, extra, sizes) -> None:
-    assert list_chunk_sizes(low, high, extra) == sizes
-
-
-def test_bounds_without_a_chunk_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="no chunk size is within 3 to 9"):
-        list_chunk_sizes(3, 9)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "replicas", "counts"),
-    [
-        (PrefillHeavyBounds(), 4, (1, 3)),
-        (PrefillHeavyBounds(low=26, high=50), 8, (3, 4)),
-        (PrefillHeavyBounds(low=2, high=9, is_percent=False), 4, (2, 3)),
-        (PrefillHeavyBounds(low=5, high=9, is_percent=False), 4, None),
-        (PrefillHeavyBounds(), 1, None),
-    ],
-    ids=["all", "shares are rounded inwards", "counts", "too many", "one engine"],
-)
-def test_prefill_heavy_bounds_leave_an_engine_of_each_role(bounds, replicas, counts) -> None:
-    assert bounds.resolve(replicas) == counts
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 4, 64])
-def test_coarse_candidates_are_within_the_bounds_and_of_every_strategy(replicas) -> None:
-    space = make_space()
-    coarse = list_coarse(space, replicas, 1)
-    assert all(space.contains(candidate) and candidate.replicas == replicas for candidate in coarse)
-    assert len(set(coarse)) == len(coarse)
-    assert {candidate.strategy for candidate in coarse} == (
-        set(STRATEGIES) if replicas > 1 else {"aggregated", "ecoserve", "sluice"}
-    )
-
-
-def test_neighbours_reach_every_candidate_of_the_space() -> None:
-    space = make_space()
-    reached = {make_taichi()}
-    while fresh := {moved for one in reached for moved in list_neighbours(space, one)} - reached:
-        reached |= fresh
-    assert reached == {
-        make_taichi(
-            num_prefill_heavy=count,
-            num_decode_heavy=4 - count,
-            prefill_heavy_tokens=prefill,
-            decode_heavy_tokens=decode,
-        )
-        for count in (1, 2, 3)
-        for prefill in space.prefill_heavy_tokens
-        for decode in space.decode_heavy_tokens
-    }
-
-
-def test_aggregation_has_one_slider_and_disaggregation_another() -> None:
-    space = make_space()
-    aggregated = space.make_candidate("aggregated", 4, 1, prefill_heavy_tokens=512)
-    assert {(one.num_prefill_heavy, one.prefill_heavy_tokens) for one in list_neighbours(space, aggregated)} == {
-        (4, 256),
-        (4, 1024),
-    }
-    disaggregated = space.make_candidate("disaggregated", 4, 1, num_prefill_heavy=2)
-    assert {(one.num_prefill_heavy, one.prefill_heavy_tokens) for one in list_neighbours(space, disaggregated)} == {
-        (1, 2048),
-        (3, 2048),
-    }
-    assert not list_parameter_neighbours(space, aggregated)
-
-
-def test_smaller_chunks_are_listed_as_far_as_the_bounds() -> None:
-    space = make_space(decode_heavy_tokens=(0, 64, 128))
-    candidate = make_taichi(prefill_heavy_tokens=1024)
-    smaller = list_smaller(space, candidate, of_prefill_heavy=True)
-    assert smaller == [replace(candidate, prefill_heavy_tokens=tokens) for tokens in (512, 256)]
-    smaller = list_smaller(space, candidate, of_prefill_heavy=False)
-    assert smaller == [replace(candidate, decode_heavy_tokens=tokens) for tokens in (64, 0)]
-    aggregated = space.make_candidate("aggregated", 4, 1, prefill_heavy_tokens=512)
-    assert not list_smaller(space, aggregated, of_prefill_heavy=False)
-
-
-def test_resizing_keeps_the_share_and_the_bounds() -> None:
-    space = make_space(prefill_heavy=PrefillHeavyBounds(low=1, high=3, is_percent=False))
-    resized = resize(make_taichi(), 16, space)
-    assert resized is not None
-    assert (resized.num_prefill_heavy, resized.num_decode_heavy) == (3, 13)
-
-
-def test_a_cell_has_the_candidates_engines() -> None:
-    cell = build_cell(make_problem(), make_taichi(watermark=0.9, approaching_factor=0.8), seed=3, kv_scale=0.5)
-    assert [(e.engine_id, e.role, e.chunk_size_tokens, e.kv_blocks_total) for e in cell.engines] == [
-        ("p0", Role.PREFILL_HEAVY, 512, 2000),
-        ("p1", Role.PREFILL_HEAVY, 512, 2000),
-        ("d0", Role.DECODE_HEAVY, 128, 2000),
-        ("d1", Role.DECODE_HEAVY, 128, 2000),
-    ]
-    assert (cell.parameters.watermark, cell.parameters.approaching_factor, cell.seed) == (0.9, 0.8, 3)
 
 
 # --- curves and intervals ------------------------------------------------------------------------------------------
@@ -224,32 +51,6 @@ def test_intervals_are_students() -> None:
     assert (interval.mean, interval.high - 2.0) == (2.0, pytest.approx(4.303 / math.sqrt(3), rel=1e-3))
     assert estimate_interval([0.9], 0.0, 1.0).low == 0.0
     assert estimate_interval([0.99, 0.9], 0.0, 1.0).high == 1.0
-
-
-# --- the comparison
-# -----------------------------------------------------------------------------------------------------
-
-
-class Formula:
-    """Stands in for runs: attainment is 1 up to a candidate's own rate and falls by half in a tenth above it."""
-
-    def __init__(self, goodputs: dict[int, float]) -> None:
-        self.goodputs = goodputs
-        self.trials: list[SearchTrial] = []
-
-    def run(self, trials):
-        self.trials += trials
-        return [
-            TrialResult(
-                trial=trial,
-                attainment=min(1.0, max(0.0, 0.9 - 5.0 * math.log(trial.rate_rps / self._goodput(trial)))),
-                num_iterations=1,
-            )
-            for trial in trials
-        ]
-
-    def _goodput(self, trial: SearchTrial) -> float:
-        return self.goodputs[trial.candidate.prefill_heavy_tokens] * (1.0 + 0.01 * trial.seed)
 
 
 ONE = Fidelity(seeds=(0,), duration_s=10.0)
@@ -367,9 +168,6 @@ def test_an_answer_takes_as_long_as_on_a_full_engine_or_as_it_may() -> None:
     assert estimate_response_s(replace(chats, slo=Slo(ttft_s=1.0, tpot_s=0.01))) == pytest.approx(200 * 0.01)
 
 
-EFFORT = SearchEffort(seeds=(1,), duration_s=20.0)
-
-
 def list_everything(space: SearchSpace) -> list[SliderCandidate]:
     """Every candidate of three engines."""
     return [
@@ -414,23 +212,6 @@ def test_the_search_is_as_good_as_trying_everything(
     exhaustive = {ranked.candidate: ranked.goodput_rps for ranked in ranking}
     assert exhaustive[found.best.candidate] >= 0.98 * max(exhaustive.values())
     assert max(exhaustive.values()) > 1.2 * min(exhaustive.values())
-
-
-class Shares(Formula):
-    """Stands in for runs: the goodput per engine falls with the distance from the best share of P-heavy engines."""
-
-    def __init__(self, best_share: float) -> None:
-        super().__init__({})
-        self.best_share = best_share
-
-    def _goodput(self, trial: SearchTrial) -> float:
-        candidate = trial.candidate
-        share = candidate.num_prefill_heavy / candidate.replicas
-        return (
-            candidate.replicas
-            * (1.0 - abs(share - self.best_share))
-            * (0.8 if candidate.strategy == "aggregated" else 1)
-        )
 
 
 @pytest.mark.parametrize(

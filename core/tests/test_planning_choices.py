@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from test_planning import EFFORT, Formula, Shares, make_problem, make_space, make_taichi
+from planning_harness import EFFORT, Formula, Shares, make_problem, make_space, make_taichi
 
 from sluice_core.planning.comparison import CandidateComparison, Fidelity
 from sluice_core.planning.planner import Goal, Planner, estimate_response_s

@@ -23,12 +23,12 @@ from kubectl_cluster import make_manifest
 from pod_cluster import MODELS, PodCluster
 from release import OPERATOR, RESTRICTED, Release, name_image, run_release
 from test_dockerfiles import list_containers
-from test_tuner import make_question
 from testbed.bases import make_bases, read_bases
 from testbed.builder import Build, run_builder
 from testbed.helm import SYSTEM
 from testbed.images import USER
 from testbed.settings import ROOT
+from tuner_harness import make_question
 
 from sluice_operator.autotune.search_messages import SearchResult
 

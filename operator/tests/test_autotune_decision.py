@@ -3,160 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import pytest
+from autotune_harness import BOUNDS, COOLDOWN_S, FOR_LONG, FOR_SHORT, LONG, SHORT, SPECS, Plant, best_for, make_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_core.slo import SloCounts
 from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
-from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.decision import (
     HISTORY_COOLDOWNS,
     StoredSliders,
-    StoredTrial,
-    TunerObservation,
     TunerState,
-    has_attainment_fallen,
 )
-from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
-from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
-from sluice_operator.autotune.workload import WorkloadSample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-COOLDOWN_S = 100.0
-ENGINE = EmulatedEngineFacts(gpu="a100-80g", model="qwen2.5-14b")
-BOUNDS = {
-    "prefillHeavy": {"min": "25%", "max": "75%"},
-    "chunkSizes": {"prefillHeavy": {"min": 256, "max": 2048}, "decodeHeavy": {"min": 0, "max": 512}},
-}
-SPECS = Sliders(num_prefill_heavy=2, prefill_heavy_tokens=512, decode_heavy_tokens=64)
-FOR_LONG = Sliders(num_prefill_heavy=3, prefill_heavy_tokens=2048, decode_heavy_tokens=128)
-FOR_SHORT = Sliders(num_prefill_heavy=1, prefill_heavy_tokens=512, decode_heavy_tokens=256)
-LONG, SHORT = (8000, 100, ""), (500, 400, "")
-
-
-def make_spec(**changes: object) -> object:
-    spec = {
-        "replicas": 4,
-        "prefillHeavy": "50%",
-        "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64},
-        "slo": {"ttftMilliseconds": 2000, "tpotMilliseconds": 100},
-        "model": {"name": "m", "source": {"persistentVolumeClaim": {"claimName": "models"}}},
-        "autotune": {"mode": "Apply", "bounds": BOUNDS, "cooldownSeconds": int(COOLDOWN_S)},
-        **changes,
-    }
-    body = {"apiVersion": "sluice.dev/v1alpha1", "kind": "ServingCluster", "metadata": {"name": "m"}, "spec": spec}
-    return check_manifest(body).spec
-
-
-@dataclass
-class Plant:
-    """A cluster whose requests and searches behave as a test says.
-
-    Args:
-        spec: In force.
-        rows: Recent requests.
-        best: What a search finds for a question.
-        attainment: What is measured under sliders.
-    """
-
-    spec: object = field(default_factory=make_spec)
-    rows: tuple[tuple[int, int, str], ...] = (LONG,) * 100
-    best: Callable[[SearchRequest], Sliders] = lambda request: FOR_LONG
-    attainment: Callable[[Sliders], float] = lambda sliders: 0.95
-    gain: float = 0.2
-    least_gain: float | None = None
-    rate_rps: float = 2.0
-    search_s: float = 3.0
-    state: TunerState = field(default_factory=TunerState)
-    stored: StoredSliders | None = None
-    now: float = 1000.0
-    counts: SloCounts = field(default_factory=SloCounts)
-    is_settled: bool = True
-    has_sample: bool = True
-    due_s: float | None = None
-    num_asked: int = 0
-    changes: list[tuple[float, Sliders]] = field(default_factory=list)
-    returns_s: list[float] = field(default_factory=list)
-
-    @property
-    def sliders(self) -> Sliders:
-        return self.state.tuned or resolve_sliders(self.spec)
-
-    def observe(self) -> TunerObservation:
-        spec_sliders = resolve_sliders(self.spec)
-        request = SearchRequest(
-            constraints=make_constraints(self.spec),
-            spec_sliders=spec_sliders,
-            in_force=spec_sliders,
-            workload=WorkloadSample(rows=self.rows, rate_rps=self.rate_rps),
-            engine=ENGINE,
-        )
-        return TunerObservation(
-            now=self.now,
-            mode=self.spec.autotune.mode,
-            basis=decision.make_basis(self.spec),
-            replicas=self.spec.replicas,
-            cooldown_s=float(self.spec.autotune.cooldown_seconds),
-            request=request if self.has_sample else None,
-            missing=(Reason.NO_SAMPLE, "no requests"),
-            counts=self.counts,
-            is_settled=self.is_settled,
-            stored=self.stored,
-        )
-
-    def step(self, duration_s: float = 1.0) -> None:
-        """Lets time pass: requests finish, a search ends when its time has come, one decision is made."""
-        self.now += duration_s
-        num_finished = round(self.rate_rps * duration_s)
-        num_met = round(self.attainment(self.sliders) * num_finished)
-        self.counts += SloCounts(num_finished=num_finished, num_met_both=num_met)
-        if self.state.is_searching and self.due_s is not None and self.now >= self.due_s:
-            self.state = decision.record_result(self.state, self.answer(self.state.last_request), self.now)
-        before, sliders = self.state, self.sliders
-        self.state = decision.decide(self.state, self.observe())
-        if self.state.is_searching and self.state.last_request is not before.last_request:
-            self.num_asked += 1
-            self.due_s = self.now + self.search_s
-        if self.sliders != sliders:
-            self.changes.append((self.now, self.sliders))
-            if before.trial is not None and self.state.trial is None:
-                self.returns_s.append(self.now)
-
-    def run(self, duration_s: float, step_s: float = 1.0) -> None:
-        for _ in range(int(duration_s / step_s)):
-            self.step(step_s)
-
-    def answer(self, request: SearchRequest) -> SearchResult:
-        best = self.best(request)
-        gain = 0.0 if best == request.in_force else self.gain
-        least_gain = gain - 0.02 if gain and self.least_gain is None else self.least_gain
-        return SearchResult(
-            sliders=best,
-            goodput_rps=2.0 * (1.0 + gain),
-            attainment=0.95,
-            in_force_goodput_rps=2.0,
-            in_force_attainment=0.8,
-            least_gain=least_gain or 0.0,
-        )
-
-    @property
-    def reason(self) -> Reason:
-        status = decision.describe_status(self.state, self.observe())
-        assert status.reason in REASONS[ConditionType.AUTOTUNED]
-        return status.reason
-
-
-def best_for(request: SearchRequest) -> Sliders:
-    prompts = [row[0] for row in request.workload.rows]
-    return FOR_LONG if sum(prompts) / len(prompts) > 4000 else FOR_SHORT
 
 
 def test_recommend_searches_once_and_changes_nothing() -> None:
@@ -196,63 +57,6 @@ def test_sliders_are_tried_only_where_they_serve_more_on_every_seed(*, least_gai
     assert plant.reason is Reason.TUNED
 
 
-def test_sliders_return_when_attainment_falls_and_are_not_tried_again_for_the_same_question() -> None:
-    plant = Plant(attainment=lambda sliders: 0.5 if sliders == FOR_LONG else 0.95)
-    plant.run(1000)
-    assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS]
-    assert plant.changes[1][0] - plant.changes[0][0] < COOLDOWN_S, "a return waits for no cool-down"
-    assert plant.reason is Reason.RETURNED
-
-
-def test_a_fall_that_slows_the_clients_too_is_a_fall_and_no_shift_of_the_workload() -> None:
-    plant = Plant(attainment=lambda sliders: 0.05 if sliders == FOR_LONG else 0.95)
-    for _ in range(80):
-        # Closed-loop clients wait for their answers before they send again.
-        plant.rate_rps = 0.4 if plant.sliders == FOR_LONG else 2.0
-        plant.step(5.0)
-    assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS]
-    assert plant.reason is Reason.RETURNED
-
-
-@pytest.mark.parametrize("is_settled", [True, False], ids=["nothing finishes", "engines come and go"])
-def test_a_trial_without_a_verdict_is_lost_after_some_cool_downs(*, is_settled: bool) -> None:
-    plant = Plant()
-    plant.run(20)
-    assert plant.reason is Reason.ON_TRIAL
-    plant.is_settled = is_settled
-    for _ in range(int(decision.MAX_TRIAL_COOLDOWNS * COOLDOWN_S)):
-        plant.now += 1.0
-        plant.state = decision.decide(plant.state, plant.observe())
-    assert plant.state.trial is None
-    assert plant.sliders == SPECS
-    assert FOR_LONG in plant.state.rejected
-
-
-def test_a_trial_with_short_cool_downs_has_time_for_its_verdict() -> None:
-    plant = Plant(make_spec(autotune={"mode": "Apply", "bounds": BOUNDS, "cooldownSeconds": 1}))
-    plant.run(20)
-    assert plant.reason is Reason.ON_TRIAL
-    # The state is looked at every few seconds only.
-    plant.now += decision.MAX_TRIAL_COOLDOWNS + 1.0
-    plant.state = decision.decide(plant.state, plant.observe())
-    plant.run(10)
-    assert (plant.sliders, plant.reason) == (FOR_LONG, Reason.TUNED)
-
-
-def test_a_new_process_goes_on_with_a_trial() -> None:
-    old = Plant()
-    old.run(20)
-    assert old.reason is Reason.ON_TRIAL
-    trial = StoredTrial(former=old.state.trial.former, before=old.state.trial.before)
-    stored = StoredSliders(basis=old.state.basis, replicas=4, sliders=old.sliders, trial=trial)
-    assert StoredSliders.from_json(stored.to_json()) == stored
-    new = Plant(stored=stored, attainment=lambda sliders: 0.5 if sliders == FOR_LONG else 0.95)
-    new.step()
-    assert (new.sliders, new.reason) == (FOR_LONG, Reason.ON_TRIAL)
-    new.run(100)
-    assert [sliders for _, sliders in new.changes] == [FOR_LONG, SPECS]
-
-
 def test_a_scale_event_scales_what_is_in_force_and_searches_anew() -> None:
     plant = Plant()
     plant.run(200)
@@ -267,61 +71,6 @@ def test_a_scale_event_scales_what_is_in_force_and_searches_anew() -> None:
     plant.spec = make_spec(replicas=2)
     plant.step()
     assert plant.sliders == replace(FOR_LONG, num_prefill_heavy=1)
-
-
-def test_a_scale_event_in_a_trial_ends_neither_it_nor_the_way_back() -> None:
-    plant = Plant(attainment=lambda sliders: 0.5 if sliders.prefill_heavy_tokens == 2048 else 0.95)
-    plant.run(15)
-    assert plant.reason is Reason.ON_TRIAL
-    plant.spec = make_spec(replicas=8)
-    plant.run(50)
-    assert plant.sliders == replace(SPECS, num_prefill_heavy=4)
-    assert plant.returns_s
-
-
-def test_refuted_sliders_may_be_tried_again_for_another_workload() -> None:
-    plant = Plant(best=best_for, attainment=lambda sliders: 0.5 if sliders == FOR_LONG else 0.95)
-    plant.run(200)
-    assert plant.reason is Reason.RETURNED
-    plant.rows = (SHORT,) * 100
-    plant.run(600)
-    assert plant.sliders == FOR_SHORT
-    plant.rows, plant.attainment = (LONG,) * 100, lambda sliders: 0.95
-    plant.run(2000)
-    assert plant.sliders == FOR_LONG
-
-
-def test_a_trial_lasts_as_long_as_the_cool_down() -> None:
-    plant = Plant()
-    plant.run(13)
-    assert plant.reason is Reason.ON_TRIAL
-    plant.run(COOLDOWN_S / 2)
-    assert plant.reason is Reason.ON_TRIAL
-    plant.attainment = lambda sliders: 0.3
-    plant.run(30)
-    assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS]
-
-
-def test_a_trial_begins_when_every_engine_has_the_sliders() -> None:
-    plant = Plant()
-    while not plant.changes:
-        plant.step()
-    plant.is_settled, plant.attainment = False, lambda sliders: 0.0
-    plant.run(40)
-    plant.is_settled, plant.attainment = True, lambda sliders: 0.95
-    plant.run(3 * COOLDOWN_S)
-    assert [sliders for _, sliders in plant.changes] == [FOR_LONG]
-    assert plant.reason is Reason.TUNED
-
-
-def test_all_sliders_whose_trial_failed_stay_rejected() -> None:
-    plant = Plant(attainment=lambda sliders: 0.95 if sliders == SPECS else 0.5)
-    plant.run(100)
-    for best, num_rows in ((FOR_SHORT, 400), (FOR_LONG, 1600)):
-        plant.best, plant.rows = lambda _, best=best: best, (LONG,) * num_rows
-        plant.run(1000, step_s=20.0)
-    assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS, FOR_SHORT, SPECS]
-    assert plant.reason is Reason.RETURNED
 
 
 @pytest.mark.parametrize(("search_s", "rest_s"), [(1.0, 5.0), (30.0, 30.0), (300.0, 60.0)])
@@ -388,16 +137,6 @@ def test_an_edited_objective_leaves_the_sliders_in_force_until_there_are_better_
     assert plant.sliders == FOR_SHORT
 
 
-def test_a_trial_ends_with_the_objectives_that_it_was_about() -> None:
-    plant = Plant(search_s=40.0)
-    plant.run(50)
-    assert plant.reason is Reason.ON_TRIAL
-    plant.spec = make_spec(slo={"ttftMilliseconds": 1, "tpotMilliseconds": 1})
-    plant.attainment = lambda sliders: 0.0
-    plant.run(30)
-    assert plant.sliders == FOR_LONG, "objectives that nothing can meet say nothing against the sliders"
-
-
 def test_a_shifted_workload_starts_a_search_and_noise_does_not() -> None:
     plant = Plant()
     plant.run(200)
@@ -407,18 +146,6 @@ def test_a_shifted_workload_starts_a_search_and_noise_does_not() -> None:
     plant.rows = ((12000, 105, ""),) * 100
     plant.run(100)
     assert plant.num_asked == 2
-
-
-def test_a_sample_that_grew_fourfold_starts_a_search_and_keeps_a_trial() -> None:
-    plant = Plant(attainment=lambda sliders: 0.5 if sliders == FOR_LONG else 0.95)
-    plant.run(12)
-    assert plant.reason is Reason.ON_TRIAL
-    plant.rows = (LONG,) * 400
-    plant.run(100)
-    assert [sliders for _, sliders in plant.changes] == [FOR_LONG, SPECS]
-    assert plant.reason is Reason.RETURNED
-    plant.run(300)
-    assert plant.num_asked == 2, "once the sample holds no request of the trial"
 
 
 def test_a_failed_search_is_reported_and_repeated_later() -> None:
@@ -479,18 +206,6 @@ def test_a_new_process_goes_on_with_the_sliders_of_the_last_one_unless_the_spec_
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"basis": "b", "sliders": {"a": 1}}', '{"basis": "b"}'])
 def test_edited_stored_sliders_are_ignored(text: str) -> None:
     assert StoredSliders.from_json(text) is None
-
-
-def test_attainment_falls_only_beyond_chance() -> None:
-    before = SloCounts(num_finished=200, num_met_both=190)
-    assert not has_attainment_fallen(before, SloCounts(num_finished=19, num_met_both=0)), "too few to say"
-    assert not has_attainment_fallen(before, SloCounts(num_finished=40, num_met_both=37))
-    assert has_attainment_fallen(before, SloCounts(num_finished=40, num_met_both=30))
-    assert not has_attainment_fallen(before, SloCounts(num_finished=200, num_met_both=200))
-    # Where chance is small, a fall must still be large enough to matter.
-    many = SloCounts(num_finished=100_000, num_met_both=95_000)
-    assert not has_attainment_fallen(many, SloCounts(num_finished=100_000, num_met_both=94_000))
-    assert has_attainment_fallen(many, SloCounts(num_finished=100_000, num_met_both=92_000))
 
 
 @settings(max_examples=25, deadline=None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cluster_harness import World
-from test_desired import SETTINGS, check, engine_template, render, router_template
+from desired_harness import SETTINGS, check, engine_template, render, router_template
 
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.names import COMPONENT_LABEL, ROUTER

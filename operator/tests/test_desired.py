@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from fake_kubernetes import make_cluster
+from desired_harness import check, engine_template, render, router_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes.aio.client import models
 
 from sluice_operator.api import names
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.api.names import RESTART_HASH_ANNOTATION
-from sluice_operator.resources.desired import RenderInputs, is_applied, key_of, render_children
+from sluice_operator.resources.desired import RenderInputs, is_applied, render_children
 from sluice_operator.resources.engine_deployment import render_engines
-from sluice_operator.resources.rollout_hash import (
-    RESTARTS_ENGINES,
-    RESTARTS_ROUTERS,
-    compute_rollout_hash,
-    keep_pod_template,
-)
 from sluice_operator.resources.router_deployment import CPU_REQUEST
 from sluice_operator.settings import OperatorSettings
 
-SETTINGS = OperatorSettings(namespace="sluice-system", identity="a")
 TYPES = {
     "Deployment": models.V1Deployment,
     "Service": models.V1Service,
@@ -36,6 +27,8 @@ TYPES = {
     "PodDisruptionBudget": models.V1PodDisruptionBudget,
     "NetworkPolicy": models.V1NetworkPolicy,
 }
+
+
 RDMA = {
     "mode": "RDMA",
     "rdma": {
@@ -49,25 +42,6 @@ RDMA = {
         "podAnnotations": {"x/y": "z"},
     },
 }
-
-
-def check(**spec: Any) -> Any:
-    content = make_cluster(**spec)
-    content["metadata"]["uid"] = "u"
-    return check_manifest(content)
-
-
-def render(live: Any = None, *, has_monitors: bool = False, replicas: int = 4, **spec: Any) -> dict[Any, Any]:
-    inputs = RenderInputs(engine_replicas=replicas, has_monitors=has_monitors, live=live or {})
-    return {key_of(child): child for child in render_children(check(**spec), inputs, SETTINGS)}
-
-
-def engine_template(**spec: Any) -> Any:
-    return render(**spec)["Deployment", "tiny-engine"]["spec"]["template"]
-
-
-def router_template(**spec: Any) -> Any:
-    return render(**spec)["Deployment", "tiny-router"]["spec"]["template"]
 
 
 PLACED: dict[str, Any] = {
@@ -184,93 +158,6 @@ def test_a_router_has_time_to_end_its_answers() -> None:
     assert container["command"][container["command"].index("--grace-s") + 1] == "600"
     pre_stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert template["spec"]["terminationGracePeriodSeconds"] == pre_stop + 600 + 15
-
-
-LIVE_EDITS: list[dict[str, Any]] = [
-    {"replicas": 9},
-    {"prefillHeavy": 3},
-    {"chunkSizes": {"prefillHeavy": 1024, "decodeHeavy": 0}},
-    {"slo": {"ttftMilliseconds": 1, "tpotMilliseconds": 1, "attainment": "50%"}},
-    {"strategy": "Aggregated"},
-    {"parameters": {"watermarkPercent": 60}},
-    {"router": {"replicas": 7}},
-]
-
-
-@settings(deadline=None)
-@given(st.lists(st.sampled_from(LIVE_EDITS), max_size=4))
-def test_live_fields_are_in_no_pod_template(edits) -> None:
-    spec: dict[str, Any] = {}
-    for edit in edits:
-        spec |= edit
-    assert engine_template(**spec) == engine_template()
-    assert router_template(**spec) == router_template()
-
-
-@pytest.mark.parametrize(
-    ("edit", "is_engine", "is_router"),
-    [
-        ({"engine": {"image": "other:1"}}, True, False),
-        ({"engine": {"extraArgs": ["--seed", "3"]}}, True, False),
-        ({"engine": {"env": [{"name": "A", "value": "1"}]}}, True, False),
-        ({"router": {"env": [{"name": "A", "value": "1"}]}}, False, True),
-        ({"network": {"kvPort": 5700}}, True, False),
-        ({"router": {"image": "other:1", "replicas": 2}}, False, True),
-        ({"router": {"resources": {"limits": {"cpu": 1}}, "replicas": 2}}, False, True),
-        ({"model": {"name": "m", "source": {"persistentVolumeClaim": {"claimName": "other"}}}}, True, True),
-    ],
-    ids=lambda value: next(iter(next(iter(value.values())))) if isinstance(value, dict) else None,
-)
-def test_restarting_fields_change_the_hash_of_those_that_they_restart(edit, is_engine, is_router) -> None:
-    base = make_cluster()["spec"]["engine"]
-    if "engine" in edit:
-        edit = {"engine": {**base, **edit["engine"]}}
-
-    def digest(template: Any) -> str:
-        text: str = template["metadata"]["annotations"][RESTART_HASH_ANNOTATION]
-        return text
-
-    assert (digest(engine_template(**edit)) != digest(engine_template())) == is_engine
-    assert (digest(router_template(**edit)) != digest(router_template())) == is_router
-
-
-def test_a_new_operator_computes_the_hash_that_the_last_one_did() -> None:
-    """Where it is another one, an upgrade of the operator replaces every pod of every cluster."""
-    spec = check(engine={"image": "e:1"}, router={"image": "r:1"}).spec
-    assert compute_rollout_hash(spec, RESTARTS_ENGINES, "e:1") == "e8c77932e6d11e32"
-    assert compute_rollout_hash(spec, RESTARTS_ROUTERS, "r:1", "control") == "7de7cfb1d7ade309"
-
-
-def test_pods_of_a_manifest_that_names_no_image_restart_with_the_operators_own() -> None:
-    def digests(**images: str) -> list[str]:
-        settings = SETTINGS.model_copy(update=images)
-        inputs = RenderInputs(engine_replicas=1, has_monitors=False, live={})
-        children = {key_of(child): child for child in render_children(check(), inputs, settings)}
-        templates = (children["Deployment", f"tiny-{name}"]["spec"]["template"] for name in ("engine", "router"))
-        return [template["metadata"]["annotations"][RESTART_HASH_ANNOTATION] for template in templates]
-
-    engine, router = digests()
-    assert digests(engine_image="other:1")[0] != engine
-    assert digests(engine_image="other:1")[1] == router
-    assert digests(router_image="other:1")[0] == engine
-    assert digests(router_image="other:1")[1] != router
-
-
-def test_an_operator_that_renders_differently_keeps_the_template_until_something_restarts() -> None:
-    live = render()["Deployment", "tiny-engine"]
-    changed = copy.deepcopy(live)
-    changed["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["periodSeconds"] = 99
-    assert keep_pod_template(changed, live)["spec"]["template"] == live["spec"]["template"]
-    changed["spec"]["template"]["metadata"]["annotations"][RESTART_HASH_ANNOTATION] = "other"
-    assert keep_pod_template(changed, live)["spec"]["template"] == changed["spec"]["template"]
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"metadata": 1, "spec": {}}'])
-def test_a_kept_template_that_somebody_has_been_at_is_rendered_anew(text) -> None:
-    live = render()["Deployment", "tiny-engine"]
-    damaged = copy.deepcopy(live)
-    damaged["metadata"]["annotations"][names.TEMPLATE_ANNOTATION] = text
-    assert keep_pod_template(live, damaged)["spec"]["template"] == live["spec"]["template"]
 
 
 @pytest.mark.parametrize(
@@ -482,68 +369,6 @@ def test_rdma_by_claim() -> None:
     spec = engine_template(network={"mode": "RDMA", "rdma": rdma})["spec"]
     assert spec["resourceClaims"] == [{"name": "rdma", "resourceClaimTemplateName": "ib"}]
     assert spec["containers"][0]["resources"]["claims"] == [{"name": "rdma"}]
-
-
-def test_engines_let_in_their_routers_and_one_another_only() -> None:
-    policy = render(network={"mode": "TCP", "tcpPortRange": "7000-7099"})["NetworkPolicy", "tiny-engine"]["spec"]
-    routers, engines, metrics = policy["ingress"]
-    assert policy["policyTypes"] == ["Ingress"]
-    assert routers["from"][0]["podSelector"]["matchLabels"][names.COMPONENT_LABEL] == "router"
-    assert [item["port"] for item in routers["ports"]] == [8010]
-    assert engines["from"][0]["podSelector"]["matchLabels"][names.COMPONENT_LABEL] == "engine"
-    assert [(item["port"], item.get("endPort")) for item in engines["ports"]] == [(5600, None), (7000, 7099)]
-    assert [item["port"] for item in metrics["ports"]] == [9090]
-    for rule in (routers, engines):
-        assert all("namespaceSelector" not in source for source in rule["from"])
-
-
-def test_control_ports_are_open_to_the_operator_only() -> None:
-    policy = render()["NetworkPolicy", "tiny-router"]["spec"]
-    rule = next(item for item in policy["ingress"] if item["ports"][0]["port"] == 8002)
-    assert rule["from"] == [
-        {
-            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "sluice-system"}},
-            "podSelector": {"matchLabels": {"app.kubernetes.io/name": "sluice-operator"}},
-        }
-    ]
-
-
-def test_monitors_find_a_port_that_services_have() -> None:
-    children = render(has_monitors=True)
-    for component in ("engine", "router"):
-        monitor = children["ServiceMonitor", f"tiny-{component}"]["spec"]
-        wanted = monitor["selector"]["matchLabels"].items()
-        ports = [
-            port["name"]
-            for (kind, _), child in children.items()
-            if kind == "Service" and wanted <= child["metadata"]["labels"].items()
-            for port in child["spec"]["ports"]
-        ]
-        assert ports.count(monitor["endpoints"][0]["port"]) == 1
-
-
-def test_monitors_carry_the_labels_of_the_installation_or_are_not_made() -> None:
-    inputs = RenderInputs(engine_replicas=1, has_monitors=True, live={})
-
-    def render_monitors(**settings: Any) -> list[Any]:
-        children = render_children(check(), inputs, OperatorSettings(identity="a", **settings))
-        return [child["metadata"]["labels"] for child in children if child["kind"] == "ServiceMonitor"]
-
-    labels = render_monitors(monitor_labels="release=prometheus,a.b/c=,sluice.dev/cluster=other")
-    for found in labels:
-        assert found.items() >= {"release": "prometheus", "a.b/c": "", "sluice.dev/cluster": "tiny"}.items()
-    assert len(labels) == 2
-    assert render_monitors(cluster_monitors=False) == []
-
-
-@pytest.mark.parametrize("name", ["a" * 45, "tiny"])
-def test_every_name_is_one_that_kubernetes_takes(name) -> None:
-    content = make_cluster(name)
-    content["metadata"]["uid"] = "u"
-    inputs = RenderInputs(engine_replicas=1, has_monitors=True, live={})
-    for child in render_children(check_manifest(content), inputs, SETTINGS):
-        assert len(child["metadata"]["name"]) <= 63
-        assert all(len(value) <= 63 for value in child["metadata"]["labels"].values())
 
 
 # What is in force already.
