@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # The router runs on uvloop; connections behave differently enough on asyncio's own loop to be tested on both.
-BOTH_LOOPS = "test_http_connections"
+BOTH_LOOPS = ("test_http_connections", "test_http_slow_readers")
 
 
 def pytest_asyncio_loop_factories(config, item):
     """Chooses the event loops of a test."""
-    if item.module.__name__ == BOTH_LOOPS:
+    if item.module.__name__ in BOTH_LOOPS:
         return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
     return {"uvloop": uvloop.new_event_loop}
 
