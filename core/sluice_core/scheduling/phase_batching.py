@@ -8,12 +8,15 @@ bounds a phase of prefills is the router, which gives an engine no more prompts 
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import MoveProposal
 from sluice_core.scheduling.batching import BatchLimits, ChunkedPrefillPolicy, EngineBatch, PhaseReport
 from sluice_core.scheduling.decode_flow import propose_all
 from sluice_core.scheduling.decode_order import DecodeSet
+
+_LEAST_PHASE_S: Final = 1e-9  # of a phase that begins at this moment: 0 says that there is none
 
 
 class PhaseBatching(ChunkedPrefillPolicy):
@@ -74,8 +77,9 @@ class PhaseBatching(ChunkedPrefillPolicy):
 
     def describe_phase(self, now: float, *, is_prefilling: bool) -> PhaseReport | None:
         """See ``EnginePolicy.describe_phase``."""
+        is_phase = self._is_prefill_phase and is_prefilling
         return PhaseReport(
-            prefill_phase_s=max(0.0, now - self._since_s) if self._is_prefill_phase and is_prefilling else 0.0,
+            prefill_phase_s=max(_LEAST_PHASE_S, now - self._since_s) if is_phase else 0.0,
             saved_tpot_s=math.inf if self._decodes is None else self._decodes.compute_mean_saved_tpot_s(now),
             num_switches=self._num_switches,
         )
