@@ -64,6 +64,8 @@ def test_finished_prefill_moves_to_a_decode_heavy_engine():
     assert submits[0].since_first_token_s > 0
     assert response_stream.finish.usage.num_hand_offs == 1
     assert harness.count("moves", "prefill_done", "done") == 1
+    # The gap of the move counts as every other one does.
+    assert sum(harness.state.metrics.itl_s[""].counts) == 39
 
 
 def test_tokens_found_where_the_prefill_ran_count_after_a_move():
@@ -395,7 +397,9 @@ def test_engine_is_drained_only_when_nobody_needs_it_any_more(work):
     load = harness.cores["d0"].load()
     for number, state in ((1, control_pb2.ENGINE_STATE_DRAINING), (0, control_pb2.ENGINE_STATE_DRAINED)):
         setattr(load, work, number)
+        version = harness.router.describe().version
         harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+        assert harness.router.describe().version > version, "it is news"
         assert {item.engine_id: item.state for item in harness.router.describe().engines}["d0"] == state
 
 
