@@ -34,6 +34,15 @@ async def test_a_child_runs_in_a_session_of_its_own_with_its_environment_and_log
     assert launch.log.read_text() == "x True\n"
 
 
+async def test_a_child_finds_our_python_first_and_then_what_we_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/here:/there")
+    launch = LaunchSpec(command=(sys.executable, "-c", "import os; print(os.environ['PATH'])"), log=tmp_path / "log")
+    assert await (await spawn(launch)).wait() == 0
+    assert launch.log.read_text() == f"{os.path.dirname(sys.executable)}:/here:/there\n"  # noqa: PTH120
+
+
 async def test_kill_group_takes_along_what_the_child_started(tmp_path: Path) -> None:
     script = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
     child = await spawn(LaunchSpec(command=("python", "-c", script), log=tmp_path / "log"))

@@ -133,6 +133,14 @@ def test_a_removed_engine_is_forgotten(table):
     assert [get_view(entry).engine_id for entry in table.order] == [B]
 
 
+def test_a_limit_of_iterations_leaves_less_room_and_its_end_gives_it_back(table):
+    assert table[A].room_tokens == 2048
+    table.limit_iterations(0.05)
+    assert 0 < table[A].room_tokens < 2048
+    table.limit_iterations(math.inf)
+    assert table[A].room_tokens == 2048
+
+
 def test_equal_chunk_sizes_are_uniform_whatever_the_roles(table):
     assert not table.has_uniform_chunk_size
     assert table[A].view.transfer_per_token_s > 0

@@ -217,13 +217,24 @@ def test_all_reduces_read_in_elements_cost_less():
         (("gpt-5", "a100-80g"), ["gpt-5", *MODELS, "config.json"]),
         (("llama-3-8b", "tpu"), ["tpu", *GPUS]),
         (("llama-3-8b", "a100-80g", 3), ["32 heads", "3 GPUs"]),
+        (("qwen2.5-14b", "a100-80g", 5), ["8 KV heads", "5 GPUs"]),
         (("llama-2-70b", "a100-80g", 1), ["138.0 GB", "74.3 GB"]),
         (("qwen2.5-14b", "a100-80g", 1, VIDUR), ["llama-2-70b", "codellama-34b"]),
         (("llama-2-70b", "h100-80g", 4, VIDUR), ["a100-80g"]),
         (("opt-13b", "h100-80g"), ["opt-13b", "a100-80g"]),
         (("opt-13b", "a100-80g", 1, KERNELS), ["gated"]),
     ],
-    ids=["model", "gpu", "heads", "memory", "vidur's models", "vidur's GPU", "distserve's GPU", "kernels of OPT"],
+    ids=[
+        "model",
+        "gpu",
+        "heads",
+        "KV heads",
+        "memory",
+        "vidur's models",
+        "vidur's GPU",
+        "distserve's GPU",
+        "kernels of OPT",
+    ],
 )
 def test_what_has_no_profile_is_refused_with_what_has(key, named):
     with pytest.raises(UnknownModelError) as refused:

@@ -330,6 +330,7 @@ def test_the_timeline_is_a_chrome_trace_whose_iterations_do_not_overlap():
     tracks = {}
     for event in events:
         if event["ph"] == "X":
+            assert event["args"].keys() == {"decodes", "context", "prefill_tokens", "chunks"}
             tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     assert len(tracks) == 4
     for spans in tracks.values():

@@ -64,6 +64,11 @@ def test_a_log_without_times_has_lengths_only() -> None:
     assert rows == [TraceRow(prompt_tokens=row.prompt_tokens, output_tokens=row.output_tokens) for row in ROWS]
 
 
+def test_a_log_of_unanswered_requests_alone_has_no_rows() -> None:
+    with pytest.raises(TraceError, match="line 2: the trace has no rows"):
+        parse_trace([LOG.replace("3}", "0}")], skips_unanswered=True)
+
+
 def test_blank_lines_do_not_count_as_rows_but_as_lines() -> None:
     with pytest.raises(TraceError, match="line 5: input_tokens is 'x'"):
         parse_trace(["", "input_tokens,output_tokens", "1,2", "", "x,2"])

@@ -99,6 +99,12 @@ def test_fits_of_engines_are_averaged_by_what_they_have_seen() -> None:
     assert isinstance(equal, MeasuredEngineFacts)
     assert equal.coefficients[0] == pytest.approx(0.02)
     assert not facts.differs(facts)
+    # One kind of iteration that takes longer is another engine already, and so is another number of seats.
+    assert facts.differs(replace(facts, coefficients=(*facts.coefficients[:3], 0.1, 0.0, 0.0)))
+    assert facts.differs(replace(facts, max_num_seqs=9))
+    for name in ("kv_blocks_total", "block_size_tokens", "max_num_seqs"):
+        old = make_status([], latency=slow, num_fitted_iterations=300, **{**known, name: 0})
+        assert find_engine_facts(spec, [old])[0] is None
     alone, _ = find_engine_facts(spec, views[1:])
     assert isinstance(alone, MeasuredEngineFacts)
     assert (alone.coefficients[0], alone.block_size_tokens, alone.kv_bytes_per_token) == (0.01, 16, 1024)
@@ -212,6 +218,8 @@ def test_objectives_that_nothing_meets_are_answered_with_an_attainment_to_expect
 
 def test_a_slider_without_bounds_is_left_alone_by_apply_and_free_for_recommend() -> None:
     one = {"prefillHeavy": {"min": 1, "max": 3}}
+    free = make_question(autotune={"mode": "Recommend"}).constraints
+    assert (free.prefill_heavy, free.decode_tokens) == (("0%", "100%"), (0, free.max_batch_tokens))
     applied = make_question(autotune={**APPLY, "bounds": one}).constraints
     assert (applied.prefill_tokens, applied.decode_tokens) == ((8192, 8192), (512, 512))
     recommended = make_question(autotune={"mode": "Recommend", "bounds": one}).constraints
@@ -270,8 +278,9 @@ async def test_a_search_is_killed_when_it_is_late_or_not_wanted(
 ) -> None:
     program = "import time; time.sleep(600)"
     if is_late:
-        monkeypatch.setattr(search_process, "LIMIT_S", 1.0)
-        monkeypatch.setattr(search_process, "LIMIT_PER_ENGINE_S", 0.0)
+        monkeypatch.setattr(search_process, "LIMIT_S", 0.2)
+        # For each of two engines.
+        monkeypatch.setattr(search_process, "LIMIT_PER_ENGINE_S", 0.4)
     task = asyncio.create_task(SearchRunner((sys.executable, "-c", program)).run(make_question()))
     while not (searches := psutil.Process().children()):  # noqa: ASYNC110 - it is another process
         await asyncio.sleep(0.01)

@@ -49,7 +49,9 @@ def test_engine_is_drained_only_when_nobody_needs_it_any_more(work):
     load = harness.cores["d0"].load()
     for number, state in ((1, control_pb2.ENGINE_STATE_DRAINING), (0, control_pb2.ENGINE_STATE_DRAINED)):
         setattr(load, work, number)
+        version = harness.router.describe().version
         harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+        assert harness.router.describe().version > version, "it is news"
         assert {item.engine_id: item.state for item in harness.router.describe().engines}["d0"] == state
 
 

@@ -44,6 +44,8 @@ def test_finished_prefill_moves_to_a_decode_heavy_engine():
     assert submits[0].since_first_token_s > 0
     assert response_stream.finish.usage.num_hand_offs == 1
     assert harness.count("moves", "prefill_done", "done") == 1
+    # The gap of the move counts as every other one does.
+    assert sum(harness.state.metrics.itl_s[""].counts) == 39
 
 
 def test_tokens_found_where_the_prefill_ran_count_after_a_move():

@@ -71,6 +71,15 @@ def test_first_plan_needs_a_cluster():
         Harness({}).router.apply_plan(make_plan(PD, cluster_uid=""))
 
 
+def test_a_plan_renames_the_model_at_once():
+    harness = Harness(PD)
+    assert harness.router.model.name == "tiny"
+    plan = make_plan(PD, generation=2)
+    plan.served_model_name = "renamed"
+    harness.router.apply_plan(plan)
+    assert harness.router.model.name == "renamed"
+
+
 def test_same_plan_again_changes_nothing():
     harness = Harness(PD)
     version = harness.state.status.version
@@ -229,7 +238,9 @@ def test_engine_plan_that_an_engine_refuses_is_reported():
     message = harness.cores["d0"].hello()
     message.ClearField("hello")
     message.configured.error = "chunk_size_tokens is 7, at least 16 is needed"
+    version = harness.router.describe().version
     harness.router.handle_message(engine, message)
+    assert harness.router.describe().version > version
     faults = {item.engine_id: item.last_fault for item in harness.router.describe().engines}
     assert "at least 16" in faults["d0"]
     assert harness.count("plans", "refused_by_engine") == 1
