@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from sluice_core.latency.architecture import MODELS, read_architecture
+from sluice_core.latency.architecture import MODELS, Architecture, read_architecture
 from sluice_core.latency.catalog import GPUS, Assumptions, ProfileKind, load_model_on_gpu
 from sluice_core.latency.interface import UnknownModelError
 from sluice_core.latency.iteration_profile import TABLE_STEP_TOKENS
@@ -194,6 +194,19 @@ def test_newer_gpus_are_faster():
 def test_tensor_parallel_profiles_exist(gpu, gpus):
     profile = load("llama-2-70b", gpu, 8).profile if gpus == 8 else load("qwen2.5-14b", gpu, gpus).profile
     assert 0.005 < profile.estimate_linear_s(8) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [({}, 60), ({"has_tied_embeddings": True}, 50), ({"has_gated_mlp": False}, 54), ({"num_positions": 3}, 66)],
+    ids=["usual", "tied", "without a gate", "positions"],
+)
+def test_weights_are_counted_as_the_shape_says(changes, count):
+    shape = {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_size": 2, "hidden_size": 2}
+    # Attention 16, MLP 18, norms 4 and 2, embeddings twice 10.
+    assert (
+        Architecture(**{**shape, "intermediate_size": 3, "vocabulary_tokens": 5, **changes}).count_parameters() == count
+    )
 
 
 def test_host_time_is_an_assumption_that_can_be_changed():

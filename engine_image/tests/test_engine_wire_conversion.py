@@ -298,3 +298,45 @@ def test_no_two_starts_have_one_epoch(vllm_side):
     epochs = [vllm_side.identity.make_epoch() for _ in range(100)]
     assert len(set(epochs)) == 100
     assert all(0 < epoch < 2**64 for epoch in epochs)
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "4", "VLLM_NO_USAGE_STATS": "0", "UCX_NET_DEVICES": "eth0"}])
+def test_engines_report_nothing_home_and_share_cores_unless_the_user_says_otherwise(vllm_side, monkeypatch, given):
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "40", **given}
+    monkeypatch.setattr(vllm_side.launch.os, "environ", environment)
+    settings = EngineSettings(
+        engine_id="e",
+        port=1,
+        metrics_port=2,
+        kv_host="127.0.0.1",
+        kv_port=3,
+        model="org/model",
+        max_batch_tokens=512,
+        start_timeout_s=90.0,
+        emulation={"gpu": "a100-80g"},
+    )
+    vllm_side.launch.set_environment(settings)
+    assert environment == {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "3",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "90",
+        "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "UCX_TCP_USER_TIMEOUT": vllm_side.launch.PEER_TIMEOUT,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "UCX_NET_DEVICES": "lo",
+        **given,
+    }
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_tokenizer", "expected"),
+    [(None, None, None), (2, None, 2), ([2, 7], None, 2), ([], None, None), (2, SimpleNamespace(eos_token_id=9), 9)],
+    ids=["none", "one", "several", "an empty list", "the tokenizer's"],
+)
+def test_the_token_that_ends_an_output_is_the_tokenizers_or_the_configs_first(
+    vllm_side, of_config, of_tokenizer, expected
+):
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(eos_token_id=of_config)))
+    assert vllm_side.request_builder.find_eos_token_id(config, of_tokenizer) == expected

@@ -55,7 +55,12 @@ async def test_a_lease_runs_out_by_the_watchers_own_clock() -> None:
     assert not await b.try_acquire_or_renew()
     clock.now += 0.1
     assert await b.try_acquire_or_renew()
-    assert kubernetes.find(LEASES, "lease")["spec"]["leaseTransitions"] == 1
+    taken = kubernetes.find(LEASES, "lease")["spec"]
+    assert (taken["leaseTransitions"], taken["acquireTime"], taken["renewTime"]) == (1, "t615.0", "t615.0")
+    clock.now += 1.0
+    assert await b.try_acquire_or_renew()
+    renewed = kubernetes.find(LEASES, "lease")["spec"]
+    assert (renewed["acquireTime"], renewed["renewTime"]) == ("t615.0", "t616.0")
 
 
 async def test_the_fence_closes_before_anybody_else_may_lead() -> None:
