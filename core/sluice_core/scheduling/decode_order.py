@@ -23,7 +23,7 @@ from typing import Final
 
 from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import RequestId, Role
-from sluice_core.scheduling.saved_tpot import SavedTpot
+from sluice_core.slo import SavedTpot
 
 # The static key and the plain formula differ by rounding; candidates are checked by the latter.
 _ROUNDING_S: Final = 1e-6
