@@ -106,7 +106,9 @@ LATE, SLOW = Slo(ttft_s=1.0, tpot_s=99.0), Slo(ttft_s=99.0, tpot_s=0.045)
 @pytest.mark.parametrize("slos", [(LATE, LATE), (SLOW, SLOW), (LATE, SLOW)], ids=["ttft", "tpot", "each once"])
 def test_every_figure_of_a_report_is_what_the_runs_say(slos):
     runs = [run_scarce(seed, slo)[0] for seed, slo in enumerate(slos, start=1)]
-    report = make_report([summarize(simulation) for simulation in runs])
+    summaries = [summarize(simulation) for simulation in runs]
+    report = make_report(summaries)
+    assert report["itl_s"] == summaries[0].itl_s
     finished = [[one for one in simulation.requests if one.state is RequestState.FINISHED] for simulation in runs]
     everything = [one for requests in finished for one in requests]
     ttfts_s = sorted(one.first_token_s - one.arrival_s for one in everything)

@@ -105,6 +105,13 @@ def test_fits_of_engines_are_averaged_by_what_they_have_seen() -> None:
     for name in ("kv_blocks_total", "block_size_tokens", "max_num_seqs"):
         old = make_status([], latency=slow, num_fitted_iterations=300, **{**known, name: 0})
         assert find_engine_facts(spec, [old])[0] is None
+    # Engines with less room than others: the least counts for all.
+    small = make_status(
+        [], latency=slow, num_fitted_iterations=300, **{**known, "kv_blocks_total": 6, "max_num_seqs": 4}
+    )
+    least, _ = find_engine_facts(spec, [views[1], small])
+    assert isinstance(least, MeasuredEngineFacts)
+    assert (least.kv_blocks_total, least.max_num_seqs) == (6, 4)
     alone, _ = find_engine_facts(spec, views[1:])
     assert isinstance(alone, MeasuredEngineFacts)
     assert (alone.coefficients[0], alone.block_size_tokens, alone.kv_bytes_per_token) == (0.01, 16, 1024)

@@ -343,6 +343,9 @@ def test_a_fetched_model_has_a_folder_of_its_own_where_clusters_share_it(source,
         containers = template["spec"]["initContainers"][0], template["spec"]["containers"][0]
         mounts = [mount for each in containers for mount in each["volumeMounts"] if mount["name"] == "model"]
         assert [mount.get("subPath") for mount in mounts] == [folder, folder]
+        (volume,) = [each for each in template["spec"]["volumes"] if each["name"] == "model"]
+        claim = {"persistentVolumeClaim": {"claimName": "cache"}} if source else {"emptyDir": {}}
+        assert volume == {"name": "model", **claim}
 
 
 def test_rdma_gives_devices_networks_and_a_check() -> None:
