@@ -85,6 +85,8 @@ def write(project: dict[str, Any]) -> None:
     without_gpu = [name for name in EXTRAS if name != GPU]
     with tempfile.TemporaryDirectory() as temporary:
         together = Path(temporary) / "together.txt"
+        # uv keeps the versions that stand where it writes.
+        together.write_text("".join((HERE / f"{name}.txt").read_text() for name in (*without_gpu, TOOLS)))
         options = []
         for name, lines in project["tool"]["sluice"]["locks-without-gpu"].items():  # uv takes them from files only
             path = Path(temporary) / f"{name}.txt"
