@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -293,8 +293,10 @@ def measure_all(options: argparse.Namespace, cases: Cases, files: trial.Files, f
     site = make_site(options, folder)
     checkouts = [natives.REPOSITORY, *(path.resolve() for path in options.against)]
     routers = [contestants.Sluice(strategy=options.strategy, checkout=checkout) for checkout in checkouts]
-    with collect_traces() as (endpoint, collector):
+    with ExitStack() as stack:
         if options.traced is not None:
+            endpoint, collector = stack.enter_context(collect_traces())
+            stack.callback(lambda: print(f"the collector got {collector.num_spans} spans", flush=True))
             tracing = {
                 "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
                 **SAMPLER,
@@ -305,8 +307,6 @@ def measure_all(options: argparse.Namespace, cases: Cases, files: trial.Files, f
         for number in range(options.repeats):
             for costs in everyone if number % 2 == 0 else everyone[::-1]:
                 costs.measure(number)
-    if options.traced is not None:
-        print(f"the collector got {collector.num_spans} spans", flush=True)
     return everyone
 
 
