@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import httpx
+
+from sluice_router.api.http_api import HttpApi
+from sluice_router.api.http_settings import HttpSettings
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -11,3 +18,13 @@ def make_completion(**fields):
 
 def make_chat(**fields):
     return {"model": "tiny", "messages": MESSAGES, **fields}
+
+
+@contextlib.asynccontextmanager
+async def serving_client(plane, text):
+    """A client of a router's HTTP API in front of a fake data plane."""
+    api = HttpApi(plane, text, HttpSettings(max_body_bytes=20_000))
+    port = await api.start("127.0.0.1", 0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        yield client
+    await api.close(0.1)

@@ -8,10 +8,8 @@ import harness_faults
 import httpx
 import pytest
 from edge_fakes import FakePlane, say
-from http_requests_harness import make_chat, make_completion
+from http_requests_harness import make_chat, make_completion, serving_client
 
-from sluice_router.api.http_api import HttpApi
-from sluice_router.api.http_settings import HttpSettings
 from sluice_router.errors import NoEngineError, ShuttingDownError
 from sluice_router.scheduling.requests import ServedModel
 
@@ -23,11 +21,8 @@ async def plane(text):
 
 @pytest.fixture
 async def client(plane, text):
-    api = HttpApi(plane, text, HttpSettings(max_body_bytes=20_000))
-    port = await api.start("127.0.0.1", 0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as made:
+    async with serving_client(plane, text) as made:
         yield made
-    await api.close(0.1)
 
 
 async def test_stream_has_its_headers(client):

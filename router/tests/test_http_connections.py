@@ -10,10 +10,7 @@ import zlib
 import pytest
 from data_plane_harness import until
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
-from http_connections_harness import BODY, STREAM, read_response
-
-from sluice_router.api.http_api import HttpApi
-from sluice_router.api.http_settings import HttpSettings
+from http_connections_harness import BODY, STREAM, read_response, starting_apis
 
 
 @pytest.fixture
@@ -23,16 +20,8 @@ async def plane():
 
 @pytest.fixture
 async def start(plane, text):
-    started = []
-
-    async def _start(**settings):
-        api = HttpApi(plane, text, HttpSettings(**settings))
-        started.append(api)
-        return api, await api.start("127.0.0.1", 0)
-
-    yield _start
-    for api in started:
-        await api.close(0)
+    async with starting_apis(plane, text) as start_api:
+        yield start_api
 
 
 MALFORMED = [
