@@ -63,7 +63,7 @@ class DecisionLog:
     def record(self, now: float, request_id: RequestId, kind: str, *values: object) -> None:
         """Keep one event; ``values`` as ``FIELDS[kind]`` names them."""
         self._events.append((now, request_id, kind, *values))
-        if self._traces is not None and request_id in self._traces and kind != "placement":
+        if self._traces is not None and request_id in self._traces:
             self._traces.note(now, request_id, kind, dict(zip(FIELDS[kind], values, strict=True)))
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
