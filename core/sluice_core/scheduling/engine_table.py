@@ -293,9 +293,7 @@ class EngineTable:
         """Recompute what follows from the last report, the settings and the placements in flight."""
         self._stale.pop(state.engine_id, None)
         load, placements = state.load, state.in_flight.values()
-        num_decodes, context_tokens = load.running_decodes, load.decode_context_tokens
-        if self._separates_phases:
-            num_decodes = context_tokens = 0
+        num_decodes, context_tokens = self._find_decodes_beside(state)
         num_counted = num_decodes if self._counts_decodes else 0
         state.room_tokens = max(0, min(state.chunk_size_tokens, state.config.max_batch_tokens) - num_counted)
         if self._iteration_limit_s < math.inf:
@@ -334,8 +332,7 @@ class EngineTable:
         transfers = not self._has_uniform_chunk_size and state.role is Role.PREFILL_HEAVY
         rate = self.pull_bytes_per_s or DEFAULT_TRANSFER_BYTES_PER_S
         available_blocks = load.kv_blocks_total - state.committed_kv_blocks - state.reserved_kv_blocks
-        num_decodes = 0 if self._separates_phases else load.running_decodes
-        context_tokens = 0 if self._separates_phases else load.decode_context_tokens
+        num_decodes, context_tokens = self._find_decodes_beside(state)
         per_token_s, per_work_s, per_iteration_s = state.latency.compute_prefill_coefficients(
             num_decodes, context_tokens, state.room_tokens
         )
@@ -355,6 +352,10 @@ class EngineTable:
             blocked_reason=_find_blocked_reason(state),
             is_of_others=load.is_of_others,
         )
+
+    def _find_decodes_beside(self, state: EngineState) -> tuple[int, int]:
+        """Find the decodes that share an engine's iterations with prefills, and the sum of their contexts."""
+        return (0, 0) if self._separates_phases else (state.load.running_decodes, state.load.decode_context_tokens)
 
     def _publish_view(self, state: EngineState, view: EngineView) -> None:
         """Replace what placements see of an engine."""

@@ -24,15 +24,12 @@ class PhaseBatching(ChunkedPrefillPolicy):
 
     A request that arrives with its KV has one token in whichever iteration it joins. Where no prefill finds a seat and
     blocks, decodes go on.
-
-    Args:
-        counts_decodes: See ``ChunkedPrefillPolicy``; of no effect, since decodes are never beside prefills.
     """
 
     separates_phases = True
 
-    def __init__(self, *, counts_decodes: bool = True) -> None:
-        super().__init__(counts_decodes=counts_decodes)
+    def __init__(self) -> None:
+        super().__init__()
         self._decodes: DecodeSet | None = None
         self._is_prefill_phase = False
         self._since_s = 0.0

@@ -39,8 +39,8 @@ class EcoServeRules:
 
     def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""
-        del strategy, parameters
-        return PhaseBatching(counts_decodes=counts_decodes)
+        del strategy, parameters, counts_decodes  # decodes are never beside prefills
+        return PhaseBatching()
 
 
 ECOSERVE = Strategy(
