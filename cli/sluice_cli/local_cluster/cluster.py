@@ -180,7 +180,7 @@ class LocalCluster:
             engines={engine_id: engine.spec_hash for engine_id, engine in self._engines.items()},
             routers={name: router.spec_hash for name, router in self._routers.items()},
             roles=self._plan.roles,
-            loads=count_loads(merge_reports(self._statuses())),
+            loads=self._count_loads(),
             serving=frozenset(filter(self._is_serving, self._engines)),
         )
 
@@ -325,9 +325,8 @@ class LocalCluster:
         self._write_engines()
         if self.phase != "stopping":
             self._effective_manifest = self._autotuner.reconcile(self._circumstances())
-        loads = count_loads(merge_reports(self._statuses()))
         self._role_holders = self._choose_role_holders()
-        plan = self._plan.update(self._effective_manifest, self._engines, loads, self._role_holders)
+        plan = self._plan.update(self._effective_manifest, self._engines, self._count_loads(), self._role_holders)
         if plan is None:
             return
         self._plan_s = self._clock()
@@ -348,6 +347,9 @@ class LocalCluster:
 
     def _statuses(self) -> list[control_pb2.GetStatusResponse]:
         return [router.link.status for router in self._routers.values() if router.link.status]
+
+    def _count_loads(self) -> dict[EngineId, int]:
+        return count_loads(merge_reports(self._statuses()))
 
     def _circumstances(self) -> TunerInputs:
         return TunerInputs(

@@ -32,23 +32,28 @@ def build_cluster(spec: ClusterSpec, seed: int) -> Cell:
     return Cell(
         engines=build_engines(spec),
         strategy=strategy.vary(placement=settings.placement, flows=None if settings.flow else False),
-        parameters=FlowParameters(
-            watermark=settings.watermark,
-            approaching_factor=settings.approaching_factor,
-            early_rejection=settings.early_rejection,
-            min_tokens_between_moves=settings.min_tokens_between_moves,
-            prefill_batch_tokens=settings.prefill_batch_tokens,
-            batch_token_budget=settings.batch_token_budget,
-            grant_wait_s=settings.grant_wait_s,
-            tpot_share=settings.tpot_share,
-            late_ttft_factor=settings.late_ttft_factor,
-            pack_share=settings.pack_share,
-            credit_s=settings.credit_s,
-            macro_instance_least=settings.macro_instance_least,
-            macro_instance_most=settings.macro_instance_most,
-        ),
+        parameters=make_parameters(settings),
         options=make_options(settings),
         seed=seed,
+    )
+
+
+def make_parameters(settings: SimulationSettings) -> FlowParameters:
+    """Makes the parameters of the strategies."""
+    return FlowParameters(
+        watermark=settings.watermark,
+        approaching_factor=settings.approaching_factor,
+        early_rejection=settings.early_rejection,
+        min_tokens_between_moves=settings.min_tokens_between_moves,
+        prefill_batch_tokens=settings.prefill_batch_tokens,
+        batch_token_budget=settings.batch_token_budget,
+        grant_wait_s=settings.grant_wait_s,
+        tpot_share=settings.tpot_share,
+        late_ttft_factor=settings.late_ttft_factor,
+        pack_share=settings.pack_share,
+        credit_s=settings.credit_s,
+        macro_instance_least=settings.macro_instance_least,
+        macro_instance_most=settings.macro_instance_most,
     )
 
 

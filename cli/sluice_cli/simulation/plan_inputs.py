@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_cli.simulation.cluster_builder import build_engines, make_options
+from sluice_cli.simulation.cluster_builder import build_engines, make_options, make_parameters
 from sluice_cli.simulation.cluster_spec import ClusterFlags, ClusterSpec, EngineGroup, choose_cluster_spec
 from sluice_core.planning.candidates import (
     APPROACHING_FACTORS,
@@ -19,7 +19,6 @@ from sluice_core.planning.candidates import (
 )
 from sluice_core.planning.planner import Goal
 from sluice_core.planning.trials import PlanningProblem
-from sluice_core.records import FlowParameters
 from sluice_core.strategies import STRATEGIES, get_strategy
 
 if TYPE_CHECKING:
@@ -126,19 +125,8 @@ def make_inputs(manifest: ServingCluster | None, flags: PlanFlags, rows: Sequenc
             name: get_strategy(name).vary(placement=settings.placement, flows=None if settings.flow else False)
             for name in STRATEGIES
         },
-        parameters=FlowParameters(
-            early_rejection=settings.early_rejection,
-            min_tokens_between_moves=settings.min_tokens_between_moves,
-            prefill_batch_tokens=settings.prefill_batch_tokens,
-            batch_token_budget=settings.batch_token_budget,
-            grant_wait_s=settings.grant_wait_s,
-            tpot_share=settings.tpot_share,
-            late_ttft_factor=settings.late_ttft_factor,
-            pack_share=settings.pack_share,
-            credit_s=settings.credit_s,
-            macro_instance_least=settings.macro_instance_least,
-            macro_instance_most=settings.macro_instance_most,
-        ),
+        # Those that candidates vary are each candidate's own.
+        parameters=make_parameters(settings),
         options=make_options(settings),
         classes=spec.classes,
     )
