@@ -12,6 +12,7 @@ from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.scheduling.decode_order import SPLIT_LEAD_TOKENS
 from sluice_core.sim.cell import NoGrant, TtftEnd
 
 # Ends of iterations that a busy engine takes to carry out what it is told (docs/internals/simulator.md).
@@ -73,6 +74,7 @@ class AheadEngine(NaiveEngine):
         self.limbo = []  # first iteration that may use them, blocks, whose they were
         self.errands = []  # ends of iterations until then, what to do
         self.log = []
+        self.members.split_lead_tokens = SPLIT_LEAD_TOKENS
 
     # --- blocks: the table of a request or move is what it holds ---
 
@@ -187,6 +189,7 @@ class AheadEngine(NaiveEngine):
                 if self.joins_end_ttft and len(request.tokens) == 1:
                     request.first_s = now
         context = sum(r.kv_tokens + 1 for r in plan.decodes)
+        self.note_shape(plan.decodes, [(tokens, before) for _, tokens, before in plan.chunks])
         time_s = self.setup.profile.estimate_iteration_s(
             prefill_tokens + len(plan.decodes),
             len(plan.chunks),
@@ -195,7 +198,7 @@ class AheadEngine(NaiveEngine):
             len(plan.decodes),
             context,
         )
-        self.ends_at_s = now + time_s
+        self.ends_at_s, self.duration_s = now + time_s, time_s
         self.log.append((now, time_s, len(plan.decodes), prefill_tokens, len(plan.chunks), self.used(), context))
         return self.ends_at_s
 
@@ -331,6 +334,7 @@ class AheadEngine(NaiveEngine):
         self.is_running, self.is_between = False, True
         self.num_ended += 1
         plan, batch, self.batch = self.current, self.batch, None
+        self.policy.record_iteration(self.shape, self.duration_s)
         if not plan.is_alone:
             self.members.advance([r.name for r in self.decodes if r not in plan.decodes])
         self.in_flight, self.ended_in_flight = self.number, []
@@ -349,6 +353,7 @@ class AheadEngine(NaiveEngine):
     def end_request(self, request, now):
         if len(request.tokens) < request.arrival.output_tokens:
             return False
+        self.finished.append(request)
         if request in self.decodes:
             self.leave(request)
         self.pool.fill(request, request.kv_tokens)
@@ -384,6 +389,7 @@ class NaiveAheadSimulation(NaiveSimulation):
 
     def end(self, engine):
         engine.end(self.now)
+        self.note_finished(engine)
         for request in engine.prefilled:
             engine.pool.fill(request, request.kv_tokens)
         self.park_prefilled(engine)
@@ -398,6 +404,8 @@ class NaiveAheadSimulation(NaiveSimulation):
     # --- moves: each step waits until its engine looks ---
 
     def tell(self, engine, num_ends, call, move):
+        if call == self.hand_off and move.cause is MoveCause.SPLIT and move.request.is_decoding:
+            num_ends = max(num_ends, move.request.split - len(move.request.tokens))  # where it was planned
         if engine.is_running or engine.is_between:
             engine.errands.append((engine.num_ended + num_ends, call, move))
         else:
@@ -444,6 +452,7 @@ class NaiveAheadSimulation(NaiveSimulation):
             source=source.setup.engine_id,
             num_blocks=blocks,
             tpot_slo_s=request.arrival.slo.tpot_s,
+            planned_target=request.route[1].engine_id if request.route else None,
         )
         target = self.router.target(self.now, asked, self.table)
         if target is None:
@@ -508,6 +517,7 @@ class NaiveAheadSimulation(NaiveSimulation):
                 self.start_engine(target)
             return
         source.leave(request)
+        request.route = ()
         source.pool.fill(request, request.kv_tokens)
         source.pool.tables[move] = source.pool.tables.pop(request)
         source.pinned.append(move)

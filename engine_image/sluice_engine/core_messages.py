@@ -86,9 +86,11 @@ class HandOffCommand(msgspec.Struct, frozen=True, kw_only=True, tag="hand_off"):
 
     Args:
         request_id: The engine's id of the request.
+        num_output_tokens: Output tokens of the whole request with which the part ends, if there are fewer so far.
     """
 
     request_id: str
+    num_output_tokens: int = 0
 
 
 class ReleaseCommand(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
@@ -240,6 +242,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
         first_token_s: When the client got its first token, on the same clock; None before it.
         output_tokens_since_reset: Output tokens since the last move that reset the length.
         is_recovery: True: ahead of other prefills, and never returned.
+        split_output_tokens: Output tokens of the whole request at which its part here is planned to end; 0: it is not.
     """
 
     stream_number: int = 0
@@ -253,6 +256,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float | None = None
     output_tokens_since_reset: int = 0
     is_recovery: bool = False
+    split_output_tokens: int = 0
 
     def encode(self) -> dict[str, Any]:
         """Plain data for ``SamplingParams.extra_args[EXTRAS_KEY]``."""

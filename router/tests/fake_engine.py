@@ -38,6 +38,7 @@ class FakeRequest:
     num_output: int
     num_steps: int = 0
     is_handing_off: bool = False
+    hand_off_at: int = 0  # output tokens with which it ends, if there are fewer
 
     @property
     def num_blocks(self) -> int:
@@ -218,6 +219,7 @@ class FakeCore:
             answer.hand_offs_refused.add(slot=hand_off.slot, reason=reason)
         elif request is not None:
             request.is_handing_off = True
+            request.hand_off_at = hand_off.num_output_tokens
 
     def _configure(self, configure: engine_pb2.Configure, answer: engine_pb2.AttachResponse) -> None:
         if not self.acknowledges:
@@ -276,7 +278,7 @@ class FakeCore:
         prefill_tokens = 0
         num_decodes = 0
         for slot, request in list(self.running.items()):
-            if request.is_handing_off:
+            if request.is_handing_off and request.num_output >= request.hand_off_at:
                 self._end_part(slot, request, message)
                 continue
             if request.num_steps == 0:

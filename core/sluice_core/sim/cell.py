@@ -20,6 +20,14 @@ MESSAGE_S = 0.0037  # with four busy engines and a router on two cores
 GC_THRESHOLD = 200_000
 
 
+class LengthsKnown(StrEnum):
+    """What a router knows of output lengths, where its strategy asks for them."""
+
+    LEARNED = "learned"
+    EXACT = "exact"
+    NOISY = "noisy"
+
+
 class NoGrant(StrEnum):
     """What a finished prefill does when no engine grants it blocks."""
 
@@ -51,6 +59,10 @@ class SimOptions:
         message_s: Time of a message from an engine's scheduler to a router, or back, where engines schedule ahead.
         prefix_report_s: Time from the end of an iteration until the router knows which KV blocks it has cached and
             which were evicted. None: it never does. Only with ``hash_block_tokens``.
+        output_lengths: What the router knows of output lengths: what a product can know, the truth, or the truth with
+            normal errors.
+        length_deviation_tokens: Standard deviation of those errors.
+        sends_parts: The KV of a prompt that is cut goes over the link as it is computed; False: all in the end.
 
     Raises:
         ValueError: Hashes of nothing, no time to wait, messages that are there before they are sent, or reports of
@@ -65,6 +77,9 @@ class SimOptions:
     wait_limit_s: float | None = None
     message_s: float = MESSAGE_S
     prefix_report_s: float | None = None
+    output_lengths: LengthsKnown = LengthsKnown.LEARNED
+    length_deviation_tokens: float = 50.0
+    sends_parts: bool = True
 
     def __post_init__(self) -> None:
         if self.message_s < 0.0:

@@ -11,7 +11,8 @@ from sluice_core.latency import LatencyModel
 from sluice_core.records import EngineId, MoveCause, PrefillRequest, RequestId
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.sim.cell import Arrival, Cell, EngineSetup, NoGrant, TtftEnd
+from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, OutputLengths
+from sluice_core.sim.cell import Arrival, Cell, EngineSetup, LengthsKnown, NoGrant, TtftEnd
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.known_prefixes import KnownPrefixes
@@ -81,9 +82,20 @@ class SimCluster:
         if options.prefix_report_s is not None:
             assert options.hash_block_tokens is not None
             self._prefixes = KnownPrefixes(options.prefix_report_s, options.hash_block_tokens)
+        if options.output_lengths is not LengthsKnown.LEARNED:
+            self._policy.use_lengths(self._make_lengths())
         for setup in cell.engines:
             self._add_engine(setup)
         self._spread_chunk_sizes()
+
+    def _make_lengths(self) -> OutputLengths:
+        """Make what tells the router how long outputs will be."""
+        options = self.cell.options
+        known = KnownLengths({request.request_id: request.output_tokens for request in self.requests})
+        if options.output_lengths is LengthsKnown.EXACT:
+            return known
+        rng = random.Random(self.cell.seed)  # noqa: S311 - draws errors
+        return NoisyLengths(known, options.length_deviation_tokens, rng)
 
     def start_engine(self, engine: SimEngine) -> None:
         """Start an iteration if the engine idles and has work."""
@@ -108,7 +120,8 @@ class SimCluster:
         """Keep a request at the router until it is placed."""
         request.state = RequestState.WAITING
         request.held_since_s = self.now
-        request.target = request.table = None
+        request.target = request.table = request.planned_target = None
+        request.split_token = 0
         self._held[request.request_id] = request.describe_prefill()
 
     def recover(self, request: SimRequest) -> None:
@@ -149,6 +162,7 @@ class SimCluster:
             source=source.engine_id,
             num_blocks=num_blocks,
             tpot_slo_s=self.requests[int(request_id)].tpot_slo_s,
+            planned_target=self.requests[int(request_id)].planned_target,
         )
         target_id = self._policy.target(self.now, flow_request, self.table)
         return None if target_id is None else self._by_id[target_id]

@@ -221,13 +221,22 @@ class SimHandOffs:
 
     def _queue_step(self, engine: SimEngine, step: HandOffStep, move: SimMove) -> None:
         """Queue a step of an engine; an idle one runs it at once."""
+        due = engine.iteration + ITERATION_ENDS[step]
+        if step is HandOffStep.HAND_OFF:
+            due = max(due, self._find_planned_end(move))
         if engine.is_running or engine is self._at_boundary:
-            self._pending_steps.setdefault(engine.engine_id, []).append(
-                (engine.iteration + ITERATION_ENDS[step], step, move)
-            )
+            self._pending_steps.setdefault(engine.engine_id, []).append((due, step, move))
         else:
             self._run_step(step, move)
             self._cluster.start_engine(engine)
+
+    @staticmethod
+    def _find_planned_end(move: SimMove) -> int:
+        """Find the iteration with which a part that was planned ends."""
+        request = move.request
+        if move.cause is not MoveCause.SPLIT or request.state is not RequestState.DECODING:
+            return 0
+        return request.start_iteration + request.split_tokens
 
     def _run_steps(self, engine: SimEngine, due: list[tuple[int, HandOffStep, SimMove]]) -> None:
         outer, self._at_boundary = self._at_boundary, engine

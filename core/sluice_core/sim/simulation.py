@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, Role
+from sluice_core.records import EngineId, Hold, Leg, MoveCause, MoveProposal, Place, PrefillRequest, Role
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.holding import Urgency, select_urgent
 from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ClusterEvent, ConfigureEvent, FailEvent, NoGrant
@@ -186,6 +186,8 @@ class Simulation(SimCluster):
             if self._prefixes is not None:
                 self._prefixes.drop(request)
             if isinstance(decision, Place):
+                if decision.route:
+                    self._plan_parts(request, decision.route)
                 self._submit(request, self._by_id[decision.engine_id])
             else:
                 self._reject(request)
@@ -214,6 +216,12 @@ class Simulation(SimCluster):
     def _count_missed(self, request: SimRequest) -> None:
         if not request.has_missed_ttft:
             self.num_missed += 1
+
+    @staticmethod
+    def _plan_parts(request: SimRequest, route: tuple[Leg, ...]) -> None:
+        """Take the parts of a request that is split."""
+        request.split_token = route[0].end_token
+        request.planned_target = route[1].engine_id
 
     def _submit(self, request: SimRequest, engine: SimEngine) -> None:
         is_recovery = request.first_token_s >= 0.0
@@ -252,6 +260,7 @@ class Simulation(SimCluster):
         for request in engine.finished:
             if not request.has_met_slo:
                 self._count_missed(request)
+            self._policy.note_finished(request.request_id, request.output_tokens)
         if self._timeline is not None:
             self._timeline.note_finished(engine.finished)
         may_place = engine.has_freed_blocks or bool(engine.prefilled)

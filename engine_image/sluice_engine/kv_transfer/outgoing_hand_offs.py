@@ -31,29 +31,34 @@ class OutgoingHandOffs:
         self.num_pinned_blocks = 0
         self.num_moved_out = 0
 
-    def request(self, request_id: str, request: Request | None) -> HandOffAnswer:
+    def request(self, request_id: str, request: Request | None, num_output_tokens: int = 0) -> HandOffAnswer:
         """Makes a running decode end with a hand-off, unless there is a reason against it.
 
         Args:
             request_id: The request that is asked for.
             request: vLLM's record of it; None when the engine has none.
+            num_output_tokens: See ``begin``.
         """
         reason = find_refusal(request)
         if request is not None and not reason:
-            self.begin(request)
+            self.begin(request, num_output_tokens)
         return HandOffAnswer(request_id=request_id, is_accepted=not reason, reason=reason)
 
-    def begin(self, request: Request) -> None:
-        """Makes a running decode end with a hand-off; a second call changes nothing."""
+    def begin(self, request: Request, num_output_tokens: int = 0) -> None:
+        """Makes a running decode end with a hand-off; a second call changes nothing.
+
+        Args:
+            request: vLLM's record of it.
+            num_output_tokens: Output tokens of the whole request with which it ends here, if there are fewer so far.
+        """
         if request.request_id in self._max_tokens_of:
             return
         # vLLM ends the request by its own length rule at the next iteration boundary, in asynchronous scheduling too
         # and without a wasted token, and reports the connector's parameters with its last output.
         self._max_tokens_of[request.request_id] = request.max_tokens
         self._connector.announce_hand_off(request.request_id)
-        request.max_tokens = min(
-            request.max_tokens, request.num_output_tokens + max(1, request.num_output_placeholders)
-        )
+        soonest = request.num_output_tokens + max(1, request.num_output_placeholders)
+        request.max_tokens = min(request.max_tokens, max(soonest, num_output_tokens))
 
     def cancel(self, request: Request) -> bool:
         """Lets a request go on here.

@@ -108,7 +108,9 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             case core_messages.ReleaseGrantCommand():
                 self._grants.release_open(command.key)
             case core_messages.HandOffCommand():
-                return self._hand_offs.request(command.request_id, self.requests.get(command.request_id))
+                return self._hand_offs.request(
+                    command.request_id, self.requests.get(command.request_id), command.num_output_tokens
+                )
             case core_messages.ReleaseCommand():
                 self._release(command.request_id)
             case core_messages.ReadLoadCommand():
@@ -296,7 +298,10 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             batch, iteration = measured
             self._selection.observe(iteration)
             if self._moves.policy.uses_latency:
-                self._moves.latency.observe(batch.make_shape(), iteration.duration_s)
+                shape = batch.make_shape()
+                if self._moves.policy.records_iterations:
+                    self._moves.policy.record_iteration(shape, iteration.duration_s)
+                self._moves.latency.observe(shape, iteration.duration_s)
             if self._recorder is not None:
                 self._recorder.note_end(iteration.duration_s)
             proposals = self._propose_moves(scheduler_output, batch)

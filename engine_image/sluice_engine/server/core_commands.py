@@ -70,7 +70,8 @@ class CoreCommands:
         if request is None or request.fence != hand_off.fence:
             session.add_hand_off_refused(hand_off.slot, "unknown" if request is None else "fence")
             return []
-        return [core_messages.HandOffCommand(request_id=request.core_id)]
+        command = core_messages.HandOffCommand(request_id=request.core_id, num_output_tokens=hand_off.num_output_tokens)
+        return [command]
 
     def _make_configure(self, session: RouterSession, message: wire.Configure) -> list[core_messages.Command]:
         """Takes a plan part if it is newer than the newest; the others are answered with what is in force."""

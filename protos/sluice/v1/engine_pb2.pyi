@@ -39,6 +39,8 @@ class _MoveCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MoveCause.V
     """The engine drains."""
     MOVE_CAUSE_MANUAL: _MoveCause.ValueType  # 5
     """Requested by a person or a test (Control.Move)."""
+    MOVE_CAUSE_SPLIT: _MoveCause.ValueType  # 6
+    """Its part on this engine ends, as planned when it was placed (DynaServe, section 3.1)."""
 
 class MoveCause(_MoveCause, metaclass=_MoveCauseEnumTypeWrapper):
     """Why a request should leave an engine."""
@@ -55,6 +57,8 @@ MOVE_CAUSE_DRAIN: MoveCause.ValueType  # 4
 """The engine drains."""
 MOVE_CAUSE_MANUAL: MoveCause.ValueType  # 5
 """Requested by a person or a test (Control.Move)."""
+MOVE_CAUSE_SPLIT: MoveCause.ValueType  # 6
+"""Its part on this engine ends, as planned when it was placed (DynaServe, section 3.1)."""
 Global___MoveCause: _TypeAlias = MoveCause  # noqa: Y015
 
 @_typing.final
@@ -280,6 +284,7 @@ class Submit(_message.Message):
     OUTPUT_TOKENS_SINCE_RESET_FIELD_NUMBER: _builtins.int
     IS_RECOVERY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SPLIT_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Number of the request on this stream, chosen by the router. It is free again after the slot's Finished, and for a
     hand-off after its release.
@@ -308,6 +313,10 @@ class Submit(_message.Message):
     """True: it goes ahead of other prefills, because its client's stream has started (recovery)."""
     cache_salt: _builtins.str
     """Prompts share cached KV only with prompts of the same salt; empty: with all that have none."""
+    split_output_tokens: _builtins.int
+    """Output tokens of the whole request at which this engine's part of it is planned to end; 0: it is not. The engine
+    proposes the move when that is near (MOVE_CAUSE_SPLIT).
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, without generated tokens."""
@@ -344,10 +353,11 @@ class Submit(_message.Message):
         output_tokens_since_reset: _builtins.int = ...,
         is_recovery: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
+        split_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "kv", b"kv", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "cache_salt", b"cache_salt", "fence", b"fence", "grant_id", b"grant_id", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "cache_salt", b"cache_salt", "fence", b"fence", "grant_id", b"grant_id", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "split_output_tokens", b"split_output_tokens", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__since_first_token_s: _TypeAlias = _typing.Literal["since_first_token_s"]  # noqa: Y015
     _WhichOneofArgType__since_first_token_s: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s"]  # noqa: Y015
@@ -489,25 +499,31 @@ Global___GrantRequest: _TypeAlias = GrantRequest  # noqa: Y015
 
 @_typing.final
 class HandOff(_message.Message):
-    """Ends the source's part at the next iteration boundary; the engine keeps the KV for the next one."""
+    """Ends the source's part at the next iteration boundary, or where it was planned to end; the engine keeps the KV for the
+    next one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Slot on this stream."""
     fence: _builtins.int
     """Must equal the fence of the Submit."""
+    num_output_tokens: _builtins.int
+    """Output tokens of the whole request with which the part ends; 0, or fewer than there are: as soon as it can."""
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         fence: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "num_output_tokens", b"num_output_tokens", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,6 +26,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "placement": ("record",),
     "submitted": ("engine", "fence", "output_tokens", "is_recovery"),
+    "split": ("source", "target", "output_tokens"),
     "first_token": ("engine", "ttft_s", "predicted_ttft_s"),
     "proposed": ("engine", "cause", "output_tokens"),
     "blocked": ("engine", "cause", "reason"),

@@ -15,7 +15,7 @@ from sluice.v1 import control_pb2, engine_pb2
 from sluice_router.observability.metrics import EngineTraffic
 
 if TYPE_CHECKING:
-    from sluice_core.records import EngineId, MoveCause, RequestId, Role, Slo
+    from sluice_core.records import EngineId, Leg, MoveCause, RequestId, Role, Slo
     from sluice_core.scheduling.engine_table import EngineConfig
     from sluice_router.limits.limiter import Reservation
     from sluice_router.observability.metrics import Histogram
@@ -60,6 +60,7 @@ class LiveRequest:
         reset_at_tokens: Output length at the last move that reset Algorithm 1's length.
         moved_at_tokens: Output length at the last move.
         prompt_hashes: Hashes of its prompt, by the scheme of the engines, while it waits.
+        route: Its parts, while the first one runs; empty: it is not split, or the next part runs.
     """
 
     request_id: RequestId
@@ -91,11 +92,17 @@ class LiveRequest:
     reset_at_tokens: int = 0
     moved_at_tokens: int = 0
     prompt_hashes: dict[PrefixScheme, PromptHashes] = field(default_factory=dict)
+    route: tuple[Leg, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.new.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def split_output_tokens(self) -> int:
+        """Output tokens with which the part that runs is planned to end; 0: it is not."""
+        return self.route[0].end_token - len(self.new.prompt_token_ids) + 1 if self.route else 0
 
     @property
     def next_token_due_s(self) -> float:

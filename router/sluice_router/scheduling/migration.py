@@ -140,7 +140,10 @@ def handle_grant(state: RouterState, engine: ConnectedEngine, grant: engine_pb2.
         return
     source = move.source
     move.phase = MigrationPhase.HANDING_OFF
-    state.outbox.message_to(source.engine).hand_offs.add(slot=source.slot, fence=move.request.fence)
+    num_output_tokens = move.request.split_output_tokens if move.cause is MoveCause.SPLIT else 0
+    state.outbox.message_to(source.engine).hand_offs.add(
+        slot=source.slot, fence=move.request.fence, num_output_tokens=num_output_tokens
+    )
     state.decision_log.record(now, move.request.request_id, "granted", engine.engine_id, move.cause.value)
 
 
@@ -342,6 +345,7 @@ def _pick_target(
             num_blocks=blocks_for_tokens(request.num_tokens + 1, source.spec.block_size_tokens),
             tpot_slo_s=request.slo.tpot_s,
             excluded=frozenset(unfit | request.died_on),
+            planned_target=request.route[-1].engine_id if request.route else None,
         )
         target_id = state.active.policy.target(now, flow_request, state.engines.table)
     target = None if target_id is None else state.engines.connected.get(target_id)
@@ -377,6 +381,9 @@ def _ask_for_grant(
 ) -> None:
     target.num_grants += 1
     grant_id, num_tokens = target.num_grants, request.num_tokens + 1
+    if cause is MoveCause.SPLIT:
+        # What it will have where its part is planned to end.
+        num_tokens = max(num_tokens, len(request.new.prompt_token_ids) + request.split_output_tokens + 1)
     move = Migration(request=request, cause=cause, source=submission, target=target, grant_id=grant_id, started_s=now)
     request.migration = target.grants[grant_id] = move
     submission.engine.migrations_out += 1
@@ -398,10 +405,11 @@ def _ask_for_grant(
 
 
 def _note_move(request: LiveRequest, cause: MoveCause) -> None:
-    """Backflow resets the length by which the longest decodes are chosen.
+    """Ends the part that was planned. Backflow resets the length by which the longest decodes are chosen.
 
     Source: TaiChi, section 3.3, Algorithm 1.
     """
+    request.route = ()
     request.moved_at_tokens = len(request.output_token_ids)
     if cause is MoveCause.BACKFLOW:
         request.reset_at_tokens = request.moved_at_tokens

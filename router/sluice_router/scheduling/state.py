@@ -329,6 +329,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     # LiveRequest: what happened to it
     "migration": ("migration", ""),
     "kept_kv": ("migration", ""),
+    "route": ("admission migration", "a placement plans the parts, and a move ends the first one"),
     "num_hand_offs": ("migration", ""),
     "reset_at_tokens": ("migration", ""),
     "moved_at_tokens": ("migration", ""),

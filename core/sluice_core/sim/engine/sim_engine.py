@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice_core.records import EngineId, EngineLoad, RequestId, Role
+from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
 from sluice_core.scheduling.batching import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cell import EngineSetup
@@ -48,6 +48,7 @@ class SimEngine(SchedulerState):
         "_num_submitted",
         "_prefilled_alone",
         "_profile",
+        "_shape",
         "_switching",
         "duration_s",
         "ends_at_s",
@@ -85,6 +86,7 @@ class SimEngine(SchedulerState):
         self.withholds_decodes = False
         self._prefilled_alone: list[SimRequest] = []  # joined the decodes with the end of an iteration of prefills
         self._profile = setup.profile
+        self._shape = IterationShape()
         self._switching: list[SimRequest] = []  # have a first token, and wait for the phase of decodes
         self._gaps = gaps
         self._joins_end_ttft = joins_end_ttft
@@ -179,6 +181,7 @@ class SimEngine(SchedulerState):
         """End a decode's part here and pin its KV until ``release``."""
         request = self.batch[request_id]
         leave_decodes(self, request, now)
+        request.split_token = 0
         self.pinned_blocks += request.num_blocks
         self.cache_filled_blocks(request)
         request.source_table, request.table = request.table, None
@@ -275,6 +278,14 @@ class SimEngine(SchedulerState):
             self.policy.note_batch(now, has_prefills=prefills.num_tokens > 0)
             if num_decodes and self._switching:
                 self._end_phase_switch(now)
+        if self.policy.records_iterations:
+            self._shape = IterationShape(
+                prefill_tokens=prefills.num_tokens,
+                attention_work=work2 * 0.5,
+                num_chunks=prefills.num_chunks,
+                num_decodes=num_decodes,
+                decode_context_tokens=context_tokens,
+            )
         self.duration_s = self._profile.estimate_iteration_s(
             num_decodes + prefills.num_tokens,
             prefills.num_chunks,
@@ -364,6 +375,8 @@ class SimEngine(SchedulerState):
             completing, self.prefills.completing = self.prefills.completing, []
             for request in completing:
                 self._complete(request, now)
+        if self.policy.records_iterations:
+            self.policy.record_iteration(self._shape, self.duration_s)
         if self.schedules_ahead:
             self.ending = list(self.finished)
         # Handed-off requests may share blocks of a common prefix, which are then pinned twice.
