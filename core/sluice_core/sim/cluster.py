@@ -120,8 +120,12 @@ class SimCluster:
         """Keep a request at the router until it is placed."""
         request.state = RequestState.WAITING
         request.held_since_s = self.now
+        if request.part_blocks:
+            planned = None if request.planned_target is None else self._by_id.get(request.planned_target)
+            if planned is not None:
+                planned.cancel_grant(request.part_blocks)
         request.target = request.table = request.planned_target = None
-        request.split_token = 0
+        request.split_token = request.part_tokens = request.part_blocks = request.sent_tokens = 0
         self._held[request.request_id] = request.describe_prefill()
 
     def recover(self, request: SimRequest) -> None:
@@ -133,6 +137,10 @@ class SimCluster:
         if not self._is_retry_due:
             self._is_retry_due = True
             self._push(max(self.now, self._last_assign_s + ASSIGN_INTERVAL_S), RETRY, None)
+
+    def push(self, at_s: float, code: int, what: object) -> None:
+        """Schedule an event."""
+        self._push(at_s, code, what)
 
     def _push(self, at_s: float, code: int, what: object) -> None:
         self._num_events += 1
@@ -171,15 +179,11 @@ class SimCluster:
         """Send the KV over the source's link; with a move, ``SimHandOffs.receive`` gets its arrival."""
         request.num_moves += 1
         self.num_moves[cause] += 1
-        link = source.setup.link
-        name = link.name or source.engine_id
         num_tokens = request.num_kv_tokens
         if self.cell.options.hash_block_tokens is not None:
             assert request.target is not None
             num_tokens -= self._by_id[request.target].begin_pull(request)
-        num_bytes = num_tokens * source.setup.kv_bytes_per_token
-        free_at_s = self._link_free_at_s.get(name, 0.0)
-        self._link_free_at_s[name], arrives_at_s = link.speed.schedule(self.now, free_at_s, num_bytes)
+        arrives_at_s = self.send_kv(source, num_tokens)
         self.transfer_s += arrives_at_s - self.now
         if move is None:
             self._push(arrives_at_s, TRANSFER_END, request)
@@ -187,6 +191,19 @@ class SimCluster:
             self._push(arrives_at_s, MOVE_STEP, move)
         if self._timeline is not None:
             self._timeline.note_transfer(request, cause, self.now, arrives_at_s)
+
+    def send_kv(self, source: SimEngine, num_tokens: int) -> float:
+        """Put the KV of some tokens on a link.
+
+        Returns:
+            When it arrives.
+        """
+        link = source.setup.link
+        name = link.name or source.engine_id
+        free_at_s = self._link_free_at_s.get(name, 0.0)
+        num_bytes = num_tokens * source.setup.kv_bytes_per_token
+        self._link_free_at_s[name], arrives_at_s = link.speed.schedule(self.now, free_at_s, num_bytes)
+        return arrives_at_s
 
     def send_message(self, move: object, duration_s: float) -> None:
         """Send a message from one engine of a move to the other; ``SimHandOffs.receive`` gets it."""

@@ -135,6 +135,11 @@ class SimRequest:
         self.part_blocks = 0
 
     @property
+    def is_cut(self) -> bool:
+        """Its engine computes the beginning of its prompt alone."""
+        return 0 < self.split_token < self.prompt_tokens
+
+    @property
     def split_tokens(self) -> int:
         """Output tokens at which its engine hands it off as planned; 0: it does not."""
         return max(0, self.split_token - self.prompt_tokens + 1) if self.split_token else 0

@@ -69,10 +69,12 @@ class DynaServeRules:
     Args:
         cuts_prompts: Prompts may be cut too; the simulator's engines alone can do that.
         is_bound_to_sides: See ``SplitPlacement``.
+        fixed_token: See ``SplitPlacement``.
     """
 
     cuts_prompts: bool = False
     is_bound_to_sides: bool = False
+    fixed_token: int = 0
 
     def make_router(
         self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
@@ -86,6 +88,7 @@ class DynaServeRules:
             num_records,
             cuts_prompts=self.cuts_prompts,
             is_bound_to_sides=self.is_bound_to_sides,
+            fixed_token=self.fixed_token,
         )
         return DynaServeRouter(placement, flow)
 

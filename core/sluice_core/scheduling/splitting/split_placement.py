@@ -50,6 +50,7 @@ class SplitPlacement(LengthAwarePlacement):
     Args:
         cuts_prompts: Prompts may be cut.
         is_bound_to_sides: The pair is tried in the sides' order alone, for comparisons.
+        fixed_token: Where every request is cut, for comparisons (DynaServe, Figure 5); 0: where the search says.
 
     Attributes:
         lengths: Predicts outputs.
@@ -63,11 +64,13 @@ class SplitPlacement(LengthAwarePlacement):
         *,
         cuts_prompts: bool = False,
         is_bound_to_sides: bool = False,
+        fixed_token: int = 0,
     ) -> None:
         super().__init__(parameters, rng, num_records)
         self.lengths: OutputLengths = RunningQuantile()
         self._cuts_prompts = cuts_prompts
         self._is_bound_to_sides = is_bound_to_sides
+        self._fixed_token = fixed_token
         self._predictor = ExecutionPredictor(parameters.split_margin_tokens)
 
     def assign(
@@ -136,6 +139,12 @@ class SplitPlacement(LengthAwarePlacement):
         if first.state is second.state or request.is_recovery:
             done_s = first.clock.predict_s(request.prompt_tokens, 0, total)
             return _Plan(first, second, Split(total, done_s, second.clock.committed_s))
+        if self._fixed_token:
+            token = min(self._fixed_token, total)
+            first_s = first.clock.predict_s(request.prompt_tokens, 0, token)
+            return _Plan(
+                first, second, Split(token, first_s, second.clock.predict_s(request.prompt_tokens, token, total))
+            )
         split = search_split(
             request.prompt_tokens,
             output_tokens,

@@ -37,6 +37,7 @@ class SimEngine(SchedulerState):
         finished: Requests that ended in the last iteration.
         hands_off_prefills: Prefills that yield the first token are handed off to nobody yet; set it with a plan.
         prefilled: Those of the last iteration, until somebody takes them from here.
+        parted: Prompts that were cut and whose beginning the last iteration has ended, until somebody takes them.
         withholds_decodes: The iteration under way, or the last one, is of prefills alone, and the decodes wait.
     """
 
@@ -57,6 +58,7 @@ class SimEngine(SchedulerState):
         "is_dead",
         "is_draining",
         "num_incoming",
+        "parted",
         "prefilled",
         "role",
         "withholds_decodes",
@@ -83,6 +85,7 @@ class SimEngine(SchedulerState):
         self.finished: list[SimRequest] = []
         self.hands_off_prefills = False
         self.prefilled: list[SimRequest] = []
+        self.parted: list[SimRequest] = []
         self.withholds_decodes = False
         self._prefilled_alone: list[SimRequest] = []  # joined the decodes with the end of an iteration of prefills
         self._profile = setup.profile
@@ -162,6 +165,18 @@ class SimEngine(SchedulerState):
         self.used_blocks += num_moved
         self.cache_filled_blocks(request)
         self._arrived.append(request)
+        self.note_change()
+
+    def take_part(self, request: SimRequest) -> None:
+        """Go on with a prompt whose beginning has arrived, in the blocks that were kept for all of it."""
+        self.granted_blocks -= request.part_blocks
+        self.used_blocks += request.part_blocks
+        self.num_incoming -= 1
+        request.num_blocks = request.part_blocks
+        request.state = RequestState.QUEUED
+        request.target = self.engine_id
+        self.prefills.add_part(request)
+        request.split_token = request.part_tokens = request.part_blocks = request.sent_tokens = 0
         self.note_change()
 
     def recompute_arrival(self, request: SimRequest) -> None:
@@ -467,6 +482,9 @@ class SimEngine(SchedulerState):
 
     def _complete(self, request: SimRequest, now: float) -> None:
         """Take the token in that the end of a prefill yields."""
+        if request.prefill_tokens < request.prompt_tokens:
+            self._end_part(request)
+            return
         request.generated_tokens += 1
         self.counters.num_output_tokens += 1
         self.counters.num_completed_prefill_tokens += request.prefill_tokens - request.num_cached_tokens
@@ -484,6 +502,14 @@ class SimEngine(SchedulerState):
                 self._switching.append(request)
             if self.withholds_decodes:
                 self._prefilled_alone.append(request)
+
+    def _end_part(self, request: SimRequest) -> None:
+        """End the beginning of a prompt that was cut: its token is none of the request's, and its KV is pinned."""
+        self.counters.num_completed_prefill_tokens += request.prefill_tokens - request.num_cached_tokens
+        request.part_tokens = request.prefill_tokens
+        request.state = RequestState.MOVING
+        self.pinned_blocks += request.num_blocks
+        self.parted.append(request)
 
     def _hand_off_prefill(self, request: SimRequest, now: float) -> None:
         """End a request's part here with its first token, and pin its KV until ``release``."""
