@@ -13,17 +13,13 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from sluice_core.kv import count_tail_tokens
+from sluice_core.kv import is_copy_close
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
     from sluice_router.scheduling.entities import ConnectedEngine, Migration
     from sluice_router.scheduling.state import RouterOutbox
 
-# Parts of a copy; then whatever is left is pulled after the hand-off.
-MAX_PARTS = 4
-# Tokens that the source makes between the end of a copy and its hand-off.
-HAND_OFF_TOKENS = 4
 # Blocks that a grant reserves beyond the request's present tokens: it grows while it is copied.
 GROWTH_BLOCKS = 1
 
@@ -41,9 +37,8 @@ def can_copy(move: Migration) -> bool:
 
 def is_close(move: Migration) -> bool:
     """Whether what the target lacks is short enough to stop the stream for it, or copying on is of no use."""
-    missing = move.request.num_tokens - move.num_copied_tokens + HAND_OFF_TOKENS
     block_size_tokens = move.source.engine.spec.block_size_tokens
-    return move.num_parts >= MAX_PARTS or count_tail_tokens(missing, move.num_copied_tokens, block_size_tokens) > 0
+    return is_copy_close(move.request.num_tokens, move.num_copied_tokens, move.num_parts, block_size_tokens)
 
 
 def ask_for_offer(outbox: RouterOutbox, move: Migration) -> None:
