@@ -229,6 +229,7 @@ def test_groups_become_engines_of_their_roles() -> None:
 def test_settings_reach_the_cluster() -> None:
     changes = ["no_grant=wait", "ttft_end=decode_join", "budget=prefill", "placement=least_work", "flow=off"]
     changes += ["early_rejection=reject", "approaching_factor=0.9", "watermark=0.8", "min_tokens_between_moves=3"]
+    changes += ["routers=3", "report_s=0.05", "router_latency_factor=1.15"]
     spec = ClusterSpec(
         model="qwen2.5-14b",
         gpu="a100-80g",
@@ -248,3 +249,5 @@ def test_settings_reach_the_cluster() -> None:
     assert cluster.parameters.early_rejection is EarlyRejection.REJECT
     assert (cluster.parameters.approaching_factor, cluster.parameters.watermark) == (0.9, 0.8)
     assert cluster.parameters.min_tokens_between_moves == 3
+    assert [router.latency_factor for router in cluster.routers] == [1.15] * 3
+    assert cluster.options.report_s == 0.05

@@ -204,6 +204,15 @@ def test_a_prefill_goes_where_decodes_leave_most_room():
     assert (placed.engine_id, placed.reason) == ("e1", "feasible")
 
 
+@pytest.mark.parametrize(
+    ("busy_s", "credit_s", "engine"), [(0.05, 0.1, "e0"), (0.15, 0.2, "e0"), (0.15, 0.1, "e1"), (0.05, 0.0, "e1")]
+)
+def test_an_engine_of_another_routers_share_is_taken_where_ones_own_are_a_credit_behind(busy_s, credit_s, engine):
+    table = make_table(EngineLoad(iteration_remaining_s=busy_s), EngineLoad(is_of_others=True))
+    (placed,) = assign(table, make_prefill("a"), credit_s=credit_s)
+    assert placed.engine_id == engine
+
+
 def test_an_engine_gets_no_more_than_its_credit_and_the_rest_waits_by_deadline():
     table = make_table(EngineLoad())
     late, urgent = make_prefill("late", arrival_s=5.0, ttft_s=4.0), make_prefill("urgent", ttft_s=2.0)

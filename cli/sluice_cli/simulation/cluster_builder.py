@@ -9,7 +9,7 @@ from sluice_cli.simulation.simulation_settings import AHEAD
 from sluice_core.latency.catalog import Assumptions, ProfileKind, load_model_on_gpu
 from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EngineId, FlowParameters, Role
-from sluice_core.sim.cell import Cell, EngineSetup, SimOptions, TransferLink
+from sluice_core.sim.cell import Cell, EngineSetup, RouterSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS
 from sluice_core.strategies import get_strategy
 
@@ -35,6 +35,7 @@ def build_cluster(spec: ClusterSpec, seed: int) -> Cell:
         parameters=make_parameters(settings),
         options=make_options(settings),
         seed=seed,
+        routers=make_routers(settings),
     )
 
 
@@ -73,7 +74,13 @@ def make_options(settings: SimulationSettings) -> SimOptions:
         output_lengths=settings.output_lengths,
         length_deviation_tokens=settings.length_deviation_tokens,
         prefix_report_s=settings.prefix_report_s if settings.prefix_reuse else None,
+        report_s=settings.report_s,
     )
+
+
+def make_routers(settings: SimulationSettings) -> tuple[RouterSetup, ...]:
+    """Makes the routers."""
+    return (RouterSetup(latency_factor=settings.router_latency_factor),) * settings.routers
 
 
 def build_engines(spec: ClusterSpec) -> list[EngineSetup]:

@@ -74,6 +74,9 @@ class SimulationSettings:
             requests without reuse. None: hashes are ignored. ``--prefix-reuse`` sets it.
         prefix_report_s: Time until the router knows what an iteration has cached, with prefix reuse; None: it never
             does.
+        routers: Routers, each with an equal share of the requests.
+        report_s: Time from a change of an engine's load until the routers know.
+        router_latency_factor: The routers' latency model says so many times what iterations take.
     """
 
     watermark: float = 0.95
@@ -114,6 +117,9 @@ class SimulationSettings:
     profile: ProfileKind | None = None
     prefix_reuse: bool | None = None
     prefix_report_s: float | None = PREFIX_REPORT_S
+    routers: int = 1
+    report_s: float = 0.0
+    router_latency_factor: float = 1.0
 
 
 def _read_switch(text: str) -> bool:
@@ -195,6 +201,9 @@ _READERS: dict[str, Callable[[str], object]] = {
     "link_shared": _read_switch,
     "host_iteration_s": _read_number(0.0, 10.0),
     "prefix_report_s": _read_report_time,
+    "routers": _read_count(1, 64),
+    "report_s": _read_number(0.0, 10.0),
+    "router_latency_factor": _read_number(0.1, 10.0),
     "profile": lambda text: ProfileKind(_read_choice(ProfileKind)(text)),
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 from sluice_core.records import (
     Decision,
@@ -24,7 +25,7 @@ from sluice_core.records import (
 )
 from sluice_core.scheduling.batching import PRIORITY_HEAD_START_S
 from sluice_core.scheduling.decode_flow import FlowRequest
-from sluice_core.scheduling.engine_state import EngineState, get_view
+from sluice_core.scheduling.engine_state import EngineState, Entry, get_view
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.holding import Urgency, get_urgency
 from sluice_core.scheduling.placement import NUM_RECORDS, AssignPass, LengthAwarePlacement
@@ -52,10 +53,9 @@ class SlackPlacement(LengthAwarePlacement):
         candidates = assign_pass.list_candidates(request)
         if not candidates:
             return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
-        first_done = assign_pass.find_least_late(request, candidates)
-        if first_done < 0:
+        entry = self._find_first_done(assign_pass, request, candidates)
+        if entry is None:
             return Hold(request_id=request.request_id, reason="kv")
-        entry = candidates[first_done]
         done_s = assign_pass.estimate_done_s(request, get_view(entry))
         deadline_s = request.arrival_s + request.slo.ttft_s
         if done_s >= deadline_s and self.parameters.early_rejection is EarlyRejection.REJECT:
@@ -65,6 +65,27 @@ class SlackPlacement(LengthAwarePlacement):
             return Hold(request_id=request.request_id, reason="late_binding")
         is_feasible = done_s < deadline_s
         return assign_pass.place(request, entry, "feasible" if is_feasible else "least_late", is_feasible=is_feasible)
+
+    def _find_first_done(
+        self, assign_pass: AssignPass, request: PrefillRequest, candidates: Sequence[Entry]
+    ) -> Entry | None:
+        """Find where a prompt is done first; None: nothing has the KV blocks.
+
+        An engine of another router's share counts as a credit later. Else routers that see the same idle engine would
+        all give it their credit before a report can say so.
+        """
+        best: Entry | None = None
+        least_s = math.inf
+        for entry in candidates:
+            view = get_view(entry)
+            if view.available_tokens < request.prompt_tokens:
+                continue
+            done_s = assign_pass.estimate_done_s(request, view)
+            if view.is_of_others:
+                done_s += self.parameters.credit_s
+            if best is None or done_s < least_s:
+                best, least_s = entry, done_s
+        return best
 
     def compute_due_s(self, now: float, arrival_s: float, ttft_slo_s: float, prompt_tokens: int) -> float:
         """Compute the deadline by which a prompt is served.

@@ -83,10 +83,13 @@ class SimOptions:
     output_lengths: LengthsKnown = LengthsKnown.LEARNED
     length_deviation_tokens: float = 50.0
     sends_parts: bool = True
+    report_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.message_s < 0.0:
             raise ValueError(f"message_s is {self.message_s}; it is at least 0")
+        if self.report_s < 0.0:
+            raise ValueError(f"report_s is {self.report_s}; it is at least 0")
         if self.prefix_report_s is not None and (self.hash_block_tokens is None or self.prefix_report_s < 0.0):
             raise ValueError(f"prefix_report_s is {self.prefix_report_s}; it is at least 0, and needs prefix reuse")
         if self.wait_limit_s is not None and self.wait_limit_s <= 0.0:
@@ -148,6 +151,29 @@ class EngineSetup:
         if not 0 <= self.chunk_size_tokens <= self.max_batch_tokens:
             raise ValueError(
                 f"engine {self.engine_id!r} has chunk size {self.chunk_size_tokens}, not in 0..{self.max_batch_tokens}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSetup:
+    """One router. Each knows engines from their reports and its own placements only.
+
+    Args:
+        arrival_share: Share of the requests that come to it, relative to the others' shares.
+        latency_factor: Its latency model says so many times what iterations take. 1: it is right.
+
+    Raises:
+        ValueError: Not positive.
+    """
+
+    arrival_share: float = 1.0
+    latency_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.arrival_share <= 0.0 or self.latency_factor <= 0.0:
+            raise ValueError(
+                f"a router with share {self.arrival_share} and latency factor {self.latency_factor}; "
+                f"both must be positive"
             )
 
 
@@ -215,6 +241,10 @@ class Cell:
         options: Semantics.
         events: What happens to the cluster.
         seed: Of the policies' random choices.
+        routers: The routers, at least one.
+
+    Raises:
+        ValueError: No router.
     """
 
     engines: Sequence[EngineSetup]
@@ -223,3 +253,8 @@ class Cell:
     options: SimOptions = SimOptions()
     events: Sequence[ClusterEvent] = ()
     seed: int = 0
+    routers: Sequence[RouterSetup] = (RouterSetup(),)
+
+    def __post_init__(self) -> None:
+        if not self.routers:
+            raise ValueError("a cell has at least one router")

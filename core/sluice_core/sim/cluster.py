@@ -1,4 +1,4 @@
-"""The simulated cluster between events: its engines, its links, and what its router knows and holds."""
+"""The simulated cluster between events: its engines, its links, and what its routers know and hold."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from heapq import heappush
 from typing import Final
 
-from sluice_core.latency import LatencyModel
-from sluice_core.records import EngineId, MoveCause, PrefillRequest, RequestId
+from sluice_core.records import EngineId, MoveCause, RequestId
 from sluice_core.scheduling.decode_flow import FlowRequest
-from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
+from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, OutputLengths
 from sluice_core.sim.cell import Arrival, Cell, EngineSetup, LengthsKnown, NoGrant, TtftEnd
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.known_prefixes import KnownPrefixes
 from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals
+from sluice_core.sim.routers import SimRouter, SimRouters
 from sluice_core.sim.timeline import Timeline
 
 ASSIGN_INTERVAL_S: Final = 0.005  # the router asks its placement policy again at most this often
@@ -32,7 +32,7 @@ Event = tuple[float, int, int, object]
 
 
 class SimCluster:
-    """Engines, links and the router's queue; mutable, changed by ``Simulation`` and ``SimHandOffs``.
+    """Engines, links and the routers' queues; mutable, changed by ``Simulation`` and ``SimHandOffs``.
 
     Args:
         cell: The cluster.
@@ -47,7 +47,7 @@ class SimCluster:
         num_moves: Moves that began, by cause.
         num_blocked_moves: Proposals without a target.
         transfer_s: Time that requests spent in transfers, waits for a link included.
-        table: The engines as policies see them.
+        routers: The routers.
 
     Raises:
         ValueError: Arrivals out of order, or an engine twice.
@@ -63,27 +63,25 @@ class SimCluster:
         self.num_blocked_moves = 0
         self.transfer_s = 0.0
         check_arrivals(self.requests, cell.options.hash_block_tokens)
-        rng = random.Random(cell.seed)  # noqa: S311 - breaks ties
-        self._policy = cell.strategy.make_router(cell.parameters, rng, num_records=0)
+        self.routers = SimRouters(cell, len(self.requests))
+        self._report_s = cell.options.report_s
         self._timeline = timeline
-        self._profiles: dict[EngineId, LatencyModel] = {}
-        self.table = EngineTable(self._profiles.__getitem__, counts_decodes=cell.options.counts_decodes)
         self._by_id: dict[EngineId, SimEngine] = {}
+        self._known_ids: set[EngineId] = set()
         self._heap: list[Event] = []
         self._num_events = 0
         self._changed: list[EngineId] = []
         self._keeps_kv = False
-        self._held: dict[RequestId, PrefillRequest] = {}
+        self._num_late_grants = 0
         self._link_free_at_s: dict[str, float] = {}
-        self._last_assign_s = -1.0
-        self._is_retry_due = False
         self._prefixes: KnownPrefixes | None = None
         options = cell.options
         if options.prefix_report_s is not None:
             assert options.hash_block_tokens is not None
             self._prefixes = KnownPrefixes(options.prefix_report_s, options.hash_block_tokens)
         if options.output_lengths is not LengthsKnown.LEARNED:
-            self._policy.use_lengths(self._make_lengths())
+            for router in self.routers.routers:
+                router.policy.use_lengths(self._make_lengths())
         for setup in cell.engines:
             self._add_engine(setup)
         self._spread_chunk_sizes()
@@ -96,6 +94,11 @@ class SimCluster:
             return known
         rng = random.Random(self.cell.seed)  # noqa: S311 - draws errors
         return NoisyLengths(known, options.length_deviation_tokens, rng)
+
+    @property
+    def table(self) -> EngineTable:
+        """The engines as the first router sees them."""
+        return self.routers.first.table
 
     def start_engine(self, engine: SimEngine) -> None:
         """Start an iteration if the engine idles and has work."""
@@ -112,12 +115,30 @@ class SimCluster:
     def begin_transfer(self, request: SimRequest, source: SimEngine, target: SimEngine, cause: MoveCause) -> None:
         """Reserve the target's blocks and send the KV; transfers of one link go one after the other."""
         target.reserve(request.num_blocks)
+        if self._report_s:
+            # The router counts what it has asked for until a report can have it.
+            self._num_late_grants += 1
+            self.note_grant_request(request, target, -self._num_late_grants, request.num_blocks)
+            self.note_grant_answer(request, target, -self._num_late_grants)
         request.state = RequestState.MOVING
         request.target = target.engine_id
         self.send(request, source, cause, None)
 
+    def note_grant_request(self, request: SimRequest, target: SimEngine, grant_id: int, num_blocks: int) -> None:
+        """Let a request's router count blocks that it asks a target for."""
+        router = self.routers.of_request(request.index)
+        router.table.record_grant_request(target.engine_id, grant_id, num_blocks)
+
+    def note_grant_answer(self, request: SimRequest, target: SimEngine, grant_id: int) -> None:
+        """Tell a request's router that a target has answered."""
+        router = self.routers.of_request(request.index)
+        if self._report_s:
+            router.send_grant_answer(target.engine_id, grant_id, self.now + self._report_s)
+        else:
+            router.table.record_grant_answer(target.engine_id, grant_id)
+
     def hold(self, request: SimRequest) -> None:
-        """Keep a request at the router until it is placed."""
+        """Keep a request at its router until it is placed."""
         request.state = RequestState.WAITING
         request.held_since_s = self.now
         if request.part_blocks:
@@ -126,17 +147,18 @@ class SimCluster:
                 planned.cancel_grant(request.part_blocks)
         request.target = request.table = request.planned_target = None
         request.split_token = request.part_tokens = request.part_blocks = request.sent_tokens = 0
-        self._held[request.request_id] = request.describe_prefill()
+        self.routers.of_request(request.index).held[request.request_id] = request.describe_prefill()
 
     def recover(self, request: SimRequest) -> None:
         """Keep a request that has lost its engine until it is placed again."""
         self.hold(request)
-        self._schedule_retry()
+        self._schedule_retry(self.routers.of_request(request.index))
 
-    def _schedule_retry(self) -> None:
-        if not self._is_retry_due:
-            self._is_retry_due = True
-            self._push(max(self.now, self._last_assign_s + ASSIGN_INTERVAL_S), RETRY, None)
+    def _schedule_retry(self, router: SimRouter, not_before_s: float = 0.0) -> None:
+        if not router.is_retry_due:
+            router.is_retry_due = True
+            at_s = max(self.now, router.last_assign_s + ASSIGN_INTERVAL_S, not_before_s)
+            self._push(at_s, RETRY, router)
 
     def push(self, at_s: float, code: int, what: object) -> None:
         """Schedule an event."""
@@ -146,24 +168,53 @@ class SimCluster:
         self._num_events += 1
         heappush(self._heap, (at_s, self._num_events, code, what))
 
-    def _report_loads(self) -> None:
-        """Bring the engine table up to date."""
+    def _report_loads(self, router: SimRouter) -> None:
+        """Bring a router's engine table up to date."""
+        if self._report_s:
+            router.receive(self.now)
+            return
         if self._keeps_kv:
             # A queue that waits for kept KV does not get shorter while its engine idles.
             for idle in self._by_id.values():
                 if idle.prefills.num_queued and not idle.is_running:
                     idle.note_change()
+        routers = self.routers.routers
         for engine_id in self._changed:
             engine = self._by_id.get(engine_id)
-            if engine is not None:  # it has not failed since
-                self.table.report(engine_id, engine.report_load(self.now), self.now)
+            if engine is None:  # it has failed since
+                continue
+            load = engine.report_load(self.now)
+            if len(routers) == 1:
+                router.table.report(engine_id, load, self.now)
+                continue
+            for each, copy in zip(routers, self.routers.copy_loads(engine_id, load), strict=True):
+                each.table.report(engine_id, copy, self.now)
         self._changed.clear()
+
+    def _send_reports(self) -> None:
+        """Send the loads that have changed to all routers, which get them ``report_s`` later."""
+        arrives_at_s = self.now + self._report_s
+        for engine_id in self._changed:
+            engine = self._by_id.get(engine_id)
+            if engine is not None:
+                copies = self.routers.copy_loads(engine_id, engine.report_load(self.now))
+                for router, copy in zip(self.routers.routers, copies, strict=True):
+                    router.send(engine_id, copy, arrives_at_s)
+        self._changed.clear()
+        for router in self.routers.routers:
+            if self._waits_for_reports(router):
+                self._schedule_retry(router, arrives_at_s)
+
+    def _waits_for_reports(self, router: SimRouter) -> bool:
+        """Say whether a router has anything to decide on its next report."""
+        raise NotImplementedError
 
     def find_target(
         self, request_id: RequestId, cause: MoveCause, source: SimEngine, num_blocks: int
     ) -> SimEngine | None:
         """Ask the strategy where a request may go; None: it stays."""
-        self._report_loads()
+        router = self.routers.of_request(int(request_id))
+        self._report_loads(router)
         flow_request = FlowRequest(
             request_id=request_id,
             cause=cause,
@@ -172,8 +223,13 @@ class SimCluster:
             tpot_slo_s=self.requests[int(request_id)].tpot_slo_s,
             planned_target=self.requests[int(request_id)].planned_target,
         )
-        target_id = self._policy.target(self.now, flow_request, self.table)
-        return None if target_id is None else self._by_id[target_id]
+        target_id = router.policy.target(self.now, flow_request, router.table)
+        if target_id is None:
+            return None
+        target = self._by_id[target_id]
+        if self._report_s and not self.cell.options.schedules_ahead and not _has_room(target, num_blocks):
+            return None  # the target refuses: the router did not know yet how full it is
+        return target
 
     def begin_move(self, request: SimRequest, cause: MoveCause) -> int:
         """Count the move of a request that was handed off; returns its tokens that the target has by chance."""
@@ -227,7 +283,7 @@ class SimCluster:
         self._push(self.now + duration_s, MOVE_STEP, move)
 
     def _add_engine(self, setup: EngineSetup) -> None:
-        if setup.engine_id in self._profiles:
+        if setup.engine_id in self._known_ids:
             raise ValueError(f"engine {setup.engine_id!r} is there twice")
         joins_end_ttft = self.cell.options.ttft_end is TtftEnd.DECODE_JOIN
         engine = SimEngine(
@@ -245,14 +301,8 @@ class SimCluster:
             assert engine.cache is not None
             engine.cache.take_changes()
         self._by_id[setup.engine_id] = engine
-        self._profiles[setup.engine_id] = setup.profile
-        spec = EngineConfig(
-            block_size_tokens=setup.block_size_tokens,
-            kv_bytes_per_token=setup.kv_bytes_per_token,
-            max_num_seqs=setup.max_num_seqs,
-            max_batch_tokens=setup.max_batch_tokens,
-        )
-        self.table.add(setup.engine_id, spec, role=setup.role, chunk_size_tokens=setup.chunk_size_tokens)
+        self._known_ids.add(setup.engine_id)
+        self.routers.add_engine(setup)
 
     def _spread_chunk_sizes(self) -> None:
         """Tell every engine's policy the chunk sizes of the cluster."""
@@ -262,6 +312,12 @@ class SimCluster:
         for engine in self._by_id.values():
             engine.policy.observe_chunk_sizes(chunk_sizes)
             engine.hands_off_prefills = engine.policy.hands_off_prefills(engine.role) or (
-                papers_wait and self._policy.moves_first_decode(engine.role, self.table)
+                papers_wait and self.routers.first.policy.moves_first_decode(engine.role, self.table)
             )
             self._keeps_kv = self._keeps_kv or engine.hands_off_prefills
+
+
+def _has_room(target: SimEngine, num_blocks: int) -> bool:
+    """Say whether a target can take a request that moves there at once."""
+    num_seqs = target.num_incoming + target.count_running()
+    return not target.is_draining and num_blocks <= target.free_blocks and num_seqs < target.setup.max_num_seqs

@@ -17,7 +17,7 @@ from sluice_core.sim.requests import RequestState, SimRequest
 
 
 class GrantQueue:
-    """What waits for a grant; mutable.
+    """What waits for a grant at one router; mutable.
 
     Args:
         cluster: Whose engines these are.
@@ -46,12 +46,6 @@ class GrantQueue:
         self._waiting[request.index] = request
         if self._limit_s is not None:
             self._cluster.push_grant_expiry(request, self._limit_s)
-
-    def add_all(self, prefilled: list[SimRequest], source: SimEngine) -> None:
-        """Let the prefills wait that an iteration has ended, and empty their list."""
-        for request in prefilled:
-            self.add(request, source)
-        prefilled.clear()
 
     def place(self, at_boundary: SimEngine | None = None) -> None:
         """Let those go whose turn has come and for whom there is room.

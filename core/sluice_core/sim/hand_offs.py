@@ -198,7 +198,7 @@ class SimHandOffs:
             cluster.num_blocked_moves += 1
             return
         move = self._begin_move(request, source, target, proposal.cause, proposal.num_blocks)
-        cluster.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
+        cluster.note_grant_request(request, target, move.number, move.num_blocks)
         self._send(HandOffStep.GRANT, move)
 
     def _begin_move(
@@ -230,7 +230,7 @@ class SimHandOffs:
         move = self._begin_move(request, source, target, MoveCause.PREFILL_DONE, request.num_blocks)
         move.is_handed_off = True
         move.num_kv_tokens, move.table = request.num_kv_tokens, request.source_table
-        self._cluster.table.record_grant_request(target.engine_id, move.number, move.num_blocks)
+        self._cluster.note_grant_request(request, target, move.number, move.num_blocks)
         outer, self._at_boundary = self._at_boundary, at_boundary
         self._send(HandOffStep.GRANT, move)
         self._at_boundary = outer
@@ -298,7 +298,7 @@ class SimHandOffs:
 
     def _grant(self, move: SimMove) -> None:
         target = move.target
-        self._cluster.table.record_grant_answer(target.engine_id, move.number)
+        self._cluster.note_grant_answer(move.request, target, move.number)
         if move.is_handed_off:
             self._grant_to_handed_off(move)
         elif not self._still_decodes_at_source(move):

@@ -10,7 +10,7 @@ At the end of every run nothing may be left and nothing may be lost: see ``Simul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from sluice_core.records import EngineId, Hold, Leg, MoveCause, MoveProposal, Place, PrefillRequest, Role
@@ -34,7 +34,9 @@ from sluice_core.sim.grant_queue import GrantQueue
 from sluice_core.sim.hand_offs import SimHandOffs, SimMove
 from sluice_core.sim.known_prefixes import KnownPrefixes
 from sluice_core.sim.requests import RequestState, SimRequest, find_expired
+from sluice_core.sim.routers import SimRouter
 from sluice_core.sim.timeline import Timeline
+from sluice_core.strategies.interface import RouterPolicy
 
 
 class Simulation(SimCluster):
@@ -60,9 +62,9 @@ class Simulation(SimCluster):
         self.num_missed = 0
         self._waits_for_grant = cell.options.no_grant is NoGrant.WAIT
         self._hand_offs = SimHandOffs(self) if cell.options.schedules_ahead else None
-        self._grants = GrantQueue(self, self._hand_offs)
+        self._grants = [GrantQueue(self, self._hand_offs) for _ in self.routers.routers]
         self._cut_prompts = CutPrompts(self)
-        self._grants.has_targets = self._find_targets()
+        self._find_targets()
         for event in sorted(cell.events, key=_at_s_of):
             self._push(event.at_s, CLUSTER_CHANGE, event)
 
@@ -80,6 +82,8 @@ class Simulation(SimCluster):
         limit = num_requests if most_missed is None else most_missed
         deadlines = TtftDeadlines([] if most_missed is None else requests)
         while self.num_missed <= limit:
+            if self._report_s and self._changed:
+                self._send_reports()
             if self.num_arrived < num_requests and (not heap or requests[self.num_arrived].arrival_s <= heap[0][0]):
                 request = requests[self.num_arrived]
                 self.num_arrived += 1
@@ -115,11 +119,14 @@ class Simulation(SimCluster):
             assert self._hand_offs is not None
             self._hand_offs.receive(what)
         elif code == RETRY:
-            self._is_retry_due = False
-            self._assign_held()
+            assert isinstance(what, SimRouter)
+            what.is_retry_due = False
+            self._assign_held(what)
+            if self._report_s:
+                self._decide_on_reports(what)
         elif code == GRANT_EXPIRY:
             assert isinstance(what, SimRequest)
-            self._grants.expire(what)
+            self._grants_of(what).expire(what)
         else:
             self._change_cluster(what)
 
@@ -130,9 +137,11 @@ class Simulation(SimCluster):
 
     def check(self) -> None:
         """Assert that no request, block or token was lost or counted twice."""
-        assert not self._held, f"{len(self._held)} requests wait at the router for ever"
-        self._grants.forget_placed()
-        assert not len(self._grants), f"{len(self._grants)} requests wait for a target for ever"
+        for router in self.routers.routers:
+            assert not router.held, f"{len(router.held)} requests wait at router {router.number} for ever"
+        for grants in self._grants:
+            grants.forget_placed()
+            assert not len(grants), f"{len(grants)} requests wait for a target for ever"
         num_output_tokens = num_recomputed = 0
         for request in self.requests:
             assert request.state in {RequestState.FINISHED, RequestState.REJECTED}, request.request_id
@@ -163,27 +172,28 @@ class Simulation(SimCluster):
             self._reject(request)
             return
         self.hold(request)
-        if len(self._held) == 1:
-            self._assign_held()
+        router = self.routers.of_request(request.index)
+        if len(router.held) == 1:
+            self._assign_held(router)
         else:
-            self._schedule_retry()
+            self._schedule_retry(router)
 
-    def _assign_held(self) -> None:
-        """Ask the placement policy about what waits at the router."""
-        for request in find_expired(self._held, self.requests, self.now, self.cell.options.wait_limit_s):
-            del self._held[request.request_id]
+    def _assign_held(self, router: SimRouter) -> None:
+        """Ask the placement policy about what waits at a router."""
+        for request in find_expired(router.held, self.requests, self.now, self.cell.options.wait_limit_s):
+            del router.held[request.request_id]
             self._reject(request)
-        if not self._held:
+        if not router.held:
             return
-        self._last_assign_s = self.now
-        self._report_loads()
-        waiting = select_urgent(list(self._held.values()), self._compute_urgency)
+        router.last_assign_s = self.now
+        self._report_loads(router)
+        waiting = select_urgent(list(router.held.values()), self._make_urgency(router.policy))
         if self._prefixes is not None:
             waiting = [self._describe_with_prefixes(prefill, self._prefixes) for prefill in waiting]
-        for decision in self._policy.assign(self.now, waiting, self.table):
+        for decision in router.policy.assign(self.now, waiting, router.table):
             if isinstance(decision, Hold):
                 continue
-            del self._held[decision.request_id]
+            del router.held[decision.request_id]
             request = self.requests[int(decision.request_id)]
             if self._prefixes is not None:
                 self._prefixes.drop(request)
@@ -193,9 +203,20 @@ class Simulation(SimCluster):
                     self._plan_parts(request, decision.route)
                     if request.is_cut:
                         self._cut_prompts.begin(request, engine, self._by_id[decision.route[1].engine_id])
-                self._submit(request, engine)
+                self._submit(request, router, engine)
             else:
                 self._reject(request)
+
+    def _decide_on_reports(self, router: SimRouter) -> None:
+        """Do what a router does on a report besides placing; then wait for the next one that is under way."""
+        self._grants[router.number].place()
+        router.receive(self.now)
+        if router.reports and self._waits_for_reports(router):
+            self._schedule_retry(router, router.reports[0].arrives_at_s)
+
+    def _waits_for_reports(self, router: SimRouter) -> bool:
+        """Say whether a router has anything to decide on its next report."""
+        return bool(router.held) or len(self._grants[router.number]) > 0
 
     def _describe_with_prefixes(self, prefill: PrefillRequest, prefixes: KnownPrefixes) -> PrefillRequest:
         """Describe a request together with what engines are known to hold of it."""
@@ -203,16 +224,21 @@ class Simulation(SimCluster):
         cached = prefixes.find(request, self.now)
         return request.describe_prefill(cached) if cached else prefill
 
-    def _compute_urgency(self, request: PrefillRequest) -> Urgency:
-        return self._policy.compute_urgency(
-            self.now,
-            is_recovery=request.is_recovery,
-            next_token_due_s=request.next_token_due_s,
-            priority=request.priority,
-            arrival_s=request.arrival_s,
-            ttft_slo_s=request.slo.ttft_s,
-            prompt_tokens=request.prompt_tokens,
-        )
+    def _make_urgency(self, policy: RouterPolicy) -> Callable[[PrefillRequest], Urgency]:
+        """Make what orders the requests that wait at a router."""
+
+        def compute_urgency(request: PrefillRequest) -> Urgency:
+            return policy.compute_urgency(
+                self.now,
+                is_recovery=request.is_recovery,
+                next_token_due_s=request.next_token_due_s,
+                priority=request.priority,
+                arrival_s=request.arrival_s,
+                ttft_slo_s=request.slo.ttft_s,
+                prompt_tokens=request.prompt_tokens,
+            )
+
+        return compute_urgency
 
     def _reject(self, request: SimRequest) -> None:
         request.state = RequestState.REJECTED
@@ -228,10 +254,10 @@ class Simulation(SimCluster):
         request.split_token = route[0].end_token
         request.planned_target = route[1].engine_id
 
-    def _submit(self, request: SimRequest, engine: SimEngine) -> None:
+    def _submit(self, request: SimRequest, router: SimRouter, engine: SimEngine) -> None:
         is_recovery = request.first_token_s >= 0.0
         number = engine.submit(request, RequestKind.RECOVERY if is_recovery else RequestKind.NEW_PROMPT)
-        self.table.mark_submitted(engine.engine_id, request.request_id, number)
+        router.table.mark_submitted(engine.engine_id, request.request_id, number)
         self.start_engine(engine)
 
     # --- iterations --------------------------------------------------------------------------------------------
@@ -255,8 +281,7 @@ class Simulation(SimCluster):
         """Hold prompts that an engine gave back; a new report removes them from the table."""
         returned, engine.prefills.returned = engine.prefills.returned, []
         for request in returned:
-            self.hold(request)
-        self._schedule_retry()
+            self.recover(request)
 
     def _end_iteration(self, engine: SimEngine) -> None:
         engine.end(self.now)
@@ -265,12 +290,14 @@ class Simulation(SimCluster):
         for request in engine.finished:
             if not request.has_met_slo:
                 self._count_missed(request)
-            self._policy.note_finished(request.request_id, request.output_tokens)
+            self.routers.of_request(request.index).policy.note_finished(request.request_id, request.output_tokens)
         if self._timeline is not None:
             self._timeline.note_finished(engine.finished)
         may_place = engine.has_freed_blocks or bool(engine.prefilled)
         if engine.prefilled:
-            self._grants.add_all(engine.prefilled, engine)
+            for request in engine.prefilled:
+                self._grants_of(request).add(request, engine)
+            engine.prefilled.clear()
         self._cut_prompts.end_iteration(engine)
         if engine.batch.num_decodes:
             self._propose(engine)
@@ -279,16 +306,29 @@ class Simulation(SimCluster):
             may_place = True  # what a target refuses is not known before it answers
         engine.has_freed_blocks = False
         if may_place:
-            self._grants.place(engine)
+            self._place_granted(engine)
         self.start_engine(engine)
-        if self._held:
-            self._retry_held()
+        self._retry_held()
 
     def _retry_held(self) -> None:
-        if self.now - self._last_assign_s >= ASSIGN_INTERVAL_S:
-            self._assign_held()
-        else:
-            self._schedule_retry()
+        """Ask the policies again whose routers hold requests, and see loads as they are."""
+        if self._report_s:
+            return  # they are asked when the report arrives
+        for router in self.routers.routers:
+            if router.held:
+                if self.now - router.last_assign_s >= ASSIGN_INTERVAL_S:
+                    self._assign_held(router)
+                else:
+                    self._schedule_retry(router)
+
+    def _grants_of(self, request: SimRequest) -> GrantQueue:
+        """Return what waits for a grant at a request's router."""
+        return self._grants[self.routers.of_request(request.index).number]
+
+    def _place_granted(self, at_boundary: SimEngine | None = None) -> None:
+        """See ``GrantQueue.place``."""
+        for grants in self._grants:
+            grants.place(at_boundary)
 
     # --- moves -------------------------------------------------------------------------------------------------
 
@@ -308,9 +348,10 @@ class Simulation(SimCluster):
 
     def _move(self, engine: SimEngine, proposal: MoveProposal) -> bool:
         """Move a request if there is a target; returns whether it left the decode batch."""
-        must_wait = self._waits_for_grant and self._grants.has_targets and proposal.cause is MoveCause.PREFILL_DONE
+        grants = self._grants_of(self.requests[int(proposal.request_id)])
+        must_wait = self._waits_for_grant and grants.has_targets and proposal.cause is MoveCause.PREFILL_DONE
         target = None
-        if not (must_wait and len(self._grants)):
+        if not (must_wait and len(grants)):
             target = self.find_target(proposal.request_id, proposal.cause, engine, proposal.num_blocks)
         if target is None and not must_wait:
             self.num_blocked_moves += 1
@@ -320,7 +361,7 @@ class Simulation(SimCluster):
         if proposal.cause is MoveCause.BACKFLOW:
             request.reset_tokens = request.generated_tokens
         if target is None:
-            self._grants.add(request, engine)
+            grants.add(request, engine)
         else:
             self.begin_transfer(request, engine, target, proposal.cause)
         return True
@@ -335,11 +376,10 @@ class Simulation(SimCluster):
             self._end_move(request, source)
         if source is not None:
             self.start_engine(source)
-            if source.has_freed_blocks and len(self._grants):
+            if source.has_freed_blocks and any(len(grants) for grants in self._grants):
                 source.has_freed_blocks = False
-                self._grants.place()
-            if self._held:
-                self._retry_held()
+                self._place_granted()
+            self._retry_held()
 
     def _end_move(self, request: SimRequest, source: SimEngine | None) -> None:
         target = None if request.target is None else self._by_id.get(request.target)
@@ -366,15 +406,22 @@ class Simulation(SimCluster):
             assert isinstance(event, ConfigureEvent)
             self._configure(event)
         self._spread_chunk_sizes()
-        self._grants.has_targets = self._find_targets()
-        self._grants.place()
-        if self._held:
-            self._schedule_retry()
+        self._find_targets()
+        self._place_granted()
+        self._schedule_retries()
 
-    def _find_targets(self) -> bool:
-        """Say whether first decodes have anywhere to go at all."""
+    def _schedule_retries(self) -> None:
+        """Let the policies be asked again whose routers hold requests."""
+        for router in self.routers.routers:
+            if router.held:
+                self._schedule_retry(router)
+
+    def _find_targets(self) -> None:
+        """Find out whether first decodes have anywhere to go at all."""
         decode_heavy = [engine for engine in self._by_id.values() if engine.role is Role.DECODE_HEAVY]
-        return not self.table.has_uniform_chunk_size and not all(engine.is_draining for engine in decode_heavy)
+        has_targets = not self.table.has_uniform_chunk_size and not all(engine.is_draining for engine in decode_heavy)
+        for grants in self._grants:
+            grants.has_targets = has_targets
 
     def _configure(self, event: ConfigureEvent) -> None:
         """Put a plan in force; an iteration under way keeps the batch that it has."""
@@ -382,12 +429,13 @@ class Simulation(SimCluster):
         if engine is None:
             return
         engine.configure(event.role, event.chunk_size_tokens, is_draining=event.is_draining)
-        self.table.configure(
-            event.engine_id,
-            role=event.role,
-            chunk_size_tokens=event.chunk_size_tokens,
-            is_draining=event.is_draining,
-        )
+        for router in self.routers.routers:
+            router.table.configure(
+                event.engine_id,
+                role=event.role,
+                chunk_size_tokens=event.chunk_size_tokens,
+                is_draining=event.is_draining,
+            )
         self.start_engine(engine)
 
     def _fail(self, engine_id: EngineId) -> None:
@@ -395,7 +443,8 @@ class Simulation(SimCluster):
         engine = self._by_id.pop(engine_id, None)
         if engine is None:
             return
-        self.table.remove(engine_id)
+        for router in self.routers.routers:
+            router.table.remove(engine_id)
         if self._prefixes is not None:
             self._prefixes.remove(engine_id)
         for request in engine.clear(self.now):
@@ -403,9 +452,9 @@ class Simulation(SimCluster):
             self.hold(request)
         if self._hand_offs is not None:
             self._hand_offs.fail(engine)
-        self._grants.fail(engine)
-        if self._held:
-            self._schedule_retry()
+        for grants in self._grants:
+            grants.fail(engine)
+        self._schedule_retries()
 
 
 def _at_s_of(event: ClusterEvent) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
+from sluice_core.shares import choose_owner
 from sluice_engine.server.attach_stream import AttachStream
 from sluice_engine.server.router_session import RouterSession
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from sluice.v1 import engine_pb2 as wire
     from sluice.v1 import sampling_pb2
@@ -117,14 +117,3 @@ class SessionTable:
                 self._by_stream.pop(session.number, None)
         self._counters.num_expired_leases += len(expired)
         return expired
-
-
-def choose_owner(engine_id: str, router_ids: Iterable[str]) -> str:
-    """The router in whose share an engine is, by rendezvous hashing; empty without routers.
-
-    Routers divide the engines among themselves without knowing one another. A router places on its own share first, and
-    on other engines only when its own are busier. One that comes or goes changes the shares of its own engines alone.
-    """
-    return max(
-        router_ids, key=lambda router_id: hashlib.sha256(f"{router_id}/{engine_id}".encode()).digest(), default=""
-    )

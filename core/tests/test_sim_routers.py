@@ -1,0 +1,134 @@
+"""Several simulated routers: each knows what reports told it, and owns its requests and its share of the engines."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_routers import NaiveRouters
+from test_simulation import SLO, STRATEGIES, describe, make_arrivals, make_engines, run
+
+from sluice_core.latency.scaled import ScaledLatencyModel
+from sluice_core.records import EarlyRejection, FlowParameters, IterationShape, Slo
+from sluice_core.shares import choose_owner
+from sluice_core.sim.cell import Cell, NoGrant, RouterSetup, SimOptions
+from sluice_core.sim.requests import RequestState
+from sluice_core.sim.simulation import Simulation
+
+SLOS = (SLO, Slo(ttft_s=0.4, tpot_s=0.03), Slo(ttft_s=9.0, tpot_s=0.2))
+FOUR = (RouterSetup(), RouterSetup(), RouterSetup(arrival_share=3.0), RouterSetup(latency_factor=1.15))
+
+
+def make_cell(rng, name, routers, *, blocks, **options):
+    strategy, shape = STRATEGIES[name]
+    return Cell(
+        engines=make_engines(shape, blocks=blocks),
+        strategy=strategy,
+        parameters=FlowParameters(
+            early_rejection=rng.choice(list(EarlyRejection)),
+            prefill_batch_tokens=8 * blocks,
+            grant_wait_s=rng.choice((0.3, 3.0)),
+        ),
+        options=SimOptions(**options),
+        seed=rng.randrange(99),
+        routers=routers,
+    )
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    blocks=st.sampled_from((26, 60, 400)),
+    routers=st.sampled_from((FOUR[:1], FOUR[:2], FOUR)),
+    report_s=st.sampled_from((0.0, 0.013, 0.05)),
+    no_grant=st.sampled_from(NoGrant),
+)
+def test_several_routers_decide_as_the_plain_simulator_has_it(name, seed, blocks, routers, **options):
+    rng = random.Random(seed)
+    cell = make_cell(rng, name, routers, blocks=blocks, **options)
+    arrivals = make_arrivals(rng, rate=rng.choice((2.0, 8.0, 25.0)), slos=SLOS, priorities=(0, 0, 1, -1))
+    fast, naive = run(cell, arrivals), NaiveRouters(cell, arrivals).run()
+    for ours, theirs in zip(fast.requests, naive.requests, strict=True):
+        assert (ours.state is RequestState.REJECTED) == theirs.is_rejected
+        if not theirs.is_rejected:
+            assert ours.first_token_s == pytest.approx(theirs.first_s, abs=1e-9)
+            assert ours.last_token_s == pytest.approx(theirs.tokens[-1], abs=1e-9)
+            assert (ours.num_moves, ours.num_preemptions) == (theirs.moves, theirs.preemptions)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("schedules_ahead", [False, True], ids=["in step", "ahead"])
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32), blocks=st.sampled_from((24, 60)), report_s=st.sampled_from((0.0, 0.05, 0.4)))
+def test_nothing_is_lost_between_several_routers(name, schedules_ahead, seed, blocks, report_s):
+    """``run`` asserts that requests, blocks and tokens add up."""
+    rng = random.Random(seed)
+    cell = make_cell(rng, name, FOUR, blocks=blocks, schedules_ahead=schedules_ahead, report_s=report_s)
+    arrivals = make_arrivals(rng, number=60, rate=25.0, slos=SLOS)
+    simulation = run(cell, arrivals)
+    may_reject = cell.parameters.early_rejection is EarlyRejection.REJECT
+    assert may_reject or all(request.state is RequestState.FINISHED for request in simulation.requests)
+
+
+def test_requests_come_to_each_router_in_proportion_to_its_share():
+    arrivals = make_arrivals(random.Random(1), number=3000, rate=2000.0)
+    simulation = Simulation(make_cell(random.Random(2), "aggregated", FOUR, blocks=60), arrivals)
+    counts = Counter(simulation.routers.of_request(index).number for index in range(len(arrivals)))
+    assert [counts[number] / 3000 for number in range(4)] == pytest.approx([1 / 6, 1 / 6, 1 / 2, 1 / 6], abs=0.03)
+
+
+def test_each_engine_is_of_one_routers_share_and_says_so_to_the_others():
+    simulation = run(
+        make_cell(random.Random(3), "aggregated", FOUR, blocks=60), make_arrivals(random.Random(4), number=30)
+    )
+    ids = [router.router_id for router in simulation.routers.routers]
+    for engine in simulation.engines:
+        loads = [router.table[engine.engine_id].load for router in simulation.routers.routers]
+        own = [router_id for router_id, load in zip(ids, loads, strict=True) if not load.is_of_others]
+        assert own == [choose_owner(engine.engine_id, ids)]
+
+
+def test_old_reports_cost_attainment_and_one_router_with_fresh_ones_costs_none():
+    arrivals = make_arrivals(random.Random(5), number=400, rate=9.0, slos=(Slo(ttft_s=0.5, tpot_s=0.05),))
+    cell = Cell(engines=make_engines(((6, 512),), blocks=400), strategy=STRATEGIES["aggregated"][0])
+    plain = describe(run(cell, arrivals))
+    assert describe(run(replace(cell, routers=(RouterSetup(),)), arrivals)) == plain
+    late = replace(cell, routers=(RouterSetup(),) * 4, options=SimOptions(report_s=0.5))
+    num_met = [sum(r.has_met_slo for r in run(each, arrivals).requests) for each in (cell, late)]
+    assert num_met[0] > num_met[1]
+
+
+def test_a_wrong_model_is_wrong_by_its_factor():
+    profile = make_engines(((1, 512),))[0].profile
+    scaled = ScaledLatencyModel(profile, 1.15)
+    shape = IterationShape(prefill_tokens=100, num_chunks=1, attention_work=5000.0)
+    assert scaled.estimate_shape_s(shape) == pytest.approx(1.15 * profile.estimate_shape_s(shape))
+    assert scaled.compute_prefill_coefficients(3, 900, 256) == pytest.approx(
+        [1.15 * each for each in profile.compute_prefill_coefficients(3, 900, 256)]
+    )
+    queued = {
+        "tokens": 900,
+        "attention_work": 9000.0,
+        "num_prompts": 2,
+        "room_tokens": 256,
+        "num_decodes": 3,
+        "decode_context_tokens": 900,
+    }
+    assert scaled.estimate_prefill_s(**queued) == pytest.approx(1.15 * profile.estimate_prefill_s(**queued))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RouterSetup(arrival_share=0.0),
+        lambda: RouterSetup(latency_factor=-1.0),
+        lambda: SimOptions(report_s=-0.1),
+        lambda: Cell(engines=(), strategy=STRATEGIES["sluice"][0], routers=()),
+    ],
+)
+def test_routers_that_cannot_be_are_refused(make):
+    with pytest.raises(ValueError, match=r"positive|at least"):
+        make()
