@@ -307,7 +307,9 @@ class SimHandOffs:
             target.reserve(move.num_blocks)
             move.is_granted = True
             num_tokens = move.source.count_tokens(move.request)
-            is_copied = self._cluster.cell.options.copies_kv and num_tokens > move.source.setup.block_size_tokens
+            # A part that was planned ends where it was planned to, and a copy would keep it.
+            may_copy = self._cluster.cell.options.copies_kv and move.cause is not MoveCause.SPLIT
+            is_copied = may_copy and num_tokens > move.source.setup.block_size_tokens
             self._send(HandOffStep.OFFER if is_copied else HandOffStep.HAND_OFF, move)
         else:
             move.request.is_leaving = False
