@@ -180,19 +180,19 @@ def make_cell(number=2, *, blocks=400, events=(), seed=0, **options):
 @pytest.mark.parametrize("schedules_ahead", [False, True])
 def test_parts_end_where_they_were_planned_to(schedules_ahead, monkeypatch):
     planned, ended = {}, {}
-    plan_parts, begin_move = Simulation._plan_parts, Simulation.begin_move
+    plan_parts, send = Simulation._plan_parts, Simulation.send
 
     def note_plan(request, route):
         plan_parts(request, route)
         planned[request.index] = request.split_tokens
 
-    def note_move(self, request, cause):
+    def note_send(self, request, source, cause, move, *copied):
         assert cause is MoveCause.SPLIT
         ended[request.index] = request.generated_tokens
-        return begin_move(self, request, cause)
+        send(self, request, source, cause, move, *copied)
 
     monkeypatch.setattr(Simulation, "_plan_parts", staticmethod(note_plan))
-    monkeypatch.setattr(Simulation, "begin_move", note_move)
+    monkeypatch.setattr(Simulation, "send", note_send)
     arrivals = [
         Arrival(at_s=0.3 * number, prompt_tokens=300, output_tokens=150, slo=Slo(ttft_s=9.0, tpot_s=0.2))
         for number in range(40)

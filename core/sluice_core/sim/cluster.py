@@ -210,7 +210,7 @@ class SimCluster:
         self._push(arrives_at_s, MOVE_STEP, move)
 
     def send_kv(self, source: SimEngine, num_tokens: int) -> float:
-        """Put the KV of some tokens on a link.
+        """Put the KV of some tokens on the source's link.
 
         Returns:
             When it arrives.

@@ -26,14 +26,11 @@ GROWTH_BLOCKS = 1
 
 
 def can_copy(move: Migration) -> bool:
-    """Whether both engines copy in parts, and there is a full block to begin with.
-
-    A part that was planned ends where it was planned to, and a copy would keep it: such a move is whole.
-    """
+    """Whether both engines copy in parts, there is a full block to begin with, and no end is planned ahead."""
     target, source = move.target, move.source.engine
     return (
-        target is not None
-        and move.cause is not MoveCause.SPLIT
+        move.cause is not MoveCause.SPLIT  # the source must know its end before it comes there
+        and target is not None
         and target.pulls_parts
         and source.pulls_parts
         and move.request.num_tokens > source.spec.block_size_tokens

@@ -148,7 +148,7 @@ def handle_grant(state: RouterState, engine: ConnectedEngine, grant: engine_pb2.
 
 
 def _hand_off(state: RouterState, move: Migration) -> None:
-    """Tells the source to end its part, at once or where it was planned to."""
+    """Tells the source to end its part."""
     move.phase = MigrationPhase.HANDING_OFF
     num_output_tokens = move.request.split_output_tokens if move.cause is MoveCause.SPLIT else 0
     state.outbox.message_to(move.source.engine).hand_offs.add(
