@@ -78,11 +78,22 @@ def test_source_that_dies_before_the_pull_costs_a_recompute_and_no_token(
     wait([short_lived, target], lambda: met.is_over)
     part = short_lived.submit(prompt, **seeded)
     wait([short_lived], lambda: bool(part.tokens))
+    offered = short_lived.command(core_messages.OfferCommand(key="offer", request_id=part.request_id))
     assert short_lived.command(core_messages.HandOffCommand(request_id=part.request_id)).is_accepted
     wait([short_lived], lambda: part.is_over)
     os.kill(short_lived.pid, signal.SIGKILL)
+    assert target.grant("copy", 8 * BLOCK_SIZE, ttl_s=60.0).is_granted
+    tokens = [*prompt, *part.tokens][: offered.num_tokens]
+    target.command(core_messages.PullPartCommand(key="copy", token_ids=tokens, transfer_params=offered.transfer_params))
     other = target.submit(make_prompt(50), max_tokens=100)
     moved = target.resume(part, part.tokens, prompt, **seeded)
     wait([target], lambda: moved.is_over and other.is_over, 40)
     assert part.tokens + moved.tokens == expected.tokens
     assert target.load().num_recomputed_pulls > 0
+    # A copy that was under way has failed too. Its blocks are empty again, and the grant's.
+    wait([target], lambda: any(report.pulled_parts for report in target.reports))
+    (answer,) = [part for report in target.reports for part in report.pulled_parts]
+    assert (answer.key, answer.num_tokens, answer.reason) == ("copy", 0, "failed")
+    assert target.load().kv_blocks_granted == 8
+    target.command(core_messages.ReleaseGrantCommand(key="copy"))
+    assert target.is_idle()
