@@ -28,7 +28,7 @@ NUM_TOKENS_KEY = "sluice_num_tokens"
 
 
 # What this engine can do for a strategy beyond chunked prefill and hand-offs of whole requests.
-CAPABILITIES: frozenset[Need] = frozenset({Need.PHASES})
+CAPABILITIES: frozenset[Need] = frozenset({Need.PHASES, Need.SPLIT})
 
 # --- commands ----------------------------------------------------------------------------------------------------
 
