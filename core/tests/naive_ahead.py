@@ -17,6 +17,8 @@ from sluice_core.sim.cell import NoGrant, TtftEnd
 
 # Ends of iterations that a busy engine takes to carry out what it is told (docs/internals/simulator.md).
 TO_GRANT, TO_HAND_OFF, TO_PULL, TO_NOTICE, TO_JOIN, TO_RELEASE = 1, 2, 1, 1, 3, 3
+TO_OFFER, TO_HEAR = 1, 3
+TAIL_TOKENS = 64  # what is computed rather than pulled; engines of the tests have blocks of up to half as many
 
 
 @dataclass(eq=False)
@@ -41,6 +43,9 @@ class NaiveMove:
     stay: int
     arriving: int = 0  # blocks that the target has set aside
     blocks: int = 0  # that the source has pinned
+    copied: int = 0  # tokens whose KV the target has
+    offered: int = 0
+    parts: int = 0
 
 
 @dataclass
@@ -487,10 +492,58 @@ class NaiveAheadSimulation(NaiveSimulation):
             move.request.is_leaving = False
         elif self.has_room(move):
             move.target.grant(move, move.num_blocks)
-            self.send(move.source, TO_HAND_OFF, self.hand_off, move)
+            if self.options.copies_kv and self.count_tokens(move) > move.source.block:
+                self.send(move.source, TO_OFFER, self.offer, move)
+            else:
+                self.send(move.source, TO_HAND_OFF, self.hand_off, move)
         else:
             move.request.is_leaving = False
             self.num_blocked += 1
+
+    def count_tokens(self, move):
+        return move.request.arrival.prompt_tokens + len(move.request.tokens)
+
+    def offer(self, move):
+        if not self.is_still_there(move):
+            self.give_up(move)
+            return
+        move.offered = (self.count_tokens(move) - 1) // move.source.block * move.source.block
+        if move.offered == move.copied:
+            self.send(move.source, TO_HAND_OFF, self.hand_off, move)
+        else:
+            self.send(move.target, TO_PULL, self.pull_part, move)
+
+    def pull_part(self, move):
+        if not self.is_still_there(move):
+            self.give_up(move)
+            return
+        move.parts += 1
+        arrives_at_s = self.use_link(move.source, move.offered - move.copied)
+        self.at(arrives_at_s, self.tell, move.target, TO_HEAR, self.hear, move)
+
+    def hear(self, move):
+        if not self.is_still_there(move):
+            self.give_up(move)
+            return
+        move.copied = move.offered
+        # The source makes some more until it hands off.
+        if move.parts < 4 and self.count_tokens(move) + 4 - move.copied > TAIL_TOKENS:
+            self.send(move.source, TO_OFFER, self.offer, move)
+        else:
+            self.send(move.source, TO_HAND_OFF, self.hand_off, move)
+
+    def give_up(self, move):
+        move.request.is_leaving = False
+        move.target.ungrant(move)
+        if not move.target.is_between:
+            self.start_engine(move.target)
+
+    def use_link(self, source, num_tokens):
+        link = source.setup.link
+        name = link.name or source.setup.engine_id
+        bytes_s = num_tokens * source.setup.kv_bytes_per_token / link.speed.bytes_per_s
+        self.links[name] = max(self.now, self.links.get(name, 0.0)) + bytes_s
+        return self.links[name] + link.speed.latency_s
 
     def is_still_there(self, move):
         return move.request.is_decoding and move.request.stays == move.stay
@@ -511,10 +564,7 @@ class NaiveAheadSimulation(NaiveSimulation):
         request, source, target = move.request, move.source, move.target
         more = blocks_for_tokens(request.kv_tokens, source.block) - move.num_blocks
         if not self.is_still_there(move) or more > target.free():
-            request.is_leaving = False
-            target.ungrant(move)
-            if not target.is_between:
-                self.start_engine(target)
+            self.give_up(move)
             return
         source.leave(request)
         request.route = ()
@@ -530,11 +580,13 @@ class NaiveAheadSimulation(NaiveSimulation):
 
     def pull(self, move):
         request, source, target = move.request, move.source, move.target
-        link = source.setup.link
-        name = link.name or source.setup.engine_id
-        bytes_s = request.kv_tokens * source.setup.kv_bytes_per_token / link.speed.bytes_per_s
-        self.links[name] = max(self.now, self.links.get(name, 0.0)) + bytes_s
-        arrives_at_s = self.links[name] + link.speed.latency_s
+        missing = request.kv_tokens - move.copied
+        most = TAIL_TOKENS if move.copied else target.block - 1
+        if self.options.copies_kv and missing <= most:
+            self.tell(source, TO_RELEASE, self.release, move)
+            self.take_in(move)
+            return
+        arrives_at_s = self.use_link(source, missing)
         row = request.name, move.cause.value, self.now, arrives_at_s, source.setup.engine_id, target.setup.engine_id
         self.transfers.append(row)
         self.at(arrives_at_s, self.tell, target, TO_NOTICE, self.notice, move)

@@ -53,6 +53,8 @@ class SimOptions:
         counts_decodes: The chunk size counts decodes; False: prefill tokens only, as some papers count.
         schedules_ahead: Engines schedule an iteration while another runs, as vLLM does on GPUs: whatever comes to an
             engine meanwhile waits for both. False: papers, whose simulators know no such delay.
+        copies_kv: Where engines schedule ahead, the target copies full KV blocks while the source decodes on, and only
+            the tail stops the stream. False: the request stops while all of its KV moves, as in the papers.
         hash_block_tokens: Tokens that each of a request's ``block_hashes`` names: requests reuse KV blocks that an
             engine still has (``sim.prefix_cache``). None: they do not.
         wait_limit_s: Longest time that the router keeps a request before it refuses it. None: for ever.
@@ -73,6 +75,7 @@ class SimOptions:
     ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
     counts_decodes: bool = True
     schedules_ahead: bool = False
+    copies_kv: bool = True
     hash_block_tokens: int | None = None
     wait_limit_s: float | None = None
     message_s: float = MESSAGE_S

@@ -175,15 +175,26 @@ class SimCluster:
         target_id = self._policy.target(self.now, flow_request, self.table)
         return None if target_id is None else self._by_id[target_id]
 
-    def send(self, request: SimRequest, source: SimEngine, cause: MoveCause, move: object | None) -> None:
-        """Send the KV over the source's link; with a move, ``SimHandOffs.receive`` gets its arrival."""
+    def begin_move(self, request: SimRequest, cause: MoveCause) -> int:
+        """Count the move of a request that was handed off; returns its tokens that the target has by chance."""
         request.num_moves += 1
         self.num_moves[cause] += 1
-        num_tokens = request.num_kv_tokens
-        if self.cell.options.hash_block_tokens is not None:
-            assert request.target is not None
-            num_tokens -= self._by_id[request.target].begin_pull(request)
-        arrives_at_s = self.send_kv(source, num_tokens)
+        if self.cell.options.hash_block_tokens is None:
+            return 0
+        assert request.target is not None
+        return self._by_id[request.target].begin_pull(request)
+
+    def send(
+        self,
+        request: SimRequest,
+        source: SimEngine,
+        cause: MoveCause,
+        move: object | None,
+        num_copied_tokens: int = 0,
+    ) -> None:
+        """Send the KV over the source's link; with a move, ``SimHandOffs.receive`` gets its arrival."""
+        num_present = max(self.begin_move(request, cause), num_copied_tokens)
+        arrives_at_s = self.send_kv(source, max(0, request.num_kv_tokens - num_present))
         self.transfer_s += arrives_at_s - self.now
         if move is None:
             self._push(arrives_at_s, TRANSFER_END, request)
@@ -192,8 +203,14 @@ class SimCluster:
         if self._timeline is not None:
             self._timeline.note_transfer(request, cause, self.now, arrives_at_s)
 
+    def copy(self, source: SimEngine, num_tokens: int, move: object) -> None:
+        """Send the KV of some tokens while their request runs on; ``SimHandOffs.receive`` gets its arrival."""
+        arrives_at_s = self.send_kv(source, num_tokens)
+        self.transfer_s += arrives_at_s - self.now
+        self._push(arrives_at_s, MOVE_STEP, move)
+
     def send_kv(self, source: SimEngine, num_tokens: int) -> float:
-        """Put the KV of some tokens on a link.
+        """Put the KV of some tokens on the source's link.
 
         Returns:
             When it arrives.

@@ -119,11 +119,17 @@ class OutgoingHandOffs:
 
 def find_refusal(request: Request | None) -> str:
     """Why a request cannot be handed off: ``unknown``, ``preempted``, ``waiting``, ``prefill``; empty when it can."""
+    reason = find_halt(request)
+    if request is None or reason:
+        return reason
+    # Before its first token there is nothing that another engine could decode on from.
+    return "prefill" if request.is_prefill_chunk or not request.num_output_tokens else ""
+
+
+def find_halt(request: Request | None) -> str:
+    """Why a request does not run: ``unknown``, ``preempted``, ``waiting``; empty when it does."""
     if request is None or request.is_finished():
         return "unknown"
     if request.status == RequestStatus.PREEMPTED:
         return "preempted"
-    if request.status != RequestStatus.RUNNING:
-        return "waiting"
-    # Before its first token there is nothing that another engine could decode on from.
-    return "prefill" if request.is_prefill_chunk or not request.num_output_tokens else ""
+    return "" if request.status == RequestStatus.RUNNING else "waiting"

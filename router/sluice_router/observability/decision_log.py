@@ -32,6 +32,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "blocked": ("engine", "cause", "reason"),
     "grant_asked": ("source", "target", "cause", "num_tokens"),
     "granted": ("target", "cause"),
+    "copied": ("source", "target", "cause", "num_tokens", "num_parts"),
     "handed_off": ("source", "target", "cause", "fence", "output_tokens"),
     "kept": ("engine", "longest_s"),
     "abandoned": ("engine", "cause", "reason"),

@@ -21,7 +21,7 @@ from sluice_core.records import (
 )
 from sluice_core.scheduling.engine_table import EngineConfig
 from sluice_core.strategies import get_strategy
-from sluice_router.scheduling.prompt_hashes import PrefixScheme
+from sluice_router.text.prompt_hashes import PrefixScheme
 
 if TYPE_CHECKING:
     from sluice.v1 import sampling_pb2

@@ -205,8 +205,11 @@ class SimEngine(SchedulerState):
 
     def count_blocks(self, request: SimRequest) -> int:
         """Count the blocks that a decode holds."""
-        num_tokens = request.prompt_tokens + self.batch.iteration - request.start_iteration
-        return -(-(num_tokens - 1) // self.setup.block_size_tokens)
+        return -(-(self.count_tokens(request) - 1) // self.setup.block_size_tokens)
+
+    def count_tokens(self, request: SimRequest) -> int:
+        """Count the tokens of a decode, prompt and output."""
+        return request.prompt_tokens + self.batch.iteration - request.start_iteration
 
     def count_running(self) -> int:
         """Count the requests that hold a seat: all decodes, and the prefills that have started."""
