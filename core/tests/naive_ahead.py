@@ -492,11 +492,8 @@ class NaiveAheadSimulation(NaiveSimulation):
             move.request.is_leaving = False
         elif self.has_room(move):
             move.target.grant(move, move.num_blocks)
-            if (
-                self.options.copies_kv
-                and move.cause is not MoveCause.SPLIT
-                and self.count_tokens(move) > move.source.block
-            ):
+            is_planned = move.cause is MoveCause.SPLIT
+            if self.options.copies_kv and not is_planned and self.count_tokens(move) > move.source.block:
                 self.send(move.source, TO_OFFER, self.offer, move)
             else:
                 self.send(move.source, TO_HAND_OFF, self.hand_off, move)

@@ -23,7 +23,6 @@ from sluice_core.scheduling.batching import EngineBatch
 from sluice_core.scheduling.decode_order import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
 from sluice_core.scheduling.splitting.profile_table import ProfileTable
 from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, FailEvent, LengthsKnown, SimOptions, TransferLink
-from sluice_core.sim.cut_prompts import CutPrompts
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 from sluice_core.strategies.dynaserve import DynaServeRules
@@ -177,57 +176,44 @@ def make_cell(number=2, *, blocks=400, events=(), seed=0, **options):
     return Cell(engines=engines, strategy=DYNASERVE, options=SimOptions(**options), events=events, seed=seed)
 
 
-@pytest.mark.parametrize("schedules_ahead", [False, True])
-def test_parts_end_where_they_were_planned_to(schedules_ahead, monkeypatch):
-    planned, ended = {}, {}
-    plan_parts, send = Simulation._plan_parts, Simulation.send
-
-    def note_plan(request, route):
-        plan_parts(request, route)
-        planned[request.index] = request.split_tokens
-
-    def note_send(self, request, source, cause, move, *copied):
-        assert cause is MoveCause.SPLIT
-        ended[request.index] = request.generated_tokens
-        send(self, request, source, cause, move, *copied)
-
-    monkeypatch.setattr(Simulation, "_plan_parts", staticmethod(note_plan))
-    monkeypatch.setattr(Simulation, "send", note_send)
-    arrivals = [
-        Arrival(at_s=0.3 * number, prompt_tokens=300, output_tokens=150, slo=Slo(ttft_s=9.0, tpot_s=0.2))
-        for number in range(40)
+def make_prompts(number, *, prompt=1200, output=20, every_s=0.05):
+    return [
+        Arrival(at_s=every_s * index, prompt_tokens=prompt, output_tokens=output, slo=Slo(ttft_s=9.0, tpot_s=0.2))
+        for index in range(number)
     ]
-    options = {"output_lengths": LengthsKnown.EXACT, "schedules_ahead": schedules_ahead}
-    simulation = run(make_cell(**options), arrivals)
-    assert simulation.num_moves[MoveCause.SPLIT] == len(ended) >= 20
-    if not schedules_ahead:
-        assert all(ended[index] == planned[index] for index in ended)
-        return
-    # A move takes an iteration or more to prepare: a part that ends with the prompt goes on until then.
-    late = {index: ended[index] - planned[index] for index in ended}
-    assert all(late[index] == 0 for index in ended if planned[index] > 12)
-    assert all(0 <= late[index] <= 12 for index in ended)
 
 
-def test_a_whole_trace_of_a_pair(monkeypatch):
-    """Cold start, then cuts and turned pairs that follow the load."""
+@pytest.mark.parametrize("schedules_ahead", [False, True])
+@pytest.mark.parametrize("planned", [20, 51, 130])
+def test_parts_end_where_they_were_planned_to(schedules_ahead, planned):
+    """The engines' tokens say so: of 40 answers of 150 tokens each has its part of each."""
+    rules = DynaServeRules(is_bound_to_sides=True, fixed_token=300 + planned - 1)
+    cell = replace(make_cell(schedules_ahead=schedules_ahead), strategy=replace(DYNASERVE, policies=rules))
+    simulation = run(cell, make_prompts(40, prompt=300, output=150, every_s=0.3))
+    assert simulation.num_moves[MoveCause.SPLIT] == 40
+    assert [engine.counters.num_output_tokens for engine in simulation.engines] == [40 * planned, 40 * (150 - planned)]
+
+
+def test_a_part_that_ends_with_the_prompt_goes_on_until_its_grant_has_come():
+    rules = DynaServeRules(is_bound_to_sides=True, fixed_token=300)
+    cell = replace(make_cell(schedules_ahead=True), strategy=replace(DYNASERVE, policies=rules))
+    simulation = run(cell, make_prompts(40, prompt=300, output=150, every_s=0.3))
+    assert simulation.num_moves[MoveCause.SPLIT] == 40
+    assert 40 < simulation.engines[0].counters.num_output_tokens <= 40 * 8
+
+
+def test_a_whole_trace_of_a_pair():
+    """Cold start, then cuts and turned pairs that follow the load: 600, 200, 400 and 329 tokens in the first parts."""
     arrivals = [
         Arrival(at_s=at_s, prompt_tokens=prompt, output_tokens=output, slo=Slo(ttft_s=9.0, tpot_s=0.2))
         for at_s, prompt, output in ((0.0, 600, 100), (0.01, 200, 100), (0.02, 400, 200), (0.03, 100, 300))
     ]
-    routes, plan_parts = [], Simulation._plan_parts
-
-    def note_plan(request, route):
-        routes.append((route[0].engine_id[-1], route[0].end_token, route[1].engine_id[-1]))
-        plan_parts(request, route)
-
-    monkeypatch.setattr(Simulation, "_plan_parts", staticmethod(note_plan))
     simulation = run(make_cell(output_lengths=LengthsKnown.EXACT), arrivals)
-    assert [request.generated_tokens for request in simulation.requests] == [100, 100, 200, 300]
-    assert routes == [("0", 600, "1"), ("0", 200, "1"), ("1", 400, "0"), ("1", 329, "0")]
+    first, second = (engine.counters for engine in simulation.engines)
+    assert (first.num_prefill_tokens, second.num_prefill_tokens) == (600 + 200, 400 + 100)
+    assert first.num_output_tokens == 1 + 1 + (200 - 1) + (300 - 230)
+    assert second.num_output_tokens == (100 - 1) + (100 - 1) + 1 + 230
     assert simulation.num_moves[MoveCause.SPLIT] == 4
-    total = sum(engine.counters.num_prefill_tokens for engine in simulation.engines)
-    assert total == 1300  # no prompt token is computed twice
 
 
 @given(
@@ -282,34 +268,13 @@ def test_with_errors_of_prediction_the_pair_still_serves_nearly_as_much():
 CUTS = replace(DYNASERVE, policies=DynaServeRules(cuts_prompts=True))
 
 
-def make_prompts(number, *, prompt=1200, output=20, every_s=0.05):
-    return [
-        Arrival(at_s=every_s * index, prompt_tokens=prompt, output_tokens=output, slo=Slo(ttft_s=9.0, tpot_s=0.2))
-        for index in range(number)
-    ]
-
-
-def count_cuts(monkeypatch):
-    """Prompts that were cut, by the engines that computed their parts."""
-    cuts, begin = [], CutPrompts.begin
-
-    def note(self, request, first, second):
-        begin(self, request, first, second)
-        if request.is_cut:
-            cuts.append((request.index, request.split_token, first.engine_id, second.engine_id))
-
-    monkeypatch.setattr(CutPrompts, "begin", note)
-    return cuts
-
-
-def test_the_second_engine_computes_the_rest_of_a_prompt_that_is_cut(monkeypatch):
-    cuts = count_cuts(monkeypatch)
+def test_the_second_engine_computes_the_rest_of_a_prompt_that_is_cut():
     cell = replace(make_cell(blocks=2000, output_lengths=LengthsKnown.EXACT), strategy=CUTS)
     simulation = run(cell, make_prompts(60))
-    assert len(cuts) >= 20
+    assert simulation.cut_prompts.num_cut >= 20
     assert sum(engine.counters.num_prefill_tokens for engine in simulation.engines) == 60 * 1200
     assert sum(engine.counters.num_output_tokens for engine in simulation.engines) == 60 * 20
-    assert simulation.num_moves[MoveCause.SPLIT] >= len(cuts)
+    assert simulation.num_moves[MoveCause.SPLIT] >= simulation.cut_prompts.num_cut
 
 
 def test_a_cut_at_a_fixed_token_gives_each_engine_its_part():

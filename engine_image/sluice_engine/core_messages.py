@@ -30,7 +30,7 @@ FIRST_TOKEN_KEY = "sluice_first_token"  # noqa: S105
 
 
 # What this engine can do for a strategy beyond chunked prefill and hand-offs of whole requests.
-CAPABILITIES: frozenset[Need] = frozenset({Need.PHASES})
+CAPABILITIES: frozenset[Need] = frozenset({Need.PHASES, Need.SPLIT})
 
 # --- commands ----------------------------------------------------------------------------------------------------
 

@@ -19,10 +19,14 @@ class CutPrompts:
 
     Args:
         cluster: Whose engines these are.
+
+    Attributes:
+        num_cut: Prompts that were cut.
     """
 
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
+        self.num_cut = 0
         self._computing: dict[EngineId, list[SimRequest]] = {}
 
     def begin(self, request: SimRequest, first: SimEngine, second: SimEngine) -> None:
@@ -39,6 +43,7 @@ class CutPrompts:
         if num_blocks > second.free_blocks or num_seats >= second.setup.max_num_seqs or second.is_draining:
             request.split_token = 0
             return
+        self.num_cut += 1
         second.reserve(num_blocks)
         request.part_blocks = num_blocks
         self._computing.setdefault(first.engine_id, []).append(request)

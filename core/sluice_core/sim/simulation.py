@@ -51,6 +51,7 @@ class Simulation(SimCluster):
         num_arrived: Requests that have arrived.
         num_missed: Requests that ended and missed an objective, rejected ones included; in a run that may give up also
             those that are late already.
+        cut_prompts: Prompts that two engines compute.
 
     Raises:
         ValueError: Arrivals out of order, or an engine twice.
@@ -63,7 +64,7 @@ class Simulation(SimCluster):
         self._waits_for_grant = cell.options.no_grant is NoGrant.WAIT
         self._hand_offs = SimHandOffs(self) if cell.options.schedules_ahead else None
         self._grants = [GrantQueue(self, self._hand_offs) for _ in self.routers.routers]
-        self._cut_prompts = CutPrompts(self)
+        self.cut_prompts = CutPrompts(self)
         self._find_targets()
         for event in sorted(cell.events, key=_at_s_of):
             self._push(event.at_s, CLUSTER_CHANGE, event)
@@ -202,7 +203,7 @@ class Simulation(SimCluster):
                 if decision.route:
                     self._plan_parts(request, decision.route)
                     if request.is_cut:
-                        self._cut_prompts.begin(request, engine, self._by_id[decision.route[1].engine_id])
+                        self.cut_prompts.begin(request, engine, self._by_id[decision.route[1].engine_id])
                 self._submit(request, router, engine)
             else:
                 self._reject(request)
@@ -298,7 +299,7 @@ class Simulation(SimCluster):
             for request in engine.prefilled:
                 self._grants_of(request).add(request, engine)
             engine.prefilled.clear()
-        self._cut_prompts.end_iteration(engine)
+        self.cut_prompts.end_iteration(engine)
         if engine.batch.num_decodes:
             self._propose(engine)
         if self._hand_offs is not None:
@@ -371,7 +372,7 @@ class Simulation(SimCluster):
         source = None if request.source is None else self._by_id.get(request.source)
         if request.part_tokens:
             planned = None if request.planned_target is None else self._by_id.get(request.planned_target)
-            self._cut_prompts.arrive(request, source, planned)
+            self.cut_prompts.arrive(request, source, planned)
         else:
             self._end_move(request, source)
         if source is not None:

@@ -16,7 +16,7 @@ from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths
 from sluice_core.scheduling.splitting.slo_batching import SloBatching
 from sluice_core.scheduling.splitting.split_placement import SplitPlacement
-from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
+from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.parameters import (
     EARLY_REJECTION,
     SPLIT_MARGIN_TOKENS,
@@ -104,5 +104,6 @@ DYNASERVE = Strategy(
     parameters=(EARLY_REJECTION, SPLIT_MARGIN_TOKENS, SPLIT_SEARCH_STEPS, TBT_TARGET_MILLISECONDS, WATERMARK),
     sliders=SliderUse(varies_ratio=False, varies_prefill_tokens=False, varies_decode_tokens=False),
     policies=DynaServeRules(),
+    needs=frozenset({Need.SPLIT}),
     has_flow=False,
 )

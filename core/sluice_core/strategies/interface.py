@@ -20,7 +20,10 @@ from sluice_core.strategies.parameters import Parameter, format_parameters, read
 
 
 class Need(StrEnum):
-    """What a strategy may need of an engine beyond chunked prefill and hand-offs of whole requests."""
+    """What a strategy may need of an engine beyond chunked prefill and hand-offs of whole requests.
+
+    ``SPLIT``: a decode is handed off at the token that was planned. ``PARTS``: a prompt is cut, its KV moves in parts.
+    """
 
     SPLIT = "split"
     PARTS = "parts"
