@@ -27,6 +27,7 @@ RETRY: Final = 2
 CLUSTER_CHANGE: Final = 3
 MOVE_STEP: Final = 4
 GRANT_EXPIRY: Final = 5
+STEER: Final = 6
 Event = tuple[float, int, int, object]
 
 
@@ -76,6 +77,7 @@ class SimCluster:
         self._link_free_at_s: dict[str, float] = {}
         self._last_assign_s = -1.0
         self._is_retry_due = False
+        self._leaving: dict[EngineId, SimEngine] = {}
         self._prefixes: KnownPrefixes | None = None
         options = cell.options
         if options.prefix_report_s is not None:
@@ -92,6 +94,15 @@ class SimCluster:
     def get_engine(self, engine_id: EngineId) -> SimEngine:
         """Return an engine that lives."""
         return self._by_id[engine_id]
+
+    def list_engines(self) -> list[SimEngine]:
+        """List the engines that live, draining ones included, in the order in which they joined."""
+        return list(self._by_id.values())
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait at the router."""
+        return len(self._held)
 
     def push_grant_expiry(self, request: SimRequest, limit_s: float) -> None:
         """Let the wait of a request for a grant end after ``limit_s``."""
