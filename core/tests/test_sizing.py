@@ -82,6 +82,7 @@ def test_a_trend_needs_a_history_and_has_a_limit():
 
 def test_headroom_is_what_forecasts_lacked():
     """Bursts that no trend foresees are learned: after an hour the headroom covers most of them."""
+    assert Demand(lead_s=60.0).headroom == pytest.approx(1.2)
     burst = [4.0] * 16 + [6.0] * 8
     demand = feed(Demand(lead_s=60.0), burst * 12)
     assert 1.2 < demand.headroom < 1.6

@@ -45,7 +45,7 @@ class Watched:
 
 def test_more_engines_are_asked_for_at_once():
     scaler = Watched()
-    assert set(scaler.watch(7.0, 600.0)) == {4}
+    assert set(scaler.watch(6.0, 600.0)) == {4}
     sizes = scaler.watch(13.0, 120.0)
     assert sizes == sorted(sizes)
     assert sizes[-1] >= 7
@@ -53,7 +53,7 @@ def test_more_engines_are_asked_for_at_once():
 
 def test_fewer_engines_are_asked_for_when_no_more_were_wanted_for_the_window():
     scaler = Watched()
-    scaler.watch(7.0, 600.0)
+    scaler.watch(6.0, 600.0)
     sizes = scaler.watch(1.2, 900.0)
     assert set(sizes[: round(300.0 / STEP_S)]) == {4}
     assert sizes == sorted(sizes, reverse=True)
@@ -62,15 +62,15 @@ def test_fewer_engines_are_asked_for_when_no_more_were_wanted_for_the_window():
 
 def test_a_scaler_that_has_just_begun_takes_nothing_away():
     scaler = Watched(replicas=8)
-    sizes = scaler.watch(2.0, 600.0)
+    sizes = scaler.watch(1.2, 600.0)
     assert set(sizes[: round(290.0 / STEP_S)]) == {8}
     assert sizes[-1] == 1
 
 
 def test_a_short_burst_within_the_window_adds_nothing():
     scaler = Watched(up_window_s=180.0, start_s=10.0)
-    scaler.watch(7.0, 600.0)
-    assert set(scaler.watch(30.0, 30.0) + scaler.watch(7.0, 150.0)) == {4}
+    scaler.watch(6.0, 600.0)
+    assert set(scaler.watch(30.0, 30.0) + scaler.watch(6.0, 150.0)) == {4}
     assert scaler.watch(15.0, 400.0)[-1] in (8, 9)  # 8 serve it; the burst has taught some headroom
 
 
@@ -87,7 +87,7 @@ def test_bounds_hold_while_nothing_is_known_of_the_engines():
 
 def test_an_idle_cluster_goes_to_zero_after_the_window_and_no_sooner():
     scaler = Watched(min_replicas=0)
-    scaler.watch(2.0, 600.0)
+    scaler.watch(1.2, 600.0)
     sizes = scaler.watch(0.0, 3000.0)
     assert set(sizes[: round(300.0 / STEP_S)]) == {1}
     assert sizes[-1] == 0
@@ -95,7 +95,7 @@ def test_an_idle_cluster_goes_to_zero_after_the_window_and_no_sooner():
 
 def test_a_request_that_still_runs_keeps_an_engine():
     scaler = Watched(min_replicas=0)
-    scaler.watch(2.0, 600.0)
+    scaler.watch(1.2, 600.0)
     assert scaler.watch(0.0, 3000.0, num_inside=1)[-1] == 1
 
 
@@ -114,14 +114,14 @@ def test_the_first_request_needs_no_search():
 
 def test_what_waits_counts_beside_what_arrives():
     scaler = Watched()
-    scaler.watch(7.0, 600.0)
-    assert scaler.watch(7.0, STEP_S, num_waiting=60, num_inside=80)[-1] == 5
+    scaler.watch(6.0, 600.0)
+    assert scaler.watch(6.0, STEP_S, num_waiting=60, num_inside=80)[-1] == 5
 
 
 def test_a_router_that_is_gone_takes_no_requests_back():
     """Its counters are missing from the sum: nothing has arrived, and the number falls no sooner."""
     scaler = Watched()
-    scaler.watch(7.0, 600.0)
+    scaler.watch(6.0, 600.0)
     scaler.observation = replace(scaler.observation, num_arrived=10.0)
-    assert set(scaler.watch(7.0, 60.0)) == {4}
-    assert scaler.state.demand.level_rps == pytest.approx(7.0, rel=0.2)
+    assert set(scaler.watch(6.0, 60.0)) == {4}
+    assert scaler.state.demand.level_rps == pytest.approx(6.0, rel=0.2)

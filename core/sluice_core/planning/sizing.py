@@ -18,6 +18,7 @@ _MOST_TREND_S = 1800.0
 _MOST_GROWTH = 1.5  # a trend says no more than that of what comes
 _KEPT_ERRORS = 720
 _ENOUGH_ERRORS = 40
+_FIRST_HEADROOM = 1.2  # until so many errors are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Demand:
     def headroom(self) -> float:
         """What forecasts are multiplied with: what sufficed at ``quantile`` of the moments behind."""
         if len(self.errors) < _ENOUGH_ERRORS:
-            return 1.0
+            return _FIRST_HEADROOM
         ordered = sorted(self.errors)
         return max(1.0, ordered[min(int(self.quantile * len(ordered)), len(ordered) - 1)])
 
