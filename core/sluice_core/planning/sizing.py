@@ -149,6 +149,11 @@ def _mean(values: Sequence[float]) -> float:
 
 def _compute_slope(values: Sequence[float]) -> float:
     """Compute the slope of the line of least squares, per step."""
-    middle, mean = (len(values) - 1) / 2.0, statistics.fmean(values)
-    num = sum([(index - middle) * (value - mean) for index, value in enumerate(values)])
-    return num / sum([(index - middle) ** 2 for index in range(len(values))])
+    middle = (len(values) - 1) / 2.0
+    mean = statistics.fmean(values)
+    above = below = 0.0
+    for index, value in enumerate(values):
+        off = index - middle
+        above += off * (value - mean)
+        below += off * off
+    return above / below
