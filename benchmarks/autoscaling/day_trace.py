@@ -1,7 +1,7 @@
 """A day of requests: a diurnal profile, with the bursts and lengths of Azure's conversations. One seed makes it anew.
 
-The rate at each moment is the profile's, times what Azure's hour of requests had in the same ten seconds over its mean;
-the hour begins again at a place drawn for each repetition. Arrivals within ten seconds are Poisson's. Lengths are rows
+The rate at each moment is the profile's, times what Azure's hour of requests had in the same ten seconds over its mean,
+from a place on that is drawn, over and over. Arrivals within ten seconds are Poisson's. Lengths are rows
 of the same trace. ``DAY`` is the day that the measurements name; a test holds the digest of its first hour.
 """
 
@@ -53,10 +53,9 @@ class DayTrace:
         """
         rng = random.Random(f"day {self.seed}")
         bursts = _count_bursts([row.arrival_s for row in rows if row.arrival_s is not None])
+        # Where the hour ends it begins again: no jump that is not its own.
         arrivals, position = [], rng.randrange(len(bursts))
         for number in range(round(hours * 3600.0 / BIN_S)):
-            if number % len(bursts) == 0:
-                position = rng.randrange(len(bursts))
             share = bursts[(position + number) % len(bursts)]
             start_s = number * BIN_S
             rate_rps = self.peak_rps * find_share(start_s + BIN_S / 2) * share
