@@ -68,7 +68,7 @@ def test_a_steady_rate_is_forecast_as_it_is():
 
 
 def test_growth_is_carried_on_for_as_long_as_an_engine_takes_to_start():
-    """0.01 requests/s more in each second, for 120 s beyond the mean of the last 120 s."""
+    """0.01 requests/s more in each second, for 120 s beyond the mean of the last 60 s."""
     demand = feed(Demand(lead_s=120.0), [2.0 + 0.15 * number for number in range(40)])
     assert demand.forecast_rps == pytest.approx(demand.level_rps + 0.15 / BIN_S * 120.0)
 

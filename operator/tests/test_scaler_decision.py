@@ -125,3 +125,8 @@ def test_a_router_that_is_gone_takes_no_requests_back():
     scaler.observation = replace(scaler.observation, num_arrived=10.0)
     assert set(scaler.watch(6.0, 60.0)) == {4}
     assert scaler.state.demand.level_rps == pytest.approx(6.0, rel=0.2)
+
+
+def test_the_quantile_of_the_headroom_is_kept_from_the_beginning():
+    state = ScalerState(demand=replace(ScalerState().demand, quantile=0.5))
+    assert decide(decide(state, OBSERVATION), OBSERVATION).demand.quantile == 0.5

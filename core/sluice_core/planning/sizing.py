@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 BIN_S = 15.0  # arrivals are counted in bins of so long
-LEVEL_S = 120.0  # what arrives now is what arrived in so long
+LEVEL_S = 60.0  # what arrives now is what arrived in so long
 _LEAST_TREND_S = 600.0  # a trend is that of so long, or of as long as it reaches ahead
 _MOST_TREND_S = 1800.0
 _MOST_GROWTH = 1.5  # a trend says no more than that of what comes

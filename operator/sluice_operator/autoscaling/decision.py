@@ -71,7 +71,7 @@ def decide(state: ScalerState, observation: ScalerObservation) -> ScalerState:
     """Decides the number of engines."""
     now = observation.now
     if state.num_arrived is None:
-        demand = Demand(lead_s=observation.start_s).count(now, 0.0)
+        demand = state.demand.count(now, 0.0)
         state = replace(state, demand=demand, num_arrived=observation.num_arrived, began_s=now)
     # A router that is gone takes its counters along.
     new = max(0.0, observation.num_arrived - (state.num_arrived or 0.0))
