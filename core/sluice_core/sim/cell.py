@@ -227,7 +227,15 @@ class AddEngineEvent:
     setup: EngineSetup
 
 
-ClusterEvent = ConfigureEvent | FailEvent | AddEngineEvent
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveEvent:
+    """Event: an engine drains, and leaves the cluster as soon as it is empty."""
+
+    at_s: float
+    engine_id: EngineId
+
+
+ClusterEvent = ConfigureEvent | FailEvent | AddEngineEvent | LeaveEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ RETRY: Final = 2
 CLUSTER_CHANGE: Final = 3
 MOVE_STEP: Final = 4
 GRANT_EXPIRY: Final = 5
+STEER: Final = 6
 Event = tuple[float, int, int, object]
 
 
@@ -74,6 +75,7 @@ class SimCluster:
         self._keeps_kv = False
         self._num_late_grants = 0
         self._link_free_at_s: dict[str, float] = {}
+        self._leaving: dict[EngineId, SimEngine] = {}
         self._prefixes: KnownPrefixes | None = None
         options = cell.options
         if options.prefix_report_s is not None:
@@ -107,6 +109,15 @@ class SimCluster:
     def get_engine(self, engine_id: EngineId) -> SimEngine:
         """Return an engine that lives."""
         return self._by_id[engine_id]
+
+    def list_engines(self) -> list[SimEngine]:
+        """List the engines that live, draining ones included, in the order in which they joined."""
+        return list(self._by_id.values())
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait at the router."""
+        return sum(len(router.held) for router in self.routers.routers)
 
     def push_grant_expiry(self, request: SimRequest, limit_s: float) -> None:
         """Let the wait of a request for a grant end after ``limit_s``."""

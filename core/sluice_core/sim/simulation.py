@@ -11,12 +11,22 @@ At the end of every run nothing may be left and nothing may be lost: see ``Simul
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from sluice_core.records import EngineId, Hold, Leg, MoveCause, MoveProposal, Place, PrefillRequest, Role
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.holding import Urgency, select_urgent
-from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ClusterEvent, ConfigureEvent, FailEvent, NoGrant
+from sluice_core.sim.cell import (
+    AddEngineEvent,
+    Arrival,
+    Cell,
+    ClusterEvent,
+    ConfigureEvent,
+    FailEvent,
+    LeaveEvent,
+    NoGrant,
+)
 from sluice_core.sim.cluster import (
     ASSIGN_INTERVAL_S,
     CLUSTER_CHANGE,
@@ -24,6 +34,7 @@ from sluice_core.sim.cluster import (
     ITERATION_END,
     MOVE_STEP,
     RETRY,
+    STEER,
     TRANSFER_END,
     SimCluster,
 )
@@ -39,6 +50,19 @@ from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies.interface import RouterPolicy
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steering:
+    """What changes the cluster while a run goes on, such as a scaler.
+
+    Args:
+        interval_s: Time between two calls; the first comes at the start.
+        steer: Looks at the run, and says what is to happen from now on.
+    """
+
+    interval_s: float
+    steer: Callable[[Simulation], Sequence[ClusterEvent]]
+
+
 class Simulation(SimCluster):
     """One run of a cell on a workload; mutable, used once.
 
@@ -46,6 +70,8 @@ class Simulation(SimCluster):
         cell: The cluster.
         arrivals: The requests, in the order of their arrival.
         timeline: Takes what happens, for ``Timeline.to_chrome_trace``; None: nothing is kept.
+        steering: Changes the cluster meanwhile. Then requests wait while there is no engine, as long as
+            ``SimOptions.wait_limit_s`` allows. None: nothing but the cell's own events does.
 
     Attributes:
         num_arrived: Requests that have arrived.
@@ -57,8 +83,15 @@ class Simulation(SimCluster):
         ValueError: Arrivals out of order, or an engine twice.
     """
 
-    def __init__(self, cell: Cell, arrivals: Sequence[Arrival], timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        arrivals: Sequence[Arrival],
+        timeline: Timeline | None = None,
+        steering: Steering | None = None,
+    ) -> None:
         super().__init__(cell, arrivals, timeline)
+        self._steering = steering
         self.num_arrived = 0
         self.num_missed = 0
         self._waits_for_grant = cell.options.no_grant is NoGrant.WAIT
@@ -68,6 +101,8 @@ class Simulation(SimCluster):
         self._find_targets()
         for event in sorted(cell.events, key=_at_s_of):
             self._push(event.at_s, CLUSTER_CHANGE, event)
+        if steering is not None:
+            self._push(0.0, STEER, None)
 
     def run(self, most_missed: int | None = None) -> bool:
         """Run until every request has ended, then check the invariants.
@@ -128,8 +163,21 @@ class Simulation(SimCluster):
         elif code == GRANT_EXPIRY:
             assert isinstance(what, SimRequest)
             self._grants_of(what).expire(what)
+        elif code == STEER:
+            self._steer()
         else:
             self._change_cluster(what)
+
+    def _steer(self) -> None:
+        """Let leaving engines go that are empty, and ask what is to happen, until every request has ended."""
+        assert self._steering is not None
+        for engine in [engine for engine in self._leaving.values() if _is_empty(engine)]:
+            self._change_cluster(FailEvent(at_s=self.now, engine_id=engine.engine_id))
+        for event in self._steering.steer(self):
+            self._push(max(event.at_s, self.now), CLUSTER_CHANGE, event)
+        self._retry_held()
+        if self.num_arrived < len(self.requests) or self._heap or self.num_held:
+            self._push(self.now + self._steering.interval_s, STEER, None)
 
     @staticmethod
     def _is_parked(what: object) -> bool:
@@ -169,7 +217,10 @@ class Simulation(SimCluster):
     def _arrive(self, request: SimRequest) -> None:
         """Take a request in; one that no engine can ever hold is rejected."""
         num_tokens = request.prompt_tokens + request.output_tokens
-        if all(num_tokens > engine.total_blocks * engine.setup.block_size_tokens for engine in self._by_id.values()):
+        can_wait = self._steering is not None and not self._by_id
+        if not can_wait and all(
+            num_tokens > engine.total_blocks * engine.setup.block_size_tokens for engine in self._by_id.values()
+        ):
             self._reject(request)
             return
         self.hold(request)
@@ -403,6 +454,8 @@ class Simulation(SimCluster):
             self._add_engine(event.setup)
         elif isinstance(event, FailEvent):
             self._fail(event.engine_id)
+        elif isinstance(event, LeaveEvent):
+            self._leave(event)
         else:
             assert isinstance(event, ConfigureEvent)
             self._configure(event)
@@ -439,9 +492,27 @@ class Simulation(SimCluster):
             )
         self.start_engine(engine)
 
+    def _leave(self, event: LeaveEvent) -> None:
+        """Let an engine drain; the next call of the steering finds it empty."""
+        engine = self._by_id.get(event.engine_id)
+        if engine is None:
+            return
+        self._leaving[event.engine_id] = engine
+        size = engine.prefills.batch.chunk_size_tokens
+        self._configure(
+            ConfigureEvent(
+                at_s=event.at_s,
+                engine_id=event.engine_id,
+                role=engine.role,
+                chunk_size_tokens=size,
+                is_draining=True,
+            )
+        )
+
     def _fail(self, engine_id: EngineId) -> None:
         """Take an engine away; what it held is placed again, what was on its way there or from there is recomputed."""
         engine = self._by_id.pop(engine_id, None)
+        self._leaving.pop(engine_id, None)
         if engine is None:
             return
         for router in self.routers.routers:
@@ -456,6 +527,12 @@ class Simulation(SimCluster):
         for grants in self._grants:
             grants.fail(engine)
         self._schedule_retries()
+
+
+def _is_empty(engine: SimEngine) -> bool:
+    """Whether no request is on an engine, waits there, or is on its way from or to it."""
+    num_blocks = engine.used_blocks + engine.pinned_blocks + engine.granted_blocks
+    return not (engine.is_running or engine.num_incoming or engine.prefills.num_queued or num_blocks)
 
 
 def _at_s_of(event: ClusterEvent) -> float:

@@ -1,0 +1,219 @@
+"""Replica autoscaling over a day: the operator's decision beside an HPA, an oracle, and a static fleet.
+
+    PYTHONPATH=build/compiled:. .venv/bin/python -m benchmarks.autoscaling.run [--workload day|step|mooncake]
+        [--start-s 30 120 600] [--policy scaler oracle static hpa] [--hours 24] [--json FILE]
+
+Engines are Qwen2.5-32B on an A100, TaiChi, TTFT 2 s, TPOT 100 ms, wanted of 90 %; goodputs by size are searched first.
+``oracle`` knows each minute's rate, has the same start time, and takes the least factor on rates at which its own run
+keeps 90 % in all and 80 % in each five minutes. ``static`` is the fewest engines that hold 90 % in every window of the
+busiest two hours. Hours of an engine count from being asked for until it is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.autoscaling.day_trace import DAY, DAY_S, count_arrivals, digest, make_step
+from benchmarks.autoscaling.fleet import WINDOW_S, FleetFigures, run_fleet
+from benchmarks.autoscaling.policies import HpaPolicy, ScalerPolicy, SchedulePolicy, make_oracle_schedule
+
+from sluice_cli.simulation.trace_files import load_rows
+from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.planning.sizing import CapacityCurve
+from sluice_core.records import EngineId, Role, Slo
+from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, Cell, EngineSetup, SimOptions
+from sluice_core.sim.goodput import search_goodput
+from sluice_core.sim.workload import PoissonWorkload, scale_trace
+from sluice_core.slo import ROUTER_WAIT_LIMIT_S
+from sluice_core.strategies import get_strategy
+from sluice_operator.api.sliders import Sliders, scale_sliders
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.autoscaling.policies import Policy
+
+    from sluice_core.sim.cell import Arrival
+    from sluice_core.sim.traces import TraceRow
+
+TRACES = Path(__file__).parent.parent / "traces"
+MODEL, GPU = "qwen2.5-32b", "a100-80g"
+MOST_ENGINES = 40
+SIZES = (2, 4, 8, 16)
+SEARCH_S, SEARCH_SEED = 300.0, 7
+ORACLE_BIN_S = 60.0
+ORACLE_FACTORS = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2)
+QUEUES = (0.25, 1.0, 4.0)
+KV_USES = (0.3, 0.4, 0.5, 0.6, 0.7)
+STATIC_SLICE_S = 7200.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What is served, and by which engines.
+
+    Args:
+        rows: Lengths.
+        arrivals: The requests.
+        slo: Objectives.
+        template: An engine.
+        sliders: Of four engines.
+        capacity: Goodput by engines.
+    """
+
+    rows: Sequence[TraceRow]
+    arrivals: Sequence[Arrival]
+    slo: Slo
+    template: EngineSetup
+    sliders: Sliders
+    capacity: CapacityCurve
+
+    def run(self, policy: Policy, start_s: float, first: int) -> FleetFigures:
+        """Runs a policy."""
+        return run_fleet(self.arrivals, self.template, self.sliders, 4, policy, start_s=start_s, first=first)
+
+    @property
+    def first(self) -> int:
+        """Engines that serve at the start: what the first five minutes need."""
+        rate_rps = sum(arrival.at_s < WINDOW_S for arrival in self.arrivals) / WINDOW_S
+        return self.capacity.count_engines(rate_rps, 1, MOST_ENGINES)
+
+
+def make_scenario(workload: str, hours: float) -> Scenario:
+    """Makes a scenario: ``day``, ``step`` or ``mooncake``."""
+    is_long = workload == "mooncake"
+    slo = Slo(ttft_s=20.0 if is_long else 2.0, tpot_s=0.1)
+    name = "mooncake_conversation" if is_long else "azure2023_conv"
+    rows = load_rows(TRACES / f"{name}.csv.gz")
+    target = load_model_on_gpu(MODEL, GPU, 2 if is_long else 1)
+    template = EngineSetup(
+        engine_id=EngineId("any"),
+        profile=target.profile,
+        role=Role.DECODE_HEAVY,
+        chunk_size_tokens=0,
+        kv_blocks_total=target.kv_capacity_tokens // BLOCK_SIZE_TOKENS,
+        kv_bytes_per_token=target.kv_bytes_per_token,
+    )
+    rows = [row for row in rows if row.prompt_tokens + row.output_tokens < 0.5 * target.kv_capacity_tokens]
+    sliders = Sliders(num_prefill_heavy=2, prefill_heavy_tokens=1024, decode_heavy_tokens=256)
+    points = [(size, _search(template, sliders, rows, slo, size)) for size in SIZES]
+    capacity = CapacityCurve(tuple(points))
+    arrivals: Sequence[Arrival]
+    if workload == "step":
+        arrivals = make_step(rows, slo, low_rps=3.0, high_rps=18.0)
+    elif is_long:
+        arrivals = scale_trace(rows, slo, None, DAY_S)
+    else:
+        arrivals = DAY.make_arrivals(rows, slo, hours)
+    return Scenario(rows=rows, arrivals=arrivals, slo=slo, template=template, sliders=sliders, capacity=capacity)
+
+
+def _search(template: EngineSetup, sliders: Sliders, rows: Sequence[TraceRow], slo: Slo, size: int) -> float:
+    """Searches the goodput of so many engines at 90 %, in requests per second."""
+    count = scale_sliders(sliders, 4, size).num_prefill_heavy
+    roles = [Role.PREFILL_HEAVY] * count + [Role.DECODE_HEAVY] * (size - count)
+    engines = [
+        replace(
+            template, engine_id=EngineId(f"e{number}"), role=role, chunk_size_tokens=sliders.chunk_size_tokens(role)
+        )
+        for number, role in enumerate(roles)
+    ]
+    cell = Cell(engines=engines, strategy=get_strategy("taichi"), options=SimOptions(wait_limit_s=ROUTER_WAIT_LIMIT_S))
+    workload = PoissonWorkload(rows, slo, SEARCH_SEED)
+    return search_goodput(cell, workload, duration_s=SEARCH_S, start_rps=0.5 * size).rate_rps
+
+
+def run_oracle(scenario: Scenario, start_s: float) -> tuple[FleetFigures, float]:
+    """Runs the oracle with ever larger factors until its run keeps the promise; returns figures and factor."""
+    rates = [count / ORACLE_BIN_S for count in count_arrivals(scenario.arrivals, ORACLE_BIN_S)]
+    for factor in ORACLE_FACTORS:
+        schedule = make_oracle_schedule(
+            rates, ORACLE_BIN_S, scenario.capacity, start_s, most=MOST_ENGINES, factor=factor
+        )
+        figures = scenario.run(SchedulePolicy(schedule=schedule), start_s, schedule[0][1])
+        if figures.attainment >= 0.9 and figures.worst_window >= 0.8:
+            break
+    return figures, factor
+
+
+def find_static(scenario: Scenario) -> tuple[FleetFigures, int]:
+    """Finds the fewest engines that hold 90 % in every window of the busiest two hours; figures are of these."""
+    counts = count_arrivals(scenario.arrivals, WINDOW_S)
+    busiest_s = WINDOW_S * max(range(len(counts)), key=counts.__getitem__)
+    begin_s = max(busiest_s - STATIC_SLICE_S / 2, 0.0)
+    part = [
+        replace(arrival, at_s=arrival.at_s - begin_s)
+        for arrival in scenario.arrivals
+        if begin_s <= arrival.at_s < begin_s + STATIC_SLICE_S
+    ]
+    busy = replace(scenario, arrivals=part)
+    number = scenario.capacity.count_engines(max(counts) / WINDOW_S, 1, MOST_ENGINES)
+    while True:
+        figures = busy.run(SchedulePolicy(schedule=[(0.0, number)]), 0.0, number)
+        if figures.worst_window >= 0.9 or number == MOST_ENGINES:
+            return figures, number
+        number += 1
+
+
+def list_hpas() -> list[tuple[str, HpaPolicy]]:
+    """Lists HPAs over a grid of targets."""
+    queues = [
+        (f"hpa queue {target:g}", HpaPolicy(metric="queue", target=target, max_replicas=MOST_ENGINES))
+        for target in QUEUES
+    ]
+    uses = [
+        (f"hpa kv {target:.0%}", HpaPolicy(metric="kv", target=target, max_replicas=MOST_ENGINES)) for target in KV_USES
+    ]
+    return queues + uses
+
+
+def measure(scenario: Scenario, policy: str, start_s: float) -> list[tuple[str, FleetFigures]]:
+    """Measures a policy, or a grid of them."""
+    if policy == "scaler":
+        chosen = ScalerPolicy(capacity=scenario.capacity, start_s=start_s, max_replicas=MOST_ENGINES)
+        return [("scaler", scenario.run(chosen, start_s, scenario.first))]
+    if policy == "oracle":
+        figures, factor = run_oracle(scenario, start_s)
+        return [(f"oracle x{factor:g}", figures)]
+    if policy == "static":
+        figures, number = find_static(scenario)
+        return [(f"static {number}", figures)]
+    return [(name, scenario.run(hpa, start_s, scenario.first)) for name, hpa in list_hpas()]
+
+
+def main() -> None:
+    """Runs what is asked for and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", choices=("day", "step", "mooncake"), default="day")
+    parser.add_argument("--start-s", type=float, nargs="+", default=[30.0, 120.0, 600.0])
+    parser.add_argument("--policy", nargs="+", default=["oracle", "scaler", "hpa", "static"])
+    parser.add_argument("--hours", type=float, default=24.0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    gc.set_threshold(GC_THRESHOLD)
+    scenario = make_scenario(arguments.workload, arguments.hours)
+    goodputs = ", ".join(f"{size}: {rps:.2f}/s" for size, rps in scenario.capacity.points)
+    sys.stdout.write(f"{len(scenario.arrivals)} requests, digest {digest(scenario.arrivals)}; goodput of {goodputs}\n")
+    found = []
+    for start_s in arguments.start_s:
+        for policy in arguments.policy:
+            for name, figures in measure(scenario, policy, start_s):
+                found.append({"start_s": start_s, "policy": name, **asdict(figures)})
+                sys.stdout.write(
+                    f"{start_s:5.0f} s  {name:15} attainment {figures.attainment:6.1%}  worst window "
+                    f"{figures.worst_window:6.1%}  below 80 %: {figures.bad_windows:3}  "
+                    f"{figures.engine_hours:7.1f} engine hours, at most {figures.peak_engines}\n"
+                )
+                sys.stdout.flush()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

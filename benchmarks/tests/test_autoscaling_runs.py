@@ -1,0 +1,102 @@
+"""The simulated day of autoscaling: the same day each time, what engines cost, and what its rivals ask for."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.autoscaling.day_trace import DAY, count_arrivals, digest
+from benchmarks.autoscaling.fleet import run_fleet
+from benchmarks.autoscaling.policies import (
+    FleetView,
+    HpaPolicy,
+    ScalerPolicy,
+    SchedulePolicy,
+    make_oracle_schedule,
+)
+from benchmarks.autoscaling.run import TRACES
+
+from sluice_cli.simulation.trace_files import load_rows
+from sluice_core.latency import IterationProfile
+from sluice_core.planning.sizing import CapacityCurve
+from sluice_core.records import EngineId, Role, Slo
+from sluice_core.sim.cell import Arrival, EngineSetup
+from sluice_operator.api.sliders import Sliders
+
+SLO = Slo(ttft_s=2.0, tpot_s=0.1)
+ENGINE = EngineSetup(
+    engine_id=EngineId("any"),
+    profile=IterationProfile(
+        linear_s=(0.0, *(0.01 + 1e-4 * 8 * row for row in range(1, 257))),
+        slope_s=1e-4,
+        prefill_work_s=2e-9,
+        decode_base_s=1e-3,
+        decode_context_s=1e-7,
+    ),
+    role=Role.DECODE_HEAVY,
+    chunk_size_tokens=0,
+    kv_blocks_total=2000,
+    kv_bytes_per_token=100_000,
+)
+SLIDERS = Sliders(num_prefill_heavy=2, prefill_heavy_tokens=512, decode_heavy_tokens=128)
+VIEW = FleetView(
+    now=0.0, num_arrived=0, num_waiting=0, num_queued=0, num_inside=0, kv_use=0.0, num_serving=4, replicas=4
+)
+
+
+def test_the_day_is_the_same_each_time():
+    arrivals = DAY.make_arrivals(load_rows(TRACES / "azure2023_conv.csv.gz"), SLO, 1.0)
+    assert (len(arrivals), digest(arrivals)) == (23936, "d538a29696324db9")
+    assert sum(count_arrivals(arrivals, 60.0)) == len(arrivals)
+
+
+def run(policy, duration_s: float, gap_s: float, *, first: int, start_s: float):
+    arrivals = [
+        Arrival(at_s=gap_s * number, prompt_tokens=200, output_tokens=20, slo=SLO)
+        for number in range(round(duration_s / gap_s))
+    ]
+    return run_fleet(arrivals, ENGINE, SLIDERS, 4, policy, start_s=start_s, first=first)
+
+
+def test_engines_cost_from_being_asked_for_until_they_are_gone():
+    """Two for ten minutes; two more from 60 s to 300 s, of which they serve the last 120 s."""
+    figures = run(SchedulePolicy(schedule=[(0.0, 2), (60.0, 4), (300.0, 2)]), 600.0, 0.5, first=2, start_s=120.0)
+    assert figures.engine_hours == pytest.approx((2 * 600 + 2 * 240) / 3600, abs=2 * 20 / 3600)
+    assert figures.attainment == 1.0
+    assert figures.peak_engines == 4
+
+
+def test_engines_that_are_no_longer_wanted_while_they_start_go_at_once():
+    figures = run(SchedulePolicy(schedule=[(0.0, 2), (60.0, 6), (120.0, 2)]), 600.0, 0.5, first=2, start_s=300.0)
+    assert figures.engine_hours == pytest.approx((2 * 600 + 4 * 60) / 3600, abs=4 * 20 / 3600)
+
+
+def test_the_scaler_adds_engines_before_the_promise_breaks():
+    """A rate that one engine of the curve's serves a fifth of: four more come, and all requests end."""
+    policy = ScalerPolicy(capacity=CapacityCurve(((1, 0.5),)), start_s=30.0, max_replicas=8)
+    figures = run(policy, 900.0, 0.4, first=1, start_s=30.0)
+    assert 5 <= figures.peak_engines <= 7  # 2.5 requests/s at 0.5 each, and the first headroom
+    assert figures.attainment > 0.95
+
+
+@pytest.mark.parametrize(
+    ("metric", "target", "view", "wanted"),
+    [
+        ("queue", 1.0, {"num_waiting": 3, "num_queued": 5}, 8),
+        ("queue", 2.0, {"num_waiting": 3, "num_queued": 5}, 4),
+        ("queue", 2.0, {"num_waiting": 0, "num_queued": 1}, 1),
+        ("kv", 0.5, {"kv_use": 4 * 0.52}, 4),
+        ("kv", 0.5, {"kv_use": 4 * 0.7}, 6),
+        ("kv", 0.5, {"kv_use": 4 * 0.7, "replicas": 6}, 6),
+        ("kv", 0.5, {"kv_use": 4 * 0.2}, 2),
+    ],
+)
+def test_an_hpa_asks_for_what_its_formula_says(metric, target, view, wanted):
+    seen = FleetView(**{**{name: getattr(VIEW, name) for name in FleetView.__slots__}, **view})
+    assert HpaPolicy(metric=metric, target=target, max_replicas=20).choose(seen) == wanted
+
+
+def test_an_oracle_asks_so_much_ahead_and_keeps_engines_through_short_gaps():
+    curve = CapacityCurve(((1, 1.0),))
+    schedule = make_oracle_schedule(
+        [1.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0, 1.0, 2.0], 60.0, curve, 60.0, most=9, factor=1.0
+    )
+    assert schedule == [(0.0, 1), (60.0, 3), (300.0, 1), (420.0, 2), (540.0, 1)]

@@ -1,0 +1,159 @@
+"""How many engines a rate needs: goodput by the number of engines, and what the rate will be when they serve.
+
+Goodput grows a little faster than the engines, because larger clusters even bursts out. Between two sizes whose goodput
+a search has found, goodput per engine is taken to lie on a straight line; beyond them it stays what it is there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+BIN_S = 15.0  # arrivals are counted in bins of so long
+LEVEL_S = 60.0  # what arrives now is what arrived in so long
+_LEAST_TREND_S = 600.0  # a trend is that of so long, or of as long as it reaches ahead
+_MOST_TREND_S = 1800.0
+_MOST_GROWTH = 1.5  # a trend says no more than that of what comes
+_KEPT_ERRORS = 720
+_ENOUGH_ERRORS = 40
+_FIRST_HEADROOM = 1.2  # until so many errors are known
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityCurve:
+    """Goodput by the number of engines.
+
+    Args:
+        points: Engines with their goodput in requests per second, ascending; at least one.
+
+    Raises:
+        ValueError: No points, or not ascending.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise ValueError(f"goodputs of {sizes} engines; sizes are positive and ascend")
+
+    def estimate_goodput_rps(self, num_engines: int) -> float:
+        """Estimate the goodput of so many engines."""
+        per_engine = [(size, goodput / size) for size, goodput in self.points]
+        last = per_engine[0]
+        for size, each in per_engine:
+            if size >= num_engines:
+                if size == last[0]:
+                    return each * num_engines
+                part = (num_engines - last[0]) / (size - last[0])
+                return num_engines * (last[1] + (each - last[1]) * part)
+            last = (size, each)
+        return last[1] * num_engines
+
+    def count_engines(self, rate_rps: float, least: int, most: int) -> int:
+        """Count the fewest engines that serve a rate; ``most`` where none do.
+
+        Args:
+            rate_rps: The rate.
+            least: Fewest.
+            most: Most.
+        """
+        for number in range(max(least, 1), most):
+            if self.estimate_goodput_rps(number) >= rate_rps:
+                return least if rate_rps <= 0.0 else number
+        return least if rate_rps <= 0.0 else most
+
+    def add(self, num_engines: int, goodput_rps: float) -> CapacityCurve:
+        """Add a size, or find its goodput anew."""
+        others = [point for point in self.points if point[0] != num_engines]
+        return CapacityCurve(tuple(sorted([*others, (num_engines, goodput_rps)])))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What arrives, and how well its forecasts came true. Immutable.
+
+    Args:
+        lead_s: How far ahead forecasts reach: as long as an engine takes to start.
+        quantile: Share of the moments at which the forecast, with its headroom, is to suffice.
+        counts: Arrivals of each whole bin of ``BIN_S``, the newest last.
+        bin_start_s: When the bin under way began; None: nothing was counted yet.
+        bin_count: Arrivals of it.
+        due: Forecasts made, by the number of bins until they are due.
+        errors: What came over what had been forecast, the newest last.
+    """
+
+    lead_s: float
+    quantile: float = 0.9
+    counts: tuple[float, ...] = ()
+    bin_start_s: float | None = None
+    bin_count: float = 0.0
+    due: tuple[float, ...] = ()
+    errors: tuple[float, ...] = ()
+
+    def count(self, now: float, num_arrived: float) -> Demand:
+        """Count requests that arrived since the last call; bins that are over are closed."""
+        if self.bin_start_s is None:
+            return replace(self, bin_start_s=now, bin_count=num_arrived)
+        num_bins = int((now - self.bin_start_s) / BIN_S)
+        if num_bins < 1:
+            return replace(self, bin_count=self.bin_count + num_arrived)
+        # What a late call brings is spread over the bins since.
+        share = (self.bin_count + num_arrived) / num_bins
+        found = replace(self, bin_start_s=self.bin_start_s + num_bins * BIN_S, bin_count=0.0)
+        for _ in range(min(num_bins, int(_MOST_TREND_S / BIN_S))):
+            found = _close_bin(found, share)
+        return found
+
+    @property
+    def level_rps(self) -> float:
+        """Arrivals per second now."""
+        return _mean(self.counts[-int(LEVEL_S / BIN_S) :]) / BIN_S
+
+    @property
+    def forecast_rps(self) -> float:
+        """Arrivals per second to expect within ``lead_s``: now's, or more where they grow."""
+        num_bins = int(min(max(_LEAST_TREND_S, self.lead_s), _MOST_TREND_S) / BIN_S)
+        recent = self.counts[-num_bins:]
+        level = self.level_rps
+        if len(recent) < num_bins // 2:
+            return level
+        slope = _compute_slope(recent) / BIN_S / BIN_S
+        # What falls may stop falling: that is for the next forecast to see.
+        return min(level + max(slope, 0.0) * self.lead_s, _MOST_GROWTH * level)
+
+    @property
+    def headroom(self) -> float:
+        """What forecasts are multiplied with: what sufficed at ``quantile`` of the moments behind."""
+        if len(self.errors) < _ENOUGH_ERRORS:
+            return _FIRST_HEADROOM
+        ordered = sorted(self.errors)
+        return max(1.0, ordered[min(int(self.quantile * len(ordered)), len(ordered) - 1)])
+
+
+def _close_bin(demand: Demand, count: float) -> Demand:
+    """Close a bin: compare what came with what was forecast, and forecast anew."""
+    found = replace(demand, counts=(*demand.counts, count)[-int(_MOST_TREND_S / BIN_S) :])
+    horizon = max(1, math.ceil(demand.lead_s / BIN_S))
+    due, errors = demand.due, demand.errors
+    if len(due) >= horizon and due[0] > 0.0:
+        errors = (*errors, found.level_rps / due[0])[-_KEPT_ERRORS:]
+    return replace(found, due=(*due, found.forecast_rps)[-horizon:], errors=errors)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+def _compute_slope(values: Sequence[float]) -> float:
+    """Compute the slope of the line of least squares, per step."""
+    middle = (len(values) - 1) / 2.0
+    mean = statistics.fmean(values)
+    above = below = 0.0
+    for index, value in enumerate(values):
+        off = index - middle
+        above += off * (value - mean)
+        below += off * off
+    return above / below
