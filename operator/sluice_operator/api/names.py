@@ -23,6 +23,8 @@ NAME_LABEL = "app.kubernetes.io/name"
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 # When a pod that leaves began to drain, in seconds since 1970.
 DRAINING_SINCE_ANNOTATION = f"{GROUP}/draining-since"
+# On pods: the id of the model that they serve (api.model_identity).
+MODEL_LABEL = f"{GROUP}/model"
 RESTART_HASH_ANNOTATION = f"{GROUP}/restart-hash"
 TEMPLATE_ANNOTATION = f"{GROUP}/pod-template"
 APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"

@@ -9,7 +9,7 @@ from sluice_operator.api import names
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune.tuner import TunerInputs
 from sluice_operator.kubernetes.interface import CONFIG_MAPS, uid_of
-from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan
+from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, resolve_revisions
 from sluice_operator.planning.plan_store import store_plan
 from sluice_operator.planning.scale_down import ScaleDecision, decide_scale
 from sluice_operator.resources.apply import ChildApplier
@@ -87,7 +87,11 @@ async def reconcile_plan(
         statuses=reported.statuses.values(),
     )
     new = StoredPlan(
-        plan=plan, generation=plan.generation, tuned=state.tuner.stored, accepted_spec=verdict.accepted_spec
+        plan=plan,
+        generation=plan.generation,
+        tuned=state.tuner.stored,
+        accepted_spec=verdict.accepted_spec,
+        revisions=resolve_revisions(stored.revisions, (*observed.engines, *observed.routers)),
     )
     if new == stored:
         return PlanOutcome(scale=scale, stored=stored)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import ConditionType, Reason
 from sluice_operator.api.manifest import ManifestError, check_manifest
+from sluice_operator.api.model_identity import list_identity
 from sluice_operator.kubernetes.interface import CERTIFICATES
 from sluice_operator.resources.certificates import uses_cert_manager
 from sluice_operator.resources.pods.pod_status import Failure
@@ -15,7 +16,6 @@ from sluice_operator.resources.pods.pod_template import find_refused_affinity_te
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec import ModelSpec
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.settings import OperatorSettings
 
@@ -80,7 +80,7 @@ def _find_model_change(cluster: ServingCluster, accepted: Object) -> Failure | N
         return None
     changed = [
         f"{field} {before} -> {after}"
-        for (field, before), (_, after) in zip(_identify(old), _identify(new), strict=True)
+        for (field, before), (_, after) in zip(list_identity(old), list_identity(new), strict=True)
         if before != after
     ]
     if not changed:
@@ -88,15 +88,6 @@ def _find_model_change(cluster: ServingCluster, accepted: Object) -> Failure | N
     advice = "make another ServingCluster for it, move the clients, and delete this one; or set the field back"
     message = f"spec.model: {', '.join(changed)} is another model than the one that is served; {advice}"
     return Failure(reason=Reason.MODEL_CHANGED, message=message)
-
-
-def _identify(model: ModelSpec) -> list[tuple[str, str]]:
-    """Lists what makes a model another one; its name for clients and the way to its files' cache do not."""
-    claim, image = model.source.persistent_volume_claim, model.source.image
-    where = f"{image.reference}/{image.path}" if image else "huggingFace"
-    if claim is not None:
-        where = f"{claim.claim_name}/{claim.path}"
-    return [("name", model.name), ("revision", model.revision or "none"), ("source", where)]
 
 
 def check_cluster(

@@ -6,7 +6,7 @@ A plan is a pure function of the stored plan and of what is observed, so that no
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
@@ -14,6 +14,7 @@ from google.protobuf import json_format
 from sluice.v1 import plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
+from sluice_operator.api.model_identity import REVISION_KEY_PREFIX
 from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune.decision import StoredSliders
@@ -41,12 +42,14 @@ class StoredPlan:
         generation: Its generation, or the highest that is known to have been used; 0: none.
         tuned: Sliders that autotune put in force instead of the spec's.
         accepted_spec: The spec that was accepted last; None: none was stored.
+        revisions: What unpinned revisions were resolved to, by the model's id: the same for every pod from then on.
     """
 
     plan: plan_pb2.Plan | None = None
     generation: int = 0
     tuned: StoredSliders | None = None
     accepted_spec: Object | None = None
+    revisions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def roles(self) -> dict[EngineId, Role]:
@@ -81,7 +84,26 @@ def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
         generation=max(generation, plan.generation),
         tuned=tuned,
         accepted_spec=_read_object(data.get(names.ACCEPTED_SPEC_FILE, "")),
+        revisions={
+            key.removeprefix(REVISION_KEY_PREFIX): value
+            for key, value in data.items()
+            if key.startswith(REVISION_KEY_PREFIX)
+        },
     )
+
+
+def resolve_revisions(known: Mapping[str, str], pods: Iterable[Pod]) -> dict[str, str]:
+    """Takes what pods resolved their models' unpinned revisions to; the first answer for a model counts for all.
+
+    Args:
+        known: Revisions that are stored, by the model's id.
+        pods: Engine and router pods.
+    """
+    found: dict[str, str] = {}
+    for pod in sorted(pods, key=lambda pod: (pod.created, pod.name)):
+        if pod.model_id and pod.resolved_revision:
+            found.setdefault(pod.model_id, pod.resolved_revision)
+    return {**found, **known}
 
 
 def _read_object(text: str) -> Object | None:

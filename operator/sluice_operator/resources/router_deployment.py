@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
+from sluice_operator.api.model_identity import identify_model
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import RouterSite, render_router_command
 from sluice_operator.resources.pods import containers
@@ -58,7 +59,7 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ROUTER)
     lifecycle, grace_s = containers.render_termination(spec.router.drain_timeout_seconds)
-    model = mount_model(spec.model, files=ROUTER_FILES)
+    model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES)
     plan = {
         "name": PLAN_VOLUME,
         "configMap": {
@@ -71,8 +72,11 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     volumes, mounts = mount_secrets(cluster, names.ROUTER)
     container = _render_container(cluster, image, lifecycle, security)
     container["volumeMounts"] += [model.mount, *mounts]
+    container["env"] = [*model.variables, *container["env"]]
     template: Object = {
-        "metadata": {"labels": names.label_child(name, names.ROUTER)},
+        "metadata": {
+            "labels": {**names.label_child(name, names.ROUTER), names.MODEL_LABEL: identify_model(spec.model)}
+        },
         "spec": {
             **containers.render_pod_defaults(
                 spec.router.service_account_name or names.name_workload(name, names.ROUTER)
