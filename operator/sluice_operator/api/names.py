@@ -45,6 +45,8 @@ ROUTER = "router"
 # The certificate of the routers' ports for clients.
 FRONT = "front"
 PLAN_FILE = "plan.json"
+# Beside the plan: the models that routers serve, while one replaces another.
+MODELS_FILE = "models.json"
 # Beside the plan: the spec that was accepted last, which stays in force while another one is refused.
 ACCEPTED_SPEC_FILE = "accepted-spec.json"
 

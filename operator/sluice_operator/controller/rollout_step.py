@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ def decide_rollout(
     state: ClusterState,
     *,
     default_image: str,
+    is_before_switch: bool = False,
     now: float,
     wall_s: float,
 ) -> GateDecision:
@@ -47,6 +49,7 @@ def decide_rollout(
         reported: What the routers say.
         state: The cluster's state; where the figures of the batch begin is noted there.
         default_image: Image of engines whose manifest names none.
+        is_before_switch: Whether the new engines serve another model, to which the routers have not switched yet.
         now: Monotonic seconds.
         wall_s: The time, in seconds since 1970.
     """
@@ -72,6 +75,9 @@ def decide_rollout(
         watched_s=now - batch.seen_s,
         start_limit_s=spec.engine.drain_timeout_seconds + spec.engine.startup_timeout_seconds + START_MARGIN_S,
     )
+    if is_before_switch and not roll.failure:
+        # No request reaches the new engines yet: there is nothing to measure, but whether they start.
+        return GateDecision(state=replace(roll, failure=facts.refusal))
     return decide_gate(roll, facts, gate, wall_s)
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # The kubelet fills these in: Kubernetes replaces $(NAME) in a command by the variable's value.
 ENGINE_ID_VARIABLE = "SLUICE_ENGINE_ID"
 KV_HOST_VARIABLE = "SLUICE_KV_HOST"
+# The id of the model, as the engine program reads it.
+MODEL_ID_VARIABLE = "SLUICE_MODEL_ID"
 SHARED_MEMORY = "shared-memory"
 # What vLLM and its libraries write beside the model; the root is read-only.
 CACHES = {
@@ -157,6 +159,8 @@ def _render_variables(spec: ServingClusterSpec) -> list[Object]:
     own: Object = {
         ENGINE_ID_VARIABLE: {"fieldRef": {"fieldPath": "metadata.uid"}},
         KV_HOST_VARIABLE: {"fieldRef": {"fieldPath": "status.podIP"}},
+        # A variable and no option: an older image, which a manifest may name, ignores it.
+        MODEL_ID_VARIABLE: identify_model(spec.model),
         **CACHES,
     }
     if "cpu" in spec.engine.resources.limits:

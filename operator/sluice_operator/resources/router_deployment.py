@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 PLAN_DIRECTORY = "/etc/sluice/plan"
 PLAN_VOLUME = "plan"
+# The id of the model, as the router program reads it.
+MODEL_ID_VARIABLE = "SLUICE_ROUTER_MODEL_ID"
 # Reading a tokenizer from a slow volume.
 STARTUP_S = 120
 # A pod without a CPU request gets what others leave: nothing while an engine on its node imports vLLM. Routers took
@@ -125,7 +127,8 @@ def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, se
         "imagePullPolicy": "IfNotPresent",
         "command": render_router_command(cluster.spec, site, security),
         "env": containers.render_environment(
-            {"HOME": containers.TMP_MOUNT["mountPath"]}, containers.render_user_variables(cluster.spec.router)
+            {"HOME": containers.TMP_MOUNT["mountPath"], MODEL_ID_VARIABLE: identify_model(cluster.spec.model)},
+            containers.render_user_variables(cluster.spec.router),
         ),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _render_resources(cluster.spec.router.resources),
