@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.api import names
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune.tuner import TunerInputs
-from sluice_operator.controller.switch_step import SwitchOutcome, switch_models
+from sluice_operator.controller.rollout_step import SwitchOutcome, switch_models
 from sluice_operator.kubernetes.interface import CONFIG_MAPS, uid_of
 from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, resolve_revisions
 from sluice_operator.planning.plan_store import store_plan
