@@ -186,10 +186,10 @@ def test_parts_end_where_they_were_planned_to(schedules_ahead, monkeypatch):
         plan_parts(request, route)
         planned[request.index] = request.split_tokens
 
-    def note_send(self, request, source, cause, move):
+    def note_send(self, request, source, cause, move, *copied):
         assert cause is MoveCause.SPLIT
         ended[request.index] = request.generated_tokens
-        send(self, request, source, cause, move)
+        send(self, request, source, cause, move, *copied)
 
     monkeypatch.setattr(Simulation, "_plan_parts", staticmethod(note_plan))
     monkeypatch.setattr(Simulation, "send", note_send)

@@ -307,7 +307,11 @@ class SimHandOffs:
             target.reserve(move.num_blocks)
             move.is_granted = True
             num_tokens = move.source.count_tokens(move.request)
-            is_copied = self._cluster.cell.options.copies_kv and num_tokens > move.source.setup.block_size_tokens
+            is_copied = (
+                self._cluster.cell.options.copies_kv
+                and move.cause is not MoveCause.SPLIT  # the source must know its end before it comes there
+                and num_tokens > move.source.setup.block_size_tokens
+            )
             self._send(HandOffStep.OFFER if is_copied else HandOffStep.HAND_OFF, move)
         else:
             move.request.is_leaving = False
