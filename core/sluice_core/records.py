@@ -361,3 +361,4 @@ class Plan:
     model_fingerprint: str = ""
     num_routers: int = 1
     owner_limits: dict[str, OwnerLimits] = field(default_factory=dict)
+    served_models: dict[str, str] = field(default_factory=dict)

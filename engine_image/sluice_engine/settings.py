@@ -97,6 +97,7 @@ class EngineSettings(BaseModel):
         kv_port: Its port; below the ephemeral range, or a foreign connection may hold it.
         model: Directory of the model, or its name on the hub.
         revision: Revision of it.
+        model_id: The control plane's id of the model, for routers; empty: any router may use the engine.
         dtype: Type of weights and KV; float32 on the CPU and the model's own elsewhere when absent.
         max_batch_tokens: Largest chunk size that may ever be set, in tokens.
         max_model_len: Longest prompt + output, in tokens; the model's own when absent.
@@ -126,6 +127,7 @@ class EngineSettings(BaseModel):
     kv_port: Port
     model: Annotated[str, Field(min_length=1)]
     revision: str | None = None
+    model_id: str = ""
     dtype: str | None = None
     max_batch_tokens: Annotated[int, Field(ge=1)]
     max_model_len: Annotated[int, Field(ge=2)] | None = None
@@ -171,6 +173,7 @@ OPTIONS = {
     "kv_port": "its port, below 32768",
     "model": "directory of the model, or its name on the hub",
     "revision": "revision of the model",
+    "model_id": "the control plane's id of the model; routers of another one do not use this engine",
     "dtype": "type of weights and KV",
     "max_batch_tokens": "largest chunk size that may be set live, in tokens",
     "max_model_len": "longest prompt + output, in tokens",

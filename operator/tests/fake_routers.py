@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, plan_pb2
-from sluice_operator.api.names import COMPONENT_LABEL, ENGINE
+from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, MODEL_LABEL
 from sluice_operator.kubernetes.interface import PODS
 from sluice_operator.routers.connections import NO_NAMES
 
@@ -90,6 +90,10 @@ class FakeRouters:
         del key
         return {}
 
+    def _find_model(self, key: ClusterKey, name: str) -> str:
+        """Model of a router, by its pod: it uses the engines of that model."""
+        return str(self.kubernetes.find(PODS, name, key.namespace)["metadata"]["labels"].get(MODEL_LABEL, ""))
+
     def _describe(self, key: ClusterKey, name: str, address: str) -> control_pb2.GetStatusResponse:
         plan = self.plans.get(address, plan_pb2.Plan())
         parts = {part.engine_id: part for part in plan.engines}
@@ -97,6 +101,8 @@ class FakeRouters:
         for pod in self.kubernetes.select(PODS, key.namespace, {COMPONENT_LABEL: ENGINE}):
             is_ready = any(item["status"] == "True" for item in pod["status"]["conditions"])
             if not is_ready or not plan.generation:
+                continue
+            if pod["metadata"]["labels"].get(MODEL_LABEL, "") != self._find_model(key, name):
                 continue
             uid = pod["metadata"]["uid"]
             part = parts.get(uid, plan_pb2.EnginePlan(chunk_size_tokens=plan.unnamed_chunk_size_tokens))

@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 
 from sluice_core.records import EngineId, Role
 from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.model_identity import identify_model
 from sluice_operator.planning.plan_message import render_plan
 from sluice_operator.resources.commands import (
     EngineSite,
@@ -185,5 +186,6 @@ def test_the_plan() -> None:
         ],
         "unnamed_chunk_size_tokens": 64,
         "served_model_name": "served",
+        "served_models": [{"model_id": identify_model(make().spec.model), "served_name": "served"}],
         "num_routers": 2,
     }

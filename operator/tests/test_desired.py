@@ -29,6 +29,10 @@ TYPES = {
 }
 
 
+# A revision that never moves.
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
 RDMA = {
     "mode": "RDMA",
     "rdma": {
@@ -184,9 +188,9 @@ def test_engines_get_the_gpus_that_they_share_unless_their_resources_name_a_devi
 def test_emulated_engines_fetch_what_routers_read_and_no_weights() -> None:
     hub: Any = {"name": "a/b", "source": {"huggingFace": {}}}
     emulation = {"gpu": "h100-80g", "model": "qwen2.5-14b"}
-    (real,) = engine_template(model=hub)["spec"]["initContainers"]
-    (emulated,) = engine_template(model=hub, engine={"emulation": emulation})["spec"]["initContainers"]
-    (router,) = router_template(model=hub)["spec"]["initContainers"]
+    *_, real = engine_template(model=hub)["spec"]["initContainers"]
+    *_, emulated = engine_template(model=hub, engine={"emulation": emulation})["spec"]["initContainers"]
+    *_, router = router_template(model=hub)["spec"]["initContainers"]
     assert "--include" not in real["command"]
     assert emulated["command"] == router["command"]
     assert not any("safetensors" in part for part in emulated["command"])
@@ -227,8 +231,8 @@ def test_what_fetches_the_model_and_nothing_else_uses_proxy_mirror_and_authoriti
         "proxy": {"httpsProxy": "http://proxy:3128", "noProxy": [".svc", "10.0.0.0/8"]},
         "caBundle": {kind: {"name": "authorities", "key": "all.pem"}},
     }
-    plain = {"model": {"name": "a/b", "source": {"huggingFace": {}}}}
-    model = {"model": {"name": "a/b", "source": {"huggingFace": hub}}}
+    plain = {"model": {"name": "a/b", "revision": COMMIT, "source": {"huggingFace": {}}}}
+    model = {"model": {"name": "a/b", "revision": COMMIT, "source": {"huggingFace": hub}}}
     for render_template in (engine_template, router_template):
         spec = render_template(**model)["spec"]
         (fetch,) = spec["initContainers"]
@@ -307,11 +311,11 @@ def test_a_volume_is_mounted_read_only_in_engines_and_routers() -> None:
 
 def test_a_model_of_the_hub_is_fetched_first_and_routers_fetch_no_weights() -> None:
     source = {"huggingFace": {"tokenSecretRef": {"name": "hub", "key": "token"}, "cacheClaimName": "cache"}}
-    model = {"name": "org/model", "revision": "r1", "source": source}
+    model = {"name": "org/model", "revision": COMMIT, "source": source}
     engine = engine_template(model=model)["spec"]["initContainers"][0]
     router = router_template(model=model)["spec"]["initContainers"][0]
     assert " ".join(engine["command"]) == (
-        "python -m huggingface_hub.cli.hf download org/model --local-dir /model --revision r1"
+        f"python -m huggingface_hub.cli.hf download org/model --local-dir /model --revision {COMMIT}"
     )
     assert "*.safetensors" not in router["command"]
     assert "*.json" in router["command"]
@@ -325,7 +329,7 @@ def test_a_model_of_the_hub_is_fetched_first_and_routers_fetch_no_weights() -> N
         "name": "model",
         "mountPath": "/model",
         "readOnly": True,
-        "subPath": "org--model--r1",
+        "subPath": f"org--model--{COMMIT}",
     }
 
 
@@ -333,12 +337,12 @@ def test_a_model_of_the_hub_is_fetched_first_and_routers_fetch_no_weights() -> N
     ("source", "of_engines", "of_routers"),
     [
         ({}, None, None),
-        ({"cacheClaimName": "cache"}, "org--model--main", "org--model--main--tokenizer"),
+        ({"cacheClaimName": "cache"}, f"org--model--{COMMIT}", f"org--model--{COMMIT}--tokenizer"),
     ],
     ids=["in the pod", "in a claim"],
 )
 def test_a_fetched_model_has_a_folder_of_its_own_where_clusters_share_it(source, of_engines, of_routers) -> None:
-    model = {"name": "org/model", "source": {"huggingFace": source}}
+    model = {"name": "org/model", "revision": COMMIT, "source": {"huggingFace": source}}
     for template, folder in ((engine_template(model=model), of_engines), (router_template(model=model), of_routers)):
         containers = template["spec"]["initContainers"][0], template["spec"]["containers"][0]
         mounts = [mount for each in containers for mount in each["volumeMounts"] if mount["name"] == "model"]

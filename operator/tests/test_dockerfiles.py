@@ -313,8 +313,10 @@ def test_pods_start_what_the_image_starts(image: str) -> None:
 @images_of_pods
 def test_every_program_of_the_pods_is_in_their_image(image: str) -> None:
     lock = (ROOT / "requirements" / f"{image}.txt").read_text()
-    started = {tuple(container["command"][:3]) for container in list_containers(image)}
-    assert len(started) == (2 if image == "router" else 3)
+    commands = {tuple(container["command"][:3]) for container in list_containers(image)}
+    # The program that resolves a revision is given whole; what it imports, fetching the model imports too.
+    started = {command for command in commands if command[1] != "-c"}
+    assert (len(commands), len(started)) == ((3, 2) if image == "router" else (4, 3))
     for python, option, module in started:
         assert (python, option) == ("python", "-m")
         package, *rest = module.split(".")

@@ -184,31 +184,6 @@ async def test_an_affinity_that_reaches_other_namespaces_is_refused() -> None:
     assert "spec.engine.affinity.podAntiAffinity" in world.message("SpecValid")
 
 
-OTHER_SOURCE = {"persistentVolumeClaim": {"claimName": "models", "path": "other"}}
-
-
-@pytest.mark.parametrize(
-    "model", [{"name": "other"}, {"revision": "b"}, {"source": OTHER_SOURCE}], ids=["name", "revision", "source"]
-)
-async def test_another_model_is_refused_once_one_has_served(model) -> None:
-    world = World()
-    await world.settle()
-    before, template, plan = world.engine_uids, world.deployment()["spec"]["template"], world.plan
-    world.edit(model=model)
-    await world.settle()
-    assert world.conditions["SpecValid"] == ("False", "ModelChanged")
-    assert "another ServingCluster" in world.message("SpecValid")
-    assert world.conditions["Ready"] == ("True", "Serving")
-    # A new operator knows it too; no pod is replaced, and routers answer by the name that they had.
-    world.start_operator()
-    await world.settle()
-    assert (world.engine_uids, world.deployment()["spec"]["template"]) == (before, template)
-    assert world.plan.served_model_name == plan.served_model_name == "tiny"
-    world.edit(model={"name": "tiny", "revision": None, "source": {"persistentVolumeClaim": {"path": "tiny"}}})
-    await world.settle()
-    assert world.conditions["SpecValid"] == ("True", "Valid")
-
-
 async def test_a_model_that_never_served_may_be_corrected_and_one_that_does_may_get_another_name_for_clients() -> None:
     world = World(engine={"image": "broken:1"})
     world.kubernetes.broken_images.add("broken:1")

@@ -9,7 +9,9 @@ import pytest
 from cluster_harness import KEY, World
 
 from sluice.v1 import control_pb2
+from sluice_operator.api.names import COMPONENT_LABEL, MODEL_LABEL
 from sluice_operator.api.spec import RolloutGateSpec
+from sluice_operator.kubernetes.interface import PODS
 from sluice_operator.planning.rollout_gate import RollFacts, decide_gate
 from sluice_operator.resources.rollout_state import RolloutState
 from sluice_operator.routers.engine_outcomes import EngineOutcomes, Outcomes
@@ -255,6 +257,30 @@ async def test_a_surge_of_all_engines_keeps_the_old_ones_until_the_verdict() -> 
         await rolling.step((2, 2, 0), (2, 0, 2))
     assert rolling.world.engine_uids == rolling.old
     assert rolling.world.conditions["Progressing"] == ("False", "RolledBack")
+
+
+async def test_a_model_that_is_worse_goes_back_and_routers_switch_back() -> None:
+    rolling = Rolling(maxSurge="100%", maxUnavailable=0)
+    await rolling.world.settle()
+    rolling.old, rolling.template = rolling.world.engine_uids, rolling.world.deployment()["spec"]["template"]
+    world = rolling.world
+    world.edit(model={"name": "other"})
+    names = set()
+    for _ in range(80):
+        await rolling.step((2, 2, 0), (2, 0, 0))
+        names.add(world.plan.served_models[0].served_name)
+    # It was tried, and its routers were replaced by those of the model that served before.
+    assert names == {"tiny", "other"}
+    assert rolling.most_new == 4
+    assert [model.served_name for model in world.plan.served_models] == ["tiny"]
+    assert world.engine_uids == rolling.old
+    assert world.deployment()["spec"]["template"] == rolling.template
+    assert world.conditions["Progressing"] == ("False", "RolledBack")
+    assert world.conditions["Degraded"] == ("True", "RolledBack")
+    labels = {pod["metadata"]["labels"][MODEL_LABEL] for pod in world.engines}
+    routers = world.kubernetes.select(PODS, labels={COMPONENT_LABEL: "router"})
+    assert {pod["metadata"]["labels"][MODEL_LABEL] for pod in routers} == labels
+    assert len(labels) == 1
 
 
 async def test_without_traffic_a_roll_waits_for_its_time_and_says_that_nothing_was_measured() -> None:

@@ -67,6 +67,7 @@ def make_router(settings: RouterSettings) -> Router:
     router_id = settings.router_id or f"router-{uuid.uuid4().hex[:12]}"
     state = RouterState(
         router_id=router_id,
+        model_id=settings.model_id,
         limits=settings.limits,
         rng=random.Random(),  # noqa: S311 - ids, seeds and ties, nothing secret
         started_unix_s=int(time.time()),

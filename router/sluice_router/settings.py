@@ -85,6 +85,9 @@ class RouterSettings(BaseModel):
     control_port: int = Field(default=0, ge=0, le=65535, description="port of the control API; 0: a free one")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="port of /metrics and the probes; 0: a free one")
     model: str = Field(description="folder of the model: tokenizer, chat template, generation defaults")
+    model_id: str = Field(
+        default="", description="the control plane's id of the model; engines of another one are not used"
+    )
     engines: str = Field(description="file:PATH (a JSON list of host:port) or dns:NAME:PORT")
     plan: str = Field(default="", description="file with a plan as JSON, for a cold start")
     router_id: str = Field(default="", description="unique per router process; made up when empty")

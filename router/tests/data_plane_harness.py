@@ -127,6 +127,7 @@ class Harness:
         *,
         limits: Limits | None = None,
         plan: bool = True,
+        model_id: str = "",
         make_latency_model: Callable[[EngineId], LatencyModel] | None = None,
         make_traces: Callable[[Clock], RequestTraces] | None = None,
     ) -> None:
@@ -135,6 +136,7 @@ class Harness:
             router_id="router-1",
             limits=limits or Limits(),
             rng=make_rng(),
+            model_id=model_id,
             make_latency_model=make_latency_model,
             traces=make_traces(self.clock) if make_traces else None,
         )

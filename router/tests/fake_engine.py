@@ -53,6 +53,7 @@ class FakeCore:
     epoch: int = 1
     fingerprint: str = "fp"
     model: str = ""
+    model_id: str = ""
     kv_blocks_total: int = 1000
     max_num_seqs: int = 64
     max_batch_tokens: int = 8192
@@ -95,6 +96,7 @@ class FakeCore:
             epoch=self.epoch,
             fingerprint=self.fingerprint,
             model=self.model,
+            model_id=self.model_id,
             max_batch_tokens=self.max_batch_tokens,
             max_num_seqs=self.max_num_seqs,
             max_model_len_tokens=self.max_model_len_tokens,

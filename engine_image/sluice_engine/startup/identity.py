@@ -59,6 +59,7 @@ def make_hello(settings: EngineSettings, config: VllmConfig, epoch: int) -> wire
         prefix_root=make_prefix_root(config),
         # Parts arrive in the prefix cache.
         pulls_parts=config.cache_config.enable_prefix_caching,
+        model_id=settings.model_id,
     )
 
 

@@ -54,7 +54,6 @@ class Reason(StrEnum):
     VALID = "Valid"
     REFUSED = "Refused"
     NOT_AVAILABLE = "NotAvailable"
-    MODEL_CHANGED = "ModelChanged"
     ALL_READY = "AllReady"
     SOME_NOT_READY = "SomeNotReady"
     NONE_READY = "NoneReady"
@@ -122,7 +121,6 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.REFUSED,
         Reason.POD_TEMPLATE_REFUSED,
         Reason.NOT_AVAILABLE,
-        Reason.MODEL_CHANGED,
     ),
     ConditionType.ENGINES_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),
     ConditionType.ROUTER_READY: (Reason.ALL_READY, Reason.SOME_NOT_READY, Reason.NONE_READY),

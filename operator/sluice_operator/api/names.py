@@ -23,6 +23,8 @@ NAME_LABEL = "app.kubernetes.io/name"
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 # When a pod that leaves began to drain, in seconds since 1970.
 DRAINING_SINCE_ANNOTATION = f"{GROUP}/draining-since"
+# On pods: the id of the model that they serve (api.model_identity).
+MODEL_LABEL = f"{GROUP}/model"
 RESTART_HASH_ANNOTATION = f"{GROUP}/restart-hash"
 TEMPLATE_ANNOTATION = f"{GROUP}/pod-template"
 APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
@@ -43,6 +45,8 @@ ROUTER = "router"
 # The certificate of the routers' ports for clients.
 FRONT = "front"
 PLAN_FILE = "plan.json"
+# Beside the plan: the models that routers serve, while one replaces another.
+MODELS_FILE = "models.json"
 # Beside the plan: the spec that was accepted last, which stays in force while another one is refused.
 ACCEPTED_SPEC_FILE = "accepted-spec.json"
 

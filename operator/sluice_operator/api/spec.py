@@ -200,7 +200,7 @@ class ModelSpec(ManifestModel):
     name: Text
     """Name of the model, such as Qwen/Qwen2.5-14B-Instruct."""
     revision: Text | None = None
-    """Revision of the model."""
+    """Revision of the model. What is no commit of the Hub's is resolved once, and every pod fetches that commit."""
     served_name: Text | None = None
     """Name that clients use; model.name when absent."""
     source: ModelSource

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.kubernetes.interface import PODS
+from sluice_operator.planning.model_switch import choose_router_model
 from sluice_operator.planning.pod_patches import render_pod_patches
 from sluice_operator.resources.apply import ChildApplier
 from sluice_operator.resources.certificates import find_certificate_failures
@@ -62,6 +63,11 @@ async def apply_children(
         live=observed.live,
         roll=rollout.state,
         is_roll_held=rollout.is_held,
+        served_model=planned.models.switch.served if planned.models else None,
+        split_unavailable=planned.models.split.max_unavailable if planned.models and planned.models.split else None,
+        router_model=choose_router_model(planned.models.switch, observed.routers)
+        if planned.models and planned.models.split
+        else "",
     )
     desired = render_children(cluster, inputs, settings)
     for child in desired:

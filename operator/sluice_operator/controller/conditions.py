@@ -140,7 +140,10 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
     if not inputs.num_engines_ready or not inputs.num_routers_ready:
         return True, Reason.STARTING, "waits for the first engine and router"
     if found := _describe_rollout(rolling, inputs.cluster, inputs.rollout.state):
-        return found
+        is_true, reason, message = found
+        return is_true, reason, f"{message}; {inputs.switching}" if inputs.switching else message
+    if inputs.switching:
+        return True, Reason.ROLLING_OUT, inputs.switching
     wanted = {names.ENGINE: inputs.num_engines_ready, names.ROUTER: inputs.num_routers_ready}
     missing = [
         f"{_wanted(inputs, name)} {name}s wanted, {count} ready"

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from sluice_operator.api import names
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune.tuner import TunerInputs
+from sluice_operator.controller.rollout_step import SwitchOutcome, switch_models
 from sluice_operator.kubernetes.interface import CONFIG_MAPS, uid_of
-from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan
+from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, resolve_revisions
 from sluice_operator.planning.plan_store import store_plan
 from sluice_operator.planning.scale_down import ScaleDecision, decide_scale
 from sluice_operator.resources.apply import ChildApplier
@@ -35,12 +36,14 @@ class PlanOutcome:
     Args:
         scale: The number of engines, and who leaves.
         stored: The plan that is stored by now.
+        models: What was decided about the models; None: there is no spec to go by.
         is_new: Whether this reconcile stored it.
         failures: Why it could not be stored.
     """
 
     scale: ScaleDecision
     stored: StoredPlan
+    models: SwitchOutcome | None = None
     is_new: bool = False
     failures: tuple[Failure, ...] = ()
 
@@ -78,6 +81,7 @@ async def reconcile_plan(
         return PlanOutcome(scale=ScaleDecision(replicas=0), stored=stored)
     effective = _tune(cluster, observed, reported, stored, state)
     scale = _scale(effective, observed, reported, stored, state=state, now=now, wall_s=wall_s)
+    models = switch_models(cluster, observed, stored)
     plan = make_plan(
         effective,
         stored,
@@ -85,14 +89,20 @@ async def reconcile_plan(
         victims=scale.victims,
         reports=reported.reports,
         statuses=reported.statuses.values(),
+        switch=models.switch,
     )
     new = StoredPlan(
-        plan=plan, generation=plan.generation, tuned=state.tuner.stored, accepted_spec=verdict.accepted_spec
+        plan=plan,
+        generation=plan.generation,
+        tuned=state.tuner.stored,
+        accepted_spec=verdict.accepted_spec,
+        switch=models.switch,
+        revisions=resolve_revisions(stored.revisions, (*observed.engines, *observed.routers)),
     )
     if new == stored:
-        return PlanOutcome(scale=scale, stored=stored)
+        return PlanOutcome(scale=scale, stored=stored, models=models)
     applier = ChildApplier(kubernetes, cluster, observed.live)
-    return await _replace_plan(applier, own_writes, observed, stored, new, scale=scale)
+    return await _replace_plan(applier, own_writes, observed, stored, new, scale=scale, models=models)
 
 
 async def _replace_plan(
@@ -103,12 +113,14 @@ async def _replace_plan(
     new: StoredPlan,
     *,
     scale: ScaleDecision,
+    models: SwitchOutcome,
 ) -> PlanOutcome:
     """Stores a plan in place of another one, and says what became of it."""
     is_stored = await store_plan(applier, _find_config_map(observed), new, own_writes)
     return PlanOutcome(
         scale=scale,
         stored=new if is_stored else stored,
+        models=models,
         is_new=is_stored and new.plan != stored.plan,
         failures=tuple(applier.failures),
     )
@@ -187,6 +199,7 @@ def is_settled(cluster: ServingCluster, observed: ObservedState, stored: StoredP
     return (
         len(present) == cluster.spec.replicas
         and all(pod.is_ready for pod in present)
+        and len({pod.model_id for pod in present}) == 1
         and stored.plan is not None
         and has_acknowledged(stored.plan, reported.reports, reported.statuses.values())
     )

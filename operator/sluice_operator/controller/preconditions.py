@@ -15,7 +15,6 @@ from sluice_operator.resources.pods.pod_template import find_refused_affinity_te
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec import ModelSpec
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.settings import OperatorSettings
 
@@ -49,8 +48,6 @@ def judge_spec(
         has_cert_manager: See ``check_cluster``.
     """
     cluster, refusal = check_cluster(body, settings, has_cert_manager=has_cert_manager)
-    if cluster is not None and accepted_spec is not None and _has_served(body):
-        refusal = _find_model_change(cluster, {**body, "spec": accepted_spec})
     if refusal is None:
         return SpecVerdict(cluster=cluster, accepted_spec=body["spec"])
     if accepted_spec is None:
@@ -65,38 +62,11 @@ def judge_spec(
     return SpecVerdict(cluster=accepted, accepted_spec=accepted_spec, refusal=refusal, may_apply=objection is None)
 
 
-def _has_served(body: Object) -> bool:
+def has_served(body: Object) -> bool:
     """Whether an engine and a router of a cluster have ever been ready."""
     conditions = (body.get("status") or {}).get("conditions", [])
     ready = next((item for item in conditions if item["type"] == ConditionType.READY), None)
     return ready is not None and ready["reason"] not in (Reason.STARTING, Reason.SPEC_INVALID)
-
-
-def _find_model_change(cluster: ServingCluster, accepted: Object) -> Failure | None:
-    """Refuses another model: engines of both would serve for a while, and answer under one name."""
-    try:
-        old, new = _parse(accepted).spec.model, cluster.spec.model
-    except ManifestError:
-        return None
-    changed = [
-        f"{field} {before} -> {after}"
-        for (field, before), (_, after) in zip(_identify(old), _identify(new), strict=True)
-        if before != after
-    ]
-    if not changed:
-        return None
-    advice = "make another ServingCluster for it, move the clients, and delete this one; or set the field back"
-    message = f"spec.model: {', '.join(changed)} is another model than the one that is served; {advice}"
-    return Failure(reason=Reason.MODEL_CHANGED, message=message)
-
-
-def _identify(model: ModelSpec) -> list[tuple[str, str]]:
-    """Lists what makes a model another one; its name for clients and the way to its files' cache do not."""
-    claim, image = model.source.persistent_volume_claim, model.source.image
-    where = f"{image.reference}/{image.path}" if image else "huggingFace"
-    if claim is not None:
-        where = f"{claim.claim_name}/{claim.path}"
-    return [("name", model.name), ("revision", model.revision or "none"), ("source", where)]
 
 
 def check_cluster(

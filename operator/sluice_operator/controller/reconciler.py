@@ -245,6 +245,7 @@ class Reconciler:
             reported,
             state,
             default_image=images.engine,
+            is_before_switch=planned.models is not None and planned.models.is_before,
             now=self._now(),
             wall_s=self._wall_s(),
         )
@@ -293,6 +294,7 @@ class Reconciler:
             recommended=state.tuner.result,
             waiting_upgrade=applied.waiting_upgrade,
             rollout=applied.rollout,
+            switching=planned.models.describe() if planned.models else "",
         )
 
     def _compute_requeue_s(

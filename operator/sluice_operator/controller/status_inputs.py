@@ -56,6 +56,7 @@ class StatusInputs:
         autotune: What the tuner says; None: the spec is refused.
         recommended: What the search for sliders found last; None: nothing yet.
         rollout: What was decided about a gated roll.
+        switching: How far one model has replaced another; empty: none does.
         waiting_upgrade: Which images wait for their turn; empty: none.
     """
 
@@ -75,6 +76,7 @@ class StatusInputs:
     autotune: AutotuneStatus | None = None
     recommended: SearchResult | None = None
     rollout: GateDecision = field(default_factory=lambda: GateDecision(state=None))
+    switching: str = ""
     waiting_upgrade: str = ""
 
     @property

@@ -6,7 +6,7 @@ A plan is a pure function of the stored plan and of what is observed, so that no
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
@@ -14,10 +14,13 @@ from google.protobuf import json_format
 from sluice.v1 import plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
+from sluice_operator.api.model_identity import REVISION_KEY_PREFIX
 from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.api.spec import ModelSpec
 from sluice_operator.autotune.decision import StoredSliders
 from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.planning.model_switch import ModelSwitch
 from sluice_operator.planning.plan_message import render_plan
 from sluice_operator.planning.roles import decide_roles
 from sluice_operator.routers.engine_reports import count_loads
@@ -41,12 +44,16 @@ class StoredPlan:
         generation: Its generation, or the highest that is known to have been used; 0: none.
         tuned: Sliders that autotune put in force instead of the spec's.
         accepted_spec: The spec that was accepted last; None: none was stored.
+        switch: Which models are served; None: none was stored.
+        revisions: What unpinned revisions were resolved to, by the model's id: the same for every pod from then on.
     """
 
     plan: plan_pb2.Plan | None = None
     generation: int = 0
     tuned: StoredSliders | None = None
     accepted_spec: Object | None = None
+    switch: ModelSwitch | None = None
+    revisions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def roles(self) -> dict[EngineId, Role]:
@@ -81,7 +88,42 @@ def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
         generation=max(generation, plan.generation),
         tuned=tuned,
         accepted_spec=_read_object(data.get(names.ACCEPTED_SPEC_FILE, "")),
+        switch=_read_switch(data.get(names.MODELS_FILE, "")),
+        revisions={
+            key.removeprefix(REVISION_KEY_PREFIX): value
+            for key, value in data.items()
+            if key.startswith(REVISION_KEY_PREFIX)
+        },
     )
+
+
+def resolve_revisions(known: Mapping[str, str], pods: Iterable[Pod]) -> dict[str, str]:
+    """Takes what pods resolved their models' unpinned revisions to; the first answer for a model counts for all.
+
+    Args:
+        known: Revisions that are stored, by the model's id.
+        pods: Engine and router pods.
+    """
+    found: dict[str, str] = {}
+    for pod in sorted(pods, key=lambda pod: (pod.created, pod.name)):
+        if pod.model_id and pod.resolved_revision:
+            found.setdefault(pod.model_id, pod.resolved_revision)
+    return {**found, **known}
+
+
+def _read_switch(text: str) -> ModelSwitch | None:
+    """Reads which models are served; None: it was not stored, or somebody edited it."""
+    try:
+        models = [ModelSpec.model_validate(model) for model in json.loads(text)]
+    except (ValueError, TypeError):
+        return None
+    return ModelSwitch(served=models[0], replaced=models[1] if len(models) > 1 else None) if models else None
+
+
+def write_switch(switch: ModelSwitch) -> str:
+    """Writes which models are served, the present one first."""
+    models = [model.model_dump(mode="json", by_alias=True, exclude_defaults=True) for model in switch.models]
+    return json.dumps(models, sort_keys=True)
 
 
 def _read_object(text: str) -> Object | None:
@@ -106,6 +148,7 @@ def make_plan(
     victims: Collection[EngineId],
     reports: Mapping[EngineId, EngineReport],
     statuses: Iterable[control_pb2.GetStatusResponse],
+    switch: ModelSwitch | None = None,
 ) -> plan_pb2.Plan:
     """Makes the plan that should be in force.
 
@@ -116,6 +159,7 @@ def make_plan(
         victims: Engines that leave.
         reports: What routers say of the engines.
         statuses: Newest status of each router.
+        switch: Which models are served; None: the manifest's.
 
     Returns:
         The stored plan when it is the same already, else one with the next generation.
@@ -123,14 +167,18 @@ def make_plan(
     roles = stored.roles
     ending = {pod.engine_id for pod in pods if pod.is_ending and pod.engine_id in roles}
     staying = [pod for pod in pods if pod.is_present and pod.engine_id not in victims]
-    assigned = decide_roles(
-        roles,
-        serving=sorted(pod.engine_id for pod in staying if pod.is_ready),
-        away=sorted(pod.engine_id for pod in staying if not pod.is_ready),
-        sliders=resolve_sliders(cluster.spec),
-        replicas=cluster.spec.replicas,
-        loads=count_loads(reports),
-    )
+    assigned: dict[EngineId, Role] = {}
+    # Requests stay within a model: its engines have both roles among themselves.
+    for model in sorted({switch.find_model(pod) if switch else "" for pod in staying}):
+        fleet = [pod for pod in staying if not switch or switch.find_model(pod) == model]
+        assigned |= decide_roles(
+            roles,
+            serving=sorted(pod.engine_id for pod in fleet if pod.is_ready),
+            away=sorted(pod.engine_id for pod in fleet if not pod.is_ready),
+            sliders=resolve_sliders(cluster.spec),
+            replicas=cluster.spec.replicas,
+            loads=count_loads(reports),
+        )
     # An engine that never had a role serves with the D-heavy setting, and drains like the others.
     gone = {engine_id: roles.get(engine_id, Role.DECODE_HEAVY) for engine_id in (*ending, *victims)}
     uid = cluster.metadata.uid
@@ -139,7 +187,8 @@ def make_plan(
 
     def render(generation: int) -> plan_pb2.Plan:
         named = dict(sorted((assigned | gone).items()))
-        return render_plan(cluster, named, generation=generation, cluster_uid=uid, draining=gone)
+        models = switch.models if switch else ()
+        return render_plan(cluster, named, generation=generation, cluster_uid=uid, draining=gone, served_models=models)
 
     if stored.plan is not None and stored.plan.generation == highest and render(highest) == stored.plan:
         return stored.plan

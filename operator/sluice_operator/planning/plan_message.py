@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from sluice.v1 import plan_pb2
 from sluice_core.strategies import get_strategy
 from sluice_operator.api.field_types import percent
+from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.proto_enums import PROTO_ROLES
 from sluice_operator.api.sliders import resolve_sliders
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from sluice_core.records import EngineId, Role
     from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.spec import ModelSpec
 
 
 def render_plan(
@@ -24,6 +26,7 @@ def render_plan(
     generation: int,
     cluster_uid: str,
     draining: Collection[EngineId] = frozenset(),
+    served_models: Sequence[ModelSpec] = (),
 ) -> plan_pb2.Plan:
     """Renders the plan: the only thing that the control plane hands to the data plane.
 
@@ -33,10 +36,13 @@ def render_plan(
         generation: Number of the plan, above that of every earlier one.
         cluster_uid: Uid of the cluster.
         draining: Engines that hand their work over.
+        served_models: The model that new requests are for, then the one that it replaces; the manifest's alone when
+            empty.
     """
     spec = cluster.spec
     sliders = resolve_sliders(spec)
     strategy = get_strategy(spec.strategy)
+    models = served_models or (spec.model,)
     return plan_pb2.Plan(
         cluster_uid=cluster_uid,
         generation=generation,
@@ -59,7 +65,12 @@ def render_plan(
             for engine_id, role in roles.items()
         ],
         unnamed_chunk_size_tokens=sliders.decode_heavy_tokens,
-        served_model_name=cluster.served_name,
+        # Routers that know no id were made before ids were: what they serve is the older model.
+        served_model_name=models[-1].served_name or models[-1].name,
+        served_models=[
+            plan_pb2.ServedModel(model_id=identify_model(model), served_name=model.served_name or model.name)
+            for model in models
+        ],
         num_routers=spec.router.replicas,
         owner_limits=[plan_pb2.OwnerLimits(**limits.model_dump(by_alias=False)) for limits in spec.router.auth.limits],
     )

@@ -10,8 +10,9 @@ import json
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
+from sluice_operator.api.model_identity import name_revision_key
 from sluice_operator.kubernetes.interface import CONFIG_MAPS, ConflictError, uid_of
-from sluice_operator.planning.plan import write_plan
+from sluice_operator.planning.plan import write_plan, write_switch
 
 if TYPE_CHECKING:
     from sluice_operator.kubernetes.interface import Object
@@ -69,6 +70,8 @@ def _render(applier: ChildApplier, stored: StoredPlan) -> Object:
             "data": {
                 names.PLAN_FILE: write_plan(stored.plan),
                 names.ACCEPTED_SPEC_FILE: json.dumps(stored.accepted_spec, sort_keys=True),
+                names.MODELS_FILE: write_switch(stored.switch) if stored.switch else "",
+                **{name_revision_key(model_id): revision for model_id, revision in stored.revisions.items()},
             },
         }
     )

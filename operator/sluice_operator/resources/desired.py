@@ -24,13 +24,14 @@ from sluice_operator.resources import (
 from sluice_operator.resources.certificates import render_certificates
 from sluice_operator.resources.engine_deployment import render_engines
 from sluice_operator.resources.rollout_hash import keep_pod_template
-from sluice_operator.resources.rollout_state import mark_rollout
+from sluice_operator.resources.rollout_state import hold_split, mark_rollout
 from sluice_operator.resources.router_deployment import render_routers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.spec import ModelSpec
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.resources.rollout_state import RolloutState
     from sluice_operator.settings import OperatorSettings
@@ -49,6 +50,9 @@ class RenderInputs:
         live: Children as they are.
         roll: The roll that the engines are in, where it is gated.
         is_roll_held: Whether it waits for its verdict.
+        served_model: The model that routers serve; None: the manifest's.
+        split_unavailable: Engines of the older model that may be away while two are served; None: one is served.
+        router_model: Id of the model whose routers get new connections; empty: all do.
     """
 
     engine_replicas: int
@@ -56,6 +60,9 @@ class RenderInputs:
     live: Mapping[ChildKey, Object]
     roll: RolloutState | None = None
     is_roll_held: bool = False
+    served_model: ModelSpec | None = None
+    split_unavailable: int | None = None
+    router_model: str = ""
 
 
 def render_children(cluster: ServingCluster, inputs: RenderInputs, settings: OperatorSettings) -> list[Object]:
@@ -66,20 +73,21 @@ def render_children(cluster: ServingCluster, inputs: RenderInputs, settings: Ope
         inputs: What else they depend on.
         settings: Default images, and where the operator runs.
     """
+    of_routers = _with_model(cluster, inputs.served_model)
     routers, engines = (
         keep_pod_template(deployment, inputs.live.get(key_of(deployment)))
         for deployment in (
-            render_routers(cluster, settings.router_image, names.name_operator_peer(settings.namespace)),
+            render_routers(of_routers, settings.router_image, names.name_operator_peer(settings.namespace)),
             render_engines(cluster, inputs.engine_replicas, settings.engine_image, settings.gpu_resource_name),
         )
     )
     rendered = [
         *service_accounts.render_service_accounts(cluster),
         *network_policies.render_network_policies(cluster, settings.namespace),
-        *services.render_services(cluster),
+        *services.render_services(cluster, inputs.router_model),
         *render_certificates(cluster),
         routers,
-        mark_rollout(engines, inputs.roll, is_held=inputs.is_roll_held),
+        hold_split(mark_rollout(engines, inputs.roll, is_held=inputs.is_roll_held), inputs.split_unavailable),
         *disruption_budgets.render_disruption_budgets(cluster),
         *(
             service_monitors.render_service_monitors(cluster, settings.labels_of_monitors)
@@ -88,6 +96,12 @@ def render_children(cluster: ServingCluster, inputs: RenderInputs, settings: Ope
         ),
     ]
     return [set_controller_reference(child, cluster) for child in rendered]
+
+
+def _with_model(cluster: ServingCluster, model: ModelSpec | None) -> ServingCluster:
+    if model is None:
+        return cluster
+    return cluster.model_copy(update={"spec": cluster.spec.model_copy(update={"model": model})})
 
 
 def set_controller_reference(child: Object, cluster: ServingCluster) -> Object:

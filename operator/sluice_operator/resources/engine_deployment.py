@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
 from sluice_operator.api import names
+from sluice_operator.api.model_identity import identify_model
 from sluice_operator.kubernetes.quantities import add_bytes
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 # The kubelet fills these in: Kubernetes replaces $(NAME) in a command by the variable's value.
 ENGINE_ID_VARIABLE = "SLUICE_ENGINE_ID"
 KV_HOST_VARIABLE = "SLUICE_KV_HOST"
+# The id of the model, as the engine program reads it.
+MODEL_ID_VARIABLE = "SLUICE_MODEL_ID"
 SHARED_MEMORY = "shared-memory"
 # What vLLM and its libraries write beside the model; the root is read-only.
 CACHES = {
@@ -88,19 +91,20 @@ def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str
     labels = names.select_component(name, names.ENGINE)
     lifecycle, grace_s = containers.render_termination(spec.engine.drain_timeout_seconds)
     # Emulated engines load no weights.
-    model = mount_model(spec.model, files=ROUTER_FILES if spec.engine.emulation else ())
+    model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES if spec.engine.emulation else ())
     # Engines ask routers for certificates; the control plane speaks with routers only.
     security = describe_security(cluster, names.ENGINE, locate_in_pod, control_name="")
     volumes, mounts = mount_secrets(cluster, names.ENGINE)
     container = _render_container(spec, image, lifecycle, security)
     container["resources"] = _render_resources(spec, gpu_resource_name)
     container["volumeMounts"] += [model.mount, *mounts]
+    container["env"] = [*model.variables, *container["env"]]
     memory: Object = {"medium": "Memory"}
     if spec.engine.shared_memory is not None:
         memory["sizeLimit"] = str(spec.engine.shared_memory)
     template: Object = {
         "metadata": {
-            "labels": names.label_child(name, names.ENGINE),
+            "labels": {**names.label_child(name, names.ENGINE), names.MODEL_LABEL: identify_model(spec.model)},
             "annotations": {},
         },
         "spec": {
@@ -155,6 +159,8 @@ def _render_variables(spec: ServingClusterSpec) -> list[Object]:
     own: Object = {
         ENGINE_ID_VARIABLE: {"fieldRef": {"fieldPath": "metadata.uid"}},
         KV_HOST_VARIABLE: {"fieldRef": {"fieldPath": "status.podIP"}},
+        # A variable and no option: an older image, which a manifest may name, ignores it.
+        MODEL_ID_VARIABLE: identify_model(spec.model),
         **CACHES,
     }
     if "cpu" in spec.engine.resources.limits:

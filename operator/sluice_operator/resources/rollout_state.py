@@ -98,6 +98,29 @@ def mark_rollout(deployment: Object, state: RolloutState | None, *, is_held: boo
     }
 
 
+def hold_split(deployment: Object, max_unavailable: int | None) -> Object:
+    """Keeps engines of two models side by side in the Deployment that is to be applied.
+
+    New engines never become available meanwhile, so Kubernetes goes no further than the step allows, whoever leads.
+
+    Args:
+        deployment: As rendered.
+        max_unavailable: Engines of the older model that may be away; None: one model is served.
+    """
+    if max_unavailable is None:
+        return deployment
+    spec = deployment["spec"]
+    update = {**spec["strategy"]["rollingUpdate"], "maxUnavailable": max_unavailable}
+    return {
+        **deployment,
+        "spec": {
+            **spec,
+            "strategy": {**spec["strategy"], "rollingUpdate": update},
+            "minReadySeconds": spec["progressDeadlineSeconds"] - 1,
+        },
+    }
+
+
 def _read_state(text: str) -> RolloutState | None:
     """Reads what is stored; None when there is nothing, or somebody edited it."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
+from sluice_operator.api.model_identity import identify_model
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import RouterSite, render_router_command
 from sluice_operator.resources.pods import containers
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 PLAN_DIRECTORY = "/etc/sluice/plan"
 PLAN_VOLUME = "plan"
+# The id of the model, as the router program reads it.
+MODEL_ID_VARIABLE = "SLUICE_ROUTER_MODEL_ID"
 # Reading a tokenizer from a slow volume.
 STARTUP_S = 120
 # A pod without a CPU request gets what others leave: nothing while an engine on its node imports vLLM. Routers took
@@ -58,7 +61,7 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ROUTER)
     lifecycle, grace_s = containers.render_termination(spec.router.drain_timeout_seconds)
-    model = mount_model(spec.model, files=ROUTER_FILES)
+    model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES)
     plan = {
         "name": PLAN_VOLUME,
         "configMap": {
@@ -71,8 +74,11 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     volumes, mounts = mount_secrets(cluster, names.ROUTER)
     container = _render_container(cluster, image, lifecycle, security)
     container["volumeMounts"] += [model.mount, *mounts]
+    container["env"] = [*model.variables, *container["env"]]
     template: Object = {
-        "metadata": {"labels": names.label_child(name, names.ROUTER)},
+        "metadata": {
+            "labels": {**names.label_child(name, names.ROUTER), names.MODEL_LABEL: identify_model(spec.model)}
+        },
         "spec": {
             **containers.render_pod_defaults(
                 spec.router.service_account_name or names.name_workload(name, names.ROUTER)
@@ -121,7 +127,8 @@ def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, se
         "imagePullPolicy": "IfNotPresent",
         "command": render_router_command(cluster.spec, site, security),
         "env": containers.render_environment(
-            {"HOME": containers.TMP_MOUNT["mountPath"]}, containers.render_user_variables(cluster.spec.router)
+            {"HOME": containers.TMP_MOUNT["mountPath"], MODEL_ID_VARIABLE: identify_model(cluster.spec.model)},
+            containers.render_user_variables(cluster.spec.router),
         ),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _render_resources(cluster.spec.router.resources),

@@ -11,8 +11,13 @@ if TYPE_CHECKING:
     from sluice_operator.kubernetes.interface import Object
 
 
-def render_services(cluster: ServingCluster) -> list[Object]:
-    """Renders the Services: for clients, for routers to find engines, for the routers' control ports."""
+def render_services(cluster: ServingCluster, router_model: str = "") -> list[Object]:
+    """Renders the Services: for clients, for routers to find engines, for the routers' control ports.
+
+    Args:
+        cluster: The manifest.
+        router_model: Id of the model whose routers get new connections of clients; empty: all do.
+    """
     name, service = cluster.metadata.name, cluster.spec.router.service
     clients = {
         "type": service.type,
@@ -31,6 +36,8 @@ def render_services(cluster: ServingCluster) -> list[Object]:
         _render_service(name, names.name_engine_service(name), names.ENGINE, engines),
         _render_service(name, names.name_control_service(name), names.ROUTER, control),
     ]
+    if router_model:
+        rendered[0]["spec"]["selector"] |= {names.MODEL_LABEL: router_model}
     if service.annotations:
         rendered[0]["metadata"]["annotations"] = dict(service.annotations)
     return rendered

@@ -100,7 +100,7 @@ def find_refused_engines(statuses: Mapping[str, control_pb2.GetStatusResponse]) 
             f"engine {engine.engine_id} at {engine.address}: {engine.last_fault}"
             for status in statuses.values()
             for engine in status.engines
-            if engine.state == control_pb2.ENGINE_STATE_REFUSED
+            if engine.state == control_pb2.ENGINE_STATE_REFUSED and not engine.serves_other_model
         }
     )
 

@@ -247,6 +247,7 @@ class EngineStatus(_message.Message):
     NUM_ENDED_FIELD_NUMBER: _builtins.int
     NUM_MET_BOTH_FIELD_NUMBER: _builtins.int
     NUM_FAILED_FIELD_NUMBER: _builtins.int
+    SERVES_OTHER_MODEL_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Pod uid, or the launcher's name."""
     epoch: _builtins.int
@@ -303,6 +304,8 @@ class EngineStatus(_message.Message):
     """Of these, met both objectives."""
     num_failed: _builtins.int
     """Of these, failed."""
+    serves_other_model: _builtins.bool
+    """True: it serves another model than this router, and is used by routers of that model."""
     @_builtins.property
     def latency(self) -> Global___LatencyCoefficients:
         """The latency model that this router fitted to its iterations; absent before the first one."""
@@ -339,10 +342,11 @@ class EngineStatus(_message.Message):
         num_ended: _builtins.int = ...,
         num_met_both: _builtins.int = ...,
         num_failed: _builtins.int = ...,
+        serves_other_model: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latency", b"latency"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "address", b"address", "block_size_tokens", b"block_size_tokens", "chunk_size_tokens", b"chunk_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_bytes_per_token", b"kv_bytes_per_token", "last_fault", b"last_fault", "latency", b"latency", "latency_error_ratio", b"latency_error_ratio", "max_batch_tokens", b"max_batch_tokens", "max_num_seqs", b"max_num_seqs", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_fitted_iterations", b"num_fitted_iterations", "num_met_both", b"num_met_both", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_decodes", b"running_decodes", "state", b"state", "transport", b"transport", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "address", b"address", "block_size_tokens", b"block_size_tokens", "chunk_size_tokens", b"chunk_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_bytes_per_token", b"kv_bytes_per_token", "last_fault", b"last_fault", "latency", b"latency", "latency_error_ratio", b"latency_error_ratio", "max_batch_tokens", b"max_batch_tokens", "max_num_seqs", b"max_num_seqs", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_fitted_iterations", b"num_fitted_iterations", "num_met_both", b"num_met_both", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running_decodes", b"running_decodes", "serves_other_model", b"serves_other_model", "state", b"state", "transport", b"transport", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -162,6 +162,32 @@ class EnginePlan(_message.Message):
 Global___EnginePlan: _TypeAlias = EnginePlan  # noqa: Y015
 
 @_typing.final
+class ServedModel(_message.Message):
+    """A model of the cluster. While one replaces another, routers of both answer, each by the name of its own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    SERVED_NAME_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """The control plane's id of it, as routers and engines have it on their command lines."""
+    served_name: _builtins.str
+    """Name that clients use for it."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        served_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "served_name", b"served_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServedModel: _TypeAlias = ServedModel  # noqa: Y015
+
+@_typing.final
 class Plan(_message.Message):
     """Everything that the control plane gives the data plane. A plan is applied whole or not at all; the highest generation
     of the cluster wins.
@@ -201,6 +227,7 @@ class Plan(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUM_ROUTERS_FIELD_NUMBER: _builtins.int
     OWNER_LIMITS_FIELD_NUMBER: _builtins.int
+    SERVED_MODELS_FIELD_NUMBER: _builtins.int
     cluster_uid: _builtins.str
     """Uid of the ServingCluster. A plan of another uid is refused."""
     generation: _builtins.int
@@ -212,7 +239,7 @@ class Plan(_message.Message):
     unnamed_chunk_size_tokens: _builtins.int
     """Chunk size of an engine that the plan does not name (the D-heavy setting), in tokens."""
     served_model_name: _builtins.str
-    """Name that clients use for the model."""
+    """Name that clients use for the model, for routers whose own model is not among served_models."""
     model_fingerprint: _builtins.str
     """Model or fingerprint that engines must report; empty: all engines must agree on the model among themselves."""
     num_routers: _builtins.int
@@ -233,6 +260,10 @@ class Plan(_message.Message):
     def owner_limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnerLimits]:
         """Limits by owner of API keys."""
 
+    @_builtins.property
+    def served_models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedModel]:
+        """Models of the cluster: the one that new requests are for, then the one that it replaced while streams of it run."""
+
     def __init__(
         self,
         *,
@@ -248,10 +279,11 @@ class Plan(_message.Message):
         model_fingerprint: _builtins.str = ...,
         num_routers: _builtins.int = ...,
         owner_limits: _abc.Iterable[Global___OwnerLimits] | None = ...,
+        served_models: _abc.Iterable[Global___ServedModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment_percent", b"attainment_percent", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "model_fingerprint", b"model_fingerprint", "num_routers", b"num_routers", "owner_limits", b"owner_limits", "served_model_name", b"served_model_name", "slo_classes", b"slo_classes", "strategy", b"strategy", "strategy_parameters", b"strategy_parameters", "unnamed_chunk_size_tokens", b"unnamed_chunk_size_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment_percent", b"attainment_percent", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "model_fingerprint", b"model_fingerprint", "num_routers", b"num_routers", "owner_limits", b"owner_limits", "served_model_name", b"served_model_name", "served_models", b"served_models", "slo_classes", b"slo_classes", "strategy", b"strategy", "strategy_parameters", b"strategy_parameters", "unnamed_chunk_size_tokens", b"unnamed_chunk_size_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

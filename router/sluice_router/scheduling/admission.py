@@ -135,6 +135,22 @@ def expire(state: RouterState, now: float) -> None:
         completion.fail(state, request, error, now)
 
 
+def end_replaced(state: RouterState, now: float) -> None:
+    """Ends what waits for an engine of a model that has been replaced, once none of its engines is left.
+
+    Another model's engine would go on with other tokens than the client has, and answer under this one's name.
+    """
+    plan = state.active.plan
+    if plan is None or not state.model_id or next(iter(plan.served_models), state.model_id) == state.model_id:
+        return
+    if any(not engine.serves_other_model(state.model_id) for engine in state.engines.connected.values()):
+        return
+    for request in list(state.requests.waiting.values()):
+        if request.request_id not in state.requests.awaiting_resume:
+            message = "the model of this request has been replaced, and no engine of it is left; send the request again"
+            completion.fail(state, request, NoEngineError(message, retry_after_s=MIN_RETRY_S), now)
+
+
 def _check_accepting(state: RouterState) -> Plan:
     if not state.status.is_accepting:
         raise ShuttingDownError("this router is about to leave", retry_after_s=MIN_RETRY_S)

@@ -79,6 +79,7 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
         address=address,
         model=hello.model or hello.fingerprint,
         fingerprint=hello.fingerprint,
+        model_id=hello.model_id,
         spec=wire_conversion.spec_from(hello),
         max_model_len_tokens=hello.max_model_len_tokens,
         last_heard_s=now,

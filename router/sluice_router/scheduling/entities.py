@@ -223,6 +223,7 @@ class ConnectedEngine:
         address: host:port.
         model: Model and revision, which a stream never changes.
         fingerprint: Of its KV; KV moves between equal ones only.
+        model_id: The control plane's id of the model; empty: it was not told.
         spec: Its sizes.
         max_model_len_tokens: Longest prompt + output.
         last_heard_s: When the last message came.
@@ -290,6 +291,11 @@ class ConnectedEngine:
     last_fault: str = ""
     prefix_scheme: PrefixScheme | None = None
     prefix_sequence: int = 0
+    model_id: str = ""
+
+    def serves_other_model(self, model_id: str) -> bool:
+        """Whether its model is another one than a router's; of one that was told no id, only its files say so."""
+        return bool(model_id and self.model_id and self.model_id != model_id)
 
     @property
     def is_lost(self) -> bool:

@@ -133,6 +133,11 @@ def check_model(state: RouterState, engine: ConnectedEngine) -> None:
     If the plan names no model, the first engine's counts, while another engine or a request under way relies on it.
     Fingerprints of one model may differ (dtype, block size, vLLM's version): in a roll both serve and exchange no KV.
     """
+    if engine.serves_other_model(state.model_id):
+        # Requests were read by this router's tokenizer, for this router's model. Routers of the other model use it.
+        engine.last_fault, engine.status = "it serves another model", control_pb2.ENGINE_STATE_REFUSED
+        state.engines.table.remove(engine.engine_id)
+        return
     plan = state.active.plan
     if plan is not None and plan.model_fingerprint:
         state.active.model = plan.model_fingerprint

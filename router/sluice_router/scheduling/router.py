@@ -120,7 +120,10 @@ class Router:
     def model(self) -> ServedModel:
         """See ``DataPlane.model``."""
         state = self.state
-        name = state.active.plan.served_model_name if state.active.plan is not None else ""
+        plan_in_force = state.active.plan
+        name = ""
+        if plan_in_force is not None:
+            name = plan_in_force.served_models.get(state.model_id, plan_in_force.served_model_name)
         limit = state.active.max_model_len_tokens
         # Asked for several times per request, and changed by plans and engines only.
         if self._model.name != name or self._model.max_model_len_tokens != limit:
@@ -250,6 +253,7 @@ class Router:
         kept_prefills.expire(state, now)
         kept_prefills.place(state, now)
         plan.recheck_refused(state)
+        admission.end_replaced(state, now)
         admission.expire(state, now)
         self._report_usage(now)
         admission.assign_if_due(state, now)

@@ -204,6 +204,7 @@ class RouterState:
 
     Args:
         router_id: Unique per router process.
+        model_id: The control plane's id of the model that this router serves; empty: whichever the engines serve.
         limits: Bounds.
         rng: Makes ids, seeds and breaks ties; seeded by the caller.
         started_unix_s: Unix time, for ``/v1/models``.
@@ -231,10 +232,12 @@ class RouterState:
         limits: Limits,
         rng: random.Random,
         started_unix_s: int = 0,
+        model_id: str = "",
         make_latency_model: Callable[[EngineId], LatencyModel] | None = None,
         traces: RequestTraces | None = None,
     ) -> None:
         self.router_id = router_id
+        self.model_id = model_id
         self.limits = limits
         self.rng = rng
         self.started_unix_s = started_unix_s

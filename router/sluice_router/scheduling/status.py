@@ -61,7 +61,7 @@ def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
         generation=plan.generation if plan is not None else 0,
         acknowledged_generation=min(acknowledged, default=0),
         engines=[
-            _describe_endpoint(state.engines, address, endpoint)
+            _describe_endpoint(state.engines, address, endpoint, state.model_id)
             for address, endpoint in sorted(state.engines.endpoints.items())
         ],
         classes=[
@@ -82,7 +82,9 @@ def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
     )
 
 
-def _describe_endpoint(engines: EnginePool, address: str, endpoint: EngineEndpoint) -> control_pb2.EngineStatus:
+def _describe_endpoint(
+    engines: EnginePool, address: str, endpoint: EngineEndpoint, model_id: str
+) -> control_pb2.EngineStatus:
     engine = endpoint.engine
     if engine is None:
         return control_pb2.EngineStatus(
@@ -116,6 +118,7 @@ def _describe_endpoint(engines: EnginePool, address: str, endpoint: EngineEndpoi
         num_moved_out=load.num_moved_out,
         transport=load.transport,
         fingerprint=engine.fingerprint,
+        serves_other_model=engine.serves_other_model(model_id),
         last_fault=engine.last_fault or endpoint.last_fault,
     )
     if engines.connected.get(engine.engine_id) is engine and engine.engine_id in engines.table:

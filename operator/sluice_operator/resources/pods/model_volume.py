@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from sluice_operator.api.model_identity import identify_model, name_revision_key, needs_resolution
 
 if TYPE_CHECKING:
     from sluice_operator.api.spec import CaBundle, HuggingFaceSource, ModelSpec
@@ -12,6 +14,19 @@ if TYPE_CHECKING:
 MODEL_DIRECTORY = "/model"
 VOLUME = "model"
 FETCH_MODEL = "fetch-model"
+# Asks the Hub which commit a branch, a tag or no revision is. The operator stores the first answer, for all pods.
+RESOLVE_MODEL = "resolve-model"
+REVISION_VARIABLE = "SLUICE_MODEL_REVISION"
+# The termination message is how a container tells the operator something without rights of its own. What is stored
+# already is said again, so that a pod that starts later needs no answer of the Hub.
+RESOLVE_PROGRAM = f"""\
+import os, pathlib, sys
+revision = os.environ.get("{REVISION_VARIABLE}")
+if not revision:
+    from huggingface_hub import HfApi
+    revision = HfApi().model_info(sys.argv[1], revision=sys.argv[2] or None).sha
+pathlib.Path("/dev/termination-log").write_text(revision)
+"""
 CA_VOLUME = "ca-bundle"
 CA_DIRECTORY = "/etc/sluice/ca"
 CA_FILE = "ca.crt"
@@ -27,18 +42,21 @@ class ModelMount:
         volumes: The model's volume, and what fetching it needs.
         mount: Where the main container sees it.
         init_containers: What fetches it first, as containers without security context and image.
+        variables: Environment of the main container that the mount refers to.
     """
 
     volumes: tuple[Object, ...]
     mount: Object
     init_containers: tuple[Object, ...] = ()
+    variables: tuple[Object, ...] = ()
 
 
-def mount_model(model: ModelSpec, *, files: tuple[str, ...] = ()) -> ModelMount:
+def mount_model(model: ModelSpec, plan_name: str, *, files: tuple[str, ...] = ()) -> ModelMount:
     """Mounts the model.
 
     Args:
         model: The model and its source.
+        plan_name: ConfigMap in which the operator keeps the revision of a model that names none.
         files: Patterns of the files that are needed; all when empty. Sources that fetch nothing give all.
     """
     source = model.source
@@ -50,31 +68,28 @@ def mount_model(model: ModelSpec, *, files: tuple[str, ...] = ()) -> ModelMount:
         # Read-only by nature; the kubelet pulls it as it pulls any image.
         return _mount({"image": {"reference": source.image.reference}}, source.image.path)
     assert source.hugging_face is not None, "exactly one source is given (api/validation.py)"
-    return _fetch(model, source.hugging_face, files)
+    return _fetch(model, source.hugging_face, plan_name, files)
 
 
 def _mount(volume: Object, path: str) -> ModelMount:
     return ModelMount(volumes=({"name": VOLUME, **volume},), mount=_describe_mount(path, is_read_only=True))
 
 
-def _describe_mount(path: str, *, is_read_only: bool) -> Object:
+def _describe_mount(path: str, *, is_read_only: bool, has_variables: bool = False) -> Object:
     mount: Object = {"name": VOLUME, "mountPath": MODEL_DIRECTORY}
     if is_read_only:
         mount["readOnly"] = True
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if parts:
-        mount["subPath"] = "/".join(parts)
+        mount["subPathExpr" if has_variables else "subPath"] = "/".join(parts)
     return mount
 
 
-def _fetch(model: ModelSpec, source: HuggingFaceSource, files: tuple[str, ...]) -> ModelMount:
-    """An init container downloads into a volume; what is there already is only checked."""
-    arguments = ["python", "-m", "huggingface_hub.cli.hf", "download", model.name, "--local-dir", MODEL_DIRECTORY]
-    if model.revision:
-        arguments += ["--revision", model.revision]
-    for pattern in files:
-        arguments += ["--include", pattern]
-    environment: list[dict[str, Any]] = [{"name": "HF_HOME", "value": "/tmp/huggingface"}]  # noqa: S108 - its emptyDir
+def _fetch(model: ModelSpec, source: HuggingFaceSource, plan_name: str, files: tuple[str, ...]) -> ModelMount:
+    """Init containers download into a volume; what is there already is only checked."""
+    is_unpinned = needs_resolution(model)
+    revision = f"$({REVISION_VARIABLE})" if is_unpinned else str(model.revision)
+    environment: list[Object] = [{"name": "HF_HOME", "value": "/tmp/huggingface"}]  # noqa: S108 - its emptyDir
     if source.token_secret_ref:
         reference = {"name": source.token_secret_ref.name, "key": source.token_secret_ref.key}
         environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
@@ -84,18 +99,44 @@ def _fetch(model: ModelSpec, source: HuggingFaceSource, files: tuple[str, ...]) 
     if source.cache_claim_name:
         volume = {"persistentVolumeClaim": {"claimName": source.cache_claim_name}}
         # One folder per model, revision and set of files, so that clusters may share the claim.
-        path = "--".join([*model.name.split("/"), model.revision or "main", *(["tokenizer"] if files else [])])
-    mounts = [_describe_mount(path, is_read_only=False), {"name": "tmp", "mountPath": "/tmp"}]  # noqa: S108
+        path = "--".join([*model.name.split("/"), revision, *(["tokenizer"] if files else [])])
+    tmp: Object = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108
+    mounts = [_describe_mount(path, is_read_only=False, has_variables=is_unpinned), tmp]
     volumes: tuple[Object, ...] = ({"name": VOLUME, **volume},)
     if source.ca_bundle:
         mounts.append({"name": CA_VOLUME, "mountPath": CA_DIRECTORY, "readOnly": True})
         volumes += (_render_ca_volume(source.ca_bundle),)
-    fetch = {"name": FETCH_MODEL, "command": arguments, "env": environment, "volumeMounts": mounts}
+    known = [_refer_to_revision(model, plan_name)] if is_unpinned else []
+    download = ["python", "-m", "huggingface_hub.cli.hf", "download", model.name, "--local-dir", MODEL_DIRECTORY]
+    includes = [part for pattern in files for part in ("--include", pattern)]
+    fetch = {
+        "name": FETCH_MODEL,
+        "command": [*download, "--revision", revision, *includes],
+        "env": [*known, *environment],
+        "volumeMounts": mounts,
+    }
+    resolve = []
+    if is_unpinned:
+        optional = [_refer_to_revision(model, plan_name, is_optional=True)]
+        command = ["python", "-c", RESOLVE_PROGRAM, model.name, model.revision or ""]
+        others = [mount for mount in mounts if mount["name"] != VOLUME]
+        resolve = [
+            {"name": RESOLVE_MODEL, "command": command, "env": [*optional, *environment], "volumeMounts": others}
+        ]
     return ModelMount(
         volumes=volumes,
-        mount=_describe_mount(path, is_read_only=True),
-        init_containers=(fetch,),
+        mount=_describe_mount(path, is_read_only=True, has_variables=is_unpinned),
+        init_containers=(*resolve, fetch),
+        variables=tuple(known) if source.cache_claim_name else (),
     )
+
+
+def _refer_to_revision(model: ModelSpec, plan_name: str, *, is_optional: bool = False) -> Object:
+    """A variable with the revision that is stored; a container that requires it starts once there is one."""
+    reference: Object = {"name": plan_name, "key": name_revision_key(identify_model(model))}
+    if is_optional:
+        reference["optional"] = True
+    return {"name": REVISION_VARIABLE, "valueFrom": {"configMapKeyRef": reference}}
 
 
 def render_fetch_environment(source: HuggingFaceSource) -> dict[str, str]:

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
 from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.model_identity import COMMIT, REVISION_KEY_PREFIX
 from sluice_operator.api.names import (
     CONTROL_TLS_ANNOTATION,
     DELETION_COST_ANNOTATION,
     DRAINING_SINCE_ANNOTATION,
     ENGINE,
+    MODEL_LABEL,
     RESTART_HASH_ANNOTATION,
     ROLE_LABEL,
 )
 from sluice_operator.kubernetes.interface import annotations_of, labels_of, name_of, uid_of
+from sluice_operator.resources.pods.model_volume import RESOLVE_MODEL
 from sluice_operator.resources.pods.rdma import PREFLIGHT
 
 if TYPE_CHECKING:
@@ -75,6 +78,8 @@ class Pod:
         draining_since_s: When it began to drain, in seconds since 1970; None: it does not.
         restart_hash: Identifies the template that it was made from.
         control_tls: Name in the certificate of a router's control port; empty: the port is in the open.
+        model_id: Of the model that it serves; empty: an operator made it that knew no ids.
+        resolved_revision: Commit that its model's revision is by the Hub; empty: it did not ask, or has no answer yet.
     """
 
     name: str
@@ -91,6 +96,8 @@ class Pod:
     draining_since_s: float | None = None
     restart_hash: str = ""
     control_tls: str = ""
+    model_id: str = ""
+    resolved_revision: str = ""
 
     @property
     def is_present(self) -> bool:
@@ -120,7 +127,17 @@ def read_pod(content: Object) -> Pod:
         draining_since_s=float(since) if since.isdecimal() else None,
         restart_hash=annotations_of(content).get(RESTART_HASH_ANNOTATION, ""),
         control_tls=annotations_of(content).get(CONTROL_TLS_ANNOTATION, ""),
+        model_id=labels_of(content).get(MODEL_LABEL, ""),
+        resolved_revision=_read_revision(status),
     )
+
+
+def _read_revision(status: Object) -> str:
+    for container in status.get("initContainerStatuses") or []:
+        ended = (container.get("state") or {}).get("terminated") or {}
+        if container["name"] == RESOLVE_MODEL and COMMIT.fullmatch(ended.get("message") or ""):
+            return str(ended["message"])
+    return ""
 
 
 def _find_failure(content: Object, status: Object) -> Iterator[Failure]:
@@ -152,6 +169,9 @@ def is_engine_refusal(container: Object, ended: Object) -> bool:
 def _find_container_failure(pod: str, container: Object) -> Iterator[Failure]:
     waiting = (container.get("state") or {}).get("waiting") or {}
     reason = WAITING_REASONS.get(waiting.get("reason", ""))
+    if REVISION_KEY_PREFIX in (waiting.get("message") or ""):
+        # It waits until the operator has stored the revision.
+        return
     ended = (container.get("lastState") or {}).get("terminated") or (container.get("state") or {}).get("terminated")
     where = f"container {container['name']} of pod {pod}"
     if ended and is_rdma_refusal(container, ended):

@@ -21,7 +21,7 @@ from sluice_operator.api.names import (
 )
 from sluice_operator.api.validation import OWNED_ENVIRONMENT, OWNED_PREFIX
 from sluice_operator.resources.pods.containers import CONTAINER_SECURITY, POD_SECURITY
-from sluice_operator.resources.pods.model_volume import FETCH_MODEL
+from sluice_operator.resources.pods.model_volume import FETCH_MODEL, RESOLVE_MODEL
 from sluice_operator.resources.pods.pod_isolation import find_cross_namespace_terms, find_isolation_violations
 from sluice_operator.resources.pods.rdma import PREFLIGHT
 
@@ -47,7 +47,7 @@ OWNED_CONTAINER_FIELDS = ("command", "args", "image", "lifecycle", "startupProbe
 # By these, pods are selected, watched, and let in by network policies.
 OWNED_LABELS = (CLUSTER_LABEL, COMPONENT_LABEL, ROLE_LABEL, MANAGED_BY_LABEL, NAME_LABEL)
 LISTS = ("containers", "initContainers", "volumes")
-OUR_CONTAINERS = frozenset({ENGINE, ROUTER, FETCH_MODEL, PREFLIGHT})
+OUR_CONTAINERS = frozenset({ENGINE, ROUTER, FETCH_MODEL, RESOLVE_MODEL, PREFLIGHT})
 
 
 def strategic_merge(base: Any, over: Any, field: str = "") -> Any:
@@ -130,7 +130,7 @@ def _find_unkeyed(fields: Object, path: str) -> Iterator[str]:
 
 def _make_isolation_defaults(component: str) -> Object:
     """The rendered fields that isolate a pod; the check needs no others."""
-    inits = (FETCH_MODEL, PREFLIGHT)
+    inits = (FETCH_MODEL, RESOLVE_MODEL, PREFLIGHT)
     return {
         "metadata": {},
         "spec": {
