@@ -135,3 +135,47 @@ def test_an_expected_skip_is_counted_with_its_reason(tmp_path: Path) -> None:
         check=True,
     )
     assert [skip.rpartition(": ")[2] for skip in read_report(report).skips] == ["this machine has RDMA devices"]
+
+
+def test_a_step_stands_back_by_its_niceness_with_all_that_it_starts(tmp_path: Path) -> None:
+    ask = "import os; print(os.nice(0), *[open(p).read() for p in ['/proc/self/autogroup'] if os.path.exists(p)])"
+    # The niceness is set once the program has begun, so a child is asked when its parent has it.
+    wait = f"import os, subprocess, sys\nwhile os.nice(0) != 5: pass\nsubprocess.run([sys.executable, '-c', {ask!r}])"
+    with (tmp_path / "output").open("wb") as output:
+        run_limited([sys.executable, "-c", wait], limit_s=60, environment=dict(os.environ), niceness=5, stdout=output)
+    assert (tmp_path / "output").read_text().startswith("5")
+
+
+ENDED_BESIDE = f"""
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import steps
+
+steps.end_steps_with_this_process()
+
+def run_two():
+    print(steps.run_limited([sys.executable, "-c", {SLEEP!r}], limit_s=600, environment={{}}), flush=True)
+    print(steps.run_limited([sys.executable, "-c", {SLEEP!r}], limit_s=600, environment={{}}), flush=True)
+
+with ThreadPoolExecutor() as threads:
+    lane = threads.submit(run_two)
+    print("begun", flush=True)
+    lane.result()
+"""
+
+
+def test_sigterm_ends_the_steps_of_other_threads_and_those_that_would_follow() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDED_BESIDE],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 1
+    ended = [int(line) for line in process.stdout.read().split()]
+    process.stdout.close()
+    assert len(ended) == 2
+    assert all(status < 0 for status in ended)
