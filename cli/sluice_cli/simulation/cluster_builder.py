@@ -93,6 +93,7 @@ def build_engines(spec: ClusterSpec) -> list[EngineSetup]:
             max_num_seqs=settings.max_num_seqs,
             max_batch_tokens=settings.max_batch_tokens,
             link=link,
+            operators_per_iteration=settings.operators_per_iteration,
         )
         for role, group in zip(_ROLES, spec.engines, strict=False)
         for number in range(group.count)

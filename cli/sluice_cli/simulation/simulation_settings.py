@@ -48,6 +48,7 @@ class SimulationSettings:
         flow: False: requests decode where their prefill ran.
         max_num_seqs: Most running requests of an engine.
         max_batch_tokens: Largest chunk size.
+        operators_per_iteration: Ends of operators at which ``flowprefill`` preempts prefills; 0: where iterations end.
         block_size: Tokens per KV block.
         kv_scale: Scales the KV capacity.
         link: Kind of the links that KV moves over: a key of ``LINKS``.
@@ -85,6 +86,7 @@ class SimulationSettings:
     flow: bool = True
     max_num_seqs: int = MAX_NUM_SEQS
     max_batch_tokens: int = MAX_BATCH_TOKENS
+    operators_per_iteration: int = 0
     block_size: int = BLOCK_SIZE_TOKENS
     kv_scale: float = 1.0
     link: str = "nvlink"
@@ -163,6 +165,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "flow": _read_switch,
     "max_num_seqs": _read_count(1, 1_000_000),
     "max_batch_tokens": _read_count(16, 1_000_000),
+    "operators_per_iteration": _read_count(0, 100_000),
     "block_size": _read_count(1, 1024),
     "kv_scale": _read_number(1e-3, 1e3),
     "link": _read_choice(LINKS),

@@ -27,6 +27,7 @@ RETRY: Final = 2
 CLUSTER_CHANGE: Final = 3
 MOVE_STEP: Final = 4
 GRANT_EXPIRY: Final = 5
+INTERRUPT: Final = 6
 Event = tuple[float, int, int, object]
 
 
