@@ -47,6 +47,7 @@ def make_parameters(settings: SimulationSettings) -> FlowParameters:
         min_tokens_between_moves=settings.min_tokens_between_moves,
         prefill_batch_tokens=settings.prefill_batch_tokens,
         batch_token_budget=settings.batch_token_budget,
+        prefill_order=settings.prefill_order,
         grant_wait_s=settings.grant_wait_s,
         tpot_share=settings.tpot_share,
         late_ttft_factor=settings.late_ttft_factor,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.catalog import ProfileKind
 from sluice_core.latency.transfer import LINKS
-from sluice_core.records import EarlyRejection
+from sluice_core.records import EarlyRejection, PrefillOrder
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_BATCH_TOKENS, MAX_NUM_SEQS, MESSAGE_S, NoGrant, TtftEnd
 
@@ -29,6 +29,7 @@ class SimulationSettings:
         min_tokens_between_moves: Output tokens between two moves of a request.
         prefill_batch_tokens: Prompt tokens that saturate a GPU, for ``disaggregated``; 0: it fills the chunk.
         batch_token_budget: G, prompt tokens that a batch of FlowPrefill stays below.
+        prefill_order: The order of prompts, for ``flowprefill``.
         grant_wait_s: Longest wait of a finished prefill for a decode engine, for ``disaggregated``.
         tpot_share: Share of the TPOT objective that prefills may use up, for ``sluice``.
         late_ttft_factor: How many times its TTFT objective a prompt waits by that cannot meet it, for ``sluice``.
@@ -69,6 +70,7 @@ class SimulationSettings:
     min_tokens_between_moves: int = 16
     prefill_batch_tokens: int = 2048
     batch_token_budget: int = 4096
+    prefill_order: PrefillOrder = PrefillOrder.S_EDF
     grant_wait_s: float = 10.0
     tpot_share: float = 0.98
     late_ttft_factor: float = 3.0
@@ -148,6 +150,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "min_tokens_between_moves": _read_count(0, 1_000_000),
     "prefill_batch_tokens": _read_count(0, 1_048_576),
     "batch_token_budget": _read_count(1, 1_048_576),
+    "prefill_order": lambda text: PrefillOrder(_read_choice(PrefillOrder)(text)),
     "grant_wait_s": _read_number(1e-3, 25.0),
     "tpot_share": _read_number(0.0, 1.0),
     "late_ttft_factor": _read_number(1.0, 4.0),
