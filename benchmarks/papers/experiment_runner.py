@@ -79,6 +79,8 @@ class ExperimentRunner:
             duration_s=testbed.duration_s * self.effort.scale,
             rate_rps=rate_rps,
             start_rps=testbed.start_rps,
+            class_ttft_s=tuple(testbed.class_ttft_s.items()),
+            output_tokens=testbed.output_tokens,
         )
 
     def measure(

@@ -82,7 +82,7 @@ def _compare(
                 expected=expected,
             )
         )
-    baselines = {system.strategy: of_system for system, of_system in zip(systems[:-1], results[:-1], strict=True)}
+    baselines = {system.name: of_system for system, of_system in zip(systems[:-1], results[:-1], strict=True)}
     findings += _relate(systems[-1].strategy, results[-1], baselines, stated=cell.paper_ratios, expected=ratios)
     for system, of_system in zip(systems, results, strict=True):
         longest = [result.summary.attainment_longest_tenth for result in of_system if result.summary is not None]
@@ -131,7 +131,7 @@ def _plot_attainment(
     """Attainment against rate with the paper's sliders."""
     highest_rps = max(statistics.fmean(result.rate_rps for result in of_system) for of_system in results)
     rates = [round(share * highest_rps, 2) for share in _PLOTTED_SHARES]
-    curves: dict[str, list[float]] = {system.strategy: [] for system in cell.systems}
+    curves: dict[str, list[float]] = {system.name: [] for system in cell.systems}
     for rate_rps in rates:
         at_rate = runner.measure(f"{cell.name} at {rate_rps:g}/s", cell, cell.systems, rate_rps)
         for curve, of_system in zip(curves.values(), at_rate, strict=True):

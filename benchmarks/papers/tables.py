@@ -15,24 +15,26 @@ from sluice_cli.simulation.simulation_settings import SimulationSettings, change
 from sluice_core.records import Slo
 
 FOLDER = Path(__file__).parent
-PAPERS = ("taichi",)  # names of the TOML files, in the order of the document
+PAPERS = ("taichi", "flowprefill")  # names of the TOML files, in the order of the document
 SettingValues = dict[str, str | int | float]
 
 
 class System(PaperModel):
-    """One way to run the engines; in TOML ``STRATEGY ENGINES [PLACEMENT] [no_flow]``.
+    """One way to run the engines; in TOML ``STRATEGY ENGINES [PLACEMENT] [no_flow] [SETTING=VALUE ...]``.
 
     Args:
         strategy: Name.
         engines: As ``--engines`` of ``sluice simulate`` says it.
         placement: Where prefills run; None: as the strategy says.
         flow: False: requests decode where their prefill ran.
+        settings: Settings of the simulator on top of the testbed's.
     """
 
     strategy: str
     engines: str
     placement: str | None = None
     flow: bool = True
+    settings: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -40,13 +42,24 @@ class System(PaperModel):
         if not isinstance(value, str):
             return value
         strategy, engines, *rest = value.split()
-        placements = [word for word in rest if word != "no_flow"]
-        placement = placements[0] if placements else None
-        return {"strategy": strategy, "engines": engines, "placement": placement, "flow": "no_flow" not in rest}
+        settings = tuple(word for word in rest if "=" in word)
+        placements = [word for word in rest if word != "no_flow" and word not in settings]
+        return {
+            "strategy": strategy,
+            "engines": engines,
+            "placement": placements[0] if placements else None,
+            "flow": "no_flow" not in rest,
+            "settings": settings,
+        }
+
+    @property
+    def name(self) -> str:
+        """What tells it from the other systems of a cell."""
+        return f"{self.strategy} {self}" if self.settings else self.strategy
 
     def __str__(self) -> str:
         placement = "" if self.placement is None else f", {self.placement.replace('_', ' ')}"
-        return f"{self.engines}{placement}"
+        return f"{self.engines}{placement}{''.join(f', {setting}' for setting in self.settings)}"
 
 
 class PaperTestbed(PaperModel):
@@ -61,6 +74,8 @@ class PaperTestbed(PaperModel):
         duration_s: Length of a run.
         start_rps: Where a goodput search starts.
         settings: Settings of the simulator on top of the paper's.
+        class_ttft_s: TTFT objectives by class of the trace, in seconds; empty: those of the trace, or of ``slo``.
+        output_tokens: Every request gets so many; None: as the trace says.
         description: What a chapter says of it; fields in braces.
     """
 
@@ -72,6 +87,8 @@ class PaperTestbed(PaperModel):
     duration_s: float
     start_rps: float
     settings: SettingValues = Field(default_factory=dict)
+    class_ttft_s: dict[str, float] = Field(default_factory=dict)
+    output_tokens: int | None = None
     description: str = (
         "{model} TP{tensor_parallel} on {gpu}, trace {trace}, TTFT {ttft_s:g} s, TPOT {tpot_ms:g} ms; "
         "{duration_s:g} s, seeds {seeds}"
@@ -89,7 +106,9 @@ class PaperTestbed(PaperModel):
             strategy=system.strategy,
             engines=parse_engines(system.engines),
             slo=Slo(ttft_s=self.slo[0], tpot_s=self.slo[1]),
-            settings=change_settings(SimulationSettings(), [f"{name}={value}" for name, value in changes.items()]),
+            settings=change_settings(
+                SimulationSettings(), [*(f"{name}={value}" for name, value in changes.items()), *system.settings]
+            ),
         )
 
 
@@ -272,7 +291,7 @@ class Paper(PaperModel):
     """
 
     introduction: str
-    testbeds: dict[str, PaperTestbed]
+    testbeds: dict[str, PaperTestbed] = Field(default_factory=dict)
     grids: dict[str, tuple[Grid, ...]] = Field(default_factory=dict)
     cells: tuple[GoodputCell, ...] = ()
     experiments: tuple[ExperimentTable, ...] = ()
@@ -308,6 +327,6 @@ def load_paper(name: str) -> Paper:
     tables = tomllib.loads((FOLDER / f"{name}.toml").read_text())
     settings, defaults = tables.pop("settings", {}), tables.pop("cell_defaults", {})
     tables["cells"] = [{**defaults, **cell} for cell in tables.get("cells", ())]
-    for testbed in (*tables["testbeds"].values(), *tables["cells"]):
+    for testbed in (*tables.get("testbeds", {}).values(), *tables.get("cells", [])):
         testbed["settings"] = {**settings, **testbed.get("settings", {})}
     return Paper.model_validate(tables)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from sluice_cli.simulation.cluster_builder import build_cluster
@@ -38,6 +38,8 @@ class PaperTrial:
         start_rps: Where the search for that rate starts.
         num_engines: Engines whose prefill capacity is added up; of capacity only.
         num_decodes: Decodes beside the prefill; of capacity only.
+        class_ttft_s: See ``PaperTestbed``.
+        output_tokens: See there.
     """
 
     spec: ClusterSpec
@@ -48,6 +50,8 @@ class PaperTrial:
     start_rps: float
     num_engines: int = 1
     num_decodes: int = 0
+    class_ttft_s: tuple[tuple[str, float], ...] = ()
+    output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +81,16 @@ class PaperResult:
 
 
 def _make_workload(trial: PaperTrial) -> PoissonWorkload:
-    return PoissonWorkload(load_rows(trial.trace), trial.spec.slo, trial.seed)
+    ttft_s = dict(trial.class_ttft_s)
+    rows = [
+        replace(
+            row,
+            ttft_slo_s=ttft_s.get(row.slo_class, row.ttft_slo_s),
+            output_tokens=trial.output_tokens or row.output_tokens,
+        )
+        for row in load_rows(trial.trace)
+    ]
+    return PoissonWorkload(rows, trial.spec.slo, trial.seed)
 
 
 def make_arrivals(trial: PaperTrial) -> list[Arrival]:

@@ -32,6 +32,21 @@ class EarlyRejection(StrEnum):
     REJECT = "Reject"
 
 
+class PrefillOrder(StrEnum):
+    """In which order FlowPrefill serves prompts; all but the first are what it is compared with (section 6.3).
+
+    ``formula_3`` is the paper's formula to the letter: of prompts that will be late the latest deadline goes first.
+    ``d_edf`` serves those last whose deadline has passed, ``edf`` and ``chunked_edf`` serve by deadline alone. The last
+    fills each iteration by deadline, whatever has started.
+    """
+
+    S_EDF = "s_edf"
+    FORMULA_3 = "formula_3"
+    D_EDF = "d_edf"
+    EDF = "edf"
+    CHUNKED_EDF = "chunked_edf"
+
+
 class MoveCause(StrEnum):
     """Why a request should leave an engine."""
 
@@ -273,6 +288,7 @@ class FlowParameters:
         prefill_batch_tokens: L_m, prefill tokens that saturate a GPU: a prefill engine batches whole prompts up to so
             many, and a longer one alone. 0: it fills its chunk (DistServe, section 4.3).
         batch_token_budget: G (FlowPrefill, section 5.2, Algorithm 1): prompt tokens that a batch stays below.
+        prefill_order: See ``PrefillOrder``; manifests cannot set it.
         grant_wait_s: Longest time that a finished prefill waits for a decode engine, its KV on the prefill engine; then
             it is recomputed and decodes in place. Below the lease of handed-off KV.
         tpot_share: Share of the TPOT SLO that prefills may use up.
@@ -294,6 +310,7 @@ class FlowParameters:
     min_tokens_between_moves: int = 16
     prefill_batch_tokens: int = 2048
     batch_token_budget: int = 4096
+    prefill_order: PrefillOrder = PrefillOrder.S_EDF
     grant_wait_s: float = 10.0
     tpot_share: float = 0.98
     late_ttft_factor: float = 3.0

@@ -2,20 +2,19 @@
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulation import A100_14B, make_arrivals, make_engines, run
 
-from sluice_core.records import FlowParameters, RequestId, Slo
+from sluice_core.records import FlowParameters, PrefillOrder, RequestId, Slo
 from sluice_core.scheduling.batching import EngineBatch
 from sluice_core.scheduling.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder
 from sluice_core.sim.cell import Arrival, Cell, SimOptions
 from sluice_core.sim.requests import RequestState
 from sluice_core.strategies import get_strategy
-from sluice_core.strategies.flowprefill import EventDrivenSelector, FlowPrefillRules
+from sluice_core.strategies.flowprefill import DeadlineSelector, EventDrivenSelector
 
 FLOWPREFILL, AGGREGATED = get_strategy("flowprefill"), get_strategy("aggregated")
 CHUNK = 512
@@ -73,10 +72,42 @@ def test_prompts_go_by_deadline_and_late_ones_last(slos_s, order):
 
 
 def test_formula_3_serves_the_late_one_with_the_latest_deadline_first():
-    selector, put = make_selector(budget=0, latest_late_first=True)
+    selector, put = make_selector(budget=0, order=PrefillOrder.FORMULA_3)
     put("a", 0.02)
     put("b", 0.01)
     assert selector.select(0.0, BATCH) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("order", "served"),
+    [
+        (PrefillOrder.S_EDF, ["timely", "passed", "hopeless"]),
+        (PrefillOrder.FORMULA_3, ["timely", "hopeless", "passed"]),
+        (PrefillOrder.D_EDF, ["hopeless", "timely", "passed"]),
+        (PrefillOrder.EDF, ["passed", "hopeless", "timely"]),
+    ],
+)
+def test_orders_differ_in_who_counts_as_late(order, served):
+    """One deadline has passed, one will be missed, one can be met (section 6.3)."""
+    slacks = SlackOrder(PrefillPredictor(A100_14B), order)
+    deadlines_s = {"passed": 0.9, "hopeless": 1.0 + predict_s(400) / 2, "timely": 9.0}
+    for number, (name, at_s) in enumerate(deadlines_s.items()):
+        slacks.add(QueuedPrefill(RequestId(name), number=number, deadline_s=at_s, urgency_s=at_s, tokens=400))
+    slacks.update(1.0, CHUNK, 0)
+    assert [prefill.request_id for prefill in slacks] == served
+
+
+def test_a_deadline_selector_fills_an_iteration_by_deadline_whatever_has_started():
+    selector = DeadlineSelector(PrefillPredictor(A100_14B))
+    for name, slo_s, tokens in (("a", 30.0, 1500), ("b", 20.0, 500), ("c", 40.0, 500), ("d", 50.0, 9)):
+        selector.add(RequestId(name), arrival_s=0.0, ttft_slo_s=slo_s, priority=0, tokens=tokens)
+    assert selector.select(99.0, BATCH) == ["b", "a", "c"]  # an iteration holds 2048 tokens at most
+    selector.advance(RequestId("a"), 512)
+    assert selector.select(99.0, BATCH) == ["b", "a", "c", "d"]
+    assert selector.rank_started() == ["a"]
+    selector.remove(RequestId("b"))
+    selector.remove(RequestId("b"))
+    assert selector.select(99.0, BATCH)[0] == "a"
 
 
 def test_a_prompt_is_late_from_the_moment_on_at_which_it_cannot_be_in_time():
@@ -165,7 +196,7 @@ def test_an_unknown_prompt_may_leave():
     latest=st.booleans(),
 )
 def test_the_order_is_that_of_a_plain_sort_whatever_happens(prompts, steps, latest):
-    order = SlackOrder(PrefillPredictor(A100_14B), latest_late_first=latest)
+    order = SlackOrder(PrefillPredictor(A100_14B), PrefillOrder.FORMULA_3 if latest else PrefillOrder.S_EDF)
     queued = []
     for number, (slo_s, tokens, priority) in enumerate(prompts):
         prefill = QueuedPrefill(
@@ -231,18 +262,27 @@ def test_started_prefills_make_way_and_more_requests_meet_their_objectives(sched
     assert attainments["aggregated"] < 0.6
 
 
+def test_urgent_prompts_are_served_in_time_however_many_late_ones_wait():
+    """The late ones would fill the KV cache twice; no prompt waits at the router for them to leave."""
+    engines = make_engines(((1, CHUNK),), blocks=1500, max_num_seqs=64)
+    simulation = run(Cell(engines=engines, strategy=FLOWPREFILL), make_two_classes(rate=12.0))
+    met = {slo: [r.has_met_slo for r in simulation.requests if r.slo == slo] for slo in SLOS}
+    assert sum(met[SLOS[1]]) < 0.5 * len(met[SLOS[1]])  # long ones are given up
+    assert sum(met[SLOS[0]]) > 0.9 * len(met[SLOS[0]])
+
+
 @pytest.mark.parametrize("shape", [((3, 96),), ((2, 256), (2, 0)), ((2, 256), (2, 48))], ids=["one", "PD", "hybrid"])
 @pytest.mark.parametrize("schedules_ahead", [False, True], ids=["in step", "ahead"])
-@pytest.mark.parametrize("late", [False, True], ids=["earliest", "latest"])
-def test_everybody_is_served_with_too_few_blocks(schedules_ahead, shape, late):
+@pytest.mark.parametrize("order", PrefillOrder)
+def test_everybody_is_served_with_too_few_blocks(schedules_ahead, shape, order):
     """``Simulation.check`` finds what is lost, left over or counted twice."""
-    strategy = replace(FLOWPREFILL, policies=FlowPrefillRules(latest_late_first=late))
     peak_blocks = 0
     for seed in range(2):
         arrivals = make_arrivals(random.Random(seed), number=40, rate=12.0, slos=(*SLOS, Slo(ttft_s=0.1, tpot_s=0.05)))
         cell = Cell(
             engines=make_engines(shape, blocks=24),
-            strategy=strategy,
+            strategy=FLOWPREFILL,
+            parameters=FlowParameters(prefill_order=order),
             options=SimOptions(schedules_ahead=schedules_ahead),
             seed=seed,
         )

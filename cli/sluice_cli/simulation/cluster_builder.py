@@ -48,6 +48,7 @@ def make_parameters(settings: SimulationSettings) -> FlowParameters:
         min_tokens_between_moves=settings.min_tokens_between_moves,
         prefill_batch_tokens=settings.prefill_batch_tokens,
         batch_token_budget=settings.batch_token_budget,
+        prefill_order=settings.prefill_order,
         grant_wait_s=settings.grant_wait_s,
         tpot_share=settings.tpot_share,
         late_ttft_factor=settings.late_ttft_factor,
@@ -105,6 +106,7 @@ def build_engines(spec: ClusterSpec) -> list[EngineSetup]:
             max_num_seqs=settings.max_num_seqs,
             max_batch_tokens=settings.max_batch_tokens,
             link=link,
+            operators_per_iteration=settings.operators_per_iteration,
         )
         for role, group in zip(_ROLES, spec.engines, strict=False)
         for number in range(group.count)

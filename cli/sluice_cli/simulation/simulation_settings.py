@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.catalog import ProfileKind
 from sluice_core.latency.transfer import LINKS
-from sluice_core.records import EarlyRejection
+from sluice_core.records import EarlyRejection, PrefillOrder
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.sim.cell import (
     BLOCK_SIZE_TOKENS,
@@ -37,6 +37,7 @@ class SimulationSettings:
         min_tokens_between_moves: Output tokens between two moves of a request.
         prefill_batch_tokens: Prompt tokens that saturate a GPU, for ``disaggregated``; 0: it fills the chunk.
         batch_token_budget: G, prompt tokens that a batch of FlowPrefill stays below.
+        prefill_order: The order of prompts, for ``flowprefill``.
         grant_wait_s: Longest wait of a finished prefill for a decode engine, for ``disaggregated``.
         tpot_share: Share of the TPOT objective that prefills may use up, for ``sluice``.
         late_ttft_factor: How many times its TTFT objective a prompt waits by that cannot meet it, for ``sluice``.
@@ -62,6 +63,7 @@ class SimulationSettings:
         flow: False: requests decode where their prefill ran.
         max_num_seqs: Most running requests of an engine.
         max_batch_tokens: Largest chunk size.
+        operators_per_iteration: Ends of operators at which ``flowprefill`` preempts prefills; 0: where iterations end.
         block_size: Tokens per KV block.
         kv_scale: Scales the KV capacity.
         link: Kind of the links that KV moves over: a key of ``LINKS``.
@@ -85,6 +87,7 @@ class SimulationSettings:
     min_tokens_between_moves: int = 16
     prefill_batch_tokens: int = 2048
     batch_token_budget: int = 4096
+    prefill_order: PrefillOrder = PrefillOrder.S_EDF
     grant_wait_s: float = 10.0
     tpot_share: float = 0.98
     late_ttft_factor: float = 3.0
@@ -107,6 +110,7 @@ class SimulationSettings:
     flow: bool = True
     max_num_seqs: int = MAX_NUM_SEQS
     max_batch_tokens: int = MAX_BATCH_TOKENS
+    operators_per_iteration: int = 0
     block_size: int = BLOCK_SIZE_TOKENS
     kv_scale: float = 1.0
     link: str = "nvlink"
@@ -171,6 +175,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "min_tokens_between_moves": _read_count(0, 1_000_000),
     "prefill_batch_tokens": _read_count(0, 1_048_576),
     "batch_token_budget": _read_count(1, 1_048_576),
+    "prefill_order": lambda text: PrefillOrder(_read_choice(PrefillOrder)(text)),
     "grant_wait_s": _read_number(1e-3, 25.0),
     "tpot_share": _read_number(0.0, 1.0),
     "late_ttft_factor": _read_number(1.0, 4.0),
@@ -193,6 +198,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "flow": _read_switch,
     "max_num_seqs": _read_count(1, 1_000_000),
     "max_batch_tokens": _read_count(16, 1_000_000),
+    "operators_per_iteration": _read_count(0, 100_000),
     "block_size": _read_count(1, 1024),
     "kv_scale": _read_number(1e-3, 1e3),
     "link": _read_choice(LINKS),

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Final
 
 from sluice_core.latency import LatencyModel, PrefillCoefficients, compute_attention_work
-from sluice_core.records import RequestId
+from sluice_core.records import PrefillOrder, RequestId
 
 _CHANGED: Final = 0.1  # relative change of a prediction beyond which all slacks are predicted again
 _SAMPLE_TOKENS: Final = 1024  # of the prefill whose prediction is compared
@@ -124,18 +124,19 @@ _Place = tuple[float, int, QueuedPrefill]
 class SlackOrder:
     """Prefills by deadline, those that will be late last (FlowPrefill, section 5.2, formula 3).
 
-    Formula 3, ``sgn(slack) / deadline``, puts the late one with the latest deadline first; see ``latest_late_first``.
+    Formula 3, ``sgn(slack) / deadline``, puts the late one with the latest deadline first; see ``PrefillOrder``.
 
     A change costs O(log n) comparisons: two sorted lists, and a heap of the moments at which slacks change sign.
 
     Args:
         predictor: Predicts what is left of a prefill.
-        latest_late_first: Of late ones the latest deadline goes first, as in formula 3; False: the earliest.
+        order: Who is late, and which of these goes first.
     """
 
-    def __init__(self, predictor: PrefillPredictor, *, latest_late_first: bool = False) -> None:
+    def __init__(self, predictor: PrefillPredictor, order: PrefillOrder = PrefillOrder.S_EDF) -> None:
         self._predictor = predictor
-        self._late_sign = -1.0 if latest_late_first else 1.0
+        self._kind = order
+        self._late_sign = -1.0 if order is PrefillOrder.FORMULA_3 else 1.0
         self._timely: list[_Place] = []
         self._late: list[_Place] = []
         self._moments: list[_Place] = []
@@ -154,12 +155,18 @@ class SlackOrder:
     def add(self, prefill: QueuedPrefill) -> None:
         """Add a prefill; ``update`` finds out whether it is late."""
         prefill.is_late = False
-        prefill.late_from_s = prefill.deadline_s - self._predictor.predict_s(
-            prefill.remaining_tokens, prefill.remaining_work
-        )
+        prefill.late_from_s = self._find_late_from_s(prefill)
         insort(self._timely, (prefill.urgency_s, prefill.number, prefill))
         if prefill.late_from_s < math.inf:
             heappush(self._moments, (prefill.late_from_s, prefill.number, prefill))
+
+    def _find_late_from_s(self, prefill: QueuedPrefill) -> float:
+        """Find from when on a prefill counts as late, in seconds on the caller's clock."""
+        if self._kind is PrefillOrder.EDF or self._kind is PrefillOrder.CHUNKED_EDF:
+            return math.inf
+        if self._kind is PrefillOrder.D_EDF:
+            return prefill.deadline_s
+        return prefill.deadline_s - self._predictor.predict_s(prefill.remaining_tokens, prefill.remaining_work)
 
     def remove(self, prefill: QueuedPrefill) -> None:
         """Remove a prefill; what its old moments say is forgotten when they come."""

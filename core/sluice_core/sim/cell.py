@@ -126,9 +126,11 @@ class EngineSetup:
         max_num_seqs: Most running requests.
         max_batch_tokens: Largest chunk size.
         link: What its KV leaves over.
+        operators_per_iteration: An iteration of prefills alone may stop where one of so many operators of equal length
+            ends (FlowPrefill, section 5.1), if the strategy preempts prefills. 0: it never stops, as on engines.
 
     Raises:
-        ValueError: No blocks, or a chunk size above ``max_batch_tokens``.
+        ValueError: No blocks, a chunk size above ``max_batch_tokens``, or fewer than no operators.
     """
 
     engine_id: EngineId
@@ -141,8 +143,13 @@ class EngineSetup:
     max_num_seqs: int = MAX_NUM_SEQS
     max_batch_tokens: int = MAX_BATCH_TOKENS
     link: TransferLink = TransferLink()
+    operators_per_iteration: int = 0
 
     def __post_init__(self) -> None:
+        if self.operators_per_iteration < 0:
+            raise ValueError(
+                f"engine {self.engine_id!r} has {self.operators_per_iteration} operators per iteration; at least 0"
+            )
         if self.kv_blocks_total < 1 or self.block_size_tokens < 1 or self.max_num_seqs < 1:
             raise ValueError(
                 f"engine {self.engine_id!r} has {self.kv_blocks_total} KV blocks of {self.block_size_tokens} tokens "
@@ -252,7 +259,7 @@ class Cell:
         routers: The routers, at least one.
 
     Raises:
-        ValueError: No router.
+        ValueError: No router, or engines that schedule ahead and stop iterations: the next one would be scheduled.
     """
 
     engines: Sequence[EngineSetup]
@@ -266,3 +273,10 @@ class Cell:
     def __post_init__(self) -> None:
         if not self.routers:
             raise ValueError("a cell has at least one router")
+        if self.options.schedules_ahead:
+            for setup in self.engines:
+                if setup.operators_per_iteration:
+                    raise ValueError(
+                        f"engine {setup.engine_id!r} has operators_per_iteration {setup.operators_per_iteration}; "
+                        "where engines schedule ahead it is 0"
+                    )

@@ -29,6 +29,7 @@ CLUSTER_CHANGE: Final = 3
 MOVE_STEP: Final = 4
 GRANT_EXPIRY: Final = 5
 STEER: Final = 6
+INTERRUPT: Final = 7
 Event = tuple[float, int, int, object]
 
 

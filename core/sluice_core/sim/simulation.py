@@ -10,6 +10,7 @@ At the end of every run nothing may be left and nothing may be lost: see ``Simul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -31,6 +32,7 @@ from sluice_core.sim.cluster import (
     ASSIGN_INTERVAL_S,
     CLUSTER_CHANGE,
     GRANT_EXPIRY,
+    INTERRUPT,
     ITERATION_END,
     MOVE_STEP,
     RETRY,
@@ -40,6 +42,7 @@ from sluice_core.sim.cluster import (
 )
 from sluice_core.sim.cut_prompts import CutPrompts
 from sluice_core.sim.deadlines import TtftDeadlines
+from sluice_core.sim.engine.operator_interrupts import find_interrupt_s, interrupt
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.grant_queue import GrantQueue
 from sluice_core.sim.hand_offs import SimHandOffs, SimMove
@@ -136,7 +139,7 @@ class Simulation(SimCluster):
                 self.num_missed += deadlines.mark_late(at_s)
             if code == ITERATION_END:
                 assert isinstance(what, SimEngine)
-                if not what.is_dead:
+                if what.ends_at_s == at_s and not what.is_dead:  # else it has stopped before
                     self._end_iteration(what)
             else:
                 self._handle(code, what)
@@ -165,6 +168,9 @@ class Simulation(SimCluster):
             self._grants_of(what).expire(what)
         elif code == STEER:
             self._steer()
+        elif code == INTERRUPT:
+            assert isinstance(what, SimEngine)
+            self._interrupt(what)
         else:
             self._change_cluster(what)
 
@@ -310,6 +316,10 @@ class Simulation(SimCluster):
         is_recovery = request.first_token_s >= 0.0
         number = engine.submit(request, RequestKind.RECOVERY if is_recovery else RequestKind.NEW_PROMPT)
         router.table.mark_submitted(engine.engine_id, request.request_id, number)
+        if engine.num_operators:
+            interrupts_at_s = find_interrupt_s(engine, self.now)
+            if interrupts_at_s < math.inf:
+                self._push(interrupts_at_s, INTERRUPT, engine)
         self.start_engine(engine)
 
     # --- iterations --------------------------------------------------------------------------------------------
@@ -328,6 +338,14 @@ class Simulation(SimCluster):
             heappush(self._heap, (engine.ends_at_s, self._num_events, ITERATION_END, engine))
             if self._timeline is not None:
                 self._timeline.note_iteration(engine, self.now)
+
+    def _interrupt(self, engine: SimEngine) -> None:
+        """Stop an iteration for a more urgent prompt, unless it has ended."""
+        if engine.is_running and engine.interrupts_at_s == self.now and not engine.is_dead:
+            interrupt(engine, self.now)
+            if self._timeline is not None:
+                self._timeline.note_interrupt(engine, self.now)
+            self.start_engine(engine)
 
     def _hold_returned(self, engine: SimEngine) -> None:
         """Hold prompts that an engine gave back; a new report removes them from the table."""

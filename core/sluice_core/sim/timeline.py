@@ -63,6 +63,12 @@ class Timeline:
             )
         )
 
+    def note_interrupt(self, engine: SimEngine, now: float) -> None:
+        """Note that the iteration under way on an engine has stopped at ``now``."""
+        number = max(i for i, span in enumerate(self.iterations) if span.engine_id == engine.engine_id)
+        span = self.iterations[number]
+        self.iterations[number] = span._replace(duration_s=now - span.start_s)
+
     def note_transfer(self, request: SimRequest, cause: MoveCause, now: float, arrives_at_s: float) -> None:
         """Note a KV transfer that begins at ``now``, waits for its link included."""
         source, target = request.source or "", request.target or ""

@@ -8,10 +8,9 @@ being computed again.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 from sluice_core.latency import LatencyModel
-from sluice_core.records import FlowParameters, RequestId
+from sluice_core.records import FlowParameters, PrefillOrder, RequestId
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import PRIORITY_HEAD_START_S, EngineBatch, EnginePolicy, PrefillSelector
 from sluice_core.scheduling.decode_flow import FlowPolicy
@@ -31,15 +30,15 @@ class EventDrivenSelector(PrefillSelector):
     Args:
         predictor: Predicts what is left of a prefill.
         batch_token_budget: G of Algorithm 1.
-        latest_late_first: See ``SlackOrder``.
+        order: The order of prompts.
     """
 
     def __init__(
-        self, predictor: PrefillPredictor, batch_token_budget: int, *, latest_late_first: bool = False
+        self, predictor: PrefillPredictor, batch_token_budget: int, order: PrefillOrder = PrefillOrder.S_EDF
     ) -> None:
         self._predictor = predictor
         self._batch_token_budget = batch_token_budget
-        self._order = SlackOrder(predictor, latest_late_first=latest_late_first)
+        self._order = SlackOrder(predictor, order)
         self._prefills: dict[RequestId, QueuedPrefill] = {}
         self._running: list[QueuedPrefill] = []
         self._selected: list[RequestId] = []
@@ -125,35 +124,83 @@ class EventDrivenSelector(PrefillSelector):
         return batch
 
 
+class DeadlineSelector(PrefillSelector):
+    """Fills every iteration by deadline: what FlowPrefill is compared with (section 6.1, DistServe-CP2K and -CP8K).
+
+    Args:
+        predictor: Predicts nothing here.
+    """
+
+    def __init__(self, predictor: PrefillPredictor) -> None:
+        self._order = SlackOrder(predictor, PrefillOrder.CHUNKED_EDF)
+        self._prefills: dict[RequestId, QueuedPrefill] = {}
+        self._num_arrived = 0
+
+    def add(self, request_id: RequestId, *, arrival_s: float, ttft_slo_s: float, priority: int, tokens: int) -> None:
+        """See ``PrefillSelector.add``."""
+        self._num_arrived += 1
+        deadline_s = arrival_s + ttft_slo_s
+        prefill = QueuedPrefill(
+            request_id,
+            number=self._num_arrived,
+            deadline_s=deadline_s,
+            urgency_s=deadline_s - priority * PRIORITY_HEAD_START_S,
+            tokens=tokens,
+        )
+        self._prefills[request_id] = prefill
+        self._order.add(prefill)
+
+    def advance(self, request_id: RequestId, num_computed_tokens: int) -> None:
+        """See ``PrefillSelector.advance``."""
+        self._prefills[request_id].num_computed_tokens = num_computed_tokens
+
+    def remove(self, request_id: RequestId) -> None:
+        """See ``PrefillSelector.remove``."""
+        prefill = self._prefills.pop(request_id, None)
+        if prefill is not None:
+            self._order.remove(prefill)
+
+    def select(self, now: float, engine: EngineBatch) -> list[RequestId]:  # noqa: ARG002 - its order does not change
+        """See ``PrefillSelector.select``: no more than fill the largest iteration."""
+        selected: list[RequestId] = []
+        num_tokens = 0
+        for prefill in self._order:
+            if num_tokens >= engine.max_batch_tokens:
+                break
+            selected.append(prefill.request_id)
+            num_tokens += prefill.remaining_tokens
+        return selected
+
+    def rank_started(self) -> list[RequestId]:
+        """See ``PrefillSelector.rank_started``."""
+        return [prefill.request_id for prefill in self._order if prefill.num_computed_tokens]
+
+
 class FlowPrefillEngine(RoleEngine):
     """Selects prefills as ``EventDrivenSelector`` does; decodes go to D-heavy engines as under disaggregation.
 
     Args:
         flow: Which decodes move.
         batch_token_budget: G of Algorithm 1.
-        latest_late_first: See ``SlackOrder``.
+        order: The order of prompts.
         counts_decodes: See ``ChunkedPrefillPolicy``.
     """
 
-    def __init__(
-        self, flow: FlowPolicy, *, batch_token_budget: int, latest_late_first: bool, counts_decodes: bool
-    ) -> None:
+    def __init__(self, flow: FlowPolicy, *, batch_token_budget: int, order: PrefillOrder, counts_decodes: bool) -> None:
         super().__init__(flow, counts_decodes=counts_decodes)
         self._batch_token_budget = batch_token_budget
-        self._latest_late_first = latest_late_first
+        self._order = order
 
     def make_selector(self, latency: LatencyModel) -> PrefillSelector | None:
         """See ``EnginePolicy.make_selector``."""
-        return EventDrivenSelector(
-            PrefillPredictor(latency), self._batch_token_budget, latest_late_first=self._latest_late_first
-        )
+        predictor = PrefillPredictor(latency)
+        if self._order is PrefillOrder.CHUNKED_EDF:
+            return DeadlineSelector(predictor)
+        return EventDrivenSelector(predictor, self._batch_token_budget, self._order)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FlowPrefillRules:
-    """Makes the policies; for the argument see ``SlackOrder``."""
-
-    latest_late_first: bool = False
+    """Makes the policies."""
 
     def make_router(
         self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
@@ -167,7 +214,7 @@ class FlowPrefillRules:
         return FlowPrefillEngine(
             _make_flow(strategy, parameters, random.Random(0)),  # noqa: S311 - engines pick no targets
             batch_token_budget=parameters.batch_token_budget,
-            latest_late_first=self.latest_late_first,
+            order=parameters.prefill_order,
             counts_decodes=counts_decodes,
         )
 
@@ -182,4 +229,7 @@ FLOWPREFILL = Strategy(
     parameters=(BATCH_TOKEN_BUDGET, EARLY_REJECTION, WATERMARK),
     sliders=SliderUse(varies_ratio=True, varies_prefill_tokens=True, varies_decode_tokens=True),
     policies=FlowPrefillRules(),
+    # Engines choose among all that came to them. A router that held prompts until the queue fits into the KV cache
+    # would let urgent ones wait behind those that are late.
+    placement="shortest_queue",
 )

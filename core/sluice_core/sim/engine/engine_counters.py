@@ -16,12 +16,16 @@ class EngineCounters:
         num_completed_prefill_tokens: Of these, of prefills that were completed.
         num_lost_prefill_tokens: Of these, of prefills that the engine's death cut off.
         num_preemptions: Preemptions.
+        num_interrupts: Iterations of prefills that stopped for a more urgent prompt, where an operator ended.
+        blocking_s: From the arrivals of these prompts until the iterations had stopped.
     """
 
     __slots__ = (
+        "blocking_s",
         "busy_s",
         "kv_block_seconds",
         "num_completed_prefill_tokens",
+        "num_interrupts",
         "num_iterations",
         "num_lost_prefill_tokens",
         "num_output_tokens",
@@ -40,3 +44,5 @@ class EngineCounters:
         self.num_completed_prefill_tokens = 0
         self.num_lost_prefill_tokens = 0
         self.num_preemptions = 0
+        self.num_interrupts = 0
+        self.blocking_s = 0.0

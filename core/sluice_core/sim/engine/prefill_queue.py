@@ -20,6 +20,7 @@ from sluice_core.scheduling.batching import (
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.prefix_cache import PrefixCache
+from sluice_core.sim.engine.suspended_batch import IterationRest
 from sluice_core.sim.requests import SimRequest
 
 _Waiting = tuple[int, float, int, SimRequest]
@@ -50,6 +51,7 @@ class PrefillQueue:
         returned: Prompts that the last ``schedule`` gave back to the router.
         deferred_blocks: Blocks that became free after the iteration was decided on, where that is done ahead.
         deferred_cached_blocks: Those of them that are full.
+        resumed: What is left of a stopped iteration that the last ``schedule`` goes on with; None: it began a new one.
         freed: What preempted requests that wait here find again, without prefix reuse; None: nobody does.
     """
 
@@ -75,6 +77,7 @@ class PrefillQueue:
         "queued_tokens",
         "queued_work2",
         "reserved_blocks",
+        "resumed",
         "returned",
         "withheld_tokens",
     )
@@ -103,6 +106,7 @@ class PrefillQueue:
         self.returned: list[SimRequest] = []
         self.deferred_blocks = 0
         self.deferred_cached_blocks = 0
+        self.resumed: IterationRest | None = None
         self.freed: FreedBlocks | None = None
         self._policy = policy
         self._cache = cache
@@ -252,6 +256,26 @@ class PrefillQueue:
         """Ask the batch policy what an iteration may hold."""
         self.batch.num_decodes = num_decodes
         return self._policy.limits(now, self.batch)
+
+    def end_batch(self) -> None:
+        """Take note that the iteration under way has ended."""
+
+    def is_overtaken(self, now: float, share: float) -> bool:  # noqa: ARG002 - for overrides
+        """Say whether something more urgent than the iteration under way has come, for which it may stop.
+
+        Args:
+            now: Seconds of the simulated clock.
+            share: Share of the iteration that is done.
+        """
+        return False
+
+    def suspend(self, rest: IterationRest) -> None:
+        """Keep the iteration under way, which has stopped, until it goes on."""
+        raise NotImplementedError
+
+    def count_suspended_tokens(self) -> int:
+        """Count the tokens of iterations that have stopped and not ended."""
+        return 0
 
     def list_started(self) -> list[SimRequest]:
         """List the prefills that have started, in the order in which they are served."""

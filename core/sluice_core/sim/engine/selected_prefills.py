@@ -10,6 +10,7 @@ from sluice_core.scheduling.batching import EnginePolicy, PrefillSelector, Reque
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
 from sluice_core.sim.engine.prefix_cache import PrefixCache
+from sluice_core.sim.engine.suspended_batch import IterationRest, SuspendedBatch
 from sluice_core.sim.requests import SimRequest
 
 _SELECTED: Final = int(RequestKind.STARTED_PREFILL)  # place of what is selected: behind recomputes and recoveries
@@ -20,6 +21,9 @@ class SelectedPrefills(PrefillQueue):
 
     What its base class sees in an iteration are requests to recompute, recoveries, and what is selected.
 
+    Where an iteration may stop before its end (``EngineSetup.operators_per_iteration``), the selector hears of its
+    chunks when it has ended, so that it can compare what runs with what comes.
+
     Args:
         setup: What the engine is.
         policy: What an iteration may hold.
@@ -28,7 +32,7 @@ class SelectedPrefills(PrefillQueue):
         takes_by_chunk: See there.
     """
 
-    __slots__ = ("_prompts", "_selector", "_started_prompts")
+    __slots__ = ("_chunks", "_may_stop", "_prompts", "_selector", "_started_prompts", "_suspended", "_work2")
 
     def __init__(
         self,
@@ -41,6 +45,10 @@ class SelectedPrefills(PrefillQueue):
     ) -> None:
         super().__init__(setup, policy, cache, takes_by_chunk=takes_by_chunk)
         self._selector = selector
+        self._may_stop = setup.operators_per_iteration > 0
+        self._chunks: list[tuple[SimRequest, int]] = []  # of the iteration under way, with their tokens before it
+        self._work2 = 0  # twice the attention work of these
+        self._suspended: list[SuspendedBatch] = []
         self._prompts: dict[RequestId, SimRequest] = {}  # not started
         self._started_prompts: dict[RequestId, SimRequest] = {}
 
@@ -58,7 +66,15 @@ class SelectedPrefills(PrefillQueue):
     def schedule(self, now: float, num_decodes: int, num_seats: int, free_blocks: int) -> int:
         """See ``PrefillQueue.schedule``."""
         self.batch.num_decodes = num_decodes
+        num_seats -= self._count_suspended()
         selected = self._select(now, free_blocks, num_seats)
+        self.resumed = None
+        if self._suspended:
+            stopped = self._find_suspended(selected)
+            if stopped is not None and not self._waiting:
+                return self._resume(stopped)
+            selected = [request for request in selected if self._find_suspended([request]) is None]
+        self._work2 = 0
         others = [request for request in self._started if self._is_parked(request, selected)]
         self._started = [request for request in self._started if not self._is_parked(request, selected)]
         for position, request in enumerate(selected):
@@ -87,6 +103,7 @@ class SelectedPrefills(PrefillQueue):
     def clear(self) -> tuple[list[SimRequest], list[SimRequest]]:
         """See ``PrefillQueue.clear``."""
         waiting, computing = super().clear()
+        computing += [request for stopped in self._suspended for request in stopped.completing]
         return [*waiting, *self._prompts.values()], computing
 
     def check_idle(self) -> None:
@@ -94,6 +111,7 @@ class SelectedPrefills(PrefillQueue):
         super().check_idle()
         assert not self._prompts
         assert not self._started_prompts
+        assert not self._suspended
         assert not self._selector.rank_started()
 
     def _select(self, now: float, free_blocks: int, num_seats: int) -> list[SimRequest]:
@@ -131,18 +149,92 @@ class SelectedPrefills(PrefillQueue):
         self._waiting = [entry for entry in self._waiting if entry[3].kind is not RequestKind.NEW_PROMPT]
         heapify(self._waiting)
 
+    def end_batch(self) -> None:
+        """See ``PrefillQueue.end_batch``."""
+        chunks, self._chunks = self._chunks, []
+        for request, _ in chunks:
+            self._note_computed(request)
+
+    def is_overtaken(self, now: float, share: float) -> bool:
+        """See ``PrefillQueue.is_overtaken``; an arrival is an event of Algorithm 2 (FlowPrefill, section 5.2)."""
+        num_tokens = 0
+        for request, before in self._chunks:
+            tokens = request.num_computed_tokens - before
+            num_tokens += tokens
+            # As many tokens as are left take as long as what is left of the chunk.
+            self._selector.advance(request.request_id, before + max(1, int(share * tokens)))
+        if num_tokens == 0 or num_tokens != self.num_tokens:
+            return False  # what is recomputed goes ahead of all
+        selected = self._selector.select(now, self.batch)
+        return bool(selected) and all(request.request_id != selected[0] for request, _ in self._chunks)
+
+    def suspend(self, rest: IterationRest) -> None:
+        """See ``PrefillQueue.suspend``."""
+        stopped = SuspendedBatch(
+            rest=rest,
+            chunks=self._chunks,
+            completing=self.completing,
+            num_tokens=self.num_tokens,
+            work2=self._work2,
+            queued_tokens=int(rest.share * self.num_tokens),
+            queued_work2=int(rest.share * self._work2),
+        )
+        self._suspended.append(stopped)
+        self.num_queued += len(stopped.completing)
+        self.queued_tokens += stopped.queued_tokens
+        self.queued_work2 += stopped.queued_work2
+        self._chunks, self.completing = [], []
+        self.num_tokens = self.num_chunks = 0
+
+    def count_suspended_tokens(self) -> int:
+        """See ``PrefillQueue.count_suspended_tokens``."""
+        return sum(stopped.num_tokens for stopped in self._suspended)
+
+    def _resume(self, stopped: SuspendedBatch) -> int:
+        """Go on with an iteration that has stopped; returns twice its attention work."""
+        self._suspended.remove(stopped)
+        self.num_queued -= len(stopped.completing)
+        self.queued_tokens -= stopped.queued_tokens
+        self.queued_work2 -= stopped.queued_work2
+        self._chunks, self.completing, self._work2 = stopped.chunks, stopped.completing, stopped.work2
+        self.num_tokens, self.num_chunks = stopped.num_tokens, len(stopped.chunks)
+        self.resumed = stopped.rest
+        return stopped.work2
+
+    def _find_suspended(self, selected: list[SimRequest]) -> SuspendedBatch | None:
+        """Find the stopped iteration of what is selected first."""
+        for stopped in self._suspended:
+            if selected and any(request is selected[0] for request, _ in stopped.chunks):
+                return stopped
+        return None
+
+    def _count_suspended(self) -> int:
+        """Count the prefills that hold a seat, although they are not among the started ones."""
+        return sum(len(stopped.completing) for stopped in self._suspended) if self._suspended else 0
+
     def _compute(self, request: SimRequest, tokens: int) -> int:
         is_selected = request.request_id in self._prompts or request.request_id in self._started_prompts
+        before = request.num_computed_tokens
         work2 = super()._compute(request, tokens)
         if not is_selected:
             return work2
+        if self._may_stop:
+            self._prompts.pop(request.request_id, None)
+            self._started_prompts[request.request_id] = request
+            self._chunks.append((request, before))
+            self._work2 += work2
+        else:
+            self._note_computed(request)
+        return work2
+
+    def _note_computed(self, request: SimRequest) -> None:
+        """Tell the selector of a chunk."""
         if request.num_computed_tokens == request.prefill_tokens:
             self._forget(request)
         else:
             self._prompts.pop(request.request_id, None)
             self._started_prompts[request.request_id] = request
             self._selector.advance(request.request_id, request.num_computed_tokens)
-        return work2
 
     def _forget(self, request: SimRequest) -> None:
         self._prompts.pop(request.request_id, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
 from sluice_core.scheduling.batching import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
@@ -13,6 +15,7 @@ from sluice_core.sim.engine.preemption import (
     make_room_in_step,
 )
 from sluice_core.sim.engine.scheduler_state import SchedulerState
+from sluice_core.sim.engine.suspended_batch import IterationRest
 from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
 
@@ -38,6 +41,8 @@ class SimEngine(SchedulerState):
         hands_off_prefills: Prefills that yield the first token are handed off to nobody yet; set it with a plan.
         prefilled: Those of the last iteration, until somebody takes them from here.
         parted: Prompts that were cut and whose beginning the last iteration has ended, until somebody takes them.
+        num_operators: Operators of the iteration under way at whose ends it may stop; 0: it does not.
+        interrupts_at_s: When it stops before its end; ``math.inf``: it does not (``operator_interrupts``).
         withholds_decodes: The iteration under way, or the last one, is of prefills alone, and the decodes wait.
     """
 
@@ -55,9 +60,11 @@ class SimEngine(SchedulerState):
         "ends_at_s",
         "finished",
         "hands_off_prefills",
+        "interrupts_at_s",
         "is_dead",
         "is_draining",
         "num_incoming",
+        "num_operators",
         "parted",
         "prefilled",
         "role",
@@ -86,6 +93,8 @@ class SimEngine(SchedulerState):
         self.hands_off_prefills = False
         self.prefilled: list[SimRequest] = []
         self.parted: list[SimRequest] = []
+        self.num_operators = 0
+        self.interrupts_at_s = math.inf
         self.withholds_decodes = False
         self._prefilled_alone: list[SimRequest] = []  # joined the decodes with the end of an iteration of prefills
         self._profile = setup.profile
@@ -242,6 +251,7 @@ class SimEngine(SchedulerState):
         self.counters.num_lost_prefill_tokens += sum(
             request.num_computed_tokens - request.num_cached_tokens for request in computing
         )
+        self.counters.num_lost_prefill_tokens -= self.prefills.count_suspended_tokens()
         if self.is_running:
             self.counters.num_lost_prefill_tokens -= self.prefills.num_tokens
         last_token_s = self.ends_at_s - self.duration_s if self.is_running else now
@@ -312,11 +322,20 @@ class SimEngine(SchedulerState):
             num_decodes,
             context_tokens,
         )
+        self.num_operators = self.setup.operators_per_iteration
+        if prefills.resumed is not None:
+            self._go_on(prefills.resumed, num_decodes, context_tokens)
         self.ends_at_s = now + self.duration_s
         self.is_running = True
         self.note_change()
         self.counters.peak_blocks = max(self.counters.peak_blocks, self.used_blocks)
         return self.duration_s
+
+    def _go_on(self, rest: IterationRest, num_decodes: int, context_tokens: int) -> None:
+        """Go on with an iteration that has stopped; decodes that have come meanwhile cost what they do alone."""
+        self.duration_s, self.num_operators = rest.time_s, rest.num_operators
+        if num_decodes:
+            self.duration_s += self._profile.estimate_iteration_s(num_decodes, 0, 0, 0.0, num_decodes, context_tokens)
 
     def _end_phase_switch(self, now: float) -> None:
         """Begin a phase of decodes, where TTFT ends with it (EcoServe, section 3.3)."""
@@ -371,7 +390,9 @@ class SimEngine(SchedulerState):
     def end(self, now: float) -> None:
         """Take the iteration's tokens in; see ``finished``."""
         self.is_running = False
+        self.interrupts_at_s = math.inf
         self.note_change()
+        self.prefills.end_batch()
         counters, num_decodes = self.counters, 0 if self.withholds_decodes else self.batch.num_decodes
         counters.num_iterations += 1
         counters.busy_s += self.duration_s
