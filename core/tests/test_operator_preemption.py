@@ -220,10 +220,10 @@ def test_what_has_stopped_counts_as_queued():
     seen = []
     submit = simulation._submit
 
-    def note(request, engine):
+    def note(request, router, engine):
         load = engine.report_load(simulation.now)
         seen.append((load.queued_requests, load.queued_prefill_tokens))
-        submit(request, engine)
+        submit(request, router, engine)
 
     simulation._submit = note
     assert simulation.run()

@@ -8,6 +8,7 @@ being computed again.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import FlowParameters, PrefillOrder, RequestId
@@ -199,6 +200,7 @@ class FlowPrefillEngine(RoleEngine):
         return EventDrivenSelector(predictor, self._batch_token_budget, self._order)
 
 
+@dataclass(frozen=True, slots=True)
 class FlowPrefillRules:
     """Makes the policies."""
 
